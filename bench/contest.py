@@ -1,0 +1,49 @@
+"""Alternation: first, second, first, second, so that a slow minute of the machine hits both alike."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from bench.client import Completion
+from bench.prompts import random_prompt
+from bench.results import Comparison, Series
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from bench.target import Target
+    from bench.workloads.workload import Workload
+
+# OpenMP threads spin for a while after their last work; the other server should not pay for that
+SETTLE_S = 0.5
+WARM_UP_SEED = 999_999_937
+WARM_UP_WORDS = 100
+WARM_UP_TOKENS = 8
+
+
+async def warm_up(target: Target) -> None:
+    """One small request whose time is not taken: first touches of memory belong to no repetition."""
+    prompt = random_prompt(WARM_UP_WORDS, WARM_UP_SEED)
+    await target.client.complete(Completion(prompt=prompt, max_tokens=WARM_UP_TOKENS))
+
+
+async def alternate(
+    workload: Workload,
+    pair: tuple[Target, Target],
+    seeds: range,
+    on_turn: Callable[[str], None] = lambda _label: None,
+) -> Comparison:
+    """Run `workload` on both servers once a seed, in turn; `on_turn` hears whose turn begins."""
+    outcomes: tuple[list[Mapping[str, float]], list[Mapping[str, float]]] = ([], [])
+    for seed in seeds:
+        for target, values in zip(pair, outcomes, strict=True):
+            on_turn(target.label)
+            await asyncio.sleep(SETTLE_S)
+            values.append(await workload.run(target, seed))
+    first, second = outcomes
+    series = tuple(
+        Series(metric, tuple(v[metric.key] for v in first), tuple(v[metric.key] for v in second))
+        for metric in workload.metrics
+    )
+    return Comparison(workload.name, workload.title, series)

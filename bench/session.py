@@ -1,0 +1,190 @@
+"""One run of the benchmark from its plan to its report: who is up when, what is measured in which order.
+
+What a workload does is its own business, what the numbers mean is `results`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.client import Client
+from bench.contest import alternate, warm_up
+from bench.errors import BenchError
+from bench.idle import IDLE_S, idle_cpu_percent
+from bench.machine import binary_version, describe_machine
+from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
+from bench.results import Comparison, Figure, Report
+from bench.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from bench.workloads import Workload
+
+OWN_TIME_LIMIT_MS = 0.5
+IDLE_LIMIT_PERCENT = 0.5
+AFTER_LOAD_S = 3.0
+NUM_TAIL_CHARS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure. `figures` holds names out of `overhead` and `idle`."""
+
+    workloads: tuple[Workload, ...]
+    figures: frozenset[str]
+    seeds: range
+
+
+@dataclass(frozen=True, slots=True)
+class Contestants:
+    """The two servers to start. `model` is a GGUF path both load, `binary` the llama-server."""
+
+    model: Path
+    binary: Path
+    shape: Shape
+
+
+async def compare_started(plan: Plan, contestants: Contestants, console: Console) -> Report:
+    """Start both servers, run the plan, stop them."""
+    comparisons: list[Comparison] = []
+    figures: list[Figure] = []
+    if "overhead" in plan.figures:
+        console.print("Python's own time per step ...")
+        figures += await asyncio.to_thread(measure_overhead, contestants)
+    with tempfile.TemporaryDirectory(prefix="bench-") as logs:
+        for shape, workloads in _by_shape(plan.workloads, contestants.shape).items():
+            async with AsyncExitStack() as stack:
+                pair = await _start_pair(contestants, shape, Path(logs), stack)
+                comparisons += await _run_workloads(workloads, pair, plan.seeds, console)
+        if "idle" in plan.figures:
+            console.print("Idle servers ...")
+            async with AsyncExitStack() as stack:
+                pair = await _start_pair(contestants, contestants.shape, Path(logs), stack)
+                figures += await _measure_idle(pair)
+    machine = {
+        **describe_machine(),
+        LlamaServer.label: await asyncio.to_thread(binary_version, contestants.binary),
+    }
+    shape = contestants.shape
+    settings = {
+        **_plan_settings(plan),
+        "model": contestants.model.name,
+        "slots": f"{shape.num_slots}",
+        "context": f"{shape.ctx_size} tokens, shared by all slots (llama-server: --kv-unified)",
+        "threads": f"{shape.num_threads}",
+    }
+    return Report(
+        (StokerServer.label, LlamaServer.label), machine, settings, tuple(comparisons), tuple(figures)
+    )
+
+
+async def compare_running(plan: Plan, urls: Sequence[str], labels: Sequence[str], console: Console) -> Report:
+    """Run the plan's workloads against two servers that somebody else started."""
+    first, second = (Target(label, Client(url)) for url, label in zip(urls, labels, strict=True))
+    for target in (first, second):
+        await warm_up(target)
+    comparisons = await _run_workloads(plan.workloads, (first, second), plan.seeds, console)
+    return Report(
+        (first.label, second.label), describe_machine(), _plan_settings(plan), tuple(comparisons), ()
+    )
+
+
+def measure_overhead(contestants: Contestants) -> list[Figure]:
+    """Python's own time per step, measured in a process of its own.
+
+    Raises:
+        BenchError: that process failed; the message carries the end of what it said.
+    """
+    command = [sys.executable, "-m", "bench.step_overhead", "--json"]
+    command += ["--model", str(contestants.model), "--threads", str(contestants.shape.num_threads)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        raise BenchError(f"the step overhead could not be measured:\n{answer.stderr[-NUM_TAIL_CHARS:]}")
+    return [figure for way in json.loads(answer.stdout.splitlines()[-1]) for figure in _overhead_figures(way)]
+
+
+def _overhead_figures(way: dict[str, float | str]) -> list[Figure]:
+    name = str(way["way"])
+    key = f"own_time_{name.replace(' ', '_')}"
+    title = f"Python's own time per step, 8 rows, {name}"
+    # drawing from a row is work the caller asked for, by the samplers asked for: the bar is for what is left
+    limit = OWN_TIME_LIMIT_MS if name == "greedy" else None
+    return [
+        Figure(f"{key}_median", f"{title}, median", "ms", float(way["own_median_ms"]), limit),
+        Figure(f"{key}_p95", f"{title}, p95", "ms", float(way["own_p95_ms"])),
+        Figure(f"{key}_drawing", f"{title}, of it drawing", "ms", float(way["drawing_median_ms"])),
+        Figure(
+            f"native_{key}", f"native decode, 8 rows, {name}, median", "ms", float(way["native_median_ms"])
+        ),
+    ]
+
+
+async def _start_pair(
+    contestants: Contestants, shape: Shape, logs: Path, stack: AsyncExitStack
+) -> tuple[Target, Target]:
+    servers = (StokerServer(str(contestants.model)), LlamaServer(contestants.binary, contestants.model))
+    targets = []
+    for server in servers:
+        process = await stack.enter_async_context(ServerProcess(server, shape, logs))
+        targets.append(Target(server.label, process.client, process))
+        await warm_up(targets[-1])
+    first, second = targets
+    return first, second
+
+
+async def _run_workloads(
+    workloads: Sequence[Workload], pair: tuple[Target, Target], seeds: range, console: Console
+) -> list[Comparison]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    comparisons = []
+    # redrawn at each turn only: the terminal shares the cores with the servers
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        for workload in workloads:
+            task = progress.add_task(workload.name, total=2 * len(seeds))
+            on_turn = partial(_show_turn, progress, task, workload.name)
+            comparisons.append(await alternate(workload, pair, seeds, on_turn))
+    return comparisons
+
+
+def _show_turn(progress: Progress, task: TaskID, workload: str, label: str) -> None:
+    progress.update(task, advance=1, description=f"{workload}: {label}", refresh=True)
+
+
+async def _measure_idle(pair: tuple[Target, Target]) -> list[Figure]:
+    await asyncio.sleep(AFTER_LOAD_S)
+    figures = []
+    for target, limit in zip(pair, (IDLE_LIMIT_PERCENT, None), strict=True):
+        if target.process is not None:
+            title = f"idle {target.label}, CPU over {IDLE_S:.0f} s"
+            percent = await idle_cpu_percent(target.process.pid)
+            figures.append(Figure(f"idle_cpu_{target.label}", title, "%", percent, limit))
+    return figures
+
+
+def _by_shape(workloads: Sequence[Workload], default: Shape) -> dict[Shape, list[Workload]]:
+    groups: dict[Shape, list[Workload]] = {}
+    for workload in workloads:
+        groups.setdefault(workload.shape(default), []).append(workload)
+    return groups
+
+
+def _plan_settings(plan: Plan) -> dict[str, str]:
+    return {
+        "repetitions": f"{len(plan.seeds)}, alternating",
+        "prompts": f"random words, seeds {plan.seeds.start} to {plan.seeds.stop - 1}",
+    }

@@ -1,0 +1,242 @@
+"""Python's own time per step: how long the engine loop takes around the native decode.
+
+Runs the real loop on the real backend in this process, with eight rows decoding, its events encoded and
+written to a socket as in production (a child swallows them). The native calls are wrapped with a clock: a
+step's own time is the time from one decode call to the next, less what they took. Drawing a token from its
+row is part of it, and also shown by itself.
+
+    python -m bench.step_overhead --model FILE [--threads N] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any, Self
+
+import llama_cpp
+
+from bench.errors import BenchError
+from bench.prompts import random_prompt
+from stoker.decode.generation import Generation
+from stoker.engine.inbox import Inbox
+from stoker.engine.loop import EngineLoop
+from stoker.engine.process import EventWriter
+from stoker.messages import Failed, Finished, LoadModel, ModelSpec, ModelState, Shutdown, Submit
+from stoker.request import GenerateRequest, Sampling
+from stoker.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from stoker.messages import Event
+
+NUM_ROWS = 8
+NUM_TOKENS = 160
+PROMPT_WORDS = 24
+NATIVE_CALLS = ("llama_decode", "llama_synchronize")
+WAIT_S = 300.0
+NUM_PERCENTILES = 20
+WAYS = {"greedy": Sampling(temperature=0.0), "default samplers": Sampling(seed=1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Milliseconds of a step at eight rows, over all steps of one run."""
+
+    way: str
+    num_steps: int
+    own_median_ms: float
+    own_p95_ms: float
+    drawing_median_ms: float
+    native_median_ms: float
+
+
+@dataclass(slots=True)
+class Turn:
+    """One decode call and what followed it, up to the next one."""
+
+    began_s: float
+    num_tokens: int
+    native_s: float = 0.0
+    drawing_s: float = 0.0
+
+
+class Stopwatch:
+    """Takes the time of native calls and of drawing, by turn. Used on the loop's thread only."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+
+    def __repr__(self) -> str:
+        return f"<Stopwatch {len(self.turns)} turns>"
+
+    def native(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` with its time added to the turn; a decode begins a new one."""
+
+        def timed(*args: Any) -> Any:
+            began_s = time.perf_counter()
+            if name == "llama_decode":
+                self.turns.append(Turn(began_s, args[1].n_tokens))
+            result = call(*args)
+            if self.turns:
+                self.turns[-1].native_s += time.perf_counter() - began_s
+            return result
+
+        return timed
+
+    def drawing(self, advance: Callable[..., Any]) -> Callable[..., Any]:
+        """`advance` with its time added to the turn."""
+
+        def timed(generation: Generation, row: Any) -> Any:
+            began_s = time.perf_counter()
+            drawn = advance(generation, row)
+            self.turns[-1].drawing_s += time.perf_counter() - began_s
+            return drawn
+
+        return timed
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside, the bindings' calls and `Generation.advance` are clocked."""
+        natives = {name: getattr(llama_cpp, name) for name in NATIVE_CALLS}
+        advance = Generation.advance
+        for name, call in natives.items():
+            setattr(llama_cpp, name, self.native(name, call))
+        setattr(Generation, "advance", self.drawing(advance))  # noqa: B010 - a method may not be assigned
+        try:
+            yield
+        finally:
+            for name, call in natives.items():
+                setattr(llama_cpp, name, call)
+            setattr(Generation, "advance", advance)  # noqa: B010 - likewise
+
+
+def summarise(way: str, turns: Sequence[Turn]) -> Overhead:
+    """The steps of `turns` that decode all rows, each followed by another such step.
+
+    Raises:
+        BenchError: there are too few of them.
+    """
+    pairs = [
+        (turn, following.began_s - turn.began_s)
+        for turn, following in pairwise(turns)
+        if turn.num_tokens == NUM_ROWS == following.num_tokens
+    ]
+    if len(pairs) < NUM_PERCENTILES:
+        raise BenchError(f"{len(pairs)} steps had {NUM_ROWS} rows; {NUM_PERCENTILES} are needed")
+    own_ms = [1e3 * (turn_s - turn.native_s) for turn, turn_s in pairs]
+    return Overhead(
+        way=way,
+        num_steps=len(pairs),
+        own_median_ms=median(own_ms),
+        own_p95_ms=quantiles(own_ms, n=NUM_PERCENTILES)[-1],
+        drawing_median_ms=median(1e3 * turn.drawing_s for turn, _ in pairs),
+        native_median_ms=median(1e3 * turn.native_s for turn, _ in pairs),
+    )
+
+
+class Engine:
+    """The loop on a thread of its own, driven through its inbox. Inside the context the model is loaded."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._inbox = Inbox()
+        self._outcomes: list[Event] = []
+        self._news = threading.Condition()
+        self._ours, theirs = socket.socketpair()
+        self._swallower = subprocess.Popen(["cat"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL)  # noqa: S607 - any cat
+        theirs.close()
+        self._writer = EventWriter(self._ours)
+        settings = EngineSettings.model_validate({"slots": spec.num_slots, "ctx_size": spec.n_ctx})
+        self._loop = EngineLoop(self._inbox, self._publish, settings)
+        self._thread = threading.Thread(target=self._loop.run, name="bench-engine")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._inbox.put(LoadModel(self._spec))
+        self._wait_for(lambda event: isinstance(event, ModelState) and event.state == "ready", 1)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._inbox.put(Shutdown())
+        self._thread.join(WAIT_S)
+        self._ours.close()
+        self._swallower.wait(WAIT_S)
+
+    def run(self, way: str, sampling: Sampling) -> None:
+        """Eight requests from start to end."""
+        self._outcomes.clear()
+        for index in range(NUM_ROWS):
+            request = GenerateRequest(
+                prompt=random_prompt(PROMPT_WORDS, index),
+                max_tokens=NUM_TOKENS,
+                sampling=sampling,
+                ignore_eos=True,
+            )
+            self._inbox.put(Submit(request_id=f"{way}-{index}", request=request))
+        self._wait_for(lambda event: isinstance(event, Finished), NUM_ROWS)
+
+    def _publish(self, events: list[Event]) -> None:
+        self._writer.write(events)
+        told = [event for event in events if isinstance(event, Finished | Failed | ModelState)]
+        if told:
+            with self._news:
+                self._outcomes += told
+                self._news.notify()
+
+    def _wait_for(self, wanted: Callable[[Event], bool], count: int) -> None:
+        def is_over() -> bool:
+            failed = [e for e in self._outcomes if isinstance(e, Failed) or getattr(e, "error", None)]
+            return bool(failed) or sum(map(wanted, self._outcomes)) >= count or not self._thread.is_alive()
+
+        with self._news:
+            self._news.wait_for(is_over, WAIT_S)
+            if sum(map(wanted, self._outcomes)) < count:
+                raise BenchError(f"the engine did not do its work; it said {self._outcomes[-3:]}")
+
+
+def measure(model: str, num_threads: int) -> list[Overhead]:
+    """The overhead of each way of sampling on `model` (a GGUF path)."""
+    spec = ModelSpec(id="bench", path=model, num_slots=NUM_ROWS, n_ctx=4096, num_threads=num_threads)
+    results = []
+    watch = Stopwatch()
+    with watch.installed(), Engine(spec) as engine:
+        for way, sampling in WAYS.items():
+            watch.turns.clear()
+            engine.run(way, sampling)
+            results.append(summarise(way, watch.turns))
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the overhead, as text or as one JSON line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.step_overhead", description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    results = measure(options.model, options.threads)
+    if options.json:
+        print(json.dumps([asdict(result) for result in results]))
+        return 0
+    for result in results:
+        print(
+            f"{result.way}: own {result.own_median_ms:.3f} ms (p95 {result.own_p95_ms:.3f}), drawing in it "
+            f"{result.drawing_median_ms:.3f}, native {result.native_median_ms:.1f}, {result.num_steps} steps"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

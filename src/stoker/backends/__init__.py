@@ -1,0 +1,1 @@
+"""What computes: one folder or module a kind of backend, all behind `protocol`."""

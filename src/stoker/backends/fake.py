@@ -1,0 +1,316 @@
+"""A backend without a model: deterministic, exact and quick, with failures on order.
+
+It ships, so that everything above a backend can be tried and tested where no model is. The logits of a
+position are a function of the whole token history of its sequence, hence any lost, doubled or reordered
+token changes all that follows. Cells are accounted exactly, shared ones once.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stoker.backends.cells import CellPool
+from stoker.backends.fake_vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
+from stoker.backends.lengths import Lengths
+from stoker.backends.protocol import Capabilities, ModelClass
+from stoker.errors import InvalidRequestError, ModelFileError, StepFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stoker.backends.protocol import BatchPlan, PlanItem, Rows
+    from stoker.messages import ModelSpec
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # increment and multipliers of splitmix64 (Steele, Lea, Flood 2014)
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_SEED = 0x5EED
+_MAGIC = b"STKF"
+_HEADER = struct.Struct("<4sII")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeFaults:
+    """Failures to order.
+
+    Attributes:
+        bad_sequences: a step that holds one of these raises StepFailedError.
+        bad_tokens: a step that holds one of these tokens raises StepFailedError.
+        abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
+        step_delay_s: seconds every step takes.
+        eog_period: about one position in so many wants to end the text; 0: none does.
+    """
+
+    bad_sequences: frozenset[int] = frozenset()
+    bad_tokens: frozenset[int] = frozenset()
+    abort_tokens: frozenset[int] = frozenset()
+    step_delay_s: float = 0.0
+    eog_period: int = 256
+
+    @classmethod
+    def parse(cls, text: str) -> FakeFaults:
+        """Faults written as "abort_tokens=7+9,step_delay_s=0.01". Raises ModelFileError."""
+        faults: dict[str, Any] = {}
+        for part in text.split(",") if text else ():
+            name, _, value = part.partition("=")
+            try:
+                match name:
+                    case "step_delay_s":
+                        faults[name] = float(value)
+                    case "eog_period":
+                        faults[name] = int(value)
+                    case "bad_sequences" | "bad_tokens" | "abort_tokens":
+                        faults[name] = frozenset(int(number) for number in value.split("+"))
+                    case _:
+                        raise ModelFileError(f"the fake backend knows no fault {name!r}")
+            except ValueError as error:
+                raise ModelFileError(f"{value!r} is no value for the fault {name!r}") from error
+        return cls(**faults)
+
+
+@dataclass(slots=True)
+class _History:
+    """One sequence: its tokens, the hash of the history after each of them, and their cells."""
+
+    tokens: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    cells: list[int] = field(default_factory=list)
+
+    def append(self, tokens: Sequence[int], cells: list[int]) -> None:
+        state = self.hashes[-1] if self.hashes else _SEED
+        for token in tokens:
+            state = _mixed(state ^ ((token + 1) * _GOLDEN & _MASK))
+            self.hashes.append(state)
+        self.tokens.extend(tokens)
+        self.cells.extend(cells)
+
+    def cut(self, length: int) -> list[int]:
+        """Forget what follows `length`; the cells that were there."""
+        gone = self.cells[length:]
+        del self.tokens[length:], self.hashes[length:], self.cells[length:]
+        return gone
+
+    def prefix(self, length: int) -> _History:
+        return _History(self.tokens[:length], self.hashes[:length], self.cells[:length])
+
+
+def _mixed(value: int) -> int:
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def _bias() -> Rows:
+    """Favour what reads as text, so that greedy output is printable and control tokens are rare."""
+    bias = np.zeros(N_VOCAB, np.float32)
+    bias[ord("a") : ord("z") + 1] = 5.0
+    bias[[ord(" "), ord("."), ord(",")]] = 5.0
+    bias[NUM_BYTES:] = -20.0
+    return bias
+
+
+class FakeBackend:
+    """See the module. One thread drives it, as any backend.
+
+    Args:
+        num_sequences: sequences that may exist at once.
+        num_cells: tokens all of them may hold, shared ones counted once.
+        n_ctx: tokens one of them may hold; None: `num_cells`.
+        n_batch: tokens one step may carry.
+        faults: failures to order.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_sequences: int = 16,
+        num_cells: int = 16384,
+        n_ctx: int | None = None,
+        n_batch: int = 512,
+        faults: FakeFaults | None = None,
+    ) -> None:
+        self.faults = faults or FakeFaults()
+        self.num_threads = 1
+        self.num_steps = 0
+        self._vocabulary = FakeVocabulary()
+        self._capabilities = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch)
+        self._lengths = Lengths(num_sequences, N_VOCAB, n_batch)
+        self._pool = CellPool(num_cells)
+        self._histories = [_History() for _ in range(num_sequences)]
+        self._rows = np.empty((n_batch, N_VOCAB), np.float32)
+        self._bias = _bias()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<FakeBackend {self._lengths!r} {self._pool!r}>"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """A decoder that can do everything with sequences."""
+        return self._capabilities
+
+    @property
+    def vocabulary(self) -> FakeVocabulary:
+        """Bytes and four control tokens."""
+        return self._vocabulary
+
+    @property
+    def num_cells_used(self) -> int:
+        """Cells in use, shared ones once."""
+        return self._pool.num_used
+
+    def tokens(self, seq: int) -> tuple[int, ...]:
+        """The history of a sequence, for tests."""
+        return tuple(self._histories[seq].tokens)
+
+    def step(self, plan: BatchPlan) -> Rows:
+        """Append the plan's tokens; rows are overwritten by the next step, as a native backend's are."""
+        assert not self._is_closed, "a step after close"
+        self._lengths.check(plan)
+        for item in plan.items:
+            self._meet_faults(item)
+        cells = self._pool.take(plan.num_tokens)
+        if self.faults.step_delay_s:
+            time.sleep(self.faults.step_delay_s)
+        num_done = 0
+        wanted: list[int] = []
+        for item in plan.items:
+            history = self._histories[item.seq]
+            history.append(item.tokens, cells[num_done : num_done + len(item.tokens)])
+            num_done += len(item.tokens)
+            wanted.extend(history.hashes[len(history.hashes) - item.num_logits :])
+        self._lengths.advance(plan)
+        self.num_steps += 1
+        return self._logits(wanted)
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty `dst` share the first `length` tokens of `src`."""
+        assert self._lengths[dst] == 0, f"sequence {dst} is not empty"
+        assert 0 < length <= self._lengths[src], f"{length} of {self._lengths[src]} tokens to share"
+        history = self._histories[src].prefix(length)
+        self._pool.share(history.cells)
+        self._histories[dst] = history
+        self._lengths[dst] = length
+
+    def trim(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens."""
+        assert 0 <= length <= self._lengths[seq], f"{length} of {self._lengths[seq]} tokens to keep"
+        self._pool.release(self._histories[seq].cut(length))
+        self._lengths[seq] = length
+
+    def drop(self, seq: int) -> None:
+        """Forget the sequence."""
+        self.trim(seq, 0)
+
+    def length(self, seq: int) -> int:
+        """Tokens the sequence holds."""
+        return self._lengths[seq]
+
+    def export_state(self, seq: int) -> bytes:
+        """The tokens: all else follows from them."""
+        payload = np.array(self._histories[seq].tokens, np.int32).tobytes()
+        return _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+    def import_state(self, seq: int, data: bytes) -> None:
+        """Put exported tokens into the empty sequence `seq`."""
+        assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
+        tokens = _tokens_of(data)
+        self._histories[seq].append(tokens, self._pool.take(len(tokens)))
+        self._lengths[seq] = len(tokens)
+
+    def memory(self) -> dict[str, int]:
+        """Eight bytes a cell, as if."""
+        return {"weights": 0, "kv": 8 * self._capabilities.num_cells, "compute": self._rows.nbytes}
+
+    def set_threads(self, num_threads: int) -> None:
+        """Remembered only."""
+        self.num_threads = num_threads
+
+    def close(self) -> None:
+        """No step may follow."""
+        self._is_closed = True
+
+    def check(self) -> None:
+        """Assert that lengths, histories and cells agree."""
+        self._pool.check()
+        used = {cell for history in self._histories for cell in history.cells}
+        assert len(used) == self._pool.num_used, f"{self._pool.num_used} cells taken, {len(used)} held"
+        for seq, history in enumerate(self._histories):
+            assert self._lengths[seq] == len(history.tokens) == len(history.hashes) == len(history.cells)
+
+    def _meet_faults(self, item: PlanItem) -> None:
+        if not self.faults.abort_tokens.isdisjoint(item.tokens):
+            os.abort()
+        if item.seq in self.faults.bad_sequences or not self.faults.bad_tokens.isdisjoint(item.tokens):
+            raise StepFailedError(f"a fault was ordered for sequence {item.seq}", seq=item.seq)
+
+    def _logits(self, hashes: list[int]) -> Rows:
+        """float32 (len(hashes), n_vocab): splitmix64 seeded with the hashes, in [0, 10), plus the bias."""
+        rows = self._rows[: len(hashes)]
+        seeds = np.array(hashes, np.uint64)[:, None]
+        values = seeds + np.arange(1, N_VOCAB + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+        rows[:] = (values >> np.uint64(40)).astype(np.float32) * np.float32(10 / 2**24)
+        rows += self._bias
+        if self.faults.eog_period:
+            rows[[value % self.faults.eog_period == 0 for value in hashes], EOS] = 30.0
+        return rows
+
+
+def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) -> FakeBackend:
+    """The backend that a path "fake:" asks for.
+
+    Faults may follow: "fake:abort_tokens=7+9,step_delay_s=0.01" (names and meaning as in `FakeFaults`).
+    """
+    scheme, _, order = spec.path.partition(":")
+    if scheme != "fake":
+        raise ModelFileError(f"{spec.path!r} is not of the form fake:[fault=value,...]")
+    faults = FakeFaults.parse(order)
+    if on_progress is not None:
+        on_progress(1.0)
+    return FakeBackend(
+        num_sequences=max(2 * spec.num_slots, spec.num_slots + 8),
+        num_cells=spec.n_ctx or 16384,
+        n_batch=spec.n_batch,
+        faults=faults,
+    )
+
+
+def _tokens_of(data: bytes) -> list[int]:
+    if len(data) >= _HEADER.size:
+        magic, size, crc = _HEADER.unpack_from(data)
+        payload = data[_HEADER.size :]
+        if magic == _MAGIC and size == len(payload) and crc == zlib.crc32(payload):
+            return [int(token) for token in np.frombuffer(payload, np.int32)]
+    raise InvalidRequestError(f"{len(data)} bytes are not an exported state of this model", param="state")
+
+
+def _capabilities(num_sequences: int, num_cells: int, n_ctx: int, n_batch: int) -> Capabilities:
+    return Capabilities(
+        model_class=ModelClass.DECODER,
+        architecture="fake",
+        description="deterministic stand-in",
+        label="fake · CPU",
+        n_vocab=N_VOCAB,
+        n_ctx=min(n_ctx, num_cells),
+        n_ctx_train=n_ctx,
+        num_cells=num_cells,
+        n_batch=n_batch,
+        num_sequences=num_sequences,
+        num_params=0,
+        size_bytes=0,
+        kv_type="none",
+        flash_attention="off",
+        can_trim=True,
+        can_fork=True,
+    )

@@ -1,0 +1,6 @@
+"""llama.cpp as a backend."""
+
+from stoker.backends.llama.backend import LlamaBackend, load
+from stoker.backends.llama.smoke import SmokeSetting, SmokeVerdict, verdict_for
+
+__all__ = ["LlamaBackend", "SmokeSetting", "SmokeVerdict", "load", "verdict_for"]

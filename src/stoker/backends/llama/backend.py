@@ -1,0 +1,186 @@
+"""A model of llama.cpp behind the backend protocol: puts model, context and states together."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import platformdirs
+
+from stoker.backends.llama.binding import label
+from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.smoke import SmokeSetting, verdict_of
+from stoker.backends.llama.state import SequenceStates
+from stoker.backends.llama.threads import num_physical_cores
+from stoker.backends.protocol import Capabilities, ModelClass
+from stoker.errors import ModelLoadError, UnsupportedError
+from stoker.models.gguf import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stoker.backends.llama.vocabulary import LlamaVocabulary
+    from stoker.backends.protocol import BatchPlan, Rows
+    from stoker.messages import ModelSpec
+    from stoker.models.gguf import GgufHeader
+
+MAX_SEQUENCES = 256  # llama_max_parallel_sequences()
+SPARE_SEQUENCES = 8
+_GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
+
+
+class LlamaBackend:
+    """One loaded model with its one context, both its own from here on; made by `load`."""
+
+    def __init__(self, model: LlamaModel, context: LlamaContext, capabilities: Capabilities) -> None:
+        self._model = model
+        self._context = context
+        self._capabilities = capabilities
+        self._states = SequenceStates(model, context)
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<LlamaBackend {self._context!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=1)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do, resolved after load."""
+        return self._capabilities
+
+    @property
+    def vocabulary(self) -> LlamaVocabulary:
+        """Its tokenizer, valid until `close`."""
+        return self._model.vocabulary
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads a step uses."""
+        return self._context.num_threads
+
+    def step(self, plan: BatchPlan) -> Rows:
+        """One forward pass; see `Backend.step`. A call that raises changed nothing."""
+        return self._context.step(plan)
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty sequence `dst` share the first `length` tokens of `src`."""
+        self._context.fork(src, dst, length)
+
+    def trim(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens. Raises UnsupportedError where the model cannot go back."""
+        self._context.trim(seq, length)
+
+    def drop(self, seq: int) -> None:
+        """Forget the sequence and free its cells."""
+        self._context.drop(seq)
+
+    def length(self, seq: int) -> int:
+        """Tokens the sequence holds."""
+        return self._context.lengths[seq]
+
+    def export_state(self, seq: int) -> bytes:
+        """The sequence's state, bit-exact."""
+        return self._states.export(seq)
+
+    def import_state(self, seq: int, data: bytes) -> None:
+        """Put exported state into the empty sequence `seq`; InvalidRequestError, PoolFullError."""
+        self._states.restore(seq, data)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by line: weights, kv, compute."""
+        return {"weights": self._capabilities.size_bytes, **self._context.memory()}
+
+    def set_threads(self, num_threads: int) -> None:
+        """Use that many CPU threads from the next step on."""
+        self._context.set_threads(num_threads)
+
+    def close(self) -> None:
+        """Free cells, then weights; idempotent."""
+        self._is_closed = True
+        self._context.close()
+        self._model.close()
+
+
+def load(
+    spec: ModelSpec,
+    on_progress: Callable[[float], None] | None = None,
+    cache_dir: Path | None = None,
+) -> LlamaBackend:
+    """Load a model file, after a smoke decode in a child process where none is remembered (SPEC R9, K1).
+
+    Args:
+        spec: the file and the limits asked for.
+        on_progress: told the fraction of the weights loaded; what it raises cancels the load.
+        cache_dir: where smoke verdicts are remembered; None: this user's cache folder.
+
+    Raises:
+        ModelFileError: the file is missing, truncated, corrupt or foreign.
+        UnsupportedError: a sound model of a class that does not generate.
+        ModelLoadError: llama.cpp refused it or crashes on it.
+    """
+    header = read_header(spec.path)
+    if header.model_class not in _GENERATING:
+        raise UnsupportedError(
+            f"{header.path.name} is an {header.model_class} ({header.architecture}): "
+            f"this build generates with decoder, recurrent and hybrid models only",
+            model_class=str(header.model_class),
+        )
+    verdict = verdict_of(header, cache_dir or Path(platformdirs.user_cache_dir("stoker")))
+    if verdict.setting is SmokeSetting.BROKEN:
+        raise ModelLoadError(f"{header.path.name} cannot be run here: {verdict.detail}", path=spec.path)
+    model = LlamaModel(
+        ModelOptions(
+            path=header.path,
+            use_extra_bufts=verdict.setting is SmokeSetting.OK,
+            on_progress=on_progress,
+        )
+    )
+    try:
+        context = LlamaContext(model, _context_options(spec, model))
+    except BaseException:
+        model.close()
+        raise
+    return LlamaBackend(model, context, _capabilities(header, model, context))
+
+
+def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
+    """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
+    wanted = max(2 * spec.num_slots, spec.num_slots + SPARE_SEQUENCES)
+    return ContextOptions(
+        num_cells=spec.n_ctx or model.n_ctx_train,
+        n_batch=spec.n_batch,
+        num_sequences=min(wanted, MAX_SEQUENCES),
+        num_threads=spec.num_threads or num_physical_cores(),
+    )
+
+
+def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) -> Capabilities:
+    return Capabilities(
+        model_class=header.model_class,
+        architecture=header.architecture,
+        description=model.description,
+        label=label(),
+        n_vocab=model.vocabulary.n_vocab,
+        n_ctx=min(context.num_cells, model.n_ctx_train or context.num_cells),
+        n_ctx_train=model.n_ctx_train,
+        num_cells=context.num_cells,
+        n_batch=context.n_batch,
+        num_sequences=context.num_sequences,
+        num_params=model.num_params,
+        size_bytes=model.size_bytes,
+        kv_type="f16",
+        flash_attention=context.flash_attention,
+        can_trim=model.keeps_every_cell,
+        can_fork=model.keeps_every_cell,
+    )

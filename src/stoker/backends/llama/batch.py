@@ -1,0 +1,64 @@
+"""The native batch: arrays that numpy owns and llama.cpp reads."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stoker.backends.llama.binding import llama
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from stoker.backends.protocol import BatchPlan
+
+
+class TokenBatch:
+    """Room for `capacity` tokens, each of one sequence. `native` is what llama_decode takes."""
+
+    def __init__(self, capacity: int) -> None:
+        self._token = np.zeros(capacity, np.int32)
+        self._pos = np.zeros(capacity, np.int32)
+        self._seq = np.zeros(capacity, np.int32)
+        self._wants_logits = np.zeros(capacity, np.int8)
+        self._positions = np.arange(capacity, dtype=np.int32)
+        self._num_seqs = np.ones(capacity, np.int32)
+        addresses = self._seq.ctypes.data + self._seq.itemsize * np.arange(capacity)
+        self._seq_pointers = addresses.astype(np.uintp)
+        int32_p = ctypes.POINTER(ctypes.c_int32)
+        self.native = llama.llama_batch()
+        self.native.token = _pointer(self._token, int32_p)
+        self.native.pos = _pointer(self._pos, int32_p)
+        self.native.n_seq_id = _pointer(self._num_seqs, int32_p)
+        self.native.seq_id = _pointer(self._seq_pointers, ctypes.POINTER(int32_p))
+        self.native.logits = _pointer(self._wants_logits, ctypes.POINTER(ctypes.c_int8))
+
+    def __repr__(self) -> str:
+        return f"<TokenBatch {self.native.n_tokens} of {len(self._token)}>"
+
+    def fill(self, plan: BatchPlan) -> None:
+        """Lay out the plan's tokens in its order; the plan fits and its tokens are in range."""
+        begin = 0
+        for item in plan.items:
+            count = len(item.tokens)
+            if count == 1:  # a decode row: plain stores are quicker than slices
+                self._token[begin] = item.tokens[0]
+                self._pos[begin] = item.start
+                self._seq[begin] = item.seq
+                self._wants_logits[begin] = item.num_logits
+            else:
+                end = begin + count
+                self._token[begin:end] = item.tokens
+                self._pos[begin:end] = self._positions[:count]
+                self._pos[begin:end] += item.start
+                self._seq[begin:end] = item.seq
+                self._wants_logits[begin : end - item.num_logits] = 0
+                self._wants_logits[end - item.num_logits : end] = 1
+            begin += count
+        self.native.n_tokens = begin
+
+
+def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, kind)

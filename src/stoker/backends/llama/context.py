@@ -1,0 +1,194 @@
+"""Sequences of a model and the steps that grow them: the native context, its cells and its logits.
+
+Knows sequence numbers and token ids; the weights are `model`'s, the bytes of a saved sequence `state`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from stoker.backends.lengths import Lengths
+from stoker.backends.llama.batch import TokenBatch
+from stoker.backends.llama.binding import capture_log, error_text, llama
+from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
+
+if TYPE_CHECKING:
+    from stoker.backends.llama.binding import LogLine
+    from stoker.backends.llama.model import LlamaModel
+    from stoker.backends.protocol import BatchPlan, Rows
+
+_NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
+_TO_THE_END = -1
+_FLASH_ATTENTION_AUTO = -1
+_BUFFER_SIZE = re.compile(r"(KV|RS|compute|output) buffer size = +([\d.]+) MiB")
+_BUFFER_LINES = {"KV": "kv", "RS": "kv", "compute": "compute", "output": "compute"}
+_FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextOptions:
+    """The limits of a context.
+
+    Attributes:
+        num_cells: tokens all sequences may hold; llama.cpp rounds it up to a multiple of 256.
+        n_batch: tokens one step may carry.
+        num_sequences: sequences that may exist at once, at most 256.
+        num_threads: CPU threads of a step.
+    """
+
+    num_cells: int
+    n_batch: int
+    num_sequences: int
+    num_threads: int
+
+
+class LlamaContext:
+    """Sequences of `model`. One thread drives it; close it before the model.
+
+    Raises:
+        ModelLoadError: llama.cpp could not make it, e.g. for want of memory.
+    """
+
+    def __init__(self, model: LlamaModel, options: ContextOptions) -> None:
+        self._model = model
+        self.num_sequences = options.num_sequences
+        self.num_threads = options.num_threads
+        with capture_log() as lines:
+            handle = llama.llama_init_from_model(model.handle, _native_params(options))
+        if handle is None:
+            raise ModelLoadError(
+                f"llama.cpp could not make a context of {options.num_cells} cells for {model.path.name}: "
+                f"{error_text(lines)}",
+                num_cells=options.num_cells,
+            )
+        self.handle: int | None = handle
+        self._memory = llama.llama_get_memory(handle)
+        self.num_cells: int = llama.llama_n_ctx(handle)
+        self.n_batch: int = llama.llama_n_batch(handle)
+        self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
+        self.flash_attention = _flash_attention(lines)
+        self._buffer_bytes = _buffer_bytes(lines)
+        self._batch = TokenBatch(self.n_batch)
+        self._n_vocab = model.vocabulary.n_vocab
+        self._rows = np.empty((0, self._n_vocab), np.float32)
+        self._rows_address = 0
+
+    def __repr__(self) -> str:
+        return f"<LlamaContext of {self._model!r}, {self.num_cells} cells, {self.lengths!r}>"
+
+    def step(self, plan: BatchPlan) -> Rows:
+        """One forward pass; see `Backend.step`."""
+        self.lengths.check(plan)
+        self._batch.fill(plan)
+        code = llama.llama_decode(self.handle, self._batch.native)
+        if code != 0:
+            self._undo(plan, code)
+        self.lengths.advance(plan)
+        return self._logits(plan.num_rows)
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty sequence `dst` share the first `length` tokens of `src`."""
+        assert self.lengths[dst] == 0, f"sequence {dst} is not empty"
+        assert 0 < length <= self.lengths[src], f"{length} of {self.lengths[src]} tokens to share"
+        if not self._model.keeps_every_cell:
+            raise UnsupportedError(f"{self._model.description} keeps a state that cannot be shared")
+        llama.llama_memory_seq_cp(self._memory, src, dst, 0, length)
+        self.lengths[dst] = length
+
+    def trim(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens. Raises UnsupportedError where the model cannot go back."""
+        held = self.lengths[seq]
+        assert 0 <= length <= held, f"{length} of {held} tokens to keep"
+        if length == held:
+            return
+        if length > 0 and not self._model.keeps_every_cell:
+            raise UnsupportedError(
+                f"{self._model.description} cannot go back from {held} to {length} tokens, only to none"
+            )
+        self._remove(seq, length)
+        self.lengths[seq] = length
+
+    def drop(self, seq: int) -> None:
+        """Forget the sequence and free its cells, also such as a failed import may have left."""
+        self._remove(seq, 0)
+        self.lengths[seq] = 0
+
+    def set_threads(self, num_threads: int) -> None:
+        """Use that many CPU threads from the next step on."""
+        self.num_threads = num_threads
+        llama.llama_set_n_threads(self.handle, num_threads, num_threads)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of `kv` and `compute` buffers, as the library reported them when it made the context."""
+        return dict(self._buffer_bytes)
+
+    def close(self) -> None:
+        """Free cells and buffers; idempotent."""
+        if self.handle is not None:
+            llama.llama_free(self.handle)
+            self.handle = None
+            self._rows = np.empty((0, self._n_vocab), np.float32)
+
+    def _logits(self, num_rows: int) -> Rows:
+        """A view of the library's own rows, in the order of the batch; made anew only if it moved."""
+        if num_rows == 0:
+            return np.empty((0, self._n_vocab), np.float32)
+        pointer = llama.llama_get_logits(self.handle)
+        address = ctypes.addressof(pointer.contents)
+        if address != self._rows_address or num_rows != len(self._rows):
+            self._rows = np.ctypeslib.as_array(pointer, (num_rows, self._n_vocab))
+            self._rows_address = address
+        return self._rows
+
+    def _undo(self, plan: BatchPlan, code: int) -> NoReturn:
+        """Take every sequence back to where it was and raise what the return code means."""
+        for item in plan.items:
+            self._remove(item.seq, item.start)
+        if code == _NO_CELLS:
+            raise PoolFullError(
+                f"no cells for {plan.num_tokens} more tokens among {self.num_cells}",
+                num_tokens=plan.num_tokens,
+                num_cells=self.num_cells,
+            )
+        raise StepFailedError(
+            f"llama_decode returned {code} for {plan.num_tokens} tokens of {len(plan.items)} sequences",
+            native_code=code,
+        )
+
+    def _remove(self, seq: int, start: int) -> None:
+        """Remove positions `start` and up."""
+        if not llama.llama_memory_seq_rm(self._memory, seq, start, _TO_THE_END):
+            raise EngineError(f"the state of sequence {seq} before position {start} is lost", seq=seq)
+
+
+def _native_params(options: ContextOptions) -> object:
+    params = llama.llama_context_default_params()
+    params.n_ctx = options.num_cells
+    params.n_batch = params.n_ubatch = options.n_batch
+    params.n_seq_max = options.num_sequences
+    params.n_outputs_max_per_seq = 0  # prompt logprobs ask for a row a token
+    params.n_threads = params.n_threads_batch = options.num_threads
+    params.flash_attn_type = _FLASH_ATTENTION_AUTO
+    params.kv_unified = True  # one pool, cells shared between sequences
+    params.swa_full = False  # a windowed model cannot go back in either case: its old cells are reused
+    return params
+
+
+def _flash_attention(lines: list[LogLine]) -> str:
+    for line in lines:
+        if found := _FLASH_ATTENTION.search(line.text):
+            return "on" if found[1] == "enabled" else "off"
+    return "auto"
+
+
+def _buffer_bytes(lines: list[LogLine]) -> dict[str, int]:
+    sizes = {"kv": 0, "compute": 0}
+    for line in lines:
+        if found := _BUFFER_SIZE.search(line.text):
+            sizes[_BUFFER_LINES[found[1]]] += int(float(found[2]) * 2**20)
+    return sizes

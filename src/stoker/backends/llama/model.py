@@ -1,0 +1,143 @@
+"""The weights: loading a model file, what it says of itself, and freeing it.
+
+Sequences and steps are `context`'s, text is `vocabulary`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stoker.backends.llama.binding import capture_log, device_names, error_text, llama, start
+from stoker.backends.llama.vocabulary import LlamaVocabulary
+from stoker.errors import ModelFileError, ModelLoadError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_ALL_LAYERS = -1
+_TEXT_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """How to load.
+
+    Attributes:
+        path: the GGUF file.
+        use_extra_bufts: let the CPU repack weights for its special instructions; see `smoke`.
+        on_progress: told the fraction loaded, 0 to 1, on the loading thread; what it raises ends the load.
+    """
+
+    path: Path
+    use_extra_bufts: bool = True
+    on_progress: Callable[[float], None] | None = None
+
+
+class _Progress:
+    """The native progress callback: carries an exception out of the native frames."""
+
+    def __init__(self, on_progress: Callable[[float], None] | None) -> None:
+        self._on_progress = on_progress
+        self.error: BaseException | None = None
+        self.native = llama.llama_progress_callback(self._report)
+
+    def _report(self, fraction: float, _user_data: object) -> bool:
+        if self._on_progress is not None:
+            try:
+                self._on_progress(min(1.0, max(0.0, fraction)))
+            except BaseException as error:  # noqa: BLE001 - raised again once native code has returned
+                self.error = error
+                return False
+        return True
+
+
+class LlamaModel:
+    """A model file, loaded. Close it after every context of it.
+
+    Raises:
+        ModelFileError: there is no such file.
+        ModelLoadError: llama.cpp refused it; the message carries its own reason.
+        UnsupportedError: it is no model that generates step by step.
+    """
+
+    def __init__(self, options: ModelOptions) -> None:
+        self.path = options.path
+        if not self.path.is_file():
+            raise ModelFileError(f"there is no model file {self.path}", path=str(self.path))
+        self.handle: int | None = self._load(options)
+        try:
+            self._refuse_foreign_kinds()
+            self.vocabulary = LlamaVocabulary(self.handle)
+        except BaseException:
+            self.close()
+            raise
+        self.description = self._text(llama.llama_model_desc)
+        self.n_ctx_train: int = llama.llama_model_n_ctx_train(self.handle)
+        self.num_params: int = llama.llama_model_n_params(self.handle)
+        self.size_bytes: int = llama.llama_model_size(self.handle)
+        self.is_recurrent: bool = llama.llama_model_is_recurrent(self.handle)
+        self.is_hybrid: bool = llama.llama_model_is_hybrid(self.handle)
+
+    def __repr__(self) -> str:
+        return f"<LlamaModel {self.path.name} {'open' if self.handle else 'closed'}>"
+
+    @property
+    def keeps_every_cell(self) -> bool:
+        """Whether any prefix of a sequence can be had back: no recurrent state, no sliding window."""
+        return not (self.is_recurrent or self.is_hybrid or llama.llama_model_n_swa(self.handle) > 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Numbers that differ between models: vocabulary, width, layers, parameters, bytes."""
+        return (
+            self.vocabulary.n_vocab,
+            llama.llama_model_n_embd(self.handle),
+            llama.llama_model_n_layer(self.handle),
+            self.num_params,
+            self.size_bytes,
+        )
+
+    def metadata(self, key: str) -> str | None:
+        """A value of the file's metadata as text; None if it is not there."""
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        size = llama.llama_model_meta_val_str(self.handle, key.encode(), buffer, _TEXT_BYTES)
+        return None if size < 0 else buffer.value.decode(errors="replace")
+
+    def close(self) -> None:
+        """Free the weights; idempotent."""
+        if self.handle is not None:
+            llama.llama_model_free(self.handle)
+            self.handle = None
+
+    def _load(self, options: ModelOptions) -> int:
+        start()
+        progress = _Progress(options.on_progress)
+        params = llama.llama_model_default_params()
+        params.use_extra_bufts = options.use_extra_bufts
+        params.n_gpu_layers = _ALL_LAYERS if device_names() else 0
+        params.progress_callback = progress.native
+        with capture_log() as lines:
+            handle = llama.llama_model_load_from_file(str(options.path).encode(), params)
+        if progress.error is not None:
+            if handle is not None:
+                llama.llama_model_free(handle)
+            raise progress.error
+        if handle is None:
+            raise ModelLoadError(
+                f"llama.cpp refused {options.path.name}: {error_text(lines)}", path=str(options.path)
+            )
+        return int(handle)
+
+    def _refuse_foreign_kinds(self) -> None:
+        if llama.llama_model_has_encoder(self.handle):
+            raise UnsupportedError(f"{self.path.name} has an encoder: only decoders are served")
+        if llama.llama_model_is_diffusion(self.handle):
+            raise UnsupportedError(f"{self.path.name} is a diffusion model: only decoders are served")
+
+    def _text(self, function: Callable[..., int]) -> str:
+        buffer = ctypes.create_string_buffer(_TEXT_BYTES)
+        function(self.handle, buffer, _TEXT_BYTES)
+        return buffer.value.decode(errors="replace")

@@ -1,0 +1,88 @@
+"""The child process of a smoke decode: load a model, decode a batch and one token, say how it went.
+
+    python -m stoker.backends.llama.trial MODEL.gguf --extra-bufts on|off
+
+prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`. A crash says the rest by its
+signal. The variable STOKER_SMOKE_FAULT makes it fail on purpose, for tests: "segv" and "nan" with repacked
+weights, "segv-always" with and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from stoker.backends.llama.binding import label
+from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.threads import num_physical_cores
+from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.errors import StokerError
+
+BATCH_TOKENS = 32
+NUM_CELLS = 256
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the trial and print its outcome; the exit code is 0 whatever that is."""
+    parser = argparse.ArgumentParser(prog="trial", description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--extra-bufts", choices=("on", "off"), default="on")
+    options = parser.parse_args(arguments)
+    _forbid_core_files()
+    fault = os.environ.get("STOKER_SMOKE_FAULT", "")
+    if fault == "segv-always" or (fault == "segv" and options.extra_bufts == "on"):
+        signal.raise_signal(signal.SIGSEGV)
+    try:
+        model = LlamaModel(ModelOptions(path=options.path, use_extra_bufts=options.extra_bufts == "on"))
+    except StokerError as error:
+        return _say("refused", error.message)
+    try:
+        detail = _decode(model)
+    except StokerError as error:
+        detail = error.message
+    finally:
+        model.close()
+    if fault == "nan" and options.extra_bufts == "on":
+        detail = "a fault was ordered"
+    return _say("wrong" if detail else "ok", detail)
+
+
+def _decode(model: LlamaModel) -> str:
+    """What is wrong with the logits of a batch and of the token after it; empty if nothing is."""
+    context = LlamaContext(
+        model,
+        ContextOptions(
+            num_cells=NUM_CELLS, n_batch=BATCH_TOKENS, num_sequences=1, num_threads=num_physical_cores()
+        ),
+    )
+    try:
+        tokens = [index % model.vocabulary.n_vocab for index in range(BATCH_TOKENS + 1)]
+        for start, part in ((0, tokens[:-1]), (BATCH_TOKENS, tokens[-1:])):
+            rows = context.step(BatchPlan((PlanItem(0, start, part, 1),)))
+            if not bool((abs(rows) < float("inf")).all()):  # false for NaN as well
+                return f"logits that are not finite after {len(part)} tokens"
+    finally:
+        context.close()
+    return ""
+
+
+def _forbid_core_files() -> None:
+    """A crash here is expected now and then; it need not fill the disk."""
+    if sys.platform != "win32":
+        import resource  # noqa: PLC0415 - not on every system
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _say(outcome: str, detail: str) -> int:
+    print(json.dumps({"outcome": outcome, "detail": detail, "label": label()}))  # noqa: T201 - for the parent
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

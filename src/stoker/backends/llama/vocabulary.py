@@ -1,0 +1,115 @@
+"""The tokenizer of a loaded model. It only reads native data, so worker threads may call it."""
+
+from __future__ import annotations
+
+import ctypes
+
+from stoker.backends.llama.binding import llama
+from stoker.errors import InvalidRequestError, ModelLoadError
+
+_NO_VOCABULARY = 0  # enum llama_vocab_type: LLAMA_VOCAB_TYPE_NONE
+_NO_TOKEN = -1
+_PIECE_BYTES = 256
+_MAX_TEXT_BYTES = 2**31 - 1
+
+
+class LlamaVocabulary:
+    """Tokens of the model behind `model_handle`, valid as long as that is.
+
+    Pieces are fetched once each and remembered: a race of two threads fetches the same bytes twice, no more.
+    """
+
+    def __init__(self, model_handle: int) -> None:
+        self._model = model_handle
+        self._handle = llama.llama_model_get_vocab(model_handle)
+        if llama.llama_vocab_type(self._handle) == _NO_VOCABULARY:
+            raise ModelLoadError("the model has no vocabulary, no text can be made of its tokens")
+        self.n_vocab: int = llama.llama_vocab_n_tokens(self._handle)
+        self._pieces: list[bytes | None] = [None] * self.n_vocab
+        self._special_pieces: list[bytes | None] = [None] * self.n_vocab
+        self._eog_tokens = tuple(
+            token for token in range(self.n_vocab) if llama.llama_vocab_is_eog(self._handle, token)
+        )
+        self._eog_set = frozenset(self._eog_tokens)
+
+    def __repr__(self) -> str:
+        return f"<LlamaVocabulary of {self.n_vocab} tokens>"
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`. Raises InvalidRequestError where it is no valid Unicode."""
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the text is not valid Unicode: {error}", param="prompt") from error
+        if len(data) > _MAX_TEXT_BYTES:
+            raise InvalidRequestError(
+                f"the text has {len(data)} bytes, at most {_MAX_TEXT_BYTES} fit", param="prompt"
+            )
+        capacity = len(data) + 8  # a token is at least a byte; BOS and EOS come on top
+        buffer = (ctypes.c_int32 * capacity)()
+        count = llama.llama_tokenize(
+            self._handle, data, len(data), buffer, capacity, add_special, parse_special
+        )
+        if count < 0:  # an unusual vocabulary: the count that is needed, negative
+            buffer = (ctypes.c_int32 * -count)()
+            count = llama.llama_tokenize(
+                self._handle, data, len(data), buffer, -count, add_special, parse_special
+            )
+        assert count >= 0, f"the tokenizer asks for {-count} more tokens than it said"
+        return buffer[:count]
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a generated token adds to the text; empty for control tokens."""
+        self._check(token)
+        piece = self._pieces[token]
+        if piece is None:
+            piece = self._pieces[token] = self._fetch(token, special=False)
+        return piece
+
+    def special_piece(self, token: int) -> bytes:
+        """Like `piece`, with control tokens spelled out."""
+        self._check(token)
+        piece = self._special_pieces[token]
+        if piece is None:
+            piece = self._special_pieces[token] = self._fetch(token, special=True)
+        return piece
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        return token in self._eog_set
+
+    @property
+    def eog_tokens(self) -> tuple[int, ...]:
+        """All tokens that end a generation."""
+        return self._eog_tokens
+
+    @property
+    def bos_text(self) -> str:
+        """The beginning-of-sequence token as text, empty if there is none."""
+        return self._spelling(llama.llama_vocab_bos(self._handle))
+
+    @property
+    def eos_text(self) -> str:
+        """The end-of-sequence token as text, empty if there is none."""
+        return self._spelling(llama.llama_vocab_eos(self._handle))
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja chat template."""
+        template = llama.llama_model_chat_template(self._model, None)
+        return None if template is None else str(template, "utf-8", "replace")
+
+    def _check(self, token: int) -> None:
+        if not 0 <= token < self.n_vocab:
+            raise InvalidRequestError(f"token {token} is not in 0 .. {self.n_vocab - 1}", param="tokens")
+
+    def _spelling(self, token: int) -> str:
+        return "" if token == _NO_TOKEN else self.special_piece(token).decode(errors="replace")
+
+    def _fetch(self, token: int, *, special: bool) -> bytes:
+        buffer = ctypes.create_string_buffer(_PIECE_BYTES)
+        size = llama.llama_token_to_piece(self._handle, token, buffer, _PIECE_BYTES, 0, special)
+        if size < 0:
+            buffer = ctypes.create_string_buffer(-size)
+            size = llama.llama_token_to_piece(self._handle, token, buffer, -size, 0, special)
+        return buffer.raw[:size]

@@ -1,0 +1,209 @@
+"""What a backend is: one loaded model on one device, driven one step at a time by one thread.
+
+A backend knows sequences by small integers (`seq`, 0 <= seq < num_sequences) and computes what it is told;
+which tokens, when and for whom is the scheduler's business, drawing from the logits is decode's.
+
+Contract (tests/contract runs it on every backend):
+- positions of a sequence are consecutive: an item's `start` equals the sequence's length;
+- a step that raises leaves every sequence as it was before the step;
+- rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `step`;
+- `fork`, `trim`, `drop` cost no computation; `drop` of an empty sequence is allowed;
+- `export_state` then `import_state` restores bit-exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.float32]
+
+
+class ModelClass(StrEnum):
+    """Class of a model by its GGUF metadata (SPEC K1)."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_DECODER = "encoder-decoder"
+    RECURRENT = "recurrent"
+    HYBRID = "hybrid"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanItem:
+    """Tokens to append to one sequence in one step.
+
+    Attributes:
+        seq: the backend's sequence number.
+        start: position of the first token; equals the sequence's current length.
+        tokens: token ids, at least one.
+        num_logits: how many of the last tokens want a row of logits (0 .. len(tokens)).
+    """
+
+    seq: int
+    start: int
+    tokens: Sequence[int]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One step: items of distinct sequences, in order; rows come back in the same order."""
+
+    items: tuple[PlanItem, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step computes."""
+        return sum(len(item.tokens) for item in self.items)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits the step returns."""
+        return sum(item.num_logits for item in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a loaded model can do and the limits that resulted (SPEC K7).
+
+    `n_ctx` is the most tokens one sequence may hold, `num_cells` what all sequences share:
+    a pool may be larger than the context the model was trained on.
+    """
+
+    model_class: ModelClass
+    architecture: str
+    description: str
+    label: str
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    num_cells: int
+    n_batch: int
+    num_sequences: int
+    num_params: int
+    size_bytes: int
+    kv_type: str
+    flash_attention: str
+    can_trim: bool
+    can_fork: bool
+    has_vision: bool = False
+
+
+class Vocabulary(Protocol):
+    """Text to tokens and back; safe to call from worker threads."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`.
+
+        `add_special` adds BOS and EOS as the model asks, `parse_special` reads control tokens.
+        """
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a generated token adds to the text; empty for control tokens."""
+        ...
+
+    def special_piece(self, token: int) -> bytes:
+        """Like `piece`, with control tokens spelled out."""
+        ...
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        ...
+
+    @property
+    def eog_tokens(self) -> tuple[int, ...]:
+        """All tokens that end a generation."""
+        ...
+
+    @property
+    def bos_text(self) -> str:
+        """The beginning-of-sequence token as text, empty if there is none."""
+        ...
+
+    @property
+    def eos_text(self) -> str:
+        """The end-of-sequence token as text, empty if there is none."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja chat template."""
+        ...
+
+
+class Backend(Protocol):
+    """One loaded model."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do, resolved after load."""
+        ...
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Its tokenizer."""
+        ...
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads a step uses."""
+        ...
+
+    def step(self, plan: BatchPlan) -> Rows:
+        """One forward pass.
+
+        Returns:
+            float32 (plan.num_rows, n_vocab), raw logits, a view valid until the next step.
+
+        Raises:
+            PoolFullError: no cells for these tokens; nothing changed.
+            StepFailedError: the native decode failed; nothing changed.
+        """
+        ...
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty sequence `dst` share the first `length` tokens of `src`."""
+        ...
+
+    def trim(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens.
+
+        Raises:
+            UnsupportedError: `can_trim` is false and 0 < length < the sequence's length.
+        """
+        ...
+
+    def drop(self, seq: int) -> None:
+        """Forget the sequence and free its cells."""
+        ...
+
+    def length(self, seq: int) -> int:
+        """Tokens the sequence holds."""
+        ...
+
+    def export_state(self, seq: int) -> bytes:
+        """The sequence's state, bit-exact."""
+        ...
+
+    def import_state(self, seq: int, data: bytes) -> None:
+        """Put exported state into the empty sequence `seq`. Raises InvalidRequestError on foreign bytes."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by line: weights, kv, compute."""
+        ...
+
+    def set_threads(self, num_threads: int) -> None:
+        """Use that many CPU threads from the next step on."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""Conversations: from messages to a prompt."""

@@ -1,0 +1,162 @@
+"""Chat messages to one prompt, by the template that the model brought along.
+
+Owns the variables a template gets and the meaning of its errors; what a template may compute is bounded by
+`stoker.chat.sandbox`. A model without a template gets ChatML, with a warning: it may not know that format.
+Which tokens the text becomes is the tokenizer's business; a rendered prompt already holds its special tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from stoker.chat.sandbox import MAX_TEMPLATE_CHARS, MAX_VALUE_CHARS, Budget, TemplateEnvironment
+from stoker.errors import InvalidRequestError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from jinja2 import Template
+
+logger = logging.getLogger(__name__)
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+MAX_MESSAGES = 10_000
+_RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "raise_exception", "strftime_now"})
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    """How a conversation is laid out.
+
+    Attributes:
+        add_generation_prompt: end with the opening of the assistant's turn, so that the model answers.
+    """
+
+    add_generation_prompt: bool = True
+
+
+ANSWER = RenderOptions()
+
+
+class ChatTemplate:
+    """One model's chat template.
+
+    Args:
+        source: Jinja source from the model file; None or empty falls back to ChatML.
+        bos_text: the beginning-of-sequence token as text.
+        eos_text: the end-of-sequence token as text.
+    """
+
+    def __init__(self, source: str | None, bos_text: str = "", eos_text: str = "") -> None:
+        if not source:
+            logger.warning("the model brings no chat template; falling back to ChatML")
+        self.is_fallback = not source
+        self._source = source or CHATML
+        self._bos_text = bos_text
+        self._eos_text = eos_text
+
+    def __repr__(self) -> str:
+        kind = "ChatML fallback" if self.is_fallback else f"{len(self._source)} characters"
+        return f"ChatTemplate({kind})"
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: RenderOptions = ANSWER,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The prompt for `messages`.
+
+        Args:
+            messages: each with a `role` and a `content`: text, None, or OpenAI content parts.
+            options: the layout.
+            tools: function declarations in OpenAI's form, for templates that know them.
+            extra: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            InvalidRequestError: malformed messages, or the template refused or failed on them; its own
+                message is kept.
+            UnsupportedError: the template itself is broken, so this model cannot chat.
+        """
+        variables = {
+            "add_generation_prompt": options.add_generation_prompt,
+            **_checked_extra(extra),
+            "messages": _checked_messages(messages),
+            "tools": list(tools) if tools else None,
+            "bos_token": self._bos_text,
+            "eos_token": self._eos_text,
+        }
+        template = self._compiled
+        try:
+            return "".join(_bounded(template.generate(**variables, **Budget().as_variables())))
+        except TemplateError as error:
+            reason = error.message or type(error).__name__
+            text = f"the chat template refused the messages: {reason}"
+            raise InvalidRequestError(text, param="messages") from error
+        except Exception as error:  # a template is foreign code; whatever it trips over, the caller hears
+            text = f"the chat template failed on the messages: {type(error).__name__}: {error}"
+            raise InvalidRequestError(text, param="messages") from error
+
+    @cached_property
+    def _compiled(self) -> Template:
+        if len(self._source) > MAX_TEMPLATE_CHARS:
+            raise UnsupportedError(
+                f"the model's chat template has {len(self._source)} characters, "
+                f"at most {MAX_TEMPLATE_CHARS} are taken"
+            )
+        try:
+            return TemplateEnvironment().from_string(self._source)
+        except (TemplateSyntaxError, RecursionError) as error:
+            raise UnsupportedError(f"the model's chat template is broken: {error}") from error
+
+
+def _bounded(pieces: Iterator[str]) -> Iterator[str]:
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_VALUE_CHARS:
+            raise TemplateError(f"the prompt is longer than {MAX_VALUE_CHARS} characters")
+        yield piece
+
+
+def _checked_extra(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in sorted(_RESERVED & extra.keys()):
+        raise InvalidRequestError(f"the template variable {name!r} cannot be set", param=name)
+    return extra
+
+
+def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if not 0 < len(messages) <= MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(messages)} entries, 1 to {MAX_MESSAGES} are taken", param="messages"
+        )
+    return [_checked_message(index, message) for index, message in enumerate(messages)]
+
+
+def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequestError(f"messages[{index}] has no role", param=f"messages[{index}].role")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content}
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(
+            f"messages[{index}].content is neither text nor a list of parts",
+            param=f"messages[{index}].content",
+        )
+    texts = [part.get("text") if part.get("type") == "text" else None for part in content]
+    if all(isinstance(text, str) for text in texts):  # most templates know text only
+        return {**message, "content": "".join(text for text in texts if text)}
+    return {**message, "content": list(content)}

@@ -1,0 +1,92 @@
+"""The engine's one door: commands from the front and posts from the workers, in order of arrival.
+
+Any thread puts, only the loop takes. Unbounded on purpose: what arrives here is bounded at its source
+(the front's live requests by `max_queue`, the workers' posts by the commands that caused them).
+"""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+from enum import Enum
+
+from stoker.backends.protocol import Backend
+from stoker.engine.live import LiveRequest
+from stoker.errors import StokerError
+from stoker.messages import Command, ModelSpec, Reply
+
+
+class Closed(Enum):
+    """The front is gone."""
+
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Worker's post: a request is tokenised and ready for the line."""
+
+    live: LiveRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareFailed:
+    """Worker's post: a request cannot be run as asked."""
+
+    request_id: str
+    error: StokerError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMoved:
+    """Worker's post: a load came to `fraction` of `stage`."""
+
+    model: str
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Worker's post: a model is in memory."""
+
+    spec: ModelSpec
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """Worker's post: a model could not be loaded."""
+
+    model: str
+    error: StokerError
+
+
+Posted = Prepared | PrepareFailed | LoadMoved | Loaded | LoadFailed | Reply
+Item = Command | Posted | Closed
+
+
+class Inbox:
+    """Thread-safe; closing it makes the loop end at once."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+
+    def put(self, item: Command | Posted) -> None:
+        """Add a command or a worker's post."""
+        self._items.put(item)
+
+    def close(self) -> None:
+        """Tell the loop that nobody listens any more."""
+        self._items.put(Closed.CLOSED)
+
+    def take(self, wait_s: float | None) -> list[Item]:
+        """Everything that has arrived; waits up to `wait_s` for the first (None: for ever, 0: not)."""
+        items: list[Item] = []
+        try:
+            if wait_s != 0:
+                items.append(self._items.get(timeout=wait_s))
+            while True:
+                items.append(self._items.get_nowait())
+        except queue.Empty:
+            return items

@@ -1,0 +1,125 @@
+"""One live request inside the engine: its choices, what they have delivered, when.
+
+Owned by the resident that runs it. The tokens' order belongs to the scheduler's sequences, the text to
+decode's generations; this joins them under the caller's id and builds the request's events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from stoker.decode.generation import Drawn, Generation
+from stoker.messages import Delta, Finished, PrefillProgress, PromptEcho, Timings, TokenLogprob, Usage
+from stoker.request import FinishReason, GenerateRequest
+from stoker.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One completion: where it stands and how its text is made."""
+
+    sequence: Sequence
+    generation: Generation
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request between arrival and its one terminal event.
+
+    Attributes:
+        choices: the choices that still run, by index.
+        num_generated: tokens of all choices, those delivered before a restart included.
+        arrival_s, admitted_s, first_token_s: on the engine's clock.
+    """
+
+    request_id: str
+    request: GenerateRequest
+    prompt: Tokens[int]
+    prompt_text: str
+    choices: dict[int, Choice]
+    arrival_s: float
+    num_generated: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    num_cached: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"<LiveRequest {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
+
+    @property
+    def leader(self) -> Sequence | None:
+        """The sequence that computes the prompt for all choices."""
+        return next((choice.sequence for choice in self.choices.values()), None)
+
+    def admitted(self, sequence: Sequence, now: float) -> bool:
+        """Note that a choice got its slot; true the first time."""
+        if self.admitted_s is not None:
+            return False
+        self.admitted_s = now
+        self.num_cached = sequence.num_cached or 0
+        return True
+
+    def delta(self, index: int, drawn: Drawn) -> Delta:
+        """The event for one drawn token; ends the choice when it carries a finish reason."""
+        self.num_generated += 1
+        if drawn.finish_reason is not None:
+            self.choices.pop(index).generation.close()
+        return Delta(
+            request_id=self.request_id,
+            index=index,
+            text=drawn.text,
+            token_ids=[drawn.token_id],
+            logprobs=None if drawn.logprob is None else [drawn.logprob],
+            finish_reason=drawn.finish_reason,
+            stop_text=drawn.stop_text,
+            mirostat_mu=drawn.mirostat_mu,
+        )
+
+    def ended(self, index: int, reason: FinishReason) -> Delta:
+        """The event for a choice that ends without a further token; held text comes with it."""
+        generation = self.choices.pop(index).generation
+        text = generation.flush()
+        generation.close()
+        return Delta(request_id=self.request_id, index=index, text=text, finish_reason=reason)
+
+    def close(self) -> None:
+        """Free what the choices that still run hold; they are ended by an error."""
+        for choice in self.choices.values():
+            choice.generation.close()
+
+    def echo(self) -> PromptEcho:
+        """The prompt's own event."""
+        wanted = self.request.prompt_logprobs is not None
+        return PromptEcho(
+            request_id=self.request_id,
+            text=self.prompt_text,
+            logprobs=self.prompt_logprobs if wanted else None,
+        )
+
+    def progress(self, sequence: Sequence, now: float) -> PrefillProgress:
+        """How far the prompt is computed."""
+        return PrefillProgress(
+            request_id=self.request_id,
+            total=sequence.num_prompt,
+            cached=self.num_cached,
+            processed=min(sequence.num_computed, sequence.num_prompt),
+            time_ms=(now - (self.admitted_s or now)) * 1000,
+        )
+
+    def finished(self, now: float) -> Finished:
+        """The terminal event."""
+        admitted_s = now if self.admitted_s is None else self.admitted_s
+        first_s = now if self.first_token_s is None else self.first_token_s
+        return Finished(
+            request_id=self.request_id,
+            usage=Usage(
+                prompt_tokens=len(self.prompt),
+                completion_tokens=self.num_generated,
+                cached_tokens=self.num_cached,
+            ),
+            timings=Timings(
+                queue_s=admitted_s - self.arrival_s, prefill_s=first_s - admitted_s, decode_s=now - first_s
+            ),
+        )

@@ -1,0 +1,154 @@
+"""Main of the engine process: `python -m stoker.engine.process FD SETTINGS_JSON`.
+
+Owns the socket's engine end, the thread that reads it and the heartbeat; everything else is the loop's.
+The process lives exactly as long as its front: at the end of the socket it leaves, however busy it is.
+
+Events are written by the loop's own thread: whatever was published before a native crash has then reached
+the front, which can tell the culprit, and a front that does not read makes the loop wait once the socket's
+buffer is full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.engine.wire import command_decoder, encode_events
+
+if TYPE_CHECKING:
+    from stoker.engine.inbox import Inbox
+    from stoker.messages import Event, Heartbeat
+    from stoker.settings import EngineSettings
+
+HEARTBEAT_S = 0.5
+ORPHAN_GRACE_S = 2.0
+READ_BYTES = 256 * 1024
+
+Publish = Callable[[list["Event"]], None]
+MakeEngine = Callable[["Inbox", Publish, "EngineSettings"], "RunsEngine"]
+
+
+class RunsEngine(Protocol):
+    """What carries an engine needs of it."""
+
+    def run(self) -> None:
+        """Serve until Shutdown has drained or the inbox is closed."""
+        ...
+
+    def heartbeat(self) -> Heartbeat:
+        """How long the running step has taken; called from another thread."""
+        ...
+
+
+class EventWriter:
+    """The socket's sending side, shared by the loop and the heartbeat."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()
+
+    def write(self, events: list[Event]) -> None:
+        """Send one frame; blocks while the front does not read. A front that is gone ends us by its EOF."""
+        frame = encode_events(events)
+        with self._lock, contextlib.suppress(ConnectionError):
+            self._socket.sendall(frame)
+
+
+class FrontLink:
+    """Reads commands into the inbox and sees to it that no engine outlives its front."""
+
+    def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
+        self._socket = sock
+        self._inbox = inbox
+        self._is_done = threading.Event()
+
+    def start(self) -> None:
+        """Begin reading, on a daemon thread."""
+        threading.Thread(target=self._read, name="stoker-commands", daemon=True).start()
+
+    def finish(self) -> None:
+        """The loop has returned: an end of the socket is no longer a reason to leave by force."""
+        self._is_done.set()
+
+    def _read(self) -> None:
+        decoder = command_decoder()
+        try:
+            with contextlib.suppress(ConnectionError):
+                while data := self._socket.recv(READ_BYTES):
+                    for command in decoder.feed(data):
+                        self._inbox.put(command)
+        finally:
+            self._inbox.close()
+        if not self._is_done.wait(ORPHAN_GRACE_S):
+            os._exit(1)  # the loop hangs in a native call and nobody is left to kill us
+
+
+def start_heartbeat(read: Callable[[], Heartbeat], writer: EventWriter, is_done: threading.Event) -> None:
+    """Publish `read()` every HEARTBEAT_S until `is_done`, on a daemon thread."""
+
+    def beat() -> None:
+        while not is_done.wait(HEARTBEAT_S):
+            writer.write([read()])
+
+    threading.Thread(target=beat, name="stoker-heartbeat", daemon=True).start()
+
+
+def ignore_terminal_signals() -> None:
+    """Leave Ctrl-C and a service manager's SIGTERM to the front, which then shuts us down in order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def open_front(descriptor: int) -> socket.socket:
+    """The inherited socket, not inherited any further: a child of ours must not keep it open."""
+    sock = socket.socket(fileno=descriptor)
+    sock.set_inheritable(False)
+    return sock
+
+
+def engine_loop(inbox: Inbox, publish: Publish, settings: EngineSettings) -> RunsEngine:
+    """The real engine; imported late, so that a front with a child process loads no native code."""
+    from stoker.engine.loop import EngineLoop  # noqa: PLC0415 - see above
+
+    return EngineLoop(inbox, publish, settings)
+
+
+def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
+    """Run an engine in this process until it is told to stop.
+
+    Args:
+        arguments: number of the inherited socket; an `EngineSettings` as JSON.
+        make_engine: builds the engine.
+
+    Returns:
+        Exit status 0 after an orderly shutdown; anything unexpected leaves as a traceback and status 1.
+    """
+    from stoker.engine.inbox import Inbox  # noqa: PLC0415 - these imports take a while: signals come first
+    from stoker.settings import EngineSettings  # noqa: PLC0415 - likewise
+
+    descriptor, settings_json = arguments
+    sock = open_front(int(descriptor))
+    inbox, writer, is_done = Inbox(), EventWriter(sock), threading.Event()
+    link = FrontLink(sock, inbox)
+    link.start()
+    engine = make_engine(inbox, writer.write, EngineSettings.model_validate_json(settings_json))
+    start_heartbeat(engine.heartbeat, writer, is_done)
+    try:
+        engine.run()
+    finally:
+        is_done.set()
+        link.finish()
+    return 0
+
+
+if __name__ == "__main__":
+    ignore_terminal_signals()
+    faulthandler.enable()
+    sys.exit(serve(sys.argv[1:]))

@@ -1,0 +1,280 @@
+"""What was delivered of each live request, and which of them a fresh engine may be given.
+
+Owns the record that a restart replays from, the charges for crashes and the quarantine of suspects.
+Pure: time arrives as an argument, commands and verdicts leave as values; sending is the host's business.
+
+A crash is charged to the requests that could have caused it. A token of progress clears a request. One
+that has MAX_CHARGES - 1 is a suspect: the next engine gets the suspects one at a time, before anybody
+else, and only a suspect that was alone when the engine died can be convicted. So nobody is convicted for
+his neighbour's crash, and nobody waits longer than the suspects' first tokens take.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
+from stoker.messages import (
+    Admitted,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    PrefillProgress,
+    PromptEcho,
+    Queued,
+    Submit,
+    Timings,
+    Usage,
+)
+from stoker.request import FinishReason, GenerateRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.engine.death import Death
+    from stoker.errors import ErrorInfo
+
+MAX_CHARGES = 3
+
+
+class Stage(StrEnum):
+    """Where a live request is, in this life of the engine."""
+
+    HELD = "held"  # not given to this engine (yet)
+    SENT = "sent"  # given, not heard of
+    QUEUED = "queued"
+    ADMITTED = "admitted"
+
+
+class LiveRequest:
+    """One request between its submission and its terminal event."""
+
+    __slots__ = (
+        "charges",
+        "generated",
+        "has_echo",
+        "is_cancelling",
+        "is_finished",
+        "mirostat_mu",
+        "num_prompt_tokens",
+        "request",
+        "request_id",
+        "since",
+        "stage",
+        "was_accepted",
+    )
+
+    def __init__(self, request_id: str, request: GenerateRequest, now: float) -> None:
+        self.request_id = request_id
+        self.request = request
+        self.since = now
+        self.stage = Stage.HELD
+        self.generated: list[list[int]] = [[] for _ in range(request.n)]
+        self.is_finished = [False] * request.n
+        self.mirostat_mu: list[float | None] = [None] * request.n
+        self.has_echo = False
+        self.is_cancelling = False
+        self.was_accepted = False
+        self.num_prompt_tokens = 0
+        self.charges = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<LiveRequest {self.request_id} {self.stage} tokens={self.num_generated} charges={self.charges}>"
+        )
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens delivered, over all choices."""
+        return sum(map(len, self.generated))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no engine knows of it."""
+        return self.stage is Stage.HELD
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether one more charge convicts it."""
+        return self.charges >= MAX_CHARGES - 1
+
+    def submit(self, now: float) -> Submit:
+        """The command that lets an engine go on from what was delivered, or begin.
+
+        One that was accepted before carries its (perhaps empty) tokens, which keeps its place in the line.
+        """
+        age_s = now - self.since
+        if not self.was_accepted:
+            return Submit(request_id=self.request_id, request=self.request, age_s=age_s)
+        return Submit(
+            request_id=self.request_id,
+            request=self.request,
+            generated=[list(tokens) for tokens in self.generated],
+            is_finished=list(self.is_finished),
+            mirostat_mu=list(self.mirostat_mu),
+            age_s=age_s,
+        )
+
+    def has_expired(self, now: float) -> bool:
+        """Whether its own deadline has passed."""
+        return self.request.timeout_s is not None and now - self.since >= self.request.timeout_s
+
+    def cancelled(self) -> list[Event]:
+        """How it ends when no engine is there to end it: every open choice cancelled, then the terminal."""
+        ends: list[Event] = [
+            Delta(request_id=self.request_id, index=index, finish_reason=FinishReason.CANCELLED)
+            for index, is_finished in enumerate(self.is_finished)
+            if not is_finished
+        ]
+        usage = Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=self.num_generated)
+        return [*ends, Finished(request_id=self.request_id, usage=usage, timings=Timings())]
+
+
+class Replay:
+    """Every live request, in order of submission."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, LiveRequest] = {}
+        self._may_release = False
+
+    def __repr__(self) -> str:
+        return f"<Replay live={list(self._live.values())!r}>"
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(list(self._live.values()))
+
+    def get(self, request_id: str) -> LiveRequest | None:
+        """The live request of that id."""
+        return self._live.get(request_id)
+
+    def held(self) -> list[LiveRequest]:
+        """Those that no engine knows of."""
+        return [live for live in self if live.is_held]
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether there is a suspect: it gets the engine to itself."""
+        return any(live.is_suspect for live in self)
+
+    def add(self, request_id: str, request: GenerateRequest, now: float) -> None:
+        """A new request, held until `release` lets it go.
+
+        Raises:
+            InvalidRequestError: a live request has that id.
+        """
+        if request_id in self._live:
+            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
+        self._live[request_id] = LiveRequest(request_id, request, now)
+        self._may_release = True
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._live.pop(request_id, None)
+        self._may_release = True
+
+    def record(self, event: Event) -> bool:
+        """Take note of an engine's event; True when the client is to see it.
+
+        A replayed request repeats what the client has seen (its line, its echo): that is not shown again.
+        """
+        live = self._live.get(getattr(event, "request_id", ""))
+        if live is None or live.is_held:
+            return False
+        is_shown = True
+        match event:
+            case Queued():
+                live.stage, live.was_accepted = Stage.QUEUED, True
+                is_shown = live.num_generated == 0
+            case Admitted():
+                live.stage, live.was_accepted = Stage.ADMITTED, True
+                is_shown = False
+            case PrefillProgress():
+                live.num_prompt_tokens = event.total
+                is_shown = live.num_generated == 0
+            case PromptEcho():
+                is_shown, live.has_echo = not live.has_echo, True
+            case Delta():
+                is_shown = self._record_delta(live, event)
+            case Failed() if live.was_accepted and event.error.code == QueueFullError.code:
+                self._take_back(live)
+                is_shown = False
+            case Finished() | Failed():
+                self.drop(live.request_id)
+        return is_shown
+
+    def _record_delta(self, live: LiveRequest, delta: Delta) -> bool:
+        if live.is_finished[delta.index]:
+            return False
+        live.stage = Stage.ADMITTED
+        live.is_finished[delta.index] = delta.finish_reason is not None
+        if delta.token_ids:
+            live.generated[delta.index] += delta.token_ids
+            live.mirostat_mu[delta.index] = delta.mirostat_mu
+            self._may_release |= live.is_suspect
+            live.charges = 0
+        return True
+
+    def _take_back(self, live: LiveRequest) -> None:
+        """A fresh engine's line was full: it had a place before the restart, and asks again when one ends."""
+        live.stage = Stage.HELD
+        if len(self.held()) == len(self):
+            self._may_release = True
+
+    def release(self, now: float) -> list[Submit]:
+        """Those that the engine may have now, oldest first; they count as given from here on."""
+        chosen = self._choose() if self._may_release else []
+        self._may_release = False
+        for live in chosen:
+            live.stage = Stage.SENT
+        return [live.submit(now) for live in chosen]
+
+    def _choose(self) -> list[LiveRequest]:
+        if any(live.is_suspect and not live.is_held for live in self):
+            return []
+        held = self.held()
+        suspects = [live for live in held if live.is_suspect]
+        return suspects[:1] or held
+
+    def bury(self, death: Death) -> list[Event]:
+        """The engine died and nothing is given any more.
+
+        Returns:
+            The last events of those that end here: convicted, or cancelled and not heard of again.
+        """
+        convicted = self._charge() if death.is_blamable else []
+        events: list[Event] = [Failed(live.request_id, _crashed(live, death)) for live in convicted]
+        for live in convicted:
+            self.drop(live.request_id)
+        for live in self:
+            live.stage = Stage.HELD
+            if live.is_cancelling:
+                events += live.cancelled()
+                self.drop(live.request_id)
+        self._may_release = True
+        return events
+
+    def _charge(self) -> list[LiveRequest]:
+        given = [live for live in self if not live.is_held]
+        bound = MAX_CHARGES if len(given) == 1 else MAX_CHARGES - 1
+        for live in _able_to_crash(given):
+            live.charges = min(live.charges + 1, bound)
+        return [live for live in given if live.charges >= MAX_CHARGES]
+
+
+def _able_to_crash(given: list[LiveRequest]) -> list[LiveRequest]:
+    """Those in a step or in preparation; if there is none, the engine's last words were lost: all."""
+    return [live for live in given if live.stage is not Stage.QUEUED] or given
+
+
+def _crashed(live: LiveRequest, death: Death) -> ErrorInfo:
+    return EngineCrashedError(
+        f"the engine died {live.charges} times on request {live.request_id} "
+        f"after {live.num_generated} tokens, last: {death.reason}",
+        crashes=live.charges,
+        num_tokens=live.num_generated,
+    ).info()

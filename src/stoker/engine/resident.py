@@ -1,0 +1,314 @@
+"""One loaded model and everything that runs on it.
+
+Owns the backend, its scheduler and its live requests; a turn is `schedule`, then `step`.
+Which model's turn it is, and what arrives from outside, is the loop's business.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from stoker.backends.protocol import Backend, Rows
+from stoker.decode.generation import Drawn
+from stoker.decode.logprobs import token_logprob
+from stoker.decode.workspace import Workspace
+from stoker.engine.live import LiveRequest
+from stoker.engine.step_clock import StepClock
+from stoker.engine.workers import PrepContext
+from stoker.errors import (
+    ContextLengthError,
+    PoolFullError,
+    RequestTimeoutError,
+    SchedulerStalledError,
+    StepFailedError,
+    StokerError,
+)
+from stoker.messages import (
+    Admitted,
+    Event,
+    Failed,
+    ModelInfo,
+    ModelSpec,
+    Queued,
+    SlotStatus,
+    TokenLogprob,
+    WaitStatus,
+)
+from stoker.request import FinishReason
+from stoker.scheduler.plan import Planned, StepPlan
+from stoker.scheduler.scheduler import Drop, Fork, Schedule, Scheduler, SchedulerLimits, Trim
+from stoker.scheduler.sequence import Sequence, SequenceState
+
+log = logging.getLogger(__name__)
+
+
+class Resident:
+    """A model in memory. Events of what happens are collected in `events`, for the loop to publish."""
+
+    def __init__(self, spec: ModelSpec, backend: Backend, clock: StepClock) -> None:
+        self.spec = spec
+        self.backend = backend
+        self.events: list[Event] = []
+        self._clock = clock
+        self._live: dict[str, LiveRequest] = {}
+        limits = backend.capabilities
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                num_slots=min(spec.num_slots, limits.num_sequences),
+                num_cells=limits.num_cells,
+                n_batch=limits.n_batch,
+                max_queue=spec.max_queue,
+                can_trim=limits.can_trim,
+                can_fork=limits.can_fork,
+            )
+        )
+        self.prep = PrepContext(backend.vocabulary, limits.n_vocab, limits.n_ctx, Workspace(limits.n_vocab))
+
+    def __repr__(self) -> str:
+        return f"<Resident {self.spec.id} {self.scheduler!r} {len(self._live)} live>"
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do something."""
+        return self.scheduler.has_work
+
+    def info(self) -> ModelInfo:
+        """What was loaded and the limits that resulted."""
+        limits, vocabulary = self.backend.capabilities, self.backend.vocabulary
+        return ModelInfo(
+            id=self.spec.id,
+            path=self.spec.path,
+            label=limits.label,
+            model_class=limits.model_class,
+            architecture=limits.architecture,
+            description=limits.description,
+            num_params=limits.num_params,
+            size_bytes=limits.size_bytes,
+            n_vocab=limits.n_vocab,
+            n_ctx=limits.n_ctx,
+            n_ctx_train=limits.n_ctx_train,
+            n_batch=limits.n_batch,
+            num_slots=self.scheduler.limits.num_slots,
+            num_threads=self.backend.num_threads,
+            kv_type=limits.kv_type,
+            flash_attention=limits.flash_attention,
+            memory_bytes=self.backend.memory(),
+            chat_template=vocabulary.chat_template,
+            bos_text=vocabulary.bos_text,
+            eos_text=vocabulary.eos_text,
+            can_trim=limits.can_trim,
+            can_fork=limits.can_fork,
+            has_vision=limits.has_vision,
+        )
+
+    def slot_status(self) -> list[SlotStatus]:
+        """Each slot as it is now."""
+        return [
+            SlotStatus(
+                id=slot.id,
+                state="idle" if slot.sequence is None else slot.sequence.state,
+                model=self.spec.id,
+                num_tokens=len(slot.kept) if slot.sequence is None else slot.sequence.num_computed,
+                request_id=None if slot.sequence is None else slot.sequence.key.request_id,
+            )
+            for slot in self.scheduler.slots.slots
+        ]
+
+    def waiting_status(self, state: SequenceState) -> list[WaitStatus]:
+        """The sequences in the line that are in `state`, next first."""
+        return [
+            WaitStatus(
+                request_id=sequence.key.request_id,
+                priority=sequence.priority,
+                position=position,
+                num_tokens=len(sequence.tokens),
+            )
+            for position, sequence in enumerate(self.scheduler.waiting())
+            if sequence.state is state
+        ]
+
+    # ------------------------------------------------------------ commands
+
+    def accept(self, live: LiveRequest, now: float) -> None:
+        """Put a prepared request in the line."""
+        self._live[live.request_id] = live
+        if not live.choices:
+            self._finish(live, now)
+            return
+        positions = [self.scheduler.enqueue(choice.sequence, now) for choice in live.choices.values()]
+        self.events.append(Queued(live.request_id, positions[0]))
+        if live.request.echo and live.request.prompt_logprobs is None:
+            self.events.append(live.echo())
+
+    def cancel(self, request_id: str, now: float) -> None:
+        """End a request with `cancelled`; an unknown id is ignored."""
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        for index in list(live.choices):
+            self._end_choice(live, index, FinishReason.CANCELLED, now)
+
+    def cancel_all(self, now: float) -> None:
+        """End every request with `cancelled`."""
+        for request_id in list(self._live):
+            self.cancel(request_id, now)
+
+    def close(self) -> None:
+        """Free the native model."""
+        self.backend.close()
+
+    # ------------------------------------------------------------ a turn
+
+    def schedule(self, now: float) -> None:
+        """Decide who runs: deadlines, room, free slots."""
+        self._carry_out(self.scheduler.schedule(now), now)
+
+    def step(self, now: float) -> None:
+        """Plan one step over who runs, compute it and draw from its rows."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._run(plan, now)
+        elif self.scheduler.has_work:
+            self._report_stall(now)
+
+    def _carry_out(self, schedule: Schedule, now: float) -> None:
+        for effect in schedule.effects:
+            match effect:
+                case Fork(src, dst, length):
+                    self.backend.fork(src, dst, length)
+                case Trim(seq, length):
+                    self.backend.trim(seq, length)
+                case Drop(seq):
+                    self.backend.drop(seq)
+        for sequence in schedule.expired:
+            live = self._live.get(sequence.key.request_id)
+            if live is not None:
+                waited = f"{now - live.arrival_s:.1f} s of its timeout_s {live.request.timeout_s}"
+                self._fail(live, RequestTimeoutError(f"the request took {waited}", param="timeout_s"), now)
+        for sequence in schedule.admitted:
+            live = self._live[sequence.key.request_id]
+            if live.admitted(sequence, now):
+                self.events.append(Admitted(live.request_id))
+
+    def _run(self, plan: StepPlan, now: float) -> None:
+        """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
+        batch = plan.batch()
+        try:
+            with self._clock.step(batch.num_tokens):
+                rows = self.backend.step(batch)
+        except PoolFullError as error:
+            self._relieve(plan, error, now)
+        except StepFailedError as error:
+            if len(plan.parts) == 1:
+                live = self._live[plan.parts[0].sequence.key.request_id]
+                log.warning("step failed for %r: %s", live, error)
+                self._fail(live, error, now)
+                return
+            middle = len(plan.parts) // 2
+            for half in (plan.parts[:middle], plan.parts[middle:]):
+                still = tuple(part for part in half if part.sequence.is_running)
+                if still:
+                    self._run(StepPlan(still), now)
+        else:
+            self.scheduler.computed(plan, now)
+            self._draw(plan, rows)
+
+    def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
+        """The native pool is fuller than counted: free something and let the next turn try again."""
+        relief = self.scheduler.relieve(now)
+        if relief.effects:
+            self._carry_out(relief, now)
+            return
+        live = self._live[plan.parts[0].sequence.key.request_id]
+        n_ctx = self.prep.n_ctx
+        self._fail(live, ContextLengthError(f"{error.message}; alone it needs more", n_ctx=n_ctx), now)
+
+    def _report_stall(self, now: float) -> None:
+        """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""
+        head = (*self.scheduler.waiting(), *self.scheduler.slots.running())[0]
+        counters = self.scheduler.stats()
+        error = SchedulerStalledError(f"no step can be planned: {head!r}, {counters}", counters=counters)
+        log.error("%s", error)
+        self._fail(self._live[head.key.request_id], error, now)
+
+    # ------------------------------------------------------------ after the step
+
+    def _draw(self, plan: StepPlan, rows: Rows) -> None:
+        at = 0
+        for part in plan.parts:
+            num_rows = part.item.num_logits
+            live = self._live.get(part.sequence.key.request_id)
+            if live is not None and part.sequence.is_running:
+                try:
+                    self._digest(live, part, rows[at : at + num_rows])
+                except StokerError as error:
+                    self._fail(live, error, self._clock.now())
+            at += num_rows
+
+    def _digest(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
+        """What one sequence's rows mean for its request."""
+        sequence, start = part.sequence, part.item.start
+        if start < sequence.num_prompt:
+            if sequence.wants_prompt_logits:
+                self._note_prompt_logprobs(live, start, rows)
+            if live.request.return_progress and sequence is live.leader:
+                self.events.append(live.progress(sequence, self._clock.now()))
+        if sequence.num_pending:
+            return
+        index = sequence.key.index
+        if live.request.max_tokens == 0:
+            self._end_choice(live, index, FinishReason.LENGTH, self._clock.now())
+            return
+        self._take(live, sequence, live.choices[index].generation.advance(rows[-1]))
+
+    def _take(self, live: LiveRequest, sequence: Sequence, drawn: Drawn) -> None:
+        """Append the drawn token; end the choice if it is its last, or if no further one would fit."""
+        now = self._clock.now()
+        index = sequence.key.index
+        if live.first_token_s is None:
+            live.first_token_s = now
+        sequence.tokens.append(drawn.token_id)
+        event = live.delta(index, drawn)
+        self.events.append(event)
+        if drawn.finish_reason is not None:
+            self.scheduler.retire(sequence, drawn.finish_reason, now)
+            self._finish_if_done(live, now)
+        elif len(sequence.tokens) >= self.prep.n_ctx:
+            self._end_choice(live, index, FinishReason.LENGTH, now)
+
+    def _note_prompt_logprobs(self, live: LiveRequest, start: int, rows: Rows) -> None:
+        noted, prompt, vocabulary = live.prompt_logprobs, live.prompt, self.backend.vocabulary
+        num_top = live.request.prompt_logprobs or 0
+        if not noted:
+            noted.append(TokenLogprob(prompt[0], vocabulary.special_piece(prompt[0]), None, []))
+        for at, row in enumerate(rows, start=start + 1):
+            if at == len(noted) and at < len(prompt):
+                noted.append(token_logprob(row, prompt[at], num_top, vocabulary))
+        if start + len(rows) == len(prompt):
+            self.events.append(live.echo())
+
+    # ------------------------------------------------------------ endings
+
+    def _end_choice(self, live: LiveRequest, index: int, reason: FinishReason, now: float) -> None:
+        self.scheduler.retire(live.choices[index].sequence, reason, now)
+        self.events.append(live.ended(index, reason))
+        self._finish_if_done(live, now)
+
+    def _finish_if_done(self, live: LiveRequest, now: float) -> None:
+        if not live.choices:
+            self._finish(live, now)
+
+    def _finish(self, live: LiveRequest, now: float) -> None:
+        del self._live[live.request_id]
+        self.events.append(live.finished(now))
+
+    def _fail(self, live: LiveRequest, error: StokerError, now: float) -> None:
+        """The request's terminal event is an error; its other choices end with it."""
+        del self._live[live.request_id]
+        for choice in live.choices.values():
+            if choice.sequence.state is not SequenceState.DONE:
+                self.scheduler.retire(choice.sequence, FinishReason.ERROR, now)
+        live.close()
+        self.events.append(Failed(live.request_id, error.info()))

@@ -1,0 +1,62 @@
+"""How long the running native step has taken, and how long it may (SPEC L3, watchdog).
+
+Written by the loop thread, read by the heartbeat thread. A step's limit follows the cost per token that
+was measured, so that a slow machine is not taken for a hung one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+UNMEASURED_TOKEN_S = 1.0
+"""Seconds a token may take before the first step was measured: slower than any machine this is meant for."""
+SLACK = 10.0
+"""A step may take that many times its prediction, and never less than the watchdog's time."""
+
+
+class StepClock:
+    """Times each native step.
+
+    Attributes:
+        num_steps: steps that succeeded.
+        busy_s: seconds spent in them.
+    """
+
+    def __init__(self, watchdog_s: float) -> None:
+        self.watchdog_s = watchdog_s
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self._token_s = UNMEASURED_TOKEN_S
+        self._running: tuple[float, float] | None = None
+
+    def __repr__(self) -> str:
+        return f"<StepClock {self.num_steps} steps, {self._token_s * 1000:.2f} ms a token at most>"
+
+    @contextmanager
+    def step(self, num_tokens: int) -> Iterator[None]:
+        """Around a native step over `num_tokens`; remembers its cost, large ones fade slowly."""
+        started_s = self.now()
+        self._running = (started_s, max(self.watchdog_s, SLACK * num_tokens * self._token_s))
+        try:
+            yield
+        finally:
+            self._running = None
+        token_s = (self.now() - started_s) / max(num_tokens, 1)
+        self._token_s = token_s if self.num_steps == 0 else max(token_s, 0.99 * self._token_s)
+        self.num_steps += 1
+        self.busy_s += self.now() - started_s
+
+    @staticmethod
+    def now() -> float:
+        """The engine's clock, in seconds."""
+        return time.monotonic()
+
+    def read(self) -> tuple[float, float]:
+        """Seconds the running step has taken and may take; (0, watchdog_s) between steps."""
+        running = self._running
+        if running is None:
+            return 0.0, self.watchdog_s
+        started_s, limit_s = running
+        return self.now() - started_s, limit_s

@@ -1,0 +1,248 @@
+"""Every error Stoker raises, split by whose fault it is.
+
+    StokerError
+    ├── CallerError               the request is wrong; nothing was lost, repeating it does not help
+    │   ├── InvalidRequestError       400  a field is missing, malformed or out of range
+    │   ├── ContextLengthError        400  the prompt does not fit the context
+    │   ├── UnsupportedError          400  this model or build cannot do what was asked
+    │   ├── AuthenticationError       401  no valid API key came with it
+    │   ├── ForbiddenError            403  its Host or Origin is not allowed here
+    │   ├── RequestTooLargeError      413  the body is over the limit
+    │   ├── ModelNotFoundError        404  no model of that name is served or on disk
+    │   └── RequestNotFoundError      404  no live request has that id
+    ├── MachineError              the machine cannot now; repeating it later may help
+    │   ├── QueueFullError            429  the waiting line is at its bound
+    │   ├── RequestTimeoutError       408  the deadline of the request passed
+    │   ├── NotReadyError             503  starting, restarting, stopping or loading
+    │   └── MachineSetupError         500  a port in use, a folder that cannot be written, no compiler, ...
+    ├── ModelError                the model file is at fault
+    │   ├── ModelFileError            422  missing, truncated, corrupt or foreign file
+    │   ├── ModelLoadError            503  the native library refused or crashed on it
+    │   └── DownloadError             503  a download failed, was corrupt or there is no network
+    └── EngineError               Stoker is at fault
+        ├── StepFailedError           500  the native decode failed for this sequence alone
+        ├── PoolFullError             503  no KV cells are free (never reaches a caller that fits alone)
+        ├── EngineCrashedError        500  the engine died three times on this request
+        └── SchedulerStalledError     500  work exists and no step can be planned
+
+Errors cross the process boundary as `ErrorInfo` and are raised again as their own class.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as a value: what crosses a process boundary and what HTTP bodies are made of."""
+
+    code: str
+    message: str
+    http_status: int = 500
+    param: str | None = None
+    retry_after_s: float | None = None
+    details: dict[str, Any] = {}
+
+
+class StokerError(Exception):
+    """Base of the tree.
+
+    Args:
+        message: one sentence with the numbers that explain it.
+        param: name of the request field at fault, if one is.
+        retry_after_s: seconds after which repeating may work.
+        details: the numbers of the message, by name.
+    """
+
+    code: ClassVar[str] = "stoker_error"
+    http_status: ClassVar[int] = 500
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        **details: Any,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.details = details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return error_from_info, (self.info(),)
+
+    def info(self) -> ErrorInfo:
+        """This error as a value that can be sent."""
+        return ErrorInfo(
+            code=self.code,
+            message=self.message,
+            http_status=self.http_status,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+            details=self.details,
+        )
+
+
+class CallerError(StokerError):
+    """The request is wrong."""
+
+    code = "invalid_request"
+    http_status = 400
+
+
+class InvalidRequestError(CallerError):
+    """A field is missing, malformed or out of range; `param` names it."""
+
+
+class ContextLengthError(CallerError):
+    """The prompt does not fit; details carry `num_tokens` and `n_ctx`."""
+
+    code = "context_length_exceeded"
+
+
+class UnsupportedError(CallerError):
+    """The model or build lacks what was asked for."""
+
+    code = "unsupported"
+
+
+class AuthenticationError(CallerError):
+    """No valid API key came with the request."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class ForbiddenError(CallerError):
+    """The request's Host or Origin is not allowed here."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+class RequestTooLargeError(CallerError):
+    """The body is over the limit."""
+
+    code = "request_too_large"
+    http_status = 413
+
+
+class ModelNotFoundError(CallerError):
+    """No such model is served or on disk."""
+
+    code = "model_not_found"
+    http_status = 404
+
+
+class RequestNotFoundError(CallerError):
+    """No live request has that id."""
+
+    code = "request_not_found"
+    http_status = 404
+
+
+class MachineError(StokerError):
+    """The machine cannot now."""
+
+    code = "machine_error"
+    http_status = 503
+
+
+class QueueFullError(MachineError):
+    """The waiting line is at its bound."""
+
+    code = "queue_full"
+    http_status = 429
+
+
+class RequestTimeoutError(MachineError):
+    """The request's own deadline passed."""
+
+    code = "request_timeout"
+    http_status = 408
+
+
+class NotReadyError(MachineError):
+    """Starting, restarting, stopping or loading."""
+
+    code = "not_ready"
+
+
+class MachineSetupError(MachineError):
+    """Something outside has to be put right by the owner of the machine."""
+
+    code = "machine_setup"
+    http_status = 500
+
+
+class ModelError(StokerError):
+    """The model file is at fault."""
+
+    code = "model_error"
+    http_status = 503
+
+
+class ModelFileError(ModelError):
+    """Missing, truncated, corrupt or foreign file; the message names the file and the reason."""
+
+    code = "model_file_invalid"
+    http_status = 422
+
+
+class ModelLoadError(ModelError):
+    """The native library refused the model or crashed on it."""
+
+    code = "model_load_failed"
+
+
+class DownloadError(ModelError):
+    """A download failed, was corrupt, or there is no network."""
+
+    code = "download_failed"
+
+
+class EngineError(StokerError):
+    """Stoker is at fault."""
+
+    code = "engine_error"
+
+
+class StepFailedError(EngineError):
+    """The native decode failed for this sequence alone."""
+
+    code = "step_failed"
+
+
+class PoolFullError(EngineError):
+    """No KV cells are free; the step changed nothing."""
+
+    code = "kv_pool_full"
+    http_status = 503
+
+
+class EngineCrashedError(EngineError):
+    """The engine died repeatedly on this request, without a token of progress in between."""
+
+    code = "engine_crashed"
+
+
+class SchedulerStalledError(EngineError):
+    """Work exists and no step can be planned: a bug, reported with every counter."""
+
+    code = "scheduler_stalled"
+
+
+def _tree(cls: type[StokerError]) -> list[type[StokerError]]:
+    return [cls, *(leaf for child in cls.__subclasses__() for leaf in _tree(child))]
+
+
+def error_from_info(info: ErrorInfo) -> StokerError:
+    """The exception that `info` was made from; an unknown code becomes an `EngineError`."""
+    classes = {cls.code: cls for cls in reversed(_tree(StokerError)) if cls is not CallerError}
+    cls = classes.get(info.code, EngineError)
+    return cls(info.message, param=info.param, retry_after_s=info.retry_after_s, **info.details)

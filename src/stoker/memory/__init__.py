@@ -1,0 +1,1 @@
+"""Memory: what there is and, later, who gets it."""

@@ -1,0 +1,319 @@
+"""What crosses the boundary between the front and the engine: commands go in, events come out.
+
+Each message is a frozen, tagged msgspec.Struct; a frame on the wire is one msgpack list of them.
+Nothing here knows how it is carried (see `stoker.engine.carrier`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stoker.errors import ErrorInfo
+from stoker.request import FinishReason, GenerateRequest, Priority
+
+# ---------------------------------------------------------------- values
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to load and how.
+
+    Attributes:
+        id: the name it is served under.
+        path: the GGUF file; "fake:" selects the deterministic FakeBackend.
+        num_slots: sequences that may run at once.
+        n_ctx: KV cells all slots share, and the most one request may use; 0: the model's own.
+        n_batch: tokens one step may carry.
+        num_threads: 0 picks the number of physical cores.
+    """
+
+    id: str
+    path: str
+    num_slots: int = 8
+    n_ctx: int = 16384
+    n_batch: int = 512
+    num_threads: int = 0
+    max_queue: int = 512
+    target_step_ms: float = 50.0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a loaded model is and the limits that resulted (SPEC K7)."""
+
+    id: str
+    path: str
+    label: str
+    model_class: str
+    architecture: str
+    description: str
+    num_params: int
+    size_bytes: int
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    n_batch: int
+    num_slots: int
+    num_threads: int
+    kv_type: str
+    flash_attention: str
+    memory_bytes: dict[str, int]
+    chat_template: str | None = None
+    bos_text: str = ""
+    eos_text: str = ""
+    can_trim: bool = True
+    can_fork: bool = True
+    is_recurrent: bool = False
+    has_vision: bool = False
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its natural-log probability under the raw logits.
+
+    `top` holds (token id, bytes, logprob) best first, as many as were asked for.
+    A first prompt token has logprob None.
+    """
+
+    token_id: int
+    token_bytes: bytes
+    logprob: float | None
+    top: list[tuple[int, bytes, float]]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request, over all its choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds a request spent (SPEC O2), as the engine saw it."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot: `state` is idle, prefill or decode; an idle slot may still hold reusable tokens."""
+
+    id: int
+    state: str
+    model: str
+    num_tokens: int
+    request_id: str | None = None
+
+
+class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One waiting (or parked) sequence."""
+
+    request_id: str
+    priority: Priority
+    position: int
+    eta_s: float | None = None
+    num_tokens: int = 0
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `/v1/runtime` and the metrics show of the engine."""
+
+    slots: list[SlotStatus]
+    queue: list[WaitStatus]
+    parked: list[WaitStatus]
+    counters: dict[str, float]
+    kv_cells_total: int
+    kv_cells_used: int
+
+
+# ---------------------------------------------------------------- commands (front -> engine)
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
+    """Load `spec`; answered by `ModelState` events, last `ready` or `failed`."""
+
+    spec: ModelSpec
+
+
+class UnloadModel(msgspec.Struct, frozen=True, tag=True):
+    """Free a model; its requests end with `not_ready`."""
+
+    model: str
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run a request. After a restart `generated` and `mirostat_mu` carry what was delivered of each choice.
+
+    Attributes:
+        generated: token ids delivered, one list a choice; empty for a new request.
+        is_finished: for each choice, whether it has already ended (such a choice is not run again).
+        mirostat_mu: sampler state after the last delivered token, one a choice.
+        age_s: seconds since the caller submitted it (deadlines count from there).
+    """
+
+    request_id: str
+    request: GenerateRequest
+    generated: list[list[int]] = []
+    is_finished: list[bool] = []
+    mirostat_mu: list[float | None] = []
+    age_s: float = 0.0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request; a finished or unknown id is ignored. The terminal event carries `cancelled`."""
+
+    request_id: str
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for the token ids of a text; answered by `Reply` with `{"tokens": [...], "pieces": [bytes]}`."""
+
+    call_id: int
+    model: str
+    text: str
+    add_special: bool = True
+    parse_special: bool = True
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for the text of token ids; answered by `Reply` with `{"text": str}`."""
+
+    call_id: int
+    model: str
+    tokens: list[int]
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for an `EngineStatus`; answered by `Reply` with `{"status": ...}`."""
+
+    call_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop intake, drain for `drain_s`, cancel what is left, free everything, exit (SPEC L4)."""
+
+    drain_s: float = 0.0
+
+
+Command = LoadModel | UnloadModel | Submit | Cancel | Tokenize | Detokenize | GetStatus | Shutdown
+
+# ---------------------------------------------------------------- events (engine -> front)
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The engine is up and reads commands."""
+
+    pid: int
+
+
+class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A model moved: `state` is loading, ready, failed, unloading or absent (SPEC L1)."""
+
+    model: str
+    state: str
+    stage: str = ""
+    fraction: float = 0.0
+    info: ModelInfo | None = None
+    error: ErrorInfo | None = None
+
+
+class Queued(msgspec.Struct, frozen=True, tag=True):
+    """A request entered the line at `position` (0 is next)."""
+
+    request_id: str
+    position: int
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """A choice of the request got a slot; it will be in the next step."""
+
+    request_id: str
+
+
+class PrefillProgress(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Prompt tokens: in all, taken from the cache, computed so far (cached included); ms since admission."""
+
+    request_id: str
+    total: int
+    cached: int
+    processed: int
+    time_ms: float
+
+
+class PromptEcho(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The prompt's text (`echo`) and logprobs (`prompt_logprobs`), once, before any delta."""
+
+    request_id: str
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Delta(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """What one step added to one choice.
+
+    `token_ids` are all tokens drawn, `text` what the stop and UTF-8 gate let through (often less or nothing).
+    The choice's last delta carries `finish_reason`. `stop_text` is the stop string that matched.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    mirostat_mu: float | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Terminal: every choice has ended."""
+
+    request_id: str
+    usage: Usage
+    timings: Timings
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Terminal: the request ended with an error; deltas already delivered stand."""
+
+    request_id: str
+    error: ErrorInfo
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to a command that carried `call_id`."""
+
+    call_id: int
+    value: dict[str, Any] = {}
+    error: ErrorInfo | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Sent every half second by a thread of its own while the engine lives.
+
+    `step_s` is how long the running native step has taken (0: none), `step_limit_s` how long it may take.
+    """
+
+    step_s: float
+    step_limit_s: float
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """The last event of an orderly shutdown."""
+
+
+Event = (
+    Hello
+    | ModelState
+    | Queued
+    | Admitted
+    | PrefillProgress
+    | PromptEcho
+    | Delta
+    | Finished
+    | Failed
+    | Reply
+    | Heartbeat
+    | Goodbye
+)

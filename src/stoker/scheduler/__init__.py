@@ -1,0 +1,1 @@
+"""Who runs when: pure policy over sequences, slots and cells."""

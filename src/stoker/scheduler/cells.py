@@ -1,0 +1,110 @@
+"""Counts KV cells exactly, shared ones once.
+
+A sequence's cells are a list of spans; a fork shares spans by reference count, so a cell is free when no
+sequence holds it. Mirrors what a unified KV pool does natively, so that the scheduler knows before a step
+whether it has room. What to do when there is none is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, eq=False)
+class _Span:
+    length: int
+    num_refs: int
+
+
+class CellPool:
+    """Exact occupancy of `total` cells by sequence number."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self._spans: dict[int, list[_Span]] = {}
+
+    def __repr__(self) -> str:
+        return f"<CellPool {self.used}/{self.total} cells, {len(self._spans)} sequences>"
+
+    @property
+    def free(self) -> int:
+        """Cells no sequence holds."""
+        return self.total - self.used
+
+    def length(self, seq: int) -> int:
+        """Cells in the sequence's view, shared ones included."""
+        return sum(span.length for span in self._spans.get(seq, ()))
+
+    def exclusive(self, seq: int) -> int:
+        """Cells that would be freed if the sequence were dropped."""
+        return sum(span.length for span in self._spans.get(seq, ()) if span.num_refs == 1)
+
+    def extend(self, seq: int, num_tokens: int) -> None:
+        """Take `num_tokens` free cells for the end of the sequence."""
+        assert 0 <= num_tokens <= self.free, f"{num_tokens} cells wanted, {self!r}"
+        spans = self._spans.setdefault(seq, [])
+        if spans and spans[-1].num_refs == 1:
+            spans[-1].length += num_tokens
+        else:
+            spans.append(_Span(num_tokens, 1))
+        self.used += num_tokens
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Share the first `length` cells of `src` with the empty sequence `dst`."""
+        assert not self._spans.get(dst), f"sequence {dst} is not empty"
+        self._split(src, length)
+        shared: list[_Span] = []
+        for span in self._spans.get(src, ()):
+            if length <= 0:
+                break
+            span.num_refs += 1
+            shared.append(span)
+            length -= span.length
+        assert length == 0, f"sequence {src} is {length} cells shorter than the fork"
+        self._spans[dst] = shared
+
+    def trim(self, seq: int, length: int) -> None:
+        """Keep the first `length` cells."""
+        self._split(seq, length)
+        kept: list[_Span] = []
+        for span in self._spans.pop(seq, ()):
+            if length > 0:
+                kept.append(span)
+                length -= span.length
+                continue
+            span.num_refs -= 1
+            if span.num_refs == 0:
+                self.used -= span.length
+        if kept:
+            self._spans[seq] = kept
+
+    def drop(self, seq: int) -> None:
+        """Give back what only this sequence holds."""
+        self.trim(seq, 0)
+
+    def check(self) -> None:
+        """Assert that counts and references agree."""
+        refs: dict[int, int] = {}
+        spans = {id(span): span for held in self._spans.values() for span in held}
+        for held in self._spans.values():
+            for span in held:
+                refs[id(span)] = refs.get(id(span), 0) + 1
+        assert all(span.num_refs == refs[key] for key, span in spans.items()), "reference counts are off"
+        assert self.used == sum(span.length for span in spans.values()) <= self.total, repr(self)
+
+    def _split(self, seq: int, length: int) -> None:
+        """Make `length` a span boundary of `seq`, in every sequence that shares the span."""
+        for span in self._spans.get(seq, ()):
+            if length < span.length:
+                break
+            length -= span.length
+        else:
+            return
+        if length == 0:
+            return
+        tail = _Span(span.length - length, span.num_refs)
+        span.length = length
+        for held in self._spans.values():
+            if span in held:
+                held.insert(held.index(span) + 1, tail)

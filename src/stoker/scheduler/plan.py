@@ -1,0 +1,93 @@
+"""What one step computes: decode rows first, then fair slices of prefill (SPEC Q9).
+
+Pure: from the running sequences and a token budget to plan items. Whether there is room for the tokens is
+decided before, by the scheduler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.scheduler.sequence import Sequence, SequenceState
+
+MAX_PROMPT_ROWS = 64
+"""Rows of prompt logits one slice may ask for: 64 rows of a 150,000-token vocabulary are 38 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One sequence's part of a step."""
+
+    sequence: Sequence
+    item: PlanItem
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The step: who takes part, with what."""
+
+    parts: tuple[Planned, ...]
+
+    def batch(self) -> BatchPlan:
+        """The backend's view of it."""
+        return BatchPlan(tuple(part.item for part in self.parts))
+
+
+def fair_shares(wanted: list[int], budget: int) -> list[int]:
+    """Split `budget` tokens: everyone the same, what one does not need goes to the others.
+
+    A ready prefill gets at least one token while the budget has one for it.
+    """
+    shares = [0] * len(wanted)
+    open_ends = [at for at, tokens in enumerate(wanted) if tokens]
+    while budget > 0 and open_ends:
+        each = max(1, budget // len(open_ends))
+        for at in list(open_ends):
+            given = min(each, wanted[at] - shares[at], budget)
+            shares[at] += given
+            budget -= given
+            if shares[at] == wanted[at]:
+                open_ends.remove(at)
+    return shares
+
+
+class Planner:
+    """Builds one step after the other; remembers only whose turn is first."""
+
+    def __init__(self, n_batch: int) -> None:
+        self.n_batch = n_batch
+        self._turn = 0
+
+    def plan(self, running: list[Sequence]) -> StepPlan | None:
+        """The next step over `running` sequences, or None when nothing is ready."""
+        decoding = self._rotated([s for s in running if s.state is SequenceState.DECODE])
+        prefilling = self._rotated([s for s in running if s.state is SequenceState.PREFILL])
+        self._turn += 1
+        rows = decoding[: self.n_batch - 1 if prefilling else self.n_batch]
+        shares = fair_shares([_slice_limit(s) for s in prefilling], self.n_batch - len(rows))
+        parts = [Planned(s, _item(s, 1)) for s in rows]
+        parts += [Planned(s, _item(s, n)) for s, n in zip(prefilling, shares, strict=True) if n]
+        return StepPlan(tuple(parts)) if parts else None
+
+    def _rotated(self, sequences: list[Sequence]) -> list[Sequence]:
+        if not sequences:
+            return sequences
+        first = self._turn % len(sequences)
+        return sequences[first:] + sequences[:first]
+
+
+def _slice_limit(sequence: Sequence) -> int:
+    if sequence.wants_prompt_logits and sequence.num_computed < sequence.num_prompt:
+        return min(sequence.num_pending, MAX_PROMPT_ROWS)
+    return sequence.num_pending
+
+
+def _item(sequence: Sequence, count: int) -> PlanItem:
+    start = sequence.num_computed
+    assert sequence.slot is not None, f"{sequence!r} runs without a slot"
+    if sequence.wants_prompt_logits and start < sequence.num_prompt:
+        num_logits = count
+    else:
+        num_logits = 1 if start + count == len(sequence.tokens) else 0
+    return PlanItem(sequence.slot, start, sequence.tokens[start : start + count], num_logits)

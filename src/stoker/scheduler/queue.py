@@ -1,0 +1,85 @@
+"""The waiting line: who is next (SPEC Q2, Q5, Q6, Q11).
+
+Pure order over sequences that hold no slot. Parked sequences stand before newcomers of their class,
+so that room freed for them cannot be taken by a later arrival. Admission is the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Line
+
+from stoker.errors import QueueFullError
+from stoker.request import Priority
+from stoker.scheduler.sequence import Sequence, SequenceState
+
+
+def insert_position(line: Line[Priority], newcomer: Priority) -> int:
+    """Where `newcomer` goes: background to the end, interactive before the first waiting background."""
+    if newcomer is Priority.BACKGROUND:
+        return len(line)
+    return next((at for at, waiting in enumerate(line) if waiting is Priority.BACKGROUND), len(line))
+
+
+class WaitingLine:
+    """Sequences without a slot, in the order they will get one."""
+
+    def __init__(self, max_queue: int) -> None:
+        self.max_queue = max_queue
+        self._line: list[Sequence] = []
+
+    def __repr__(self) -> str:
+        return f"<WaitingLine {len(self._line)} of {self.max_queue}>"
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(tuple(self._line))
+
+    def bound(self, priority: Priority) -> int:
+        """How many requests may wait when one of this class arrives."""
+        return self.max_queue if priority is Priority.INTERACTIVE else self.max_queue // 2
+
+    def check_room(self, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
+        """Raises QueueFullError when `num_waiting` requests are at the bound of the class."""
+        bound = self.bound(priority)
+        if num_waiting >= bound:
+            raise QueueFullError(
+                f"{num_waiting} requests wait and {bound} may ({priority}); try again in {retry_after_s:.0f} s",
+                retry_after_s=retry_after_s,
+                num_waiting=num_waiting,
+                max_queue=bound,
+            )
+
+    def push(self, sequence: Sequence) -> int:
+        """Enter at the place of its class; returns the position."""
+        at = insert_position([waiting.priority for waiting in self._line], sequence.priority)
+        self._line.insert(at, sequence)
+        return at
+
+    def push_parked(self, sequence: Sequence) -> int:
+        """Enter behind earlier parked ones and before the newcomers of its class; returns the position."""
+        at = next(
+            (
+                at
+                for at, waiting in enumerate(self._line)
+                if self._rank(waiting) > self._rank(sequence)
+                or (self._rank(waiting) == self._rank(sequence) and waiting.arrival_s > sequence.arrival_s)
+            ),
+            len(self._line),
+        )
+        self._line.insert(at, sequence)
+        return at
+
+    @staticmethod
+    def _rank(sequence: Sequence) -> tuple[bool, bool]:
+        return sequence.priority is Priority.BACKGROUND, sequence.state is not SequenceState.PARKED
+
+    def remove(self, sequence: Sequence) -> None:
+        """Leave the line."""
+        self._line.remove(sequence)
+
+    def position(self, sequence: Sequence) -> int:
+        """Place in the line, 0 is next."""
+        return self._line.index(sequence)

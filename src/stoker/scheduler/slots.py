@@ -1,0 +1,128 @@
+"""The slots: which sequence runs where, and what an idle one still holds (SPEC Q10).
+
+A slot's id is the backend's sequence number. An idle slot keeps its tokens (its cells are evictable) so
+that a request that continues them reuses the live state. Choosing is pure; effects are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from stoker.scheduler.sequence import Sequence
+
+MIN_REUSE = 32
+"""Tokens below which a stored prefix is not worth taking over (SPEC C2)."""
+
+
+def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:
+    """How many leading tokens are the same: bisection over slice comparisons, which run in C."""
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@dataclass(slots=True)
+class Slot:
+    """One place to run: `sequence` while busy, `kept` tokens while idle."""
+
+    id: int
+    sequence: Sequence | None = None
+    kept: list[int] = field(default_factory=list)
+    last_used_s: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs here."""
+        return self.sequence is None
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the backend holds under this slot's number."""
+        sequence = self.sequence
+        return self.kept if sequence is None else sequence.tokens[: sequence.num_computed]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a sequence goes: `slot`, sharing `length` tokens that `source` holds (0: none)."""
+
+    slot: int
+    source: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What may be shared: whether the backend can cut a sequence and share cells, and from which length on."""
+
+    can_trim: bool
+    can_fork: bool
+    min_length: int = MIN_REUSE
+
+
+class SlotTable:
+    """All slots of one model."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slots = [Slot(number) for number in range(num_slots)]
+
+    def __repr__(self) -> str:
+        busy = sum(not slot.is_idle for slot in self.slots)
+        return f"<SlotTable {busy} busy of {len(self.slots)}>"
+
+    def __getitem__(self, number: int) -> Slot:
+        return self.slots[number]
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a sequence could be placed."""
+        return any(slot.is_idle for slot in self.slots)
+
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a slot, in slot order."""
+        return [slot.sequence for slot in self.slots if slot.sequence is not None]
+
+    def oldest_kept(self) -> Slot | None:
+        """The idle slot with kept tokens that was unused for longest."""
+        kept = [slot for slot in self.slots if slot.is_idle and slot.kept]
+        return min(kept, key=lambda slot: slot.last_used_s, default=None)
+
+    def place(self, tokens: Tokens[int], reuse: Reuse) -> Placement | None:
+        """Choose for a sequence of `tokens`: longest idle prefix > empty slot > idle slot unused for longest.
+
+        At least the last token stays to be computed, for its logits. A busy slot with a longer prefix is
+        the source of a fork.
+        """
+        idle = [slot for slot in self.slots if slot.is_idle]
+        if not idle:
+            return None
+        lengths = {slot.id: self._usable(slot, tokens, reuse) for slot in self.slots}
+        best_idle = max(idle, key=lambda slot: lengths[slot.id])
+        best = max(self.slots, key=lambda slot: lengths[slot.id])
+        if reuse.can_fork and lengths[best.id] > lengths[best_idle.id]:
+            others = [slot for slot in idle if slot is not best]
+            return Placement(self._vacant(others).id, best.id, lengths[best.id])
+        if lengths[best_idle.id]:
+            return Placement(best_idle.id, best_idle.id, lengths[best_idle.id])
+        vacant = self._vacant(idle)
+        return Placement(vacant.id, vacant.id, 0)
+
+    @staticmethod
+    def _vacant(idle: list[Slot]) -> Slot:
+        return min(idle, key=lambda slot: (bool(slot.kept), slot.last_used_s, slot.id))
+
+    @staticmethod
+    def _usable(slot: Slot, tokens: Tokens[int], reuse: Reuse) -> int:
+        held = slot.tokens
+        length = min(common_prefix(held, tokens), len(tokens) - 1)
+        if length < reuse.min_length or (not reuse.can_trim and length != len(held)):
+            return 0
+        return length

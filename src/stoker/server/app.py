@@ -1,0 +1,70 @@
+"""The ASGI application: routes, error shape and gate around one runtime.
+
+Composition only. It does not start or stop the runtime and binds no port; `serve` does.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from stoker.server.body import body_schemas
+from stoker.server.context import ServerContext
+from stoker.server.errors import install_error_handlers
+from stoker.server.gate import Gate
+from stoker.server.metrics import Metrics
+from stoker.server.routes import chat, completions, models, probes, runtime, tokens
+from stoker.server.schema.chat import ChatRequest, Conversation
+from stoker.server.schema.completion import CompletionRequest
+from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
+from stoker.server.security import HostList, KeyRing
+
+if TYPE_CHECKING:
+    from stoker.runtime import Runtime
+    from stoker.settings import ServerSettings
+
+_BODIES = (ChatRequest, CompletionRequest, Conversation, TokenizeRequest, DetokenizeRequest)
+_ROUTERS = (chat.router, completions.router, models.router, tokens.router, probes.router, runtime.router)
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """The application around `context`.
+
+    Raises:
+        MachineSetupError: the API key file cannot be read.
+    """
+    app = FastAPI(title="Stoker", version=version("stoker"), docs_url=None, redoc_url=None)
+    for router in _ROUTERS:
+        app.include_router(router(context))
+    install_error_handlers(app)
+    settings = context.settings
+    app.add_middleware(
+        Gate,
+        hosts=HostList([settings.host, *settings.allowed_hosts]),
+        keys=KeyRing.read(settings.api_key_file),
+        max_body_bytes=settings.max_body_bytes,
+    )
+    _describe(app)
+    return app
+
+
+def server_context(runtime: Runtime, settings: ServerSettings) -> ServerContext:
+    """A context of its own for one server."""
+    return ServerContext(runtime=runtime, settings=settings, metrics=Metrics())
+
+
+def _describe(app: FastAPI) -> None:
+    """OpenAPI with the bodies, which the routes read by themselves."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(body_schemas(_BODIES))
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign] # the way FastAPI documents

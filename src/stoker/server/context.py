@@ -1,0 +1,94 @@
+"""What the routes share: the runtime, the settings, the metrics and the list of live requests.
+
+One `ServerContext` is made by `app` and handed to each router; nothing here knows HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from stoker.errors import NotReadyError, RequestNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from stoker.runtime import Runtime
+    from stoker.server.metrics import Metrics
+    from stoker.settings import ServerSettings
+
+RETRY_AFTER_S = 2.0
+
+
+class LiveRequests:
+    """Names under which running requests are known outside, and the runtime's ids behind them.
+
+    The header's `X-Request-Id`, the answer's `id` and the runtime's own id all lead to the same work.
+    A client may send the same `X-Request-Id` twice, so a name can stand for several requests.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, list[str]] = {}
+
+    def __repr__(self) -> str:
+        return f"LiveRequests({len(self._ids)} names)"
+
+    @contextlib.contextmanager
+    def entered(self, names: Sequence[str], runtime_ids: Sequence[str]) -> Iterator[None]:
+        """Known by `names` and by each of `runtime_ids` while the block runs."""
+        pairs = {(name, own) for name in names for own in runtime_ids} | {(own, own) for own in runtime_ids}
+        for name, own in pairs:
+            self._ids.setdefault(name, []).append(own)
+        try:
+            yield
+        finally:
+            for name, own in pairs:
+                self._ids[name].remove(own)
+                if not self._ids[name]:
+                    del self._ids[name]
+
+    def runtime_ids(self, name: str) -> list[str]:
+        """The runtime's ids behind `name`.
+
+        Raises:
+            RequestNotFoundError: nothing of that name is live.
+        """
+        if name not in self._ids:
+            raise RequestNotFoundError(f"no live request has the id {name!r}", param="id")
+        return sorted(self._ids[name])
+
+    def num_names(self) -> int:
+        """Names known now; 0 when nothing runs."""
+        return len(self._ids)
+
+
+@dataclass
+class ServerContext:
+    """One server's shared parts.
+
+    Attributes:
+        is_stopping: set once when the shutdown begins; new work is refused from then on.
+        started_at: seconds since the epoch.
+    """
+
+    runtime: Runtime
+    settings: ServerSettings
+    metrics: Metrics
+    live: LiveRequests = field(default_factory=LiveRequests)
+    started_at: float = field(default_factory=time.time)
+    is_stopping: bool = False
+
+    def require_ready(self) -> None:
+        """Refuse work that cannot start now.
+
+        Raises:
+            NotReadyError: models are loading, the engine restarts or the server stops.
+        """
+        if self.is_stopping:
+            raise NotReadyError("the server is stopping", retry_after_s=RETRY_AFTER_S)
+        if not self.runtime.is_ready:
+            raise NotReadyError(
+                "the models are not ready yet; /ready tells when", retry_after_s=RETRY_AFTER_S
+            )

@@ -1,0 +1,86 @@
+"""From a generation to an HTTP answer: streamed, or collected into one body.
+
+Both end the generation at once when the client leaves (SPEC S5).
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.responses import Response
+
+from stoker.messages import Queued
+from stoker.server.disconnect import while_connected
+from stoker.server.sse import EventStream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from starlette.requests import Request
+
+    from stoker.server.generation import Generation
+    from stoker.streams import StreamEvent
+
+POSITION_HEADER = "X-Stoker-Queue-Position"
+
+
+class ChunkWriter(Protocol):
+    """Writes events as SSE frames."""
+
+    def write(self, prompt: int, event: StreamEvent, /) -> bytes:
+        """Frames of one event of one prompt; empty if it shows nothing."""
+        ...
+
+    def end(self) -> bytes:
+        """Frames after the last event."""
+        ...
+
+
+class WholeWriter(Protocol):
+    """Collects events into one body."""
+
+    def add(self, prompt: int, event: StreamEvent, /) -> None:
+        """Take in one event of one prompt."""
+        ...
+
+    def whole(self) -> bytes:
+        """The body."""
+        ...
+
+
+def streamed(generation: Generation, writer: ChunkWriter, keepalive_s: float) -> EventStream:
+    """The generation as server-sent events."""
+    headers: dict[str, str] = {}
+    return EventStream(_frames(generation, writer, headers), headers, keepalive_s)
+
+
+async def collected(generation: Generation, writer: WholeWriter, request: Request) -> Response:
+    """The generation as one JSON body.
+
+    Raises:
+        ClientGoneError: the client left while it ran.
+        StokerError: what ended it.
+    """
+    body = await while_connected(_collect(generation, writer), request.receive)
+    return Response(body, media_type="application/json")
+
+
+async def _frames(
+    generation: Generation, writer: ChunkWriter, headers: dict[str, str]
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(generation.events()) as events:
+        async for prompt, event in events:
+            if type(event) is Queued:
+                headers.setdefault(POSITION_HEADER, str(event.position))
+                yield b""  # the client learns its place now, not with its first token
+            elif data := writer.write(prompt, event):
+                yield data
+    yield writer.end()
+
+
+async def _collect(generation: Generation, writer: WholeWriter) -> bytes:
+    async with aclosing(generation.events()) as events:
+        async for prompt, event in events:
+            writer.add(prompt, event)
+    return writer.whole()

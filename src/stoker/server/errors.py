@@ -1,0 +1,110 @@
+"""Errors as HTTP answers (SPEC S3): one body shape, the tree's status, `Retry-After` where it helps.
+
+Owns the mapping only. Which errors exist is `stoker.errors`' business; errors inside a stream that has
+begun are `sse`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from stoker.errors import ErrorInfo, InvalidRequestError, StokerError
+from stoker.server.disconnect import ClientGoneError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastapi import FastAPI
+    from pydantic import ValidationError
+    from starlette.requests import Request
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+_STATUS_CODES = {404: "not_found", 405: "method_not_allowed"}
+_UNION_TAGS = frozenset({"str", "int", "float", "bool", "none"})
+_RETRY_STATUSES = frozenset({429, 503})
+_CLIENT_CLOSED = 499  # nobody reads it; the logs of proxies use this number
+_FIRST_SERVER_ERROR = 500
+
+INTERNAL_ERROR = ErrorInfo(
+    code="internal_error", message="the server failed on this request; its log says why"
+)
+
+
+def error_type(status: int) -> str:
+    """The `type` that OpenAI's servers use for an HTTP status."""
+    if status >= _FIRST_SERVER_ERROR:
+        return "server_error"
+    return _TYPES.get(status, "invalid_request_error")
+
+
+def error_body(info: ErrorInfo) -> bytes:
+    """`{"error": {"message", "type", "code", "param"}}` as JSON."""
+    error = {
+        "message": info.message,
+        "type": error_type(info.http_status),
+        "code": info.code,
+        "param": info.param,
+    }
+    return msgspec.json.encode({"error": error})
+
+
+def error_response(info: ErrorInfo, headers: Mapping[str, str] | None = None) -> Response:
+    """The whole answer: status, body, and `Retry-After` (seconds, at least 1) on 429 and 503."""
+    sent = dict(headers or {})
+    if info.http_status in _RETRY_STATUSES:
+        sent["Retry-After"] = str(max(1, math.ceil(info.retry_after_s or 1.0)))
+    if info.http_status == 401:  # noqa: PLR2004 - the one status that needs a challenge
+        sent["WWW-Authenticate"] = "Bearer"
+    return Response(error_body(info), info.http_status, sent, media_type="application/json")
+
+
+def invalid_body(error: ValidationError) -> InvalidRequestError:
+    """The first problem pydantic found, with the path of the field as `param`."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    path = [str(part) for part in problem["loc"] if not _is_union_tag(part)]
+    param = ".".join(path) or None
+    text = problem["msg"].removeprefix("Value error, ")
+    return InvalidRequestError(f"{param}: {text}" if param else text, param=param)
+
+
+def _is_union_tag(part: int | str) -> bool:
+    return isinstance(part, str) and (part in _UNION_TAGS or "[" in part)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every error that a route raises answer in the one shape."""
+    app.add_exception_handler(StokerError, _on_stoker_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+
+
+async def _on_stoker_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, StokerError)
+    return error_response(error.info())
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    info = ErrorInfo(code=_STATUS_CODES.get(status, "http_error"), message=message, http_status=status)
+    headers: Mapping[str, Any] | None = error.headers
+    return error_response(info, headers)
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED)

@@ -1,0 +1,38 @@
+"""POST /v1/completions."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.request import GenerateRequest
+from stoker.server.body import described, read_body
+from stoker.server.context import ServerContext
+from stoker.server.delivery import collected, streamed
+from stoker.server.generation import Generation
+from stoker.server.routes.headers import header_fields
+from stoker.server.schema.completion import CompletionRequest
+from stoker.server.writers.head import Head
+from stoker.server.writers.text import TextChunks, WholeText
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The completions route, with and without /v1."""
+    routes = APIRouter(tags=["generate"])
+
+    @routes.post("/v1/completions", openapi_extra=described(CompletionRequest))
+    @routes.post("/completions", include_in_schema=False)
+    async def completions(request: Request) -> Response:
+        """Continue one or several prompts."""
+        body = await read_body(request, CompletionRequest)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
+        shared = body.to_shared(info.n_vocab) | header_fields(request)
+        prompts = body.prompts(info.n_vocab)
+        asked = [GenerateRequest(prompt=prompt, model=info.id, **shared) for prompt in prompts]
+        generation = Generation(context, "cmpl", request.state.request_id, asked)
+        head = Head(generation.id, info.id, asked[0].n, body.wants_usage)
+        if body.stream:
+            return streamed(generation, TextChunks(head, len(asked)), context.settings.keepalive_s)
+        return await collected(generation, WholeText(head, len(asked)), request)
+
+    return routes

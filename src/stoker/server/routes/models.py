@@ -1,0 +1,56 @@
+"""GET /v1/models: what is served. Never wakes or loads anything (SPEC S6)."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from stoker.messages import ModelInfo
+from stoker.server.context import ServerContext
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The list of models and each of them."""
+    routes = APIRouter(tags=["models"])
+
+    @routes.get("/v1/models")
+    @routes.get("/models", include_in_schema=False)
+    async def models() -> Response:
+        """Every model that is served, the default one first."""
+        data = [_entry(context, info) for info in context.runtime.models]
+        return _json({"object": "list", "data": data})
+
+    @routes.get("/v1/models/{model_id:path}")
+    @routes.get("/models/{model_id:path}", include_in_schema=False)
+    async def model(model_id: str) -> Response:
+        """One model; "default" is the first."""
+        return _json(_entry(context, context.runtime.resolve(model_id)))
+
+    return routes
+
+
+def _json(document: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
+    meta = {
+        "architecture": info.architecture,
+        "class": info.model_class,
+        "description": info.description,
+        "label": info.label,
+        "n_ctx": info.n_ctx,
+        "n_ctx_train": info.n_ctx_train,
+        "n_vocab": info.n_vocab,
+        "num_params": info.num_params,
+        "num_slots": info.num_slots,
+        "size_bytes": info.size_bytes,
+    }
+    return {
+        "id": info.id,
+        "object": "model",
+        "created": int(context.started_at),
+        "owned_by": "stoker",
+        "meta": meta,
+    }

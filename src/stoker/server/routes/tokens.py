@@ -1,0 +1,66 @@
+"""POST /tokenize, /detokenize and /apply-template."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.server.body import described, read_body
+from stoker.server.context import ServerContext
+from stoker.server.schema.chat import Conversation
+from stoker.server.schema.completion import check_tokens
+from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
+
+
+def router(context: ServerContext) -> APIRouter:
+    """Text, tokens and templates of the served models."""
+    routes = APIRouter(tags=["tokens"])
+
+    @routes.post("/tokenize", openapi_extra=described(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, with their pieces on request."""
+        body = await read_body(request, TokenizeRequest)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
+        tokens, pieces = await context.runtime.tokenize(
+            body.content, model=info.id, add_special=body.add_special, parse_special=body.parse_special
+        )
+        if not body.with_pieces:
+            return _json({"tokens": tokens})
+        pairs = zip(tokens, pieces, strict=True)
+        return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
+
+    @routes.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await read_body(request, DetokenizeRequest)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
+        if body.tokens:
+            check_tokens(body.tokens, info.n_vocab, "tokens")
+        return _json({"content": await context.runtime.detokenize(body.tokens, model=info.id)})
+
+    @routes.post("/apply-template", openapi_extra=described(Conversation))
+    async def apply_template(request: Request) -> Response:
+        """The prompt that a conversation becomes."""
+        body = await read_body(request, Conversation)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
+        turns = body.turns(info.id)
+        return _json({"prompt": context.runtime.render_chat(turns, model=info.id, **body.template_args())})
+
+    return routes
+
+
+def _json(document: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """The piece as text, or its bytes where they are no text of their own."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)

@@ -1,0 +1,1 @@
+"""Bodies that come in (pydantic) and answers that go out (msgspec)."""

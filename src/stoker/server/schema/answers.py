@@ -1,0 +1,127 @@
+"""Answers of the generating routes, as the official clients parse them.
+
+Encoded by msgspec: one chunk a token costs a microsecond, and the front shares its cores with the engine.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from stoker.messages import Timings, Usage
+from stoker.server.schema.logprobs import ChatLogprobs, TextLogprobs
+
+FINGERPRINT = f"stoker-{version('stoker')}"
+MILLISECONDS = 1000.0
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Where prompt tokens came from."""
+
+    cached_tokens: int
+
+
+class UsageAnswer(msgspec.Struct, frozen=True):
+    """`usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TimingsAnswer(msgspec.Struct, frozen=True):
+    """Milliseconds the request spent (SPEC O2)."""
+
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """`prompt_progress`: prompt tokens in all, from the cache, and computed so far."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """One choice of a chat chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """A whole assistant message."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One choice of a chat completion."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    """One choice of a completion or of its chunk."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A completion or a chunk of one; `object` tells which."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice] | list[ChatChoice] | list[TextChoice]
+    system_fingerprint: str = FINGERPRINT
+    usage: UsageAnswer | UnsetType | None = UNSET
+    timings: TimingsAnswer | UnsetType = UNSET
+    prompt_progress: Progress | UnsetType = UNSET
+
+
+encode = msgspec.json.Encoder().encode
+
+
+def usage_answer(usage: Usage) -> UsageAnswer:
+    """`usage` of a count."""
+    return UsageAnswer(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+    )
+
+
+def timings_answer(timings: Timings) -> TimingsAnswer:
+    """`timings` of a request."""
+    return TimingsAnswer(
+        queue_ms=timings.queue_s * MILLISECONDS,
+        prefill_ms=timings.prefill_s * MILLISECONDS,
+        decode_ms=timings.decode_s * MILLISECONDS,
+    )

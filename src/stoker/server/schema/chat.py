@@ -1,0 +1,138 @@
+"""The body of /v1/chat/completions and of /apply-template."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.server.body import Body
+from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
+
+_RESERVED_ARGS = frozenset({"messages", "model", "options", "self", "tools"})
+
+
+class ContentPart(Body):
+    """A piece of a message; text is what this server reads."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def to_template(self, where: str, model: str) -> dict[str, Any]:
+        """What the chat template gets.
+
+        Args:
+            where: path of this message in the body, for errors.
+            model: name of the model, for errors.
+
+        Raises:
+            UnsupportedError: a part is not text.
+            InvalidRequestError: a text part without text, or a turn without content.
+        """
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise InvalidRequestError(f"{where}.content: a {self.role} message needs content", param=where)
+        turn: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self._text(f"{where}.content", model),
+        }
+        optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return turn | {name: value for name, value in optional.items() if value is not None}
+
+    def _text(self, where: str, model: str) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        texts = []
+        for i, part in enumerate(self.content):
+            if part.type not in ("text", "input_text"):
+                raise UnsupportedError(
+                    f"{where}.{i}: the model {model} takes text, not a part of type {part.type[:40]!r}",
+                    param=f"{where}.{i}",
+                )
+            if part.text is None:
+                raise InvalidRequestError(f"{where}.{i}.text is missing", param=f"{where}.{i}.text")
+            texts.append(part.text)
+        return "".join(texts)
+
+
+class Conversation(Body):
+    """Messages and what the template is told besides."""
+
+    messages: list[Message] = Field(min_length=1)
+    model: str | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def turns(self, model: str) -> list[dict[str, Any]]:
+        """The messages as the template gets them."""
+        return [message.to_template(f"messages.{i}", model) for i, message in enumerate(self.messages)]
+
+    def template_args(self) -> dict[str, Any]:
+        """Further template variables.
+
+        Raises:
+            InvalidRequestError: one of them has a name that is taken.
+        """
+        given = dict(self.chat_template_kwargs or {})
+        if self.add_generation_prompt is not None:
+            given["add_generation_prompt"] = self.add_generation_prompt
+        if taken := _RESERVED_ARGS.intersection(given):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", param="chat_template_kwargs"
+            )
+        return given
+
+
+class ResponseFormat(Body):
+    """The form of the answer; text is what this server gives."""
+
+    type: str
+
+
+class ChatRequest(Conversation, GenerationFields):
+    """A chat completion to make."""
+
+    max_tokens: Int | None = Field(
+        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
+    )
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+
+    def refuse_unsupported(self) -> None:
+        """Refuse formats and tools as well."""
+        super().refuse_unsupported()
+        if self.response_format is not None and self.response_format.type != "text":
+            raise UnsupportedError(
+                f"response_format {self.response_format.type[:40]!r} is not supported; text is",
+                param="response_format",
+            )
+        if self.tools and self.tool_choice != "none":
+            raise UnsupportedError("tools are not supported by this server", param="tools")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise UnsupportedError("tool_choice needs tools, which this server lacks", param="tool_choice")
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None: no logprobs.
+
+        Raises:
+            InvalidRequestError: out of range, or alternatives without `logprobs`.
+        """
+        check_logprobs("top_logprobs", self.top_logprobs)
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0

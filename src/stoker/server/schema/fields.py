@@ -1,0 +1,147 @@
+"""Fields that every generating route takes: sampling, limits, class, streaming; and what they become.
+
+Names are those of OpenAI, llama-server and vLLM; ranges are checked by `stoker.request`, types here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Priority, Sampling
+from stoker.server.body import Body
+
+# Wide enough for every range of `stoker.request`, narrow enough to be a machine's number.
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+_BREAKERS = 64
+_REFUSED = ("grammar", "regex", "choice", "json_schema", "state", "guided_json", "guided_grammar")
+
+
+class StreamOptions(Body):
+    """What a stream says besides its text."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(Body):
+    """The samplers (SPEC D1); absent and null mean the default."""
+
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = Field(None, validation_alias=AliasChoices("typical_p", "typical"))
+    mirostat: Int | None = Field(None, validation_alias=AliasChoices("mirostat", "mirostat_mode"))
+    mirostat_tau: float | None = Field(None, validation_alias=AliasChoices("mirostat_tau", "mirostat_ent"))
+    mirostat_eta: float | None = Field(None, validation_alias=AliasChoices("mirostat_eta", "mirostat_lr"))
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int | None = None
+    dry_penalty_last_n: Int | None = None
+    dry_sequence_breakers: list[str] | None = Field(None, max_length=_BREAKERS)
+    repeat_penalty: float | None = Field(
+        None, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
+    repeat_last_n: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    seed: Int | None = None
+
+    def to_sampling(self, n_vocab: int) -> Sampling:
+        """The sampling they describe for a vocabulary of `n_vocab` tokens.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        given = self.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+        given["logit_bias"] = _logit_bias(self.logit_bias or {}, n_vocab)
+        if self.dry_sequence_breakers is not None:
+            given["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
+        return Sampling(**given)
+
+
+def _logit_bias(given: dict[str, float], n_vocab: int) -> dict[int, float]:
+    """Keys are token ids in decimal, as JSON has no other keys than strings."""
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < n_vocab):  # noqa: PLR2004 - 2**31 has ten digits
+            raise InvalidRequestError(
+                f"logit_bias has the key {key[:40]!r}; keys are token ids from 0 to {n_vocab - 1}",
+                param="logit_bias",
+            )
+        bias[int(key)] = value
+    return bias
+
+
+class GenerationFields(SamplingFields):
+    """What all generating routes share."""
+
+    model: str | None = None
+    min_tokens: Int | None = None
+    n: Int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    timeout_s: float | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    return_progress: bool | None = None
+    # Constraints and states are later work; taking them silently would return unconstrained text.
+    grammar: Any = None
+    regex: Any = None
+    choice: Any = None
+    json_schema: Any = None
+    state: Any = None
+    guided_json: Any = None
+    guided_grammar: Any = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def refuse_unsupported(self) -> None:
+        """Refuse fields that would change the answer and are not served.
+
+        Raises:
+            UnsupportedError: naming the field.
+        """
+        for name, value in self.model_dump(include=set(_REFUSED), exclude_none=True).items():
+            if value not in ("", [], {}):
+                raise UnsupportedError(f"{name} is not supported by this server", param=name)
+
+    def common(self, n_vocab: int) -> dict[str, Any]:
+        """Keyword arguments of a `GenerateRequest` that come from these fields.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+            UnsupportedError: a field is not served.
+        """
+        self.refuse_unsupported()
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {
+            "min_tokens": self.min_tokens,
+            "n": self.n,
+            "ignore_eos": self.ignore_eos,
+            "timeout_s": self.timeout_s,
+            "return_progress": self.return_progress,
+            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
+        }
+        kept = {name: value for name, value in given.items() if value is not None}
+        return {"sampling": self.to_sampling(n_vocab), "stop": stop, **kept}
+
+
+def check_logprobs(name: str, count: int | None) -> None:
+    """Refuse a count of alternatives over the limit, under the name the caller used.
+
+    Raises:
+        InvalidRequestError: out of range.
+    """
+    if count is not None and not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidRequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {count}", param=name)

@@ -1,0 +1,108 @@
+"""Who may talk to the server (SPEC S4): the Host allow-list, the same-origin rule and the API keys.
+
+Pure checks on header values; `gate` applies them to each request.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
+
+from stoker.errors import AuthenticationError, ForbiddenError, MachineSetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+_BEARER = b"bearer "
+
+
+class HostList:
+    """Names a request may call this server by, whatever the port.
+
+    A page elsewhere can point its own name at this machine (DNS rebinding); the browser then sends that
+    name as Host, which is how it is told apart. `*` allows every name.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(_host_name(name) for name in (*LOOPBACK_NAMES, *names))
+
+    def __repr__(self) -> str:
+        return f"HostList({sorted(self._names)})"
+
+    def check(self, hosts: list[bytes], origins: list[bytes]) -> None:
+        """Refuse a foreign Host, and an Origin other than the page's own server.
+
+        Args:
+            hosts: values of the Host header; exactly one is right.
+            origins: values of the Origin header; browsers send it, other programs do not.
+
+        Raises:
+            ForbiddenError: either is not allowed.
+        """
+        host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
+        if not host or ("*" not in self._names and _host_name(host) not in self._names):
+            raise ForbiddenError(
+                f"Host {host!r} is not allowed; the owner of this server can add it to allowed_hosts"
+            )
+        for origin in origins:
+            if origin.decode("latin-1").partition("://")[2].lower() != host.lower():
+                raise ForbiddenError(f"Origin {origin.decode('latin-1')!r} is not this server's own")
+
+
+def _host_name(host: str) -> str:
+    """The name without port and brackets, in lower case."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    name, _, rest = host.partition(":")
+    return (host if ":" in rest else name).rstrip(".")
+
+
+class KeyRing:
+    """API keys that are accepted; an empty ring accepts everybody."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._keys = tuple(key.encode() for key in keys)
+
+    def __repr__(self) -> str:
+        return f"KeyRing({len(self._keys)} keys)"
+
+    @classmethod
+    def read(cls, path: Path | None) -> KeyRing:
+        """The keys of a file: one a line, `#` begins a comment line; no file: no key is asked for.
+
+        Raises:
+            MachineSetupError: the file cannot be read or holds no key.
+        """
+        if path is None:
+            return cls()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise MachineSetupError(f"cannot read the API key file {path}: {error}") from None
+        keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+        if not keys:
+            raise MachineSetupError(f"the API key file {path} holds no key; write one a line")
+        return cls(keys)
+
+    def check(self, authorization: bytes | None, x_api_key: bytes | None) -> None:
+        """Compare in constant time with every key.
+
+        Args:
+            authorization: value of that header, `Bearer KEY`.
+            x_api_key: value of that header, the key itself.
+
+        Raises:
+            AuthenticationError: no key came, or none that is on the ring.
+        """
+        if not self._keys:
+            return
+        given = x_api_key
+        if authorization is not None and authorization[: len(_BEARER)].lower() == _BEARER:
+            given = authorization[len(_BEARER) :].strip()
+        if given is None:
+            raise AuthenticationError("an API key is needed: send it as `Authorization: Bearer KEY`")
+        if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - compare with all
+            raise AuthenticationError("the API key is not one that this server accepts")

@@ -1,0 +1,176 @@
+"""A server from start to exit: the port, the runtime, the readiness line, signals and shutdown.
+
+`Service` runs one app and one runtime on the running loop; `run_server` is what the command line calls.
+The server accepts connections while models load: /health answers, everything else says 503 (SPEC S3, S6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from stoker.errors import MachineSetupError
+from stoker.server.app import create_app, server_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stoker.runtime import Runtime
+    from stoker.settings import EngineSettings, ServerSettings
+
+_BACKLOG = 512
+_CLOSE_S = 5  # for connections to take their last bytes after every stream has ended
+_REASONS = {
+    errno.EADDRINUSE: "is in use; stop the other program or choose another port with --port",
+    errno.EACCES: "may not be opened by this user; choose one above 1023 with --port",
+    errno.EADDRNOTAVAIL: "is not available: this machine has no such address; choose another with --host",
+}
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; nothing else is started before the port is known to be ours.
+
+    Raises:
+        MachineSetupError: the port is in use or may not be opened, or the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise MachineSetupError(f"there is no address {host!r} to listen on: {error}", param="host") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = _REASONS.get(error.errno or 0, f"cannot be opened: {error.strerror}")
+        raise MachineSetupError(f"port {port} on {host} {reason}", param="port", port=port) from None
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: a signal first drains the runtime."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Service:
+    """One runtime behind one listening socket.
+
+    Args:
+        runtime: not started yet; started and closed here.
+        settings: of the server.
+        listener: from `bind`; closed here.
+
+    Raises:
+        MachineSetupError: the API key file cannot be read.
+    """
+
+    def __init__(self, runtime: Runtime, settings: ServerSettings, listener: socket.socket) -> None:
+        self.context = server_context(runtime, settings)
+        self._runtime = runtime
+        self._listener = listener
+        self._stopping = asyncio.Event()
+        self._server = _Server(
+            uvicorn.Config(
+                create_app(self.context),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_level="warning",
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=_CLOSE_S,
+            )
+        )
+
+    def stop(self) -> None:
+        """Begin the shutdown: refuse new work, drain, then end what is left. May be called twice."""
+        self.context.is_stopping = True
+        self._stopping.set()
+
+    async def run(self, announce: Callable[[dict[str, Any]], None]) -> None:
+        """Serve until `stop`; returns when every stream has had its end (SPEC L4).
+
+        Args:
+            announce: called once with the readiness line's content (SPEC I3).
+
+        Raises:
+            StokerError: the runtime could not start.
+        """
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        starting = asyncio.ensure_future(self._runtime.start())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                await starting
+                announce(self._ready_line())
+                await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.context.is_stopping = True
+            starting.cancel()
+            stopping.cancel()
+            await asyncio.gather(starting, stopping, return_exceptions=True)
+            await self._runtime.close()
+            self._server.should_exit = True
+            await serving
+
+    def _ready_line(self) -> dict[str, Any]:
+        host, port = self._listener.getsockname()[:2]
+        models = [info.id for info in self._runtime.models]
+        return {"event": "ready", "host": host, "port": port, "pid": os.getpid(), "models": models}
+
+
+def run_server(engine_settings: EngineSettings, server_settings: ServerSettings) -> int:
+    """Serve until SIGTERM or SIGINT; print the readiness line on stdout.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        MachineSetupError: the port or the key file is no good.
+        StokerError: a model cannot be served.
+    """
+    listener = bind(server_settings.host, server_settings.port)
+    with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(engine_settings, server_settings, listener))
+    return 0
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The loop of uvloop where there is one: half the cost of a token."""
+    if sys.platform == "win32":
+        return None
+    import uvloop  # noqa: PLC0415 - not there on Windows
+
+    return uvloop.new_event_loop
+
+
+async def _serve(
+    engine_settings: EngineSettings, server_settings: ServerSettings, listener: socket.socket
+) -> None:
+    from stoker.runtime import Runtime  # noqa: PLC0415 - after the port is known to be free
+
+    service = Service(Runtime(settings=engine_settings), server_settings, listener)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, service.stop)
+    await service.run(_print_line)
+
+
+def _print_line(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)  # noqa: T201 - the one thing this program says on stdout

@@ -1,0 +1,117 @@
+"""Chat completions on the wire: chunk by chunk, or one whole answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET
+
+from stoker.messages import Delta, Finished, PrefillProgress
+from stoker.server.schema.answers import Answer, ChatChoice, ChatChunkChoice, ChatDelta, ChatMessage, encode
+from stoker.server.schema.logprobs import chat_logprobs
+from stoker.server.sse import frame
+from stoker.server.writers.head import Head, Totals, progress
+
+if TYPE_CHECKING:
+    from stoker.messages import TokenLogprob
+    from stoker.streams import StreamEvent
+
+_CHUNK = "chat.completion.chunk"
+_WHOLE = "chat.completion"
+_ROLE = ChatDelta(role="assistant", content="")
+_NOTHING = ChatDelta()
+
+
+class ChatChunks:
+    """A chat completion as chunks; the first of each choice names the role."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._totals = Totals()
+        self._begun: set[int] = set()
+        # Where usage was asked for, every chunk has the field and the last one fills it.
+        self._no_usage = None if head.wants_usage else UNSET
+
+    def write(self, _prompt: int, event: StreamEvent) -> bytes:
+        """Frames of one event; empty if it shows nothing."""
+        if isinstance(event, Delta):
+            return self._delta(event)
+        if isinstance(event, Finished):
+            self._totals.add(event)
+        elif isinstance(event, PrefillProgress):
+            head = self._head
+            choices = [ChatChunkChoice(0, _NOTHING)]
+            chunk = Answer(
+                head.id, _CHUNK, head.created, head.model, choices, prompt_progress=progress(event)
+            )
+            return frame(encode(chunk))
+        return b""
+
+    def end(self) -> bytes:
+        """Frames after the last event."""
+        if not self._head.wants_usage:
+            return b""
+        head, totals = self._head, self._totals
+        last = Answer(head.id, _CHUNK, head.created, head.model, [], usage=totals.usage())
+        return frame(encode(last))
+
+    def _delta(self, event: Delta) -> bytes:
+        opening = b""
+        if event.index not in self._begun:
+            self._begun.add(event.index)
+            opening = self._frame(ChatChunkChoice(event.index, _ROLE))
+        if not (event.text or event.finish_reason or event.logprobs):
+            return opening
+        return opening + self._frame(
+            ChatChunkChoice(
+                event.index,
+                ChatDelta(content=event.text) if event.text else _NOTHING,
+                chat_logprobs(event.logprobs) if event.logprobs else None,
+                event.finish_reason,
+            )
+        )
+
+    def _frame(self, choice: ChatChunkChoice) -> bytes:
+        head = self._head
+        return frame(
+            encode(Answer(head.id, _CHUNK, head.created, head.model, [choice], usage=self._no_usage))
+        )
+
+
+class WholeChat:
+    """A chat completion as one answer."""
+
+    def __init__(self, head: Head, *, has_logprobs: bool) -> None:
+        self._head = head
+        self._has_logprobs = has_logprobs
+        self._totals = Totals()
+        self._texts: list[list[str]] = [[] for _ in range(head.n)]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(head.n)]
+        self._reasons = ["length"] * head.n
+
+    def add(self, _prompt: int, event: StreamEvent) -> None:
+        """Take in one event."""
+        if isinstance(event, Delta):
+            self._texts[event.index].append(event.text)
+            self._logprobs[event.index].extend(event.logprobs or ())
+            if event.finish_reason is not None:
+                self._reasons[event.index] = event.finish_reason
+        elif isinstance(event, Finished):
+            self._totals.add(event)
+
+    def whole(self) -> bytes:
+        """The answer's body."""
+        head, totals = self._head, self._totals
+        choices = [
+            ChatChoice(
+                index,
+                ChatMessage("".join(self._texts[index])),
+                self._reasons[index],
+                chat_logprobs(self._logprobs[index]) if self._has_logprobs else None,
+            )
+            for index in range(head.n)
+        ]
+        usage, timings = totals.usage(), totals.timings()
+        return encode(
+            Answer(head.id, _WHOLE, head.created, head.model, choices, usage=usage, timings=timings)
+        )

@@ -1,0 +1,128 @@
+"""Completions on the wire: chunk by chunk, or one whole answer.
+
+Choice j of prompt i has the index i * n + j. Echoed prompts come first in the text and in the logprobs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET
+
+from stoker.messages import Delta, Finished, PrefillProgress, PromptEcho
+from stoker.server.schema.answers import Answer, TextChoice, encode
+from stoker.server.schema.logprobs import TextLogprobs, TextLogprobsWriter
+from stoker.server.sse import frame
+from stoker.server.writers.head import Head, Totals, progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stoker.messages import TokenLogprob
+    from stoker.streams import StreamEvent
+
+_OBJECT = "text_completion"
+
+
+class TextChunks:
+    """Completions as chunks."""
+
+    def __init__(self, head: Head, num_prompts: int) -> None:
+        self._head = head
+        self._totals = Totals()
+        self._logprobs = [TextLogprobsWriter() for _ in range(num_prompts * head.n)]
+        self._no_usage = None if head.wants_usage else UNSET
+
+    def write(self, prompt: int, event: StreamEvent) -> bytes:
+        """Frames of one event; empty if it shows nothing."""
+        first = prompt * self._head.n
+        if isinstance(event, Delta):
+            if not (event.text or event.finish_reason or event.logprobs):
+                return b""
+            index = first + event.index
+            return self._frame(
+                TextChoice(index, event.text, self._lists(index, event.logprobs), event.finish_reason)
+            )
+        if isinstance(event, PromptEcho):
+            choices = range(first, first + self._head.n)
+            return b"".join(
+                self._frame(TextChoice(index, event.text, self._lists(index, event.logprobs)))
+                for index in choices
+            )
+        if isinstance(event, Finished):
+            self._totals.add(event)
+        elif isinstance(event, PrefillProgress):
+            head, choices_none = self._head, [TextChoice(first, "")]
+            return frame(
+                encode(
+                    Answer(
+                        head.id,
+                        _OBJECT,
+                        head.created,
+                        head.model,
+                        choices_none,
+                        prompt_progress=progress(event),
+                    )
+                )
+            )
+        return b""
+
+    def end(self) -> bytes:
+        """Frames after the last event."""
+        if not self._head.wants_usage:
+            return b""
+        head, usage = self._head, self._totals.usage()
+        return frame(encode(Answer(head.id, _OBJECT, head.created, head.model, [], usage=usage)))
+
+    def _lists(self, index: int, entries: Iterable[TokenLogprob] | None) -> TextLogprobs | None:
+        return self._logprobs[index].write(entries) if entries else None
+
+    def _frame(self, choice: TextChoice) -> bytes:
+        head = self._head
+        return frame(
+            encode(Answer(head.id, _OBJECT, head.created, head.model, [choice], usage=self._no_usage))
+        )
+
+
+class WholeText:
+    """Completions as one answer."""
+
+    def __init__(self, head: Head, num_prompts: int) -> None:
+        num_choices = num_prompts * head.n
+        self._head = head
+        self._totals = Totals()
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._writers = [TextLogprobsWriter() for _ in range(num_choices)]
+        self._logprobs: list[TextLogprobs | None] = [None] * num_choices
+        self._reasons = ["length"] * num_choices
+
+    def add(self, prompt: int, event: StreamEvent) -> None:
+        """Take in one event."""
+        first = prompt * self._head.n
+        if isinstance(event, Delta):
+            index = first + event.index
+            self._append(index, event.text, event.logprobs)
+            if event.finish_reason is not None:
+                self._reasons[index] = event.finish_reason
+        elif isinstance(event, PromptEcho):
+            for index in range(first, first + self._head.n):
+                self._append(index, event.text, event.logprobs)
+        elif isinstance(event, Finished):
+            self._totals.add(event)
+
+    def _append(self, index: int, text: str, entries: Iterable[TokenLogprob] | None) -> None:
+        self._texts[index].append(text)
+        if entries:
+            self._logprobs[index] = self._writers[index].write(entries, self._logprobs[index])
+
+    def whole(self) -> bytes:
+        """The answer's body."""
+        head, totals = self._head, self._totals
+        choices = [
+            TextChoice(index, "".join(texts), self._logprobs[index], self._reasons[index])
+            for index, texts in enumerate(self._texts)
+        ]
+        usage, timings = totals.usage(), totals.timings()
+        return encode(
+            Answer(head.id, _OBJECT, head.created, head.model, choices, usage=usage, timings=timings)
+        )

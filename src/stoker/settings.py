@@ -1,0 +1,264 @@
+"""Settings of the engine and the server: frozen, validated, read once.
+
+Owns every name, default and range, and is the only reader of the environment and of TOML files.
+Which of them a command line offers is the CLI's business; what they do is their component's.
+
+A setting has one name everywhere: `ctx_size` is `--ctx-size`, `STOKER_CTX_SIZE` and, in TOML, `ctx_size`
+or `ctx-size`. `models` and `allowed_hosts` may be written in the singular, as their flags are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+import platformdirs
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from stoker.errors import InvalidRequestError, MachineSetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+APP = "stoker"
+ENV_PREFIX = "STOKER_"
+MAX_SLOTS = 256  # llama_max_parallel_sequences()
+
+_UNITS = {"": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+_UNITS["b"] = 1
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SINGULAR = {"model": "models", "allowed_host": "allowed_hosts"}
+
+
+def parse_size(value: object) -> object:
+    """Bytes of a size like `4GiB`, `1.5g` or `500MB`; anything that is not text is passed on.
+
+    `k`, `m`, `g`, `t` and `KiB` ... `TiB` are powers of 1024, `KB` ... `TB` powers of 1000.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value)
+    unit = match and _UNITS.get(match[2].lower())
+    if not match or not unit:
+        raise ValueError(
+            f"{value!r} is not a size; write bytes or a number with a unit, such as 4GiB or 512MiB"
+        )
+    return int(float(match[1]) * unit)
+
+
+def _split(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _threads(value: object) -> object:
+    return 0 if isinstance(value, str) and value.strip().lower() == "auto" else value
+
+
+def _expand(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str | Path) else value
+
+
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+Location = Annotated[Path, BeforeValidator(_expand)]
+
+
+class _Frozen(BaseSettings):
+    """What both settings classes share: immutable, no unknown names, errors of our own tree.
+
+    Constructing one reads nothing from outside; `load_settings` does.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - the library's signature
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Constructor arguments only."""
+        return (init_settings,)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _typed_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise _first_problem(error) from None
+
+    def replace(self, **fields: Any) -> Self:
+        """A copy with `fields` changed and validated.
+
+        Raises:
+            InvalidRequestError: a name is unknown or a value out of range; `param` names it.
+        """
+        return type(self)(**{**self.model_dump(), **fields})
+
+
+class EngineSettings(_Frozen):
+    """How the engine process runs and what it serves.
+
+    Attributes:
+        models: names or GGUF paths to serve; empty: the embedded default. The first one is "default".
+        slots: sequences that run at once.
+        ctx_size: tokens (KV cells) all slots share, and the most one request may use; 0: the model's own.
+        threads: CPU threads; 0 picks the number of physical cores.
+        n_batch: tokens one step may carry.
+        kv_cells: KV cells to allocate where that should differ from `ctx_size`.
+        max_queue: requests that may wait; background gets half of it.
+        isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
+        watchdog_s: a step may take this long over its own estimate before the engine counts as hung.
+        drain_s: how long a shutdown lets running requests finish.
+        target_step_ms: what a step may cost while somebody waits for tokens.
+        memory_limit: bytes to stay under; None: what the machine or its cgroup allows.
+        cache_dir: verdicts and files that can be made again.
+        models_dir: where pulled models lie.
+    """
+
+    models: Names = ()
+    slots: int = Field(8, ge=1, le=MAX_SLOTS)
+    ctx_size: int = Field(16384, ge=0, lt=2**31)
+    threads: Annotated[int, BeforeValidator(_threads)] = Field(0, ge=0, le=1024)
+    n_batch: int = Field(512, ge=1, le=65536)
+    kv_cells: int | None = Field(None, ge=1, lt=2**31)
+    max_queue: int = Field(512, ge=1)
+    isolation: Literal["process", "thread"] = "process"
+    watchdog_s: float = Field(10.0, gt=0)
+    drain_s: float = Field(10.0, ge=0)
+    target_step_ms: float = Field(50.0, gt=0)
+    memory_limit: Bytes | None = None
+    cache_dir: Location = Field(default_factory=lambda: platformdirs.user_cache_path(APP))
+    models_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "models")
+
+
+class ServerSettings(_Frozen):
+    """Where the HTTP server listens and what it accepts.
+
+    Attributes:
+        host: address to bind; anything but loopback should come with `api_key_file`.
+        port: 0 lets the system choose; the readiness line tells which.
+        api_key_file: file with one accepted key a line; None: no key is asked for.
+        allowed_hosts: names accepted in `Host` besides the bound address and localhost.
+        max_body_bytes: a longer request body is refused with 413.
+        keepalive_s: seconds between comments on a stream that has nothing to say.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = Field(8686, ge=0, le=65535)
+    api_key_file: Location | None = None
+    allowed_hosts: Names = ()
+    max_body_bytes: Bytes = 8 * 1024**2
+    keepalive_s: float = Field(10.0, gt=0)
+
+
+def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[EngineSettings, ServerSettings]:
+    """Settings from flags, `STOKER_*` and a TOML file, the first that names one winning.
+
+    Args:
+        flags: by field name; None means the flag was not given.
+        config: TOML file, or None.
+
+    Raises:
+        InvalidRequestError: unknown name, wrong type or value out of range; `param` names the setting and
+            the message its source.
+        MachineSetupError: the file cannot be read.
+    """
+    layers = [
+        ("flag", _canonical({name: value for name, value in flags.items() if value is not None})),
+        ("environment", _read_environment()),
+        (str(config), _read_toml(config) if config is not None else {}),
+    ]
+    merged: dict[str, Any] = {}
+    for _, layer in reversed(layers):
+        merged |= layer
+    try:
+        return (
+            EngineSettings(**{k: v for k, v in merged.items() if k in EngineSettings.model_fields}),
+            ServerSettings(**{k: v for k, v in merged.items() if k in ServerSettings.model_fields}),
+        )
+    except InvalidRequestError as error:
+        source = next((title for title, layer in layers if error.param in layer), "default")
+        raise InvalidRequestError(f"{error.message} (from {source})", param=error.param) from None
+
+
+def is_debug() -> bool:
+    """Whether `STOKER_DEBUG` asks for tracebacks."""
+    return os.environ.get(f"{ENV_PREFIX}DEBUG", "") not in {"", "0"}
+
+
+def _known_names() -> list[str]:
+    return [*EngineSettings.model_fields, *ServerSettings.model_fields]
+
+
+def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Names as the fields spell them; an unknown one is refused with the nearest known."""
+    named: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        name = _SINGULAR.get(name, name)
+        if name not in _known_names():
+            near = difflib.get_close_matches(name, _known_names(), n=2)
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(_known_names())}"
+            raise InvalidRequestError(f"there is no setting {key!r}{hint}", param=key)
+        named[name] = value
+    return named
+
+
+def _read_environment() -> dict[str, Any]:
+    """What `STOKER_*` sets; a variable that names no setting is some other program's or a later version's."""
+    found: dict[str, Any] = {}
+    for cls in (EngineSettings, ServerSettings):
+        source = EnvSettingsSource(cls)
+        found |= source()
+        for singular, name in _SINGULAR.items():
+            value = source.env_vars.get(f"{ENV_PREFIX}{singular}".lower())
+            if name in cls.model_fields and value is not None:
+                found.setdefault(name, value)
+    return found
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise MachineSetupError(f"cannot read the settings file {path}: {reason}", param="config") from None
+    try:
+        return _canonical(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidRequestError(f"{path} is not valid TOML: {error}", param="config") from None
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{error.message} (from {path})", param=error.param) from None
+
+
+def _first_problem(error: ValidationError) -> InvalidRequestError:
+    problem = error.errors(include_url=False)[0]
+    name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    text = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, _known_names(), n=2)
+        text = "there is no such setting" + (f"; did you mean {' or '.join(near)}?" if near else "")
+        return InvalidRequestError(f"{name}: {text}", param=name)
+    if problem["type"] != "value_error":  # ours say what they got
+        text = f"{text}, got {problem['input']!r}"
+    return InvalidRequestError(f"{name}: {text}", param=name)

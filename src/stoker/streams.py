@@ -1,0 +1,127 @@
+"""The stream of one request: filled by the host, read by one consumer, bounded however slow that one is.
+
+Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and progress
+replaces progress. Nothing of the text is lost, and what waits is at most the request's own tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stoker.errors import error_from_info
+from stoker.messages import Delta, Failed, Finished, PrefillProgress, PromptEcho, Queued
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stoker.messages import Event, TokenLogprob
+
+MAX_WAITING = 256
+
+StreamEvent = Queued | PrefillProgress | PromptEcho | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Deltas of one choice that will be read as one; joined only then, so that merging costs nothing."""
+
+    deltas: list[Delta]
+
+    def join(self) -> Delta:
+        if len(self.deltas) == 1:
+            return self.deltas[0]
+        last = self.deltas[-1]
+        return Delta(
+            request_id=last.request_id,
+            index=last.index,
+            text="".join(delta.text for delta in self.deltas),
+            token_ids=[token for delta in self.deltas for token in delta.token_ids],
+            logprobs=_join_logprobs(self.deltas),
+            finish_reason=last.finish_reason,
+            stop_text=last.stop_text,
+            mirostat_mu=last.mirostat_mu,
+        )
+
+
+def _join_logprobs(deltas: list[Delta]) -> list[TokenLogprob] | None:
+    parts = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return [logprob for part in parts for logprob in part] if parts else None
+
+
+class RequestStream:
+    """Async iterator over a request's events; the last is `Finished`, a `Failed` is raised.
+
+    Args:
+        request_id: of the request it belongs to.
+        on_abandon: called once when the consumer leaves before the end.
+    """
+
+    def __init__(self, request_id: str, on_abandon: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._on_abandon = on_abandon
+        self._waiting: deque[_Run | Queued | PrefillProgress | PromptEcho | Finished | Failed] = deque()
+        self._runs: dict[int, _Run] = {}  # the last waiting run of each choice
+        self._has_news = asyncio.Event()
+        self._is_ended = False  # the terminal event was pushed
+        self._is_over = False  # the consumer has read it, or has left
+
+    def __repr__(self) -> str:
+        return f"<RequestStream {self.request_id} waiting={len(self._waiting)} ended={self._is_ended}>"
+
+    def push(self, event: Event) -> None:
+        """Add an event; what comes after the terminal one, or after the consumer left, is ignored."""
+        if self._is_ended or self._is_over:
+            return
+        match event:
+            case Delta():
+                self._push_delta(event)
+            case PrefillProgress() if self._waiting and isinstance(self._waiting[-1], PrefillProgress):
+                self._waiting[-1] = event
+            case Finished() | Failed():
+                self._is_ended = True
+                self._waiting.append(event)
+            case Queued() | PrefillProgress() | PromptEcho():
+                self._waiting.append(event)
+        self._has_news.set()
+
+    def _push_delta(self, delta: Delta) -> None:
+        run = self._runs.get(delta.index)
+        if run is not None and len(self._waiting) >= MAX_WAITING:
+            run.deltas.append(delta)
+        else:
+            run = self._runs[delta.index] = _Run([delta])
+            self._waiting.append(run)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        while not self._waiting:
+            if self._is_over:
+                raise StopAsyncIteration
+            self._has_news.clear()
+            await self._has_news.wait()
+        event = self._waiting.popleft()
+        match event:
+            case _Run():
+                if self._runs.get(event.deltas[0].index) is event:
+                    del self._runs[event.deltas[0].index]
+                return event.join()
+            case Failed():
+                self._is_over = True
+                raise error_from_info(event.error)
+            case Finished():
+                self._is_over = True
+        return event
+
+    async def aclose(self) -> None:
+        """Leave; a request that has not ended is cancelled in the engine. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._waiting.clear()
+            self._has_news.set()
+            if not self._is_ended:
+                self._on_abandon(self.request_id)

@@ -1,0 +1,433 @@
+"""The benchmark's own arithmetic, client, processes and files; no model and nothing timed for real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # bench lies beside src and is not installed
+
+from bench import contest, publication
+from bench.__main__ import main, parse_arguments, plan_of
+from bench.client import Client, Completion
+from bench.errors import BenchError
+from bench.idle import idle_cpu_percent, tree_cpu_s
+from bench.install_peer import build_environment, build_percent
+from bench.machine import describe_machine
+from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
+from bench.prompts import random_prompt
+from bench.results import Comparison, Figure, Report, Series
+from bench.sse import SseDecoder
+from bench.target import Target
+from bench.workloads import WORKLOADS, Better, Metric, Workload
+
+SHAPE = Shape(num_slots=8, ctx_size=4096, num_threads=2)
+SPEED = Metric("speed", "decode", "tok/s", Better.HIGHER, bar=0.95)
+DELAY = Metric("delay", "first token", "ms", Better.LOWER)
+
+
+# ---------------------------------------------------------------- a stand-in server
+
+
+@dataclass
+class StandIn:
+    """Answers `/v1/completions` token by token, cut into small pieces at odd places."""
+
+    num_missing: int = 0
+    status: int = 200
+    tail: str = "whole"
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request on one connection."""
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            body = await reader.readexactly(length)
+            writer.write(b"HTTP/1.1 %d Whatever\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
+            for piece in self._pieces(head, body):
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                await writer.drain()
+            if self.tail != "cut":
+                writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        finally:
+            writer.close()
+
+    def _pieces(self, head: bytes, body: bytes) -> list[bytes]:
+        if head.startswith(b"GET"):
+            return [b'{"data": [{"id": "m"}]}']
+        if self.status != 200:
+            return [b'{"error": {"message": "no such thing"}}']
+        self.bodies.append(json.loads(body))
+        text = b": a comment\n\n" + b"".join(map(self._frame, self._documents())) + b"data: [DONE]\n\n"
+        return [text[at : at + 37] for at in range(0, len(text), 37)]
+
+    @staticmethod
+    def _frame(document: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+    def _documents(self) -> list[dict[str, Any]]:
+        count = self.bodies[-1]["max_tokens"] - self.num_missing
+        tokens = [{"choices": [{"text": f" t{index}", "finish_reason": None}]} for index in range(count)]
+        if self.tail == "error":
+            return [*tokens, {"error": {"message": "out of cells"}}]
+        usage = {
+            "prompt_tokens": 7,
+            "completion_tokens": count,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        return [
+            *tokens,
+            {"choices": [{"text": "", "finish_reason": "length"}]},
+            {"choices": [], "usage": usage},
+        ]
+
+
+@asynccontextmanager
+async def serving(stand_in: StandIn) -> AsyncIterator[str]:
+    """The address of a running stand-in."""
+    server = await asyncio.start_server(stand_in.answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+# ---------------------------------------------------------------- events and client
+
+
+def test_events_are_whole_wherever_the_bytes_are_cut() -> None:
+    """S2: comments are dropped, CRLF is read, a payload never depends on packet borders."""
+    stream = b': hi\n\ndata: {"a": 1}\n\nevent: x\r\ndata:one\r\ndata: two\r\n\r\n\n\ndata: [DONE]\n\n'
+    for cut in range(len(stream)):
+        decoder = SseDecoder()
+        assert decoder.feed(stream[:cut]) + decoder.feed(stream[cut:]) == [
+            b'{"a": 1}',
+            b"one\ntwo",
+            b"[DONE]",
+        ]
+
+
+async def test_a_stream_is_counted_by_its_usage_and_timed_by_its_text() -> None:
+    """S2: usage in a chunk of its own, tokens in order, times that never run backwards."""
+    stand_in = StandIn()
+    async with serving(stand_in) as url:
+        stream = await Client(url).complete(
+            Completion(prompt="hello", max_tokens=5, extra=(("timeout_s", 9),))
+        )
+    assert stream.text == " t0 t1 t2 t3 t4"
+    assert (stream.prompt_tokens, stream.completion_tokens, stream.cached_tokens) == (7, 5, 3)
+    assert len(stream.gaps_s) == 4
+    assert stream.sent_s <= stream.token_times_s[0] <= stream.token_times_s[-1] <= stream.last_s
+    body = stand_in.bodies[0]
+    assert (body["model"], body["temperature"], body["ignore_eos"], body["timeout_s"]) == ("m", 0, True, 9)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "words"),
+    [
+        (StandIn(tail="error"), "out of cells"),
+        (StandIn(tail="cut"), "closed the connection"),
+    ],
+)
+async def test_a_stream_that_goes_wrong_is_an_error_and_never_a_short_answer(
+    stand_in: StandIn, words: str
+) -> None:
+    """S2: errors after the stream began are in-band; a connection cut short is no end."""
+    async with serving(stand_in) as url:
+        with pytest.raises(BenchError, match=words):
+            await Client(url).complete(Completion(prompt="hello", max_tokens=5))
+
+
+async def test_a_refusal_carries_the_status_and_what_the_server_said() -> None:
+    """S3: the error body is shown."""
+    stand_in = StandIn()
+    async with serving(stand_in) as url:
+        client = Client(url)
+        await client.model()
+        stand_in.status = 503
+        with pytest.raises(BenchError, match=r"503.*no such thing"):
+            await client.complete(Completion(prompt="hello", max_tokens=5))
+
+
+def test_only_plain_http_addresses_are_taken() -> None:
+    """S4: the client speaks to loopback servers without TLS and says so."""
+    with pytest.raises(BenchError, match="not an http"):
+        Client("https://localhost:1")
+
+
+# ---------------------------------------------------------------- workloads
+
+
+@pytest.mark.parametrize("kind", WORKLOADS.values(), ids=list(WORKLOADS))
+async def test_a_workload_yields_every_metric_it_names(kind: type[Workload]) -> None:
+    """Q9: each workload drives a server over HTTP and returns its numbers by key."""
+    async with serving(StandIn()) as url:
+        values = await kind().run(Target("x", Client(url)), seed=3)
+    assert set(values) == {metric.key for metric in kind.metrics}
+    assert all(value > 0 for value in values.values())
+
+
+@pytest.mark.parametrize("kind", WORKLOADS.values(), ids=list(WORKLOADS))
+async def test_an_answer_with_a_token_missing_fails_the_workload(kind: type[Workload]) -> None:
+    """L6: a server that stops early is not faster."""
+    async with serving(StandIn(num_missing=1)) as url:
+        with pytest.raises(BenchError, match=r"asked for|without tokens"):
+            await kind().run(Target("x", Client(url)), seed=3)
+
+
+async def test_both_servers_get_the_same_prompts_and_none_twice() -> None:
+    """C2: no prompt of a run begins like another, so a prefix cache has nothing to find."""
+    first, second = StandIn(), StandIn()
+    async with serving(first) as one, serving(second) as two:
+        for target in (Target("x", Client(one)), Target("y", Client(two))):
+            for seed in (1, 2):
+                await WORKLOADS["fanout"]().run(target, seed)
+    sent, again = ([body["prompt"] for body in stand_in.bodies] for stand_in in (first, second))
+    assert sorted(sent) == sorted(again)
+    assert len({prompt[:40] for prompt in sent}) == 16
+    assert random_prompt(20, 5) == random_prompt(20, 5) != random_prompt(20, 6)
+
+
+class Recorder(Workload):
+    """Notes who ran with which seed."""
+
+    name = "recorder"
+    title = "recorder"
+    metrics = (SPEED,)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, int]] = []
+
+    async def run(self, target: Target, seed: int) -> dict[str, float]:
+        """The seed as speed, doubled for the second server."""
+        self.runs.append((target.label, seed))
+        return {"speed": float(seed) if target.label == "x" else 2.0 * seed}
+
+
+async def test_servers_take_turns_on_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q9: alternation pairs each measurement with its neighbour in time."""
+    monkeypatch.setattr(contest, "SETTLE_S", 0)
+    workload = Recorder()
+    heard: list[str] = []
+    pair = (Target("x", Client("http://h")), Target("y", Client("http://h")))
+    comparison = await contest.alternate(workload, pair, range(4, 6), heard.append)
+    assert workload.runs == [("x", 4), ("y", 4), ("x", 5), ("y", 5)]
+    assert heard == ["x", "y", "x", "y"]
+    assert comparison.series[0].ratios == (0.5, 0.5)
+
+
+# ---------------------------------------------------------------- results and report
+
+
+def test_a_ratio_above_one_is_better_in_both_directions() -> None:
+    """Q9: speed is ours by theirs, delay is theirs by ours, and the median is of ratios."""
+    assert Series(SPEED, (90.0, 50.0, 10.0), (100.0, 100.0, 1.0)).ratio == pytest.approx(0.9)
+    assert Series(DELAY, (10.0,), (20.0,)).ratios == (2.0,)
+
+
+def test_a_bar_is_judged_and_its_absence_is_no_verdict() -> None:
+    """Q9: 0.95 passes at 0.95, misses below."""
+    assert Series(SPEED, (95.0,), (100.0,)).is_good is True
+    assert Series(SPEED, (94.0,), (100.0,)).is_good is False
+    assert Series(DELAY, (1.0,), (1.0,)).is_good is None
+    assert Figure("k", "t", "ms", 0.6, limit=0.5).is_good is False
+    assert Figure("k", "t", "ms", 0.5).is_good is None
+
+
+def test_unpaired_values_are_refused() -> None:
+    """Q9: a lost repetition does not shift the pairs."""
+    with pytest.raises(ValueError, match="do not make pairs"):
+        Series(SPEED, (1.0, 2.0), (1.0,))
+
+
+@pytest.fixture
+def report() -> Report:
+    """One workload of two metrics and one figure, with a hit and a miss."""
+    series = (Series(SPEED, (90.0, 120.0, 99.0), (100.0, 100.0, 100.0)), Series(DELAY, (4.0,), (200.0,)))
+    figures = (Figure("own", "own time", "ms", 0.61, limit=0.5),)
+    machine = {"cpu": "A | CPU"}
+    return Report(("a", "b"), machine, {"slots": "8"}, (Comparison("w", "a load", series),), figures)
+
+
+def test_the_report_is_a_page_a_document_and_a_picture(report: Report, tmp_path: Path) -> None:
+    """O2: every value, ratio and verdict is in the files."""
+    written = publication.write(report, tmp_path / "new" / "folder")
+    assert [path.name for path in written] == ["report.md", "report.json", "report.png"]
+    page = written[0].read_text()
+    assert "0.990" in page
+    assert "0.90 to 1.20" in page
+    assert "MISSED" in page
+    assert "A \\| CPU" in page
+    document = json.loads(written[1].read_bytes())
+    assert document["workloads"][0]["metrics"][0]["ratios"] == [0.9, 1.2, 0.99]
+    assert document["workloads"][0]["metrics"][0]["good"] is True
+    assert document["figures"][0]["good"] is False
+    assert written[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_machine_is_described_without_naming_it() -> None:
+    """S4: no host name, no folder."""
+    text = " ".join(describe_machine().values())
+    assert socket.gethostname() not in text
+    assert str(Path.home()) not in text
+    assert "/" not in describe_machine()["system"]
+
+
+# ---------------------------------------------------------------- processes
+
+
+@dataclass(frozen=True)
+class Script:
+    """A server that is a line of Python; ready when it has printed its child's pid."""
+
+    code: str
+    label: ClassVar[str] = "script"
+
+    def command(self, shape: Shape, port: int) -> list[str]:
+        """This interpreter, running the code."""
+        return [sys.executable, "-c", self.code]
+
+    async def address(self, output: str, port: int) -> str | None:
+        """The printed number as a port."""
+        return f"http://127.0.0.1:{output.strip()}" if output.endswith("\n") else None
+
+
+async def test_stopping_a_server_ends_its_children_too(tmp_path: Path) -> None:
+    """L4: nothing of a server outlives its measurement."""
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)"
+    )
+    async with ServerProcess(Script(code), SHAPE, tmp_path) as process:
+        child = psutil.Process(int(process.client.url.rsplit(":", 1)[1]))
+        pids = (process.pid, child.pid)
+        assert child.is_running()
+    await asyncio.to_thread(psutil.wait_procs, [child], 10)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+
+
+async def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    """R9: the end of its log is in the error."""
+    script = Script("import sys; print('no such model', file=sys.stderr); sys.exit(3)")
+    with pytest.raises(BenchError, match=r"code 3 at start(.|\n)*no such model"):
+        await ServerProcess(script, SHAPE, tmp_path).start()
+
+
+async def test_stoker_is_ready_when_its_line_says_so() -> None:
+    """I3: the address comes from the readiness line, whatever else was printed."""
+    server = StokerServer("m.gguf")
+    line = '{"event": "ready", "host": "127.0.0.1", "port": 4711, "pid": 1, "models": ["m"]}\n'
+    assert await server.address('loading\n[1]\n{"event": "other"}\n', 0) is None
+    assert await server.address("loading\n" + line, 0) == "http://127.0.0.1:4711"
+    assert await server.address("loading\n" + line[:40], 0) is None
+
+
+def test_both_servers_are_told_the_same_shape() -> None:
+    """I2: slots, context, threads and model agree, and the peer's context is one pool too."""
+    ours = StokerServer("m.gguf").command(SHAPE, 5)
+    theirs = LlamaServer(Path("bin/llama-server"), Path("m.gguf")).command(SHAPE, 5)
+    for flag, peer_flag, value in (
+        ("--slots", "-np", "8"),
+        ("--ctx-size", "-c", "4096"),
+        ("--threads", "-t", "2"),
+        ("--model", "-m", "m.gguf"),
+        ("--host", "--host", "127.0.0.1"),
+    ):
+        assert ours[ours.index(flag) + 1] == theirs[theirs.index(peer_flag) + 1] == value
+    assert "--kv-unified" in theirs
+
+
+class Process:
+    """Stands for psutil's: some CPU time and some children."""
+
+    def __init__(self, user_s: float, *children: Process) -> None:
+        self._times = SimpleNamespace(user=user_s, system=0.25)
+        self._children = children
+
+    def cpu_times(self) -> SimpleNamespace:
+        """User and system seconds."""
+        return self._times
+
+    def children(self, *, recursive: bool) -> list[Process]:
+        """Those below it, all of them when asked so."""
+        below = [found for child in self._children for found in (child, *child.children(recursive=True))]
+        return below if recursive else list(self._children)
+
+
+def test_idle_cpu_counts_the_whole_process_tree() -> None:
+    """S6: an engine in a child process is part of what idling costs."""
+    tree = Process(1.0, Process(2.0, Process(4.0)))
+    assert tree_cpu_s(cast("psutil.Process", tree)) == pytest.approx(7.75)
+
+
+async def test_a_process_that_does_nothing_idles_at_zero() -> None:
+    """S6: no cost of measuring is charged to the server."""
+    command = [sys.executable, "-c", "input()"]
+    sleeper = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: ASYNC220 - nothing waits on its pipe
+    with sleeper:
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        assert await idle_cpu_percent(sleeper.pid, duration_s=0.01) == 0
+        sleeper.kill()
+
+
+def test_the_peer_is_built_with_the_same_flags_and_reports_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R9: the miscompiled extension is left out on x86, and only there."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert "-mno-amx-tile" in build_environment()["CXXFLAGS"]
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "amx" not in build_environment()["CXXFLAGS"].replace(os.environ.get("CXXFLAGS", ""), "")
+    assert build_percent("  [  7%] Building CXX object") == 7
+    assert build_percent("Collecting cmake") is None
+
+
+# ---------------------------------------------------------------- command line
+
+
+async def test_two_running_servers_are_compared_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """I1: any OpenAI-compatible addresses, labels in the tables, files in the folder asked for."""
+    monkeypatch.setattr(contest, "SETTLE_S", 0)
+    async with serving(StandIn()) as one, serving(StandIn()) as two:
+        arguments = ["--url", one, "--label", "left", "--url", two, "--label", "right"]
+        arguments += ["--only", "single", "--repeat", "2", "--out", str(tmp_path)]
+        assert await asyncio.to_thread(main, arguments) == 0
+    document = json.loads((tmp_path / "report.json").read_bytes())
+    assert document["labels"] == ["left", "right"]
+    assert len(document["workloads"][0]["metrics"][0]["ratios"]) == 2
+
+
+def test_one_address_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """I1: a comparison takes two servers, and the message says so."""
+    with pytest.raises(SystemExit):
+        parse_arguments(["--url", "http://h", "--label", "x"])
+    assert "two --url and two --label" in capsys.readouterr().err
+
+
+def test_the_plan_follows_the_options() -> None:
+    """I1: everything by default, else what was named; a seed a repetition."""
+    everything = plan_of(parse_arguments([]))
+    assert [w.name for w in everything.workloads] == list(WORKLOADS)
+    assert everything.figures == {"overhead", "idle"}
+    some = plan_of(parse_arguments(["--only", "idle", "--only", "prefill", "--seed", "9", "--repeat", "3"]))
+    assert [w.name for w in some.workloads] == ["prefill"]
+    assert some.figures == frozenset({"idle"})
+    assert some.seeds == range(9, 12)

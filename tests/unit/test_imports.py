@@ -1,0 +1,109 @@
+"""Imports run one way (bar 8): a room knows the rooms below it, never its users or neighbours."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import stoker
+
+SOURCE = Path(stoker.__file__).parent
+
+# What each room may import, besides itself. A module's room is its longest prefix here.
+WORDS = {"errors", "request", "messages"}
+ALLOWED = {
+    "": {"errors", "request", "messages", "runtime", "settings", "sync", "streams"},  # exports
+    "errors": set[str](),
+    "request": {"errors"},
+    "messages": {"errors", "request"},
+    "settings": {"errors"},
+    "backends.protocol": WORDS,
+    "scheduler": WORDS | {"backends.protocol"},
+    "memory": WORDS,
+    "decode": WORDS | {"backends.protocol"},
+    "chat": {"errors"},
+    "models": WORDS | {"backends.protocol"},
+    "backends": WORDS | {"backends.protocol", "models"},
+    "engine": WORDS
+    | {"backends.protocol", "backends", "scheduler", "memory", "decode", "models"}
+    | {"settings", "streams"},
+    "streams": WORDS,
+    "runtime": WORDS | {"settings", "engine", "chat", "models", "streams"},
+    "sync": WORDS | {"settings", "runtime", "streams"},
+    "server": WORDS | {"", "settings", "runtime", "streams", "chat"},
+    "cli": WORDS | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "chat"},
+}
+# Policy is pure: time arrives as an argument, effects leave as values.
+PURE = ("scheduler", "cache", "memory.policy")
+IMPURE = {"asyncio", "ctypes", "logging", "mlx", "threading", "time"}
+NATIVE = {"llama_cpp", "mlx", "stoker.backends.llama"}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package by its name below `stoker`, parsed."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Absolute names of what a module imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are written absolutely"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room(name: str) -> str:
+    """The room that a module name below `stoker` belongs to."""
+    fits = [key for key in ALLOWED if name == key or name.startswith(f"{key}.")]
+    return max(fits, key=len, default="")
+
+
+def test_every_room_imports_only_the_rooms_below_it() -> None:
+    """Bar 8: cli, server -> runtime -> engine -> scheduler, memory, decode -> protocol, messages, errors."""
+    wrong = []
+    for name, tree in modules():
+        own = room(name)
+        for target in imported(tree):
+            if target.split(".")[0] != "stoker":
+                continue
+            other = room(target.removeprefix("stoker").removeprefix("."))
+            if other != own and other not in ALLOWED[own]:
+                wrong.append(f"{name} ({own}) imports {target} ({other})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_belongs_to_a_room() -> None:
+    """Bar 8: a new room is entered in the table before it is used."""
+    rooms = {room(name).split(".")[0] for name, _ in modules()}
+    tops = {name.split(".")[0] for name, _ in modules()}
+    assert tops == rooms
+
+
+def test_policy_reads_no_clock_and_has_no_effects() -> None:
+    """ARCHITECTURE: scheduler and policy import no asyncio, logging, time, ctypes."""
+    wrong = [
+        f"{name} imports {target}"
+        for name, tree in modules()
+        if name.startswith(PURE)
+        for target in imported(tree)
+        if target.split(".")[0] in IMPURE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_front_loads_no_native_code() -> None:
+    """ARCHITECTURE: the front survives anything the engine does, so it never imports the bindings."""
+    code = (
+        "import sys, stoker, stoker.runtime, stoker.sync, stoker.cli.main, stoker.server.serve\n"
+        f"print([name for name in sys.modules if name in {NATIVE!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

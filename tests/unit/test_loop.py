@@ -1,0 +1,322 @@
+"""The engine's loop on the fake backend, driven turn by turn on this thread."""
+
+import pytest
+
+from stoker.backends.fake import FakeBackend
+from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.engine.inbox import Inbox
+from stoker.engine.loop import EngineLoop
+from stoker.messages import (
+    Admitted,
+    Cancel,
+    Delta,
+    Detokenize,
+    Failed,
+    Finished,
+    GetStatus,
+    Goodbye,
+    Hello,
+    LoadModel,
+    ModelSpec,
+    ModelState,
+    PrefillProgress,
+    PromptEcho,
+    Queued,
+    Reply,
+    Shutdown,
+    Submit,
+    Tokenize,
+)
+from stoker.request import FinishReason, GenerateRequest, Sampling
+from stoker.settings import EngineSettings
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Engine:
+    """A loop with its inbox and everything it published."""
+
+    def __init__(self, path="fake:eog_period=0", **spec):
+        self.events = []
+        self.inbox = Inbox()
+        self.loop = EngineLoop(self.inbox, self.events.extend, EngineSettings(isolation="thread"))
+        self.inbox.put(LoadModel(ModelSpec(**{"id": "m", "path": path, "n_ctx": 512} | spec)))
+        self.until(lambda: self.of(ModelState)[-1:] and self.of(ModelState)[-1].state != "loading")
+
+    def of(self, kind, request_id=None):
+        return [
+            e
+            for e in self.events
+            if isinstance(e, kind) and request_id in (None, getattr(e, "request_id", None))
+        ]
+
+    def until(self, is_done, turns=2000):
+        """Turn until `is_done`; a turn without work waits for a worker's post."""
+        for _ in range(turns):
+            if is_done():
+                return
+            self.loop.turn(0 if self.loop._residents.has_work else 5)
+        pytest.fail(f"not reached in {turns} turns: {self.events[-5:]}")
+
+    def submit(self, request_id, **fields):
+        extra = {name: fields.pop(name) for name in ("generated", "is_finished") if name in fields}
+        request = GenerateRequest(**{"model": "m", "sampling": GREEDY, "max_tokens": 8} | fields)
+        self.inbox.put(Submit(request_id=request_id, request=request, **extra))
+
+    def run(self, *request_ids):
+        self.until(lambda: all(self.of((Finished, Failed), name) for name in request_ids))
+
+    def tokens(self, request_id, index=0):
+        return [t for e in self.of(Delta, request_id) if e.index == index for t in e.token_ids]
+
+    def text(self, request_id, index=0):
+        return "".join(e.text for e in self.of(Delta, request_id) if e.index == index)
+
+
+@pytest.fixture
+def engine():
+    """A loaded fake model, freed at the end."""
+    engine = Engine()
+    yield engine
+    engine.inbox.put(Shutdown())
+    engine.loop.run()
+
+
+def greedy(prompt, num_tokens):
+    """What the fake model says after `prompt` bytes, computed directly."""
+    backend, tokens = FakeBackend(), list(prompt)
+    for _ in range(num_tokens):
+        start = backend.length(0)
+        tokens.append(
+            int(backend.step(BatchPlan((PlanItem(0, start, tokens[start:], 1),)))[0][:256].argmax())
+        )
+    return tokens[len(prompt) :]
+
+
+def test_a_request_gets_its_tokens_and_exactly_one_terminal_event(engine):
+    """L6, and the engine's tokens are the backend's."""
+    engine.submit("r", prompt=tuple(b"hello"))
+    engine.run("r")
+    assert engine.tokens("r") == greedy(b"hello", 8)
+    assert [type(e) for e in engine.of((Queued, Admitted), "r")] == [Queued, Admitted]
+    assert len(engine.of((Finished, Failed), "r")) == 1
+    assert engine.of(Delta, "r")[-1].finish_reason is FinishReason.LENGTH
+    usage = engine.of(Finished, "r")[0].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (5, 8)
+
+
+def test_more_requests_than_slots_all_get_what_they_get_alone(engine):
+    """Q9, Q2."""
+    prompts = {f"r{n}": tuple(f"{n} prompt of {n}".encode()) for n in range(20)}
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt=prompt, max_tokens=20)
+    engine.run(*prompts)
+    for name, prompt in prompts.items():
+        assert engine.tokens(name) == greedy(prompt, 20)
+
+
+def test_two_completions_of_one_prompt_are_the_same_greedily_and_share_the_prefill(engine):
+    """Q16."""
+    engine.submit("r", prompt=tuple(b"x" * 100), n=2)
+    engine.run("r")
+    assert engine.tokens("r", 0) == engine.tokens("r", 1) == greedy(b"x" * 100, 8)
+    computed = engine.loop._residents.get("m").scheduler
+    computed.check()
+    usage = engine.of(Finished, "r")[0].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (100, 16)
+
+
+def test_a_cancelled_request_ends_with_its_reason_and_frees_its_slot(engine):
+    """S5, D4, L6."""
+    engine.submit("r", prompt=tuple(b"abc"), max_tokens=400)
+    engine.until(lambda: len(engine.tokens("r")) > 3)
+    engine.inbox.put(Cancel("r"))
+    engine.run("r")
+    assert engine.of(Delta, "r")[-1].finish_reason is FinishReason.CANCELLED
+    assert not engine.loop._residents.has_work
+    engine.inbox.put(Cancel("r"))
+    engine.loop.turn(0)
+    assert len(engine.of((Finished, Failed), "r")) == 1
+
+
+def test_a_request_cancelled_while_it_is_tokenised_never_starts(engine):
+    """Q6, L6."""
+    engine.submit("r", prompt=tuple(b"abc"))
+    engine.inbox.put(Cancel("r"))
+    engine.run("r")
+    engine.submit("after", prompt=tuple(b"abc"))
+    engine.run("after")
+    assert engine.of(Admitted, "r") == []
+    assert len(engine.of((Finished, Failed), "r")) == 1
+
+
+def test_a_replayed_request_goes_on_where_it_was(engine):
+    """L3: the delivered part is not drawn again, the rest is what it would have been."""
+    whole = greedy(b"hello", 12)
+    engine.submit("r", prompt=tuple(b"hello"), max_tokens=12, generated=[whole[:5]], is_finished=[False])
+    engine.run("r")
+    assert engine.tokens("r") == whole[5:]
+    assert engine.of(Finished, "r")[0].usage.completion_tokens == 12
+
+
+def test_a_replayed_request_whose_choices_had_all_ended_only_ends(engine):
+    """L3, L6."""
+    engine.submit("r", prompt=tuple(b"hello"), generated=[[1, 2]], is_finished=[True])
+    engine.run("r")
+    assert engine.of(Delta, "r") == []
+    assert len(engine.of(Finished, "r")) == 1
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(engine):
+    """What bad input gets: context_length_exceeded."""
+    engine.submit("r", prompt=tuple(b"x" * 600))
+    engine.run("r")
+    error = engine.of(Failed, "r")[0].error
+    assert error.code == "context_length_exceeded"
+    assert (error.details["num_tokens"], error.details["n_ctx"]) == (600, 512)
+
+
+def test_a_full_context_ends_the_text_with_length(engine):
+    """D4."""
+    engine.submit("r", prompt=tuple(b"x" * 500), max_tokens=None)
+    engine.run("r")
+    assert len(engine.tokens("r")) == 12
+    assert engine.of(Delta, "r")[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_that_fails_ends_its_culprit_alone():
+    """Q12: the batch is halved until the culprit is alone."""
+    engine = Engine("fake:eog_period=0,bad_tokens=7")
+    prompts = {f"r{n}": tuple(f"good {n}".encode()) for n in range(5)}
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt=prompt)
+    engine.submit("bad", prompt=(65, 7, 66))
+    engine.run("bad", *prompts)
+    assert engine.of(Failed, "bad")[0].error.code == "step_failed"
+    for name, prompt in prompts.items():
+        assert engine.tokens(name) == greedy(prompt, 8)
+
+
+def test_requests_that_together_overfill_the_pool_all_complete():
+    """Q12: a full pool never errors everyone."""
+    engine = Engine(n_ctx=300)
+    prompts = {f"r{n}": tuple(bytes([97 + n]) * 60) for n in range(8)}
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt=prompt, max_tokens=100)
+    engine.run(*prompts)
+    assert engine.loop._residents.get("m").scheduler.num_parked_total > 0
+    for name, prompt in prompts.items():
+        assert engine.tokens(name) == greedy(prompt, 100)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(engine):
+    """Q6."""
+    engine.submit("r", prompt=tuple(b"abc"), max_tokens=400, timeout_s=0.0)
+    engine.run("r")
+    assert engine.of(Failed, "r")[0].error.code == "request_timeout"
+    assert engine.of(Admitted, "r") == []
+
+
+def test_prefill_progress_counts_up_to_the_whole_prompt(engine):
+    """S2: real counts, none after the first token."""
+    engine.submit("r", prompt=tuple(b"y" * 500), return_progress=True, max_tokens=2)
+    other = Engine(n_batch=100, n_ctx=1024)
+    other.submit("r", prompt=tuple(b"y" * 500), return_progress=True, max_tokens=2)
+    other.run("r")
+    counts = [e.processed for e in other.of(PrefillProgress)]
+    assert counts == [100, 200, 300, 400, 500]
+    kinds = [type(e) for e in other.events if isinstance(e, PrefillProgress | Delta)]
+    assert kinds.index(Delta) == len(counts)
+
+
+def test_prompt_logprobs_come_once_before_the_text(engine):
+    """D6: one entry a prompt token, the first without a number."""
+    prompt = tuple(b"some prompt of a few tokens, more than one slice of rows: " + b"z" * 80)
+    engine.submit("r", prompt=prompt, prompt_logprobs=2, echo=True, max_tokens=0)
+    engine.run("r")
+    (echo,) = engine.of(PromptEcho)
+    assert echo.text == bytes(prompt).decode()
+    assert [lp.token_id for lp in echo.logprobs] == list(prompt)
+    assert echo.logprobs[0].logprob is None
+    assert all(lp.logprob <= lp.top[0][2] <= 0 for lp in echo.logprobs[1:])
+    assert engine.tokens("r") == []
+    assert engine.of(Delta, "r")[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_tokenize_and_detokenize_answer_their_call(engine):
+    """S1."""
+    engine.inbox.put(Tokenize(call_id=1, model="m", text="hé", add_special=False))
+    engine.inbox.put(Detokenize(call_id=2, model="m", tokens=[104, 105]))
+    engine.inbox.put(Detokenize(call_id=3, model="m", tokens=[99999]))
+    engine.inbox.put(Tokenize(call_id=4, model="other", text="x"))
+    engine.until(lambda: len(engine.of(Reply)) == 4)
+    replies = {reply.call_id: reply for reply in engine.of(Reply)}
+    assert replies[1].value["tokens"] == list("hé".encode())
+    assert replies[2].value["text"] == "hi"
+    assert replies[3].error.code == "invalid_request"
+    assert replies[4].error.code == "model_not_found"
+
+
+def test_a_token_outside_the_vocabulary_is_the_callers_error(engine):
+    """What bad input gets."""
+    engine.submit("r", prompt=(65, 70_000))
+    engine.run("r")
+    error = engine.of(Failed, "r")[0].error
+    assert (error.code, error.param) == ("invalid_request", "prompt")
+
+
+def test_status_shows_slots_queue_and_counters():
+    """I4."""
+    engine = Engine(n_ctx=8192)
+    for n in range(10):
+        engine.submit(f"r{n}", prompt=tuple(b"abc%d" % n), max_tokens=400)
+    engine.until(lambda: len(engine.of(Queued)) == 10)
+    engine.inbox.put(GetStatus(9))
+    engine.until(lambda: engine.of(Reply))
+    status = engine.of(Reply)[-1].value["status"]
+    assert [slot.state for slot in status.slots] == ["decode"] * 8
+    assert [wait.position for wait in status.queue] == [0, 1]
+    assert status.kv_cells_used > 0
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_and_the_loop_goes_on(engine):
+    """R4."""
+    engine.inbox.put(LoadModel(ModelSpec(id="broken", path="fake:nonsense=1")))
+    engine.until(lambda: engine.of(ModelState)[-1].state == "failed")
+    assert engine.of(ModelState)[-1].error.code == "model_file_invalid"
+    engine.submit("r", prompt=tuple(b"abc"))
+    engine.run("r")
+
+
+def test_shutdown_without_time_cancels_and_says_goodbye(engine):
+    """L4."""
+    engine.submit("r", prompt=tuple(b"abc"), max_tokens=400)
+    engine.until(lambda: engine.tokens("r"))
+    engine.inbox.put(Shutdown())
+    engine.loop.run()
+    assert isinstance(engine.events[-1], Goodbye)
+    assert engine.of(Delta, "r")[-1].finish_reason is FinishReason.CANCELLED
+    assert len(engine.of(Finished, "r")) == 1
+    engine.loop = EngineLoop(engine.inbox, engine.events.extend, EngineSettings(isolation="thread"))
+
+
+def test_shutdown_with_time_lets_running_requests_finish_and_refuses_new_ones():
+    """L4."""
+    engine = Engine()
+    engine.submit("r", prompt=tuple(b"abc"), max_tokens=50)
+    engine.until(lambda: engine.tokens("r"))
+    engine.inbox.put(Shutdown(60.0))
+    engine.submit("late", prompt=tuple(b"abc"))
+    engine.loop.run()
+    assert len(engine.tokens("r")) == 50
+    assert engine.of(Failed, "late")[0].error.code == "not_ready"
+
+
+def test_a_closed_inbox_ends_the_loop():
+    """L4: the front is gone."""
+    engine = Engine()
+    engine.submit("r", prompt=tuple(b"abc"), max_tokens=400)
+    engine.inbox.close()
+    engine.loop.run()
+    assert engine.of(Hello)
+    assert isinstance(engine.events[-1], Goodbye)
