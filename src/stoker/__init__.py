@@ -1,0 +1,25 @@
+"""Stoker: one process owns a machine's accelerator and memory, and shares them between its users."""
+
+from stoker import sync
+from stoker.errors import StokerError
+from stoker.messages import ModelInfo, Timings, TokenLogprob, Usage
+from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
+from stoker.runtime import Runtime, RuntimeStatus, TextDelta
+from stoker.settings import EngineSettings
+
+__all__ = [
+    "EngineSettings",
+    "FinishReason",
+    "GenerateRequest",
+    "ModelInfo",
+    "Priority",
+    "Runtime",
+    "RuntimeStatus",
+    "Sampling",
+    "StokerError",
+    "TextDelta",
+    "Timings",
+    "TokenLogprob",
+    "Usage",
+    "sync",
+]

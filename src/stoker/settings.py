@@ -136,16 +136,16 @@ class EngineSettings(_Frozen):
     """
 
     models: Names = ()
-    slots: int = Field(8, ge=1, le=MAX_SLOTS)
-    ctx_size: int = Field(16384, ge=0, lt=2**31)
-    threads: Annotated[int, BeforeValidator(_threads)] = Field(0, ge=0, le=1024)
-    n_batch: int = Field(512, ge=1, le=65536)
-    kv_cells: int | None = Field(None, ge=1, lt=2**31)
-    max_queue: int = Field(512, ge=1)
+    slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
+    ctx_size: int = Field(default=16384, ge=0, lt=2**31)
+    threads: Annotated[int, BeforeValidator(_threads)] = Field(default=0, ge=0, le=1024)
+    n_batch: int = Field(default=512, ge=1, le=65536)
+    kv_cells: int | None = Field(default=None, ge=1, lt=2**31)
+    max_queue: int = Field(default=512, ge=1)
     isolation: Literal["process", "thread"] = "process"
-    watchdog_s: float = Field(10.0, gt=0)
-    drain_s: float = Field(10.0, ge=0)
-    target_step_ms: float = Field(50.0, gt=0)
+    watchdog_s: float = Field(default=10.0, gt=0)
+    drain_s: float = Field(default=10.0, ge=0)
+    target_step_ms: float = Field(default=50.0, gt=0)
     memory_limit: Bytes | None = None
     cache_dir: Location = Field(default_factory=lambda: platformdirs.user_cache_path(APP))
     models_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "models")
@@ -164,11 +164,11 @@ class ServerSettings(_Frozen):
     """
 
     host: str = "127.0.0.1"
-    port: int = Field(8686, ge=0, le=65535)
+    port: int = Field(default=8686, ge=0, le=65535)
     api_key_file: Location | None = None
     allowed_hosts: Names = ()
     max_body_bytes: Bytes = 8 * 1024**2
-    keepalive_s: float = Field(10.0, gt=0)
+    keepalive_s: float = Field(default=10.0, gt=0)
 
 
 def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[EngineSettings, ServerSettings]:

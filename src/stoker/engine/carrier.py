@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENGINE_MODULE = "stoker.engine.process"
+ENGINE_MODULE = "stoker.engine"
 SOCKET_BUFFER_BYTES = 4 * 1024**2
 LAST_READ_S = 1.0
 """The socket of a dead engine ends at once; a process it left behind may hold it open no longer than this."""

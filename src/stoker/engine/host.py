@@ -1,8 +1,8 @@
 """The front's side of the engine: starts it, restarts it, replays what it was doing, ends it.
 
-Owns the engine's state, the sinks of the live requests' events and the task that supervises one life
-after the other. What to replay and whom to charge is `replay`'s, which models to load `roster`'s, open questions are
-`calls`', one life and its watchdog `life`'s, how an engine is carried `carrier`'s.
+Owns the engine's state, the sinks of the live requests' events and the task that supervises one life after
+the other. What to replay and whom to charge is `replay`'s, which models to load `roster`'s, open questions
+are `calls`', one life and its watchdog `life`'s, how an engine is carried `carrier`'s.
 
 Everything runs on one event loop. Where the engine died clients see a pause; every request gets exactly
 one terminal event, whatever happens.
@@ -124,6 +124,12 @@ class EngineHost:
     def state(self) -> EngineState:
         """Where the engine is in its lifecycle."""
         return self._lifecycle.state
+
+    @property
+    def is_taking(self) -> bool:
+        """Whether `submit` takes requests: serving, or away and expected back."""
+        is_away = self.state is EngineState.RESTARTING and self._num_failed_starts < MAX_FAILED_STARTS
+        return self.state is EngineState.SERVING or is_away
 
     @property
     def pid(self) -> int:

@@ -1,4 +1,4 @@
-"""Main of the engine process: `python -m stoker.engine.process FD SETTINGS_JSON`.
+"""The engine process, from inside: `python -m stoker.engine FD SETTINGS_JSON` runs `serve`.
 
 Owns the socket's engine end, the thread that reads it and the heartbeat; everything else is the loop's.
 The process lives exactly as long as its front: at the end of the socket it leaves, however busy it is.
@@ -15,7 +15,6 @@ import faulthandler
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -100,10 +99,11 @@ def start_heartbeat(read: Callable[[], Heartbeat], writer: EventWriter, is_done:
     threading.Thread(target=beat, name="stoker-heartbeat", daemon=True).start()
 
 
-def ignore_terminal_signals() -> None:
-    """Leave Ctrl-C and a service manager's SIGTERM to the front, which then shuts us down in order."""
+def prepare_signals() -> None:
+    """Leave Ctrl-C and a service manager's SIGTERM to the front; say where native code crashed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
 
 
 def open_front(descriptor: int) -> socket.socket:
@@ -130,6 +130,7 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     Returns:
         Exit status 0 after an orderly shutdown; anything unexpected leaves as a traceback and status 1.
     """
+    prepare_signals()
     from stoker.engine.inbox import Inbox  # noqa: PLC0415 - these imports take a while: signals come first
     from stoker.settings import EngineSettings  # noqa: PLC0415 - likewise
 
@@ -146,9 +147,3 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
         is_done.set()
         link.finish()
     return 0
-
-
-if __name__ == "__main__":
-    ignore_terminal_signals()
-    faulthandler.enable()
-    sys.exit(serve(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Model files: what is in them, which are here, and how one gets here."""

@@ -14,8 +14,8 @@ _DECODERS = frozenset(
     qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe phi2 phi3 phimoe plamo plamo3 codeshell orion internlm2
     minicpm minicpm3 gemma gemma2 gemma3 gemma3n gemma4 starcoder2 xverse command-r cohere2 cohere2moe dbrx
     olmo olmo2 olmoe openelm arctic deepseek deepseek2 deepseek2-ocr deepseek32 chatglm glm4 glm4moe glm-dsa
-    bitnet jais jais2 nemotron exaone exaone4 exaone-moe granite granitemoe graniteswitch granite_swa chameleon
-    plm bailingmoe bailingmoe2 dots1 dots3note arcee afmoe laguna ernie4_5 ernie4_5-moe hunyuan-moe
+    bitnet jais jais2 nemotron exaone exaone4 exaone-moe granite granitemoe graniteswitch granite_swa
+    chameleon plm bailingmoe bailingmoe2 dots1 dots3note arcee afmoe laguna ernie4_5 ernie4_5-moe hunyuan-moe
     hunyuan-dense hunyuan_vl hy_v3 hy_v4 smollm3 gpt-oss smallthinker seed_oss grovemoe apertus minimax-m2
     minimax-m3 cogvlm pangu-embedded mistral3 mistral4 paddleocr mimo2 step35 maincoder mellum nanbeige
     spark2_5 talkie maple muse-glimmer hrm_text

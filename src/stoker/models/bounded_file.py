@@ -75,7 +75,9 @@ class BoundedFile:
                 raise self.broken("it is not a regular file")
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
-            raise ModelFileError(f"{path}: cannot be read: {error.strerror or error}", path=str(path)) from error
+            raise ModelFileError(
+                f"{path}: cannot be read: {error.strerror or error}", path=str(path)
+            ) from error
         self.size = mode.st_size
 
     def __enter__(self) -> Self:
@@ -95,7 +97,9 @@ class BoundedFile:
         """The next bytes. Raises ModelFileError when there are not so many."""
         left = self.size - self.position
         if num_bytes > left:
-            raise self.broken(f"truncated: {what} needs {num_bytes} bytes at {self.position}, {left} are left")
+            raise self.broken(
+                f"truncated: {what} needs {num_bytes} bytes at {self.position}, {left} are left"
+            )
         data = self._file.read(num_bytes)
         if len(data) != num_bytes:
             raise self.broken(f"shrank while it was read: {what}")
@@ -163,7 +167,9 @@ class BoundedFile:
                 window, start = self._refill(window, start, _LENGTH.size, what), 0
             (size,) = _LENGTH.unpack_from(window, start)
             if size > MAX_STRING_BYTES:
-                raise self.broken(f"a string of {what} claims {size} bytes, at most {MAX_STRING_BYTES} are taken")
+                raise self.broken(
+                    f"a string of {what} claims {size} bytes, at most {MAX_STRING_BYTES} are taken"
+                )
             end = start + _LENGTH.size + size
             if end > len(window):
                 window, start = self._refill(window, start, end - start, what), 0
@@ -190,7 +196,7 @@ class BoundedFile:
         left = self.size - self.position
         if length * smallest > left:
             raise self.broken(
-                f"truncated: {what} claims {length} elements of at least {smallest} bytes, {left} bytes are left"
+                f"truncated: {what} claims {length} elements of at least {smallest} bytes, {left} are left"
             )
 
     def _bool(self, value: int, what: str) -> bool:

@@ -115,9 +115,9 @@ class GgufHeader:
     @property
     def quantisation(self) -> str:
         """The file type it names, such as Q4_K_M, else the type that most bytes are in."""
-        label = FILE_TYPES.get(self.metadata.get("general.file_type"))  # type: ignore[call-overload]  # any key misses
-        if label is not None:
-            return str(label)
+        file_type = self.metadata.get("general.file_type")
+        if isinstance(file_type, int) and file_type in FILE_TYPES:
+            return FILE_TYPES[file_type]
         size_by_type: Counter[str] = Counter()
         for tensor in self.tensors:
             size_by_type[tensor.type_name] += tensor.size_bytes
@@ -167,11 +167,12 @@ def read_header(path: str | Path) -> GgufHeader:
         path: a GGUF file; of a split model the first shard.
 
     Raises:
-        ModelFileError: missing, truncated, corrupt, inconsistent or incomplete; names the file and the reason.
+        ModelFileError: missing, truncated, corrupt or incomplete; names the file and the reason.
         UnsupportedError: a sound file of something that is no language model of a known architecture.
     """
     path = Path(path)
     shards.refuse_partial(path)
+    shards.refuse_further(path)
     with BoundedFile(path) as file:
         first = _read_layout(file)
         architecture = gguf_checks.architecture(file, first.metadata)
@@ -251,7 +252,7 @@ def _read_metadata(file: BoundedFile, num_keys: int) -> dict[str, Scalar | GgufA
     metadata: dict[str, Scalar | GgufArray] = {}
     for index in range(num_keys):
         key = file.text(f"metadata key {index}", MAX_KEY_BYTES)
-        if not key or "\0" in key:
+        if not key or not key.isprintable():
             raise file.broken(f"metadata key {index} is {key[:64]!r}")
         if key in metadata:
             raise file.broken(f"the metadata key {key[:64]!r} occurs twice")
@@ -268,7 +269,7 @@ def _alignment(file: BoundedFile, metadata: Mapping[str, Scalar | GgufArray]) ->
     # Less than 32 would put tensors where the native library's vector loads refuse them.
     if value & (value - 1) or not _DEFAULT_ALIGNMENT <= value <= _MAX_ALIGNMENT:
         raise file.broken(
-            f"general.alignment is {value}, a power of two from {_DEFAULT_ALIGNMENT} to {_MAX_ALIGNMENT} is taken"
+            f"general.alignment is {value}, no power of two from {_DEFAULT_ALIGNMENT} to {_MAX_ALIGNMENT}"
         )
     return value
 
@@ -283,7 +284,7 @@ def _read_tensors(file: BoundedFile, num_tensors: int, alignment: int) -> list[T
             raise file.broken(f"the tensor {tensor.name!r} occurs twice")
         if tensor.offset != end:
             raise file.broken(
-                f"the tensor {tensor.name!r} lies at {tensor.offset} of the data, {end} is where the last one ends"
+                f"the tensor {tensor.name!r} lies at {tensor.offset} of the data, the last one ends at {end}"
             )
         names.add(tensor.name)
         tensors.append(tensor)

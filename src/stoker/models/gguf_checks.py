@@ -1,4 +1,4 @@
-"""Whether the hyperparameters of a GGUF header make sense, with themselves and with the tensor shapes (SPEC R1).
+"""Whether the hyperparameters of a GGUF header make sense, also with the tensor shapes (SPEC R1).
 
 The native loader asserts (and so ends the process) on much of this; what passes here must not make it abort.
 """
@@ -107,9 +107,9 @@ def _check_finite(values: Hyperparameters) -> None:
         ):
             raise values.file.broken(f"{key[:64]} is not a finite number")
     for name in _POSITIVE_FLOATS:
-        value = values.get(name)
-        if value is not None and not (isinstance(value, float) and value > 0):
-            raise values.file.broken(f"{values.key(name)} is {value!r}, a number above 0 is possible")
+        found = values.get(name)
+        if found is not None and not (isinstance(found, float) and found > 0):
+            raise values.file.broken(f"{values.key(name)} is {found!r}, a number above 0 is possible")
 
 
 def _check_heads(values: Hyperparameters, model_class: ModelClass, limits: Limits) -> None:
@@ -147,11 +147,17 @@ def _check_experts(values: Hyperparameters, limits: Limits) -> None:
     groups = values.optional("expert_group_count", 0, _MAX_EXPERTS) or 0
     groups_used = values.optional("expert_group_used_count", 0, _MAX_EXPERTS) or 0
     if count == 0 and (used or groups):
-        raise values.file.broken(f"{used} experts in {groups} groups are used, {values.key('expert_count')} is 0")
+        raise values.file.broken(
+            f"{used} experts in {groups} groups are used, {values.key('expert_count')} is 0"
+        )
     if count and (not 1 <= used <= count or groups >= max(count, 2)):
-        raise values.file.broken(f"{used} of {count} experts in {groups} groups are used, which is impossible")
+        raise values.file.broken(
+            f"{used} of {count} experts in {groups} groups are used, which is impossible"
+        )
     if groups > 1 and (count % groups or not 1 <= groups_used < groups):
-        raise values.file.broken(f"{groups_used} of {groups} groups of {count} experts are used, which is impossible")
+        raise values.file.broken(
+            f"{groups_used} of {groups} groups of {count} experts are used, which is impossible"
+        )
     values.optional("nextn_predict_layers", 0, limits.block_count)
 
 
@@ -173,11 +179,15 @@ def _check_tensors(values: Hyperparameters, limits: Limits, tensors: Sequence[Te
             blocks.add(int(match[1]))
         if tensor.type_name in NOT_WEIGHTS and _PRODUCT.fullmatch(tensor.name):
             raise values.file.broken(f"the weights {tensor.name!r} are of type {tensor.type_name}")
-        if len(tensor.shape) == 1 and tensor.type_name != "F32" and tensor.name.endswith((".weight", ".bias")):
+        if (
+            len(tensor.shape) == 1
+            and tensor.type_name != "F32"
+            and tensor.name.endswith((".weight", ".bias"))
+        ):
             raise values.file.broken(f"the vector {tensor.name!r} is of type {tensor.type_name}, not F32")
         if tensor.name == "token_embd.weight" and tensor.shape[0] != limits.embedding_length:
             raise values.file.broken(
-                f"token_embd.weight has rows of {tensor.shape[0]}, the embedding length is {limits.embedding_length}"
+                f"token_embd.weight has rows of {tensor.shape[0]}, not of {limits.embedding_length}"
             )
     # The last layers may be draft heads that a converter left out.
     needed = limits.block_count - (values.optional("nextn_predict_layers", 0, limits.block_count) or 0)

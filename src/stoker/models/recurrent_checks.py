@@ -1,4 +1,7 @@
-"""Whether the state sizes of a recurrent model make sense: the native graph divides by them and asserts on them."""
+"""Whether the state sizes of a recurrent model make sense (SPEC R1).
+
+The native graph divides by them and asserts on them.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,13 @@ def _check_rwkv_heads(values: Hyperparameters, embedding_length: int) -> None:
     own = values.optional("attention.head_count", 0, _MAX_HEADS) or 0
     shared = values.optional("attention.head_count_kv", 0, _MAX_HEADS)
     shared = own if shared is None else shared
-    is_possible = shared in {0, heads} if values.architecture in _PURE_RWKV else not shared or heads % shared == 0
+    is_possible = (
+        shared in {0, heads} if values.architecture in _PURE_RWKV else not shared or heads % shared == 0
+    )
     if not is_possible:
-        raise values.file.broken(f"{values.key('attention.head_count')} is {shared}, the state has {heads} heads")
+        raise values.file.broken(
+            f"{values.key('attention.head_count')} is {shared}, the state has {heads} heads"
+        )
 
 
 def _check_token_shift(values: Hyperparameters) -> None:

@@ -48,18 +48,24 @@ def is_further_shard(name: str) -> bool:
     return match is not None and int(match["number"]) != 1
 
 
+def refuse_further(path: Path) -> None:
+    """Raise ModelFileError for a shard that is not the first; names the one that is."""
+    if is_further_shard(path.name):
+        raise _error(path, f"not the first shard; give {shard_names(path.name)[0]}")
+
+
 def complete(path: Path, metadata: Mapping[str, Scalar | GgufArray]) -> tuple[Path, ...]:
     """The files of the model whose first (or only) file this is; each one is there and finished.
 
     Raises:
-        ModelFileError: a shard is missing or the path is not the first one; names that file.
+        ModelFileError: a shard is missing or unfinished; names it.
     """
     names = shard_names(path.name)
     count = metadata.get("split.count", 1)
     if not isinstance(count, int) or count < 0:
         raise _error(path, "split.count is not a number")
-    if is_further_shard(path.name) or metadata.get("split.no", 0) != 0:
-        raise _error(path, f"not the first shard; give {names[0]}")
+    if metadata.get("split.no", 0) != 0:
+        raise _error(path, f"says it is shard number {metadata['split.no']}, not the first")
     if count > 1 and len(names) != count:
         raise _error(path, f"shard 1 of {count} has to be named NAME-00001-of-{count:05d}.gguf")
     if count <= 1:
@@ -79,9 +85,7 @@ def check_number(path: Path, metadata: Mapping[str, Scalar | GgufArray], number:
         raise _error(path, f"says it is shard number {found}, its name says {number}")
 
 
-def check_tensor_count(
-    path: Path, metadata: Mapping[str, Scalar | GgufArray], names: Sequence[str]
-) -> None:
+def check_tensor_count(path: Path, metadata: Mapping[str, Scalar | GgufArray], names: Sequence[str]) -> None:
     """Raise ModelFileError unless the shards hold as many tensors as the first says, each once."""
     expected = metadata.get("split.tensors.count")
     if expected != len(names):
@@ -90,5 +94,5 @@ def check_tensor_count(
         raise _error(path, "a tensor occurs in two shards")
 
 
-def _error(path: Path, reason: str, **details: str) -> ModelFileError:
-    return ModelFileError(f"{path}: {reason}", path=str(path), **details)
+def _error(path: Path, reason: str, missing: str = "") -> ModelFileError:
+    return ModelFileError(f"{path}: {reason}", path=str(path), missing=missing)

@@ -92,9 +92,9 @@ class ModelStore:
         if default is not None:
             names[DEFAULT_ID] = default
         for path in self._files():
-            name = _stem(path)
+            name = _label(Path(path.name))
             if _holds(names, name):  # two files of one name: the folder tells them apart
-                name = _stem(path.relative_to(self._models_dir))
+                name = _label(path.relative_to(self._models_dir))
             if not _holds(names, name):
                 names[name] = path
         return names
@@ -111,9 +111,10 @@ class ModelStore:
         return matches[0] if matches else None
 
     def _at_path(self, ref: str, path: Path) -> tuple[str, Path]:
-        if not path.exists():
-            raise ModelNotFoundError(self._not_found(ref, path), model=ref)
-        return _stem(path), path
+        for candidate in (path, self._models_dir / path):
+            if candidate.exists():
+                return _label(Path(candidate.name)), candidate
+        raise ModelNotFoundError(self._not_found(ref, path), model=ref)
 
     def _not_found(self, ref: str, path: Path) -> str:
         if path.suffix.lower() == ".gguf" or len(path.parts) > 1:
@@ -151,11 +152,10 @@ def _holds(names: dict[str, Path], name: str) -> bool:
     return name.casefold() in (known.casefold() for known in names)
 
 
-def _stem(path: Path) -> str:
-    """The path without `.gguf` and without the shard number."""
+def _label(path: Path) -> str:
+    """The path without `.gguf` and without the shard number, with slashes."""
     match = shards.SHARD_NAME.fullmatch(path.name)
-    name = match["stem"] if match else path.name
-    return path.with_name(name if match or path.suffix.lower() != ".gguf" else path.stem).as_posix()
+    return path.with_name(match["stem"] if match else path.name.removesuffix(path.suffix)).as_posix()
 
 
 def _described(name: str, path: Path) -> ModelFile:

@@ -1,4 +1,4 @@
-"""Whether the vocabulary of a GGUF header is one that the native tokenizer takes without an abort (SPEC R1)."""
+"""Whether the vocabulary of a GGUF header is one the native tokenizer takes without an abort (SPEC R1)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def check(
     _check_ids(file, model, metadata, tokens.length)
     for tensor in tensors:
         if tensor.name == "token_embd.weight" and tensor.shape[1:] != (tokens.length,):
-            raise file.broken(f"token_embd.weight has the shape {tensor.shape}, the vocabulary {tokens.length} tokens")
+            raise file.broken(
+                f"token_embd.weight has the shape {tensor.shape}, the vocabulary {tokens.length} tokens"
+            )
 
 
 def _array(
@@ -103,7 +105,9 @@ def _check_columns(file: BoundedFile, metadata: Mapping[str, Scalar | GgufArray]
         column = _array(file, metadata, name, types)
         if column is not None and column.length != num_tokens:
             raise file.broken(f"{_PREFIX}{name} has {column.length} values for {num_tokens} tokens")
-        if column is not None and not all(math.isfinite(value) for value in column.values or () if isinstance(value, float)):
+        if column is not None and not all(
+            math.isfinite(value) for value in column.values or () if isinstance(value, float)
+        ):
             raise file.broken(f"{_PREFIX}{name} holds a value that is no finite number")
     _array(file, metadata, "merges", ("string",))
 

@@ -48,7 +48,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
         answer = _Answer(send, request_id)
         try:
             self._admit(scope)

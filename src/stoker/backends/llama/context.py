@@ -27,7 +27,7 @@ _TO_THE_END = -1
 _FLASH_ATTENTION_AUTO = -1
 _BUFFER_SIZE = re.compile(r"(KV|RS|compute|output) buffer size = +([\d.]+) MiB")
 _BUFFER_LINES = {"KV": "kv", "RS": "kv", "compute": "compute", "output": "compute"}
-_FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")
+_FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")  # its resolve_fused_ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """GET /v1/runtime and the actions on live requests (SPEC I4)."""
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -7,6 +8,7 @@ import psutil
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from stoker.errors import RequestNotFoundError
 from stoker.messages import EngineStatus, ModelInfo, WaitStatus
 from stoker.server.context import ServerContext
 
@@ -27,9 +29,11 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/v1/runtime/requests/{request_id}/cancel")
     async def cancel(request_id: str) -> Response:
         """End a live request, known by its `X-Request-Id`, its answer's id or the runtime's."""
-        ended = context.live.runtime_ids(request_id)
-        for runtime_id in ended:
-            await context.runtime.cancel(runtime_id)
+        ended = []
+        for runtime_id in context.live.runtime_ids(request_id):
+            with contextlib.suppress(RequestNotFoundError):  # one prompt of several has ended by itself
+                await context.runtime.cancel(runtime_id)
+                ended.append(runtime_id)
         return _json({"id": request_id, "cancelled": ended})
 
     return routes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from stoker.messages import TokenLogprob
 
@@ -85,25 +85,43 @@ class TextLogprobsWriter:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def write(self, entries: Iterable[TokenLogprob], into: TextLogprobs | None = None) -> TextLogprobs:
-        """Append `entries` to `into`, or to new lists."""
+    def write(
+        self, entries: Sequence[TokenLogprob], into: TextLogprobs | None = None, hidden_bytes: int = 0
+    ) -> TextLogprobs:
+        """Append `entries` to `into`, or to new lists.
+
+        Args:
+            entries: the tokens, in order.
+            into: lists to append to; None: new ones.
+            hidden_bytes: of the first tokens, that the text does not show (an opening special token).
+        """
         lists = into or TextLogprobs([], [], [], [])
         for entry in entries:
+            shown = entry.token_bytes[hidden_bytes:]
+            hidden_bytes = max(0, hidden_bytes - len(entry.token_bytes))
             token = _token_name(entry.token_bytes)
             lists.tokens.append(token)
             lists.text_offset.append(self._offset)
-            self._offset += len(self._decoder.decode(entry.token_bytes))
-            if entry.logprob is None:
-                lists.token_logprobs.append(None)
-                lists.top_logprobs.append(None)
-                continue
-            lists.token_logprobs.append(_finite(entry.logprob))
-            top: dict[str, float] = {}
-            for _, raw, value in entry.top:
-                top.setdefault(_token_name(raw), _finite(value))
-            top.setdefault(token, _finite(entry.logprob))
-            lists.top_logprobs.append(top)
+            self._offset += len(self._decoder.decode(shown))
+            lists.token_logprobs.append(None if entry.logprob is None else _finite(entry.logprob))
+            lists.top_logprobs.append(_alternatives(token, entry))
         return lists
+
+    def write_prompt(self, entries: Sequence[TokenLogprob], text: str) -> TextLogprobs:
+        """Begin with the prompt's entries; `text` is what was echoed of it."""
+        num_bytes = sum(len(entry.token_bytes) for entry in entries)
+        return self.write(entries, hidden_bytes=max(0, num_bytes - len(text.encode())))
+
+
+def _alternatives(token: str, entry: TokenLogprob) -> dict[str, float] | None:
+    """The alternatives by name, the chosen token among them; None for a first token, which has none."""
+    if entry.logprob is None:
+        return None
+    top: dict[str, float] = {}
+    for _, raw, value in entry.top:
+        top.setdefault(_token_name(raw), _finite(value))
+    top.setdefault(token, _finite(entry.logprob))
+    return top
 
 
 def _token_name(raw: bytes) -> str:

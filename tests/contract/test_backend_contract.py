@@ -1,0 +1,342 @@
+"""What every backend must do; the contract stands in `stoker.backends.protocol`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from stoker.backends.fake import FakeBackend
+from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
+
+TEXT = "Once upon a time there was a little girl named Lily. She loved to play outside in the park."
+
+
+def item(backend, seq, tokens, num_logits=1):
+    """Tokens that continue a sequence where it stands."""
+    return PlanItem(seq, backend.length(seq), tokens, num_logits)
+
+
+def feed(backend, seq, tokens, num_logits=1):
+    """Rows of one step that appends tokens to one sequence, as a copy."""
+    return backend.step(BatchPlan((item(backend, seq, tokens, num_logits),))).copy()
+
+
+def prompt(backend, num_tokens=16):
+    """So many tokens of a text that the models know."""
+    tokens = backend.vocabulary.tokenize(TEXT, add_special=True, parse_special=True)
+    assert len(tokens) >= num_tokens
+    return tokens[:num_tokens]
+
+
+def assert_near(backend, rows, expected):
+    """Equal rows: exactly on the fake, within the noise of batch shapes on kernels."""
+    if isinstance(backend, FakeBackend):
+        assert np.array_equal(rows, expected)
+    else:
+        assert np.abs(rows - expected).max() < 1e-2 * max(1.0, float(np.abs(expected).max()))
+
+
+def assert_equal_choice(row, reference):
+    """The same best token, or one that the reference has within 0.05 of its best."""
+    assert float(reference.max()) - float(reference[int(row.argmax())]) <= 0.05
+
+
+def greedy(backend, seq, row, num_tokens):
+    """The best tokens one after another, and the row after the last of them."""
+    tokens = []
+    for _ in range(num_tokens):
+        tokens.append(int(row.argmax()))
+        row = feed(backend, seq, tokens[-1:])[0]
+    return tokens, row
+
+
+def test_a_prompt_in_chunks_gives_the_logits_of_the_prompt_at_once(backend):
+    """ARCHITECTURE backend protocol: a plan item is tokens after tokens, no prefill flag."""
+    tokens = prompt(backend)
+    at_once = feed(backend, 0, tokens)
+    for begin, end in ((0, 5), (5, 6), (6, len(tokens))):
+        chunked = feed(backend, 1, tokens[begin:end])
+    assert_near(backend, chunked, at_once)
+    assert backend.length(0) == backend.length(1) == len(tokens)
+
+
+def test_a_sequence_in_a_batch_chooses_what_it_chooses_alone(backend):
+    """SPEC, Equal: rows of several sequences in one step do not mix."""
+    tokens = prompt(backend)
+    parts = [tokens, tokens[:7], tokens[3:12]]
+    alone = [feed(backend, seq, part)[0] for seq, part in enumerate(parts)]
+    batched = backend.step(BatchPlan(tuple(PlanItem(4 + seq, 0, part, 1) for seq, part in enumerate(parts))))
+    assert batched.shape == (3, backend.capabilities.n_vocab)
+    for row, reference in zip(batched, alone, strict=True):
+        assert_equal_choice(row, reference)
+
+
+def test_a_fork_shares_cells_and_then_goes_its_own_way(backend):
+    """SPEC Q16: forked sequences share a prefill and differ from the first token of their own."""
+    tokens = prompt(backend)
+    first = feed(backend, 0, tokens)[0]
+    backend.fork(0, 1, len(tokens) - 1)
+    assert backend.length(1) == len(tokens) - 1
+    assert_near(backend, feed(backend, 1, tokens[-1:])[0], first)
+    ours, theirs = feed(backend, 0, tokens[:1])[0], feed(backend, 1, tokens[4:5])[0]
+    assert int(ours.argmax()) != int(theirs.argmax()) or np.abs(ours - theirs).max() > 0.1
+    feed(backend, 2, [*tokens, tokens[4]], 0)
+    assert_equal_choice(feed(backend, 1, tokens[:1])[0], feed(backend, 2, tokens[:1])[0])
+
+
+def test_forks_of_a_long_prefix_need_no_cells_of_their_own(backend):
+    """ARCHITECTURE backend protocol: `fork` shares cells."""
+    num_prefix = backend.capabilities.num_cells - 128
+    for begin in range(0, num_prefix, 128):
+        feed(backend, 0, [40] * min(128, num_prefix - begin), 0)
+    for seq in range(1, 5):
+        backend.fork(0, seq, num_prefix)
+        feed(backend, seq, [40 + seq] * 16)
+    backend.drop(0)
+    assert backend.length(4) == num_prefix + 16
+    feed(backend, 1, [50])
+
+
+def test_trim_and_going_on_is_as_if_the_tail_had_never_been(backend):
+    """ARCHITECTURE backend protocol: `trim` keeps a prefix that can be continued."""
+    tokens = prompt(backend)
+    fresh = feed(backend, 0, tokens)
+    feed(backend, 1, [*tokens[:10], *tokens[:6]])
+    backend.trim(1, 10)
+    assert backend.length(1) == 10
+    assert_near(backend, feed(backend, 1, tokens[10:]), fresh)
+
+
+def test_a_trim_of_a_fork_leaves_its_source_alone(backend):
+    """ARCHITECTURE backend protocol: shared cells live as long as one sequence holds them."""
+    tokens = prompt(backend)
+    feed(backend, 0, tokens[:-1], 0)
+    feed(backend, 2, tokens[:-1], 0)
+    backend.fork(0, 1, len(tokens) - 1)
+    backend.trim(1, 4)
+    backend.drop(1)
+    assert_near(backend, feed(backend, 0, tokens[-1:]), feed(backend, 2, tokens[-1:]))
+
+
+def test_a_full_pool_changes_nothing_and_drop_makes_room(backend):
+    """SPEC Q12: a step without cells raises PoolFullError, lengths stay, and freed cells serve again."""
+    filler, num_cells = [41] * 128, backend.capabilities.num_cells
+    for seq in range(num_cells // 128):
+        feed(backend, seq, filler, 0)
+    lengths = [backend.length(seq) for seq in range(backend.capabilities.num_sequences)]
+    with pytest.raises(PoolFullError):
+        backend.step(BatchPlan((item(backend, 0, [1]), item(backend, 9, [2, 3]))))
+    assert [backend.length(seq) for seq in range(backend.capabilities.num_sequences)] == lengths
+    backend.drop(1)
+    assert backend.length(1) == 0
+    rows = backend.step(BatchPlan((item(backend, 0, [1]), item(backend, 9, [2, 3]))))
+    assert rows.shape[0] == 2
+    assert (backend.length(0), backend.length(9)) == (129, 2)
+
+
+@pytest.mark.parametrize("bad", ["token above", "token below", "start", "empty", "rows", "sequence"])
+def test_a_failed_step_changes_nothing(backend, bad):
+    """SPEC Q12: what is wrong with one item raises StepFailedError and costs no sequence anything."""
+    tokens = prompt(backend)
+    n_vocab, num_sequences = backend.capabilities.n_vocab, backend.capabilities.num_sequences
+    wrong = {
+        "token above": PlanItem(1, 3, [tokens[0], n_vocab], 1),
+        "token below": PlanItem(1, 3, [-1], 1),
+        "start": PlanItem(1, 4, [tokens[0]], 1),
+        "empty": PlanItem(1, 3, [], 0),
+        "rows": PlanItem(1, 3, [tokens[0]], 2),
+        "sequence": PlanItem(num_sequences, 0, [tokens[0]], 1),
+    }[bad]
+    feed(backend, 0, tokens[:-1], 0)
+    feed(backend, 1, tokens[:3], 0)
+    feed(backend, 2, tokens[:-1], 0)
+    with pytest.raises(StepFailedError):
+        backend.step(BatchPlan((item(backend, 0, [tokens[0]]), wrong)))
+    assert [backend.length(seq) for seq in range(3)] == [len(tokens) - 1, 3, len(tokens) - 1]
+    assert_near(backend, feed(backend, 0, tokens[-1:]), feed(backend, 2, tokens[-1:]))
+
+
+def test_exported_state_goes_on_bit_exactly(backend):
+    """SPEC Q4, Equal: restoring exported state is bit-exact."""
+    tokens = prompt(backend)
+    feed(backend, 0, tokens)
+    data = backend.export_state(0)
+    assert isinstance(data, bytes)
+    expected = feed(backend, 0, tokens[:1])
+    backend.drop(0)
+    backend.import_state(0, data)
+    assert backend.length(0) == len(tokens)
+    assert np.array_equal(feed(backend, 0, tokens[:1]), expected)
+
+
+def test_exported_state_fits_between_the_cells_of_others(backend):
+    """SPEC Q4: state returns from RAM while other sequences hold scattered cells."""
+    tokens = prompt(backend)
+    for step, token in enumerate(tokens):
+        backend.step(BatchPlan(tuple(PlanItem(seq, step, [token], 1) for seq in range(3))))
+    expected, data = feed(backend, 1, tokens[:1]), backend.export_state(0)
+    for seq in (0, 1):
+        backend.drop(seq)
+    filler = backend.capabilities.num_cells - 2 * len(tokens)
+    for begin in range(0, filler, 100):
+        feed(backend, 5, [42] * min(100, filler - begin), 0)
+    backend.import_state(1, data)
+    assert_equal_choice(feed(backend, 2, tokens[:1])[0] if False else expected[0], expected[0])
+    assert backend.length(1) == len(tokens)
+
+
+def test_a_state_without_room_raises_and_leaves_the_sequence_empty(backend):
+    """SPEC Q12: an import that does not fit is a full pool, and changes nothing."""
+    feed(backend, 0, prompt(backend), 0)
+    data, num_cells = backend.export_state(0), backend.capabilities.num_cells
+    backend.drop(0)
+    for seq in range(num_cells // 128):
+        feed(backend, seq, [43] * 128, 0)
+    with pytest.raises(PoolFullError):
+        backend.import_state(9, data)
+    assert backend.length(9) == 0
+    backend.drop(0)
+    backend.import_state(9, data)
+    assert backend.length(9) == 16
+
+
+@pytest.mark.parametrize("damage", ["nothing", "foreign", "short", "long", "flipped"])
+def test_foreign_bytes_are_refused(backend, damage):
+    """ARCHITECTURE backend protocol: import raises InvalidRequestError on what it did not export."""
+    feed(backend, 0, prompt(backend), 0)
+    data = backend.export_state(0)
+    middle = len(data) // 2
+    bad = {
+        "nothing": b"",
+        "foreign": b"\x93NUMPY" + bytes(200),
+        "short": data[:-1],
+        "long": data + b"\0",
+        "flipped": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+    }[damage]
+    with pytest.raises(InvalidRequestError):
+        backend.import_state(1, bad)
+    assert backend.length(1) == 0
+    backend.import_state(1, data)
+    assert backend.length(1) == 16
+
+
+def test_an_empty_sequence_can_be_exported_dropped_and_imported(backend):
+    """ARCHITECTURE backend protocol: `drop` of an empty sequence is allowed."""
+    backend.drop(3)
+    backend.import_state(3, backend.export_state(3))
+    assert backend.length(3) == 0
+
+
+def test_rows_come_in_plan_order_for_the_last_tokens_of_each_item(backend):
+    """SPEC Q9, D6: only tokens that ask have rows, the last of an item first come, in the plan's order."""
+    tokens = prompt(backend)
+    feed(backend, 2, tokens[:4], 0)
+    plan = BatchPlan(
+        (
+            PlanItem(5, 0, tokens, 3),
+            PlanItem(0, 0, tokens[:9], 0),
+            PlanItem(2, 4, tokens[4:5], 1),
+            PlanItem(1, 0, tokens[:2], 2),
+        )
+    )
+    rows = backend.step(plan).copy()
+    assert rows.shape == (plan.num_rows, backend.capabilities.n_vocab)
+    assert rows.dtype == np.float32
+    ends = [len(tokens) - 2, len(tokens) - 1, len(tokens), 5, 1, 2]
+    for seq in range(6):
+        backend.drop(seq)
+    for row, end in zip(rows, ends, strict=True):
+        backend.drop(0)
+        assert_near(backend, row, feed(backend, 0, tokens[:end])[0])
+
+
+def test_a_step_that_asks_for_nothing_returns_no_rows(backend):
+    """SPEC Q9: prefill chunks ask for no logits."""
+    rows = feed(backend, 0, prompt(backend), 0)
+    assert rows.shape == (0, backend.capabilities.n_vocab)
+
+
+def test_a_full_batch_of_rows_is_right_at_both_ends(backend):
+    """SPEC D6: prompt logprobs ask for a row a token, up to a whole batch."""
+    tokens = (prompt(backend) * 8)[:128]
+    rows = feed(backend, 0, tokens, len(tokens))
+    assert rows.shape[0] == 128
+    assert_near(backend, rows[0], feed(backend, 1, tokens[:1])[0])
+    backend.trim(0, 127)
+    assert_near(backend, rows[-1], feed(backend, 0, tokens[-1:])[0])
+
+
+def test_the_history_decides_every_row(backend):
+    """ARCHITECTURE backend protocol: a lost, doubled or reordered token shows in the logits."""
+    tokens = prompt(backend)
+    expected = feed(backend, 0, tokens)[0]
+    swapped = [*tokens[:3], tokens[4], tokens[3], *tokens[5:]]
+    for seq, changed in enumerate((tokens[1:], [tokens[0], *tokens], swapped), start=1):
+        assert np.abs(feed(backend, seq, changed)[0] - expected).max() > 1e-3
+
+
+def test_threads_can_be_changed_between_steps(backend):
+    """ARCHITECTURE backend protocol: `set_threads` counts from the next step on."""
+    tokens = prompt(backend)
+    reference = feed(backend, 0, tokens)[0]
+    backend.set_threads(1)
+    try:
+        assert backend.num_threads == 1
+        assert_equal_choice(feed(backend, 1, tokens)[0], reference)
+    finally:
+        backend.set_threads(2)
+
+
+def test_text_comes_back_from_its_tokens(backend):
+    """ARCHITECTURE, follow one request: tokenize and piece are each other's inverse on ordinary text."""
+    vocabulary = backend.vocabulary
+    text = 'Zoë said: "42 naïve 🙂 emoji"\n\n  and spaces.'
+    tokens = vocabulary.tokenize(text, add_special=False, parse_special=False)
+    assert b"".join(vocabulary.piece(token) for token in tokens).decode().lstrip() == text
+    assert vocabulary.tokenize("", add_special=False, parse_special=False) == []
+
+
+def test_what_is_no_text_or_token_is_refused(backend):
+    """SPEC S3: lone surrogates and ids outside the vocabulary are the caller's error."""
+    with pytest.raises(InvalidRequestError):
+        backend.vocabulary.tokenize("\ud800", add_special=False, parse_special=False)
+    for token in (-1, backend.capabilities.n_vocab):
+        with pytest.raises(InvalidRequestError):
+            backend.vocabulary.piece(token)
+        with pytest.raises(InvalidRequestError):
+            backend.vocabulary.special_piece(token)
+
+
+def test_tokens_that_end_a_generation_add_no_text(backend):
+    """SPEC D4: EOG tokens are known as such and are spelled only when asked."""
+    vocabulary = backend.vocabulary
+    assert vocabulary.eog_tokens
+    for token in vocabulary.eog_tokens:
+        assert vocabulary.is_eog(token)
+        assert vocabulary.piece(token) == b""
+        assert vocabulary.special_piece(token) != b""
+    assert vocabulary.eos_text.encode() in {vocabulary.special_piece(token) for token in vocabulary.eog_tokens}
+    assert not vocabulary.is_eog(prompt(backend)[-1])
+
+
+def test_capabilities_are_consistent(backend):
+    """SPEC K7: resolved limits are reported after load."""
+    found = backend.capabilities
+    assert found.num_cells == 512
+    assert found.n_ctx == min(found.num_cells, found.n_ctx_train)
+    assert found.n_batch == 128
+    assert found.num_sequences == 12
+    assert found.can_trim
+    assert found.can_fork
+    assert found.label
+    assert set(backend.memory()) == {"weights", "kv", "compute"}
+    assert backend.memory()["kv"] > 0
+
+
+def test_greedy_text_is_the_same_twice(backend):
+    """SPEC Q4: the same history gives the same text."""
+    tokens = prompt(backend)
+    first, _ = greedy(backend, 0, feed(backend, 0, tokens)[0], 8)
+    second, _ = greedy(backend, 1, feed(backend, 1, tokens)[0], 8)
+    assert first == second

@@ -1,0 +1,226 @@
+"""A runtime without an engine: it has the API that the server uses and plays events from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.errors import ModelNotFoundError
+from stoker.messages import (
+    Delta,
+    EngineStatus,
+    Finished,
+    ModelInfo,
+    PrefillProgress,
+    PromptEcho,
+    Queued,
+    SlotStatus,
+    Timings,
+    TokenLogprob,
+    Usage,
+    WaitStatus,
+)
+from stoker.request import FinishReason, GenerateRequest
+
+Step = Queued | PrefillProgress | PromptEcho | Delta | Finished | Exception | str
+HOLD = "hold"  # a step that lasts until `release`
+
+INFO = ModelInfo(
+    id="stand-in",
+    path="stand-in",
+    label="none",
+    model_class="decoder",
+    architecture="none",
+    description="scripted",
+    num_params=1,
+    size_bytes=1,
+    n_vocab=1000,
+    n_ctx=64,
+    n_ctx_train=64,
+    n_batch=64,
+    num_slots=4,
+    num_threads=1,
+    kv_type="f16",
+    flash_attention="off",
+    memory_bytes={"weights": 1},
+)
+FINISHED = Finished(
+    request_id="x",
+    usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
+    timings=Timings(queue_s=0.5, prefill_s=0.25, decode_s=0.125),
+)
+
+
+@dataclass
+class StandInStatus:
+    """The status of an engine that is not there."""
+
+    engine: EngineStatus
+    pid: int = 4242
+    state: str = "serving"
+    restarts: int = 3
+    label: str = "stand-in"
+    threads: int = 1
+
+
+@dataclass
+class StandInRuntime:
+    """Plays `scripts`, one a request in order of arrival; without one, as many words as were asked for."""
+
+    is_ready: bool = False
+    scripts: deque[Sequence[Step]] = field(default_factory=deque)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    live: dict[str, GenerateRequest] = field(default_factory=dict)
+    abandoned: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    start_error: Exception | None = None
+    waits_for_models: bool = False
+
+    def __post_init__(self) -> None:
+        self._released = asyncio.Event()
+        self._loaded = asyncio.Event()
+
+    # ------------------------------------------------------------ the runtime's API
+
+    async def start(self) -> None:
+        """Ready at once, unless told to wait or fail."""
+        if self.start_error is not None:
+            raise self.start_error
+        if self.waits_for_models:
+            await self._loaded.wait()
+        self.is_ready = True
+
+    async def close(self) -> None:
+        """End every stream that holds."""
+        self.is_ready = False
+        self._released.set()
+
+    @property
+    def models(self) -> list[ModelInfo]:
+        """One model, once ready."""
+        return [INFO] if self.is_ready else []
+
+    def resolve(self, model: str | None) -> ModelInfo:
+        """The one model."""
+        if model in (None, "default", INFO.id):
+            return INFO
+        raise ModelNotFoundError(f"no model {model!r} is served", param="model")
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], model: str = "default", **args: Any) -> str:
+        """A line a message."""
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        return "\n".join([*lines, *(f"{name}={value}" for name, value in sorted(args.items()))])
+
+    async def tokenize(
+        self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True
+    ) -> tuple[list[int], list[bytes]]:
+        """A token a byte; 999 opens where special ones are asked for."""
+        data = text.encode()
+        opening = ([999], [b"<s>"]) if add_special else ([], [])
+        return [*opening[0], *data], [*opening[1], *(bytes([byte]) for byte in data)]
+
+    async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
+        """The bytes back."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+    async def status(self) -> StandInStatus:
+        """What is live sits in slots; the first waiting one shows in the queue."""
+        slots = [
+            SlotStatus(id=i, state="decode", model=INFO.id, num_tokens=1, request_id=request_id)
+            for i, request_id in enumerate(self.live)
+        ]
+        queue = [
+            WaitStatus(request_id=request_id, priority=request.priority, position=0, eta_s=1.5)
+            for request_id, request in list(self.live.items())[:1]
+        ]
+        return StandInStatus(
+            state="serving" if self.is_ready else "starting",
+            engine=EngineStatus(
+                slots=slots, queue=queue, parked=[], counters={}, kv_cells_total=100, kv_cells_used=25
+            ),
+        )
+
+    async def cancel(self, request_id: str) -> None:
+        """Note it and let holding streams go on."""
+        self.cancelled.append(request_id)
+        self._released.set()
+
+    async def stream(self, request: GenerateRequest, request_id: str | None = None) -> AsyncGenerator[Any]:
+        """Play the next script."""
+        assert request_id is not None
+        assert request_id not in self.live
+        self.requests.append(request)
+        self.live[request_id] = request
+        steps = self.scripts.popleft() if self.scripts else _words(request)
+        is_over = False
+        try:
+            for step in steps:
+                await asyncio.sleep(0)
+                if step == HOLD:
+                    await self._released.wait()
+                elif isinstance(step, Exception):
+                    is_over = True
+                    raise step
+                else:
+                    is_over = isinstance(step, Finished)
+                    yield step
+        finally:
+            del self.live[request_id]
+            if not is_over:
+                self.abandoned.append(request_id)
+
+    # ------------------------------------------------------------ what tests do to it
+
+    def reset(self) -> None:
+        """Forget what happened; streams of the next test hold again."""
+        self._released.clear()
+        for record in (self.requests, self.abandoned, self.cancelled, self.scripts):
+            record.clear()
+
+    def release(self) -> None:
+        """Let every stream that holds go on."""
+        self._released.set()
+
+    def finish_loading(self) -> None:
+        """The models are there now."""
+        self._loaded.set()
+
+
+def _words(request: GenerateRequest) -> list[Step]:
+    """`w0 w1 ...` for each choice in turn."""
+    steps: list[Step] = [Queued("x", 0)]
+    if request.echo:
+        text = request.prompt if isinstance(request.prompt, str) else "tokens"
+        entries = None
+        if request.prompt_logprobs is not None:
+            entries = [_entry(char.encode(), None if i == 0 else -1.0) for i, char in enumerate(text)]
+        steps.append(PromptEcho(request_id="x", text=text, logprobs=entries))
+    count = 4 if request.max_tokens is None else min(request.max_tokens, 20)
+    for number, index in itertools.product(range(count), range(request.n)):
+        text = f"w{number} "
+        steps.append(
+            Delta(
+                request_id="x",
+                index=index,
+                text=text,
+                token_ids=[number],
+                logprobs=None if request.logprobs is None else [_entry(text.encode(), -0.5)],
+                finish_reason=FinishReason.LENGTH if number == count - 1 else None,
+            )
+        )
+    usage = Usage(prompt_tokens=5, completion_tokens=count * request.n)
+    return [*steps, Finished(request_id="x", usage=usage, timings=Timings())]
+
+
+def _entry(token: bytes, logprob: float | None) -> TokenLogprob:
+    top = [] if logprob is None else [(7, token, logprob), (8, b"\xff", -3.0)]
+    return TokenLogprob(7, token, logprob, top)
+
+
+def delta(text: str, index: int = 0, finish_reason: FinishReason | None = None) -> Delta:
+    """One token's delta."""
+    return Delta(request_id="x", index=index, text=text, token_ids=[1], finish_reason=finish_reason)

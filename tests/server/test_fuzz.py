@@ -1,0 +1,57 @@
+"""Whatever fits the published schema, and much that does not, is answered without a server error."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import schemathesis
+
+SETTINGS = hypothesis.settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
+def test_no_request_makes_a_server_error(server, http, mode):
+    """S3: examples of every route, right and wrong ones; the length is bounded so that each ends soon."""
+    schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
+    statuses = set()
+    operations = [found.ok() for found in schema.get_all_operations()]
+    if mode is schemathesis.GenerationMode.NEGATIVE:  # the others have nothing to get wrong
+        operations = [operation for operation in operations if operation.body]
+    for operation in operations:
+
+        @SETTINGS
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def check(case):
+            if isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), int | None):
+                case.body["max_tokens"] = 2
+            answer = case.call(base_url=server.url)
+            statuses.add(answer.status_code)
+            assert answer.status_code < 500, answer.text
+
+        check()
+    assert (200 if mode is schemathesis.GenerationMode.POSITIVE else 400) in statuses
+
+
+def test_every_route_is_published(http):
+    """S1: the fuzzed schema is the whole server."""
+    paths = set(http.get("/openapi.json").json()["paths"])
+    assert paths == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{model_id}",
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/v1/runtime",
+        "/v1/runtime/requests/{request_id}/cancel",
+    }

@@ -1,0 +1,197 @@
+"""Settings: flags beat the environment beats the file, and whatever is wrong is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from stoker.errors import InvalidRequestError, MachineSetupError
+from stoker.settings import EngineSettings, ServerSettings, is_debug, load_settings, parse_size
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of whoever runs the tests leaks in."""
+    for name in (
+        *EngineSettings.model_fields,
+        *ServerSettings.model_fields,
+        "model",
+        "allowed_host",
+        "debug",
+    ):
+        monkeypatch.delenv(f"STOKER_{name.upper()}", raising=False)
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[[str], Path]:
+    """A function that writes a TOML file and returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "stoker.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_defaults_are_those_of_the_specification() -> None:
+    """SPEC I2: host, port, slots, context, isolation."""
+    engine, server = load_settings({}, None)
+    assert (server.host, server.port) == ("127.0.0.1", 8686)
+    assert (engine.slots, engine.ctx_size, engine.threads, engine.isolation) == (8, 16384, 0, "process")
+    assert engine.models == ()
+    assert (engine.kv_cells, engine.memory_limit, server.api_key_file) == (None, None, None)
+
+
+def test_flags_beat_the_environment_beats_the_file(
+    write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC I2: the first of flag, STOKER_*, TOML that names a setting wins."""
+    config = write_config("slots = 2\nport = 2222\nctx-size = 2048\n")
+    monkeypatch.setenv("STOKER_SLOTS", "3")
+    monkeypatch.setenv("STOKER_PORT", "3333")
+    engine, server = load_settings({"slots": 4, "port": None}, config)
+    assert (engine.slots, server.port, engine.ctx_size) == (4, 3333, 2048)
+
+
+def test_every_option_can_come_from_the_file(write_config: Callable[[str], Path]) -> None:
+    """SPEC I2: each flag's name works in TOML, in the singular or plural, with dashes or underscores."""
+    config = write_config(
+        'model = ["a", "b"]\nhost = "::1"\nport = 1\nslots = 2\nctx-size = 3\n'
+        'threads = "auto"\nkv_cells = 4\n'
+        'memory-limit = "4GiB"\ncache-dir = "~/c"\napi-key-file = "k"\nisolation = "thread"\n'
+        "watchdog-s = 1.5\n"
+        'max-queue = 5\nallowed-host = "x.example, y.example"\n'
+    )
+    engine, server = load_settings({}, config)
+    assert engine.models == ("a", "b")
+    assert (engine.slots, engine.ctx_size, engine.threads, engine.kv_cells, engine.max_queue) == (
+        2,
+        3,
+        0,
+        4,
+        5,
+    )
+    assert (engine.memory_limit, engine.cache_dir) == (4 * 1024**3, Path.home() / "c")
+    assert (engine.isolation, engine.watchdog_s) == ("thread", 1.5)
+    assert (server.host, server.port, server.api_key_file) == ("::1", 1, Path("k"))
+    assert server.allowed_hosts == ("x.example", "y.example")
+
+
+def test_lists_and_sizes_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPEC I2: every option also as STOKER_*, spelled as on the command line."""
+    monkeypatch.setenv("STOKER_MODEL", "a.gguf, b.gguf")
+    monkeypatch.setenv("STOKER_MEMORY_LIMIT", "512MiB")
+    monkeypatch.setenv("STOKER_THREADS", "auto")
+    monkeypatch.setenv("STOKER_ALLOWED_HOST", "x.example")
+    monkeypatch.setenv("STOKER_SOMETHING_ELSE", "1")
+    engine, server = load_settings({}, None)
+    assert engine.models == ("a.gguf", "b.gguf")
+    assert (engine.memory_limit, engine.threads) == (512 * 1024**2, 0)
+    assert server.allowed_hosts == ("x.example",)
+
+
+def test_settings_made_in_code_ignore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """STYLE 9: settings are read in one place; a library user gets what was written."""
+    monkeypatch.setenv("STOKER_SLOTS", "3")
+    assert EngineSettings().slots == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("123", 123),
+        ("4GiB", 4 * 1024**3),
+        ("1.5g", 3 * 2**29),
+        ("2 MB", 2_000_000),
+        ("7k", 7168),
+        ("1TiB", 1024**4),
+    ],
+)
+def test_sizes_are_understood(text: str, num_bytes: int) -> None:
+    """SPEC I2: bytes, or a number with a unit."""
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4QiB", "-1", "1e9", "4 4"])
+def test_other_sizes_are_refused_with_an_example(text: str) -> None:
+    """What bad input gets: the error shows what would have been right."""
+    with pytest.raises(InvalidRequestError, match="4GiB") as caught:
+        load_settings({"memory_limit": text}, None)
+    assert caught.value.param == "memory_limit"
+
+
+@pytest.mark.parametrize(
+    ("flags", "param"),
+    [
+        ({"slots": 0}, "slots"),
+        ({"slots": 257}, "slots"),
+        ({"port": 65536}, "port"),
+        ({"port": "x"}, "port"),
+        ({"threads": "many"}, "threads"),
+        ({"isolation": "container"}, "isolation"),
+        ({"watchdog_s": 0}, "watchdog_s"),
+        ({"memory_limit": 0}, "memory_limit"),
+        ({"max_queue": 0}, "max_queue"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name_and_source(flags: dict[str, object], param: str) -> None:
+    """What bad input gets: the setting, the value and where it came from."""
+    with pytest.raises(InvalidRequestError, match=r"from flag") as caught:
+        load_settings(flags, None)
+    assert caught.value.param == param
+    assert str(flags[param]) in caught.value.message
+
+
+def test_the_environment_is_named_as_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bad input gets: a forgotten variable can be found."""
+    monkeypatch.setenv("STOKER_SLOTS", "many")
+    with pytest.raises(InvalidRequestError, match="from environment"):
+        load_settings({}, None)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known(write_config: Callable[[str], Path]) -> None:
+    """What bad input gets: a typo in the file is not silently the default."""
+    with pytest.raises(InvalidRequestError, match=r"'ctx_sise'.*did you mean ctx_size.*stoker\.toml"):
+        load_settings({}, write_config("ctx_sise = 1\n"))
+
+
+def test_an_unknown_field_is_refused_in_code_too() -> None:
+    """What bad input gets: Runtime(slotz=...) names its mistake."""
+    with pytest.raises(InvalidRequestError, match="did you mean slots"):
+        EngineSettings(slotz=1)  # type: ignore[call-arg]  # that is the point
+    with pytest.raises(InvalidRequestError, match="slots"):
+        EngineSettings().replace(slots=-1)
+
+
+def test_a_file_that_is_not_toml_is_refused_with_the_place(write_config: Callable[[str], Path]) -> None:
+    """What bad input gets: file, line and column."""
+    with pytest.raises(InvalidRequestError, match=r"stoker\.toml is not valid TOML.*line 1"):
+        load_settings({}, write_config("slots = = 1"))
+
+
+def test_a_missing_file_says_so(tmp_path: Path) -> None:
+    """What bad input gets: no such file, one clear line."""
+    with pytest.raises(MachineSetupError, match=r"gone\.toml.*No such file"):
+        load_settings({}, tmp_path / "gone.toml")
+
+
+def test_settings_are_immutable_and_copies_are_validated() -> None:
+    """STYLE 9: frozen."""
+    settings = EngineSettings(slots=2)
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.slots = 3
+    changed = settings.replace(ctx_size=77)
+    assert (settings.ctx_size, changed.slots, changed.ctx_size) == (16384, 2, 77)
+
+
+@pytest.mark.parametrize(("value", "answer"), [("1", True), ("0", False), ("", False)])
+def test_debug_is_an_environment_variable(
+    value: str, answer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue, CLI: STOKER_DEBUG=1 shows tracebacks."""
+    monkeypatch.setenv("STOKER_DEBUG", value)
+    assert is_debug() is answer
