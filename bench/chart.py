@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure as Canvas
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
     from bench.results import Report, Series
 
-AHEAD = "#2a7f62"
-BEHIND = "#c0562f"
+COLOURS = {None: "#6b8cae", True: "#2a7f62", False: "#c0562f"}
+VERDICTS = {None: "no bar to reach", True: "reaches its bar", False: "misses its bar"}
 PEER = "#444444"
+BAR = "#b00020"
 LOG_SCALE_ABOVE = 4.0
 ROW_INCHES = 0.55
 WIDTH_INCHES = 9.0
@@ -30,20 +34,20 @@ def draw_chart(report: Report, path: Path) -> None:
         _draw_bar(axes, index, series)
     axes.set_yticks(range(len(rows)), [f"{c.title}\n{s.metric.title}" for c, s in rows], fontsize=9)
     axes.invert_yaxis()
-    axes.axvline(1.0, color=PEER, linewidth=1.2, label=f"{report.labels[1]} = 1")
+    axes.axvline(1.0, color=PEER, linewidth=1.2)
     _scale(axes, [ratio for _, series in rows for ratio in series.ratios])
     axes.set_xlabel(f"ratio to {report.labels[1]}, more is better (bar: median; line: least to most)")
     axes.set_title(
         f"{report.labels[0]} against {report.labels[1]}, {report.machine.get('cpu', '')}", fontsize=11
     )
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25 - 0.3 / len(rows)), ncols=2, frameon=False)
+    canvas.legend(handles=_legend(report), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     canvas.savefig(path, dpi=150)
 
 
 def _draw_bar(axes: Axes, index: int, series: Series) -> None:
     ratio, low, high = series.ratio, min(series.ratios), max(series.ratios)
-    axes.barh(index, ratio, height=0.55, color=AHEAD if ratio >= 1 else BEHIND, alpha=0.85)
+    axes.barh(index, ratio, height=0.55, color=COLOURS[series.is_good], alpha=0.85)
     axes.plot([low, high], [index, index], color="black", linewidth=1.2)
     axes.plot(series.ratios, [index] * len(series.ratios), "o", color="black", markersize=3)
     axes.annotate(
@@ -53,10 +57,19 @@ def _draw_bar(axes: Axes, index: int, series: Series) -> None:
         axes.plot(
             [series.metric.bar] * 2,
             [index - 0.38, index + 0.38],
-            color="#b00020",
+            color=BAR,
             linestyle=":",
             linewidth=1.8,
         )
+
+
+def _legend(report: Report) -> list[Artist]:
+    verdicts = {series.is_good for comparison in report.comparisons for series in comparison.series}
+    handles: list[Artist] = [Line2D([], [], color=PEER, linewidth=1.2, label=f"{report.labels[1]} = 1")]
+    handles += [Patch(color=COLOURS[v], alpha=0.85, label=VERDICTS[v]) for v in COLOURS if v in verdicts]
+    if verdicts != {None}:
+        handles.append(Line2D([], [], color=BAR, linestyle=":", linewidth=1.8, label="bar to reach"))
+    return handles
 
 
 def _scale(axes: Axes, ratios: list[float]) -> None:

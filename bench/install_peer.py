@@ -103,7 +103,6 @@ def _show_build(lines: Iterable[str], log: TextIO, console: Console) -> None:
             log.write(line)
             if (percent := build_percent(line)) is not None:
                 progress.update(task, completed=percent, description="compiling")
-        progress.update(task, completed=100, description="done")
 
 
 if __name__ == "__main__":

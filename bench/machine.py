@@ -20,6 +20,7 @@ def describe_machine() -> dict[str, str]:
         "cores": f"{psutil.cpu_count(logical=False)} physical, {os.cpu_count()} logical",
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "system": f"{platform.system()} {platform.machine()}",
+        "load before": f"{os.getloadavg()[0]:.1f} (1 minute mean; a quiet machine is near 0)",
         "python": platform.python_version(),
         "stoker": version("stoker"),
         "llama-cpp-python": version("llama-cpp-python"),

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from bench.client import Client
@@ -22,7 +23,6 @@ from bench.errors import BenchError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 300.0
@@ -56,16 +56,16 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StokerServer:
-    """`stoker serve`, run by this interpreter. It picks its own port and says so in its readiness line."""
+    """`stoker serve` of this environment. It picks its own port and says so in its readiness line."""
 
     model: str | None = None
     label: ClassVar[str] = "stoker"
 
     def command(self, shape: Shape, port: int) -> list[str]:  # noqa: ARG002 - it is told to choose a port itself
-        """`python -m stoker.cli.main serve` with the shape."""
+        """The installed command with the shape."""
         model = ["--model", self.model] if self.model else []
         return [
-            *(sys.executable, "-m", "stoker.cli.main", "serve", *model),
+            *(str(Path(sys.executable).with_name("stoker")), "serve", *model),
             *("--host", LOOPBACK, "--port", "0"),
             *("--slots", str(shape.num_slots), "--ctx-size", str(shape.ctx_size)),
             *("--threads", str(shape.num_threads)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from bench.workloads.workload import Better, Metric
@@ -36,8 +36,11 @@ class Series:
 
     @property
     def ratio(self) -> float:
-        """The median of the ratios (not the ratio of medians: noise that hits a pair alike cancels)."""
-        return median(self.ratios)
+        """The median of the ratios (not the ratio of medians: noise that hits a pair alike cancels).
+
+        The lower of the middle two of an even number: their mean would follow whichever is an outlier.
+        """
+        return median_low(self.ratios)
 
     @property
     def is_good(self) -> bool | None:

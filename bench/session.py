@@ -61,6 +61,7 @@ class Contestants:
 
 async def compare_started(plan: Plan, contestants: Contestants, console: Console) -> Report:
     """Start both servers, run the plan, stop them."""
+    machine = describe_machine()
     comparisons: list[Comparison] = []
     figures: list[Figure] = []
     if "overhead" in plan.figures:
@@ -76,10 +77,7 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
             async with AsyncExitStack() as stack:
                 pair = await _start_pair(contestants, contestants.shape, Path(logs), stack)
                 figures += await _measure_idle(pair)
-    machine = {
-        **describe_machine(),
-        LlamaServer.label: await asyncio.to_thread(binary_version, contestants.binary),
-    }
+    machine[LlamaServer.label] = await asyncio.to_thread(binary_version, contestants.binary)
     shape = contestants.shape
     settings = {
         **_plan_settings(plan),
@@ -95,13 +93,12 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
 
 async def compare_running(plan: Plan, urls: Sequence[str], labels: Sequence[str], console: Console) -> Report:
     """Run the plan's workloads against two servers that somebody else started."""
+    machine = describe_machine()
     first, second = (Target(label, Client(url)) for url, label in zip(urls, labels, strict=True))
     for target in (first, second):
         await warm_up(target)
     comparisons = await _run_workloads(plan.workloads, (first, second), plan.seeds, console)
-    return Report(
-        (first.label, second.label), describe_machine(), _plan_settings(plan), tuple(comparisons), ()
-    )
+    return Report((first.label, second.label), machine, _plan_settings(plan), tuple(comparisons), ())
 
 
 def measure_overhead(contestants: Contestants) -> list[Figure]:
@@ -127,6 +124,7 @@ def _overhead_figures(way: dict[str, float | str]) -> list[Figure]:
     return [
         Figure(f"{key}_median", f"{title}, median", "ms", float(way["own_median_ms"]), limit),
         Figure(f"{key}_p95", f"{title}, p95", "ms", float(way["own_p95_ms"])),
+        Figure(f"{key}_cpu", f"{title}, CPU median", "ms", float(way["own_cpu_median_ms"])),
         Figure(f"{key}_drawing", f"{title}, of it drawing", "ms", float(way["drawing_median_ms"])),
         Figure(
             f"native_{key}", f"native decode, 8 rows, {name}, median", "ms", float(way["native_median_ms"])

@@ -24,10 +24,9 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Self
 
-import llama_cpp
-
 from bench.errors import BenchError
 from bench.prompts import random_prompt
+from stoker.backends.llama.binding import llama
 from stoker.decode.generation import Generation
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 NUM_ROWS = 8
 NUM_TOKENS = 160
 PROMPT_WORDS = 24
-NATIVE_CALLS = ("llama_decode", "llama_synchronize")
+NATIVE_CALLS = ("llama_decode", "llama_get_logits")
 WAIT_S = 300.0
 NUM_PERCENTILES = 20
 WAYS = {"greedy": Sampling(temperature=0.0), "default samplers": Sampling(seed=1)}
@@ -52,12 +51,17 @@ WAYS = {"greedy": Sampling(temperature=0.0), "default samplers": Sampling(seed=1
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Milliseconds of a step at eight rows, over all steps of one run."""
+    """Milliseconds of a step at eight rows, over all steps of one run.
+
+    `own_cpu_median_ms` counts what the loop's thread computed, without its waits for a core: it stays the
+    same on a busy machine.
+    """
 
     way: str
     num_steps: int
     own_median_ms: float
     own_p95_ms: float
+    own_cpu_median_ms: float
     drawing_median_ms: float
     native_median_ms: float
 
@@ -67,8 +71,10 @@ class Turn:
     """One decode call and what followed it, up to the next one."""
 
     began_s: float
+    began_cpu_s: float
     num_tokens: int
     native_s: float = 0.0
+    native_cpu_s: float = 0.0
     drawing_s: float = 0.0
 
 
@@ -85,12 +91,13 @@ class Stopwatch:
         """`call` with its time added to the turn; a decode begins a new one."""
 
         def timed(*args: Any) -> Any:
-            began_s = time.perf_counter()
+            began_s, began_cpu_s = time.perf_counter(), time.thread_time()
             if name == "llama_decode":
-                self.turns.append(Turn(began_s, args[1].n_tokens))
+                self.turns.append(Turn(began_s, began_cpu_s, args[1].n_tokens))
             result = call(*args)
             if self.turns:
                 self.turns[-1].native_s += time.perf_counter() - began_s
+                self.turns[-1].native_cpu_s += time.thread_time() - began_cpu_s
             return result
 
         return timed
@@ -109,16 +116,16 @@ class Stopwatch:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, the bindings' calls and `Generation.advance` are clocked."""
-        natives = {name: getattr(llama_cpp, name) for name in NATIVE_CALLS}
+        natives = {name: getattr(llama, name) for name in NATIVE_CALLS}
         advance = Generation.advance
         for name, call in natives.items():
-            setattr(llama_cpp, name, self.native(name, call))
+            setattr(llama, name, self.native(name, call))
         setattr(Generation, "advance", self.drawing(advance))  # noqa: B010 - a method may not be assigned
         try:
             yield
         finally:
             for name, call in natives.items():
-                setattr(llama_cpp, name, call)
+                setattr(llama, name, call)
             setattr(Generation, "advance", advance)  # noqa: B010 - likewise
 
 
@@ -129,18 +136,20 @@ def summarise(way: str, turns: Sequence[Turn]) -> Overhead:
         BenchError: there are too few of them.
     """
     pairs = [
-        (turn, following.began_s - turn.began_s)
+        (turn, following)
         for turn, following in pairwise(turns)
         if turn.num_tokens == NUM_ROWS == following.num_tokens
     ]
     if len(pairs) < NUM_PERCENTILES:
         raise BenchError(f"{len(pairs)} steps had {NUM_ROWS} rows; {NUM_PERCENTILES} are needed")
-    own_ms = [1e3 * (turn_s - turn.native_s) for turn, turn_s in pairs]
+    own_ms = [1e3 * (after.began_s - turn.began_s - turn.native_s) for turn, after in pairs]
+    cpu_ms = [1e3 * (after.began_cpu_s - turn.began_cpu_s - turn.native_cpu_s) for turn, after in pairs]
     return Overhead(
         way=way,
         num_steps=len(pairs),
         own_median_ms=median(own_ms),
         own_p95_ms=quantiles(own_ms, n=NUM_PERCENTILES)[-1],
+        own_cpu_median_ms=median(cpu_ms),
         drawing_median_ms=median(1e3 * turn.drawing_s for turn, _ in pairs),
         native_median_ms=median(1e3 * turn.native_s for turn, _ in pairs),
     )
@@ -160,7 +169,7 @@ class Engine:
         self._writer = EventWriter(self._ours)
         settings = EngineSettings.model_validate({"slots": spec.num_slots, "ctx_size": spec.n_ctx})
         self._loop = EngineLoop(self._inbox, self._publish, settings)
-        self._thread = threading.Thread(target=self._loop.run, name="bench-engine")
+        self._thread = threading.Thread(target=self._loop.run, name="bench-engine", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -180,6 +189,7 @@ class Engine:
         for index in range(NUM_ROWS):
             request = GenerateRequest(
                 prompt=random_prompt(PROMPT_WORDS, index),
+                model=self._spec.id,
                 max_tokens=NUM_TOKENS,
                 sampling=sampling,
                 ignore_eos=True,
@@ -226,13 +236,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    results = measure(options.model, options.threads)
+    try:
+        results = measure(options.model, options.threads)
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if options.json:
         print(json.dumps([asdict(result) for result in results]))
         return 0
     for result in results:
         print(
-            f"{result.way}: own {result.own_median_ms:.3f} ms (p95 {result.own_p95_ms:.3f}), drawing in it "
+            f"{result.way}: own {result.own_median_ms:.3f} ms (p95 {result.own_p95_ms:.3f}, "
+            f"CPU {result.own_cpu_median_ms:.3f}), drawing in it "
             f"{result.drawing_median_ms:.3f}, native {result.native_median_ms:.1f}, {result.num_steps} steps"
         )
     return 0

@@ -1,4 +1,6 @@
-"""Two requests at once on one model, each streamed as it comes: `python examples/async_runtime.py [MODEL]`."""
+"""Two requests at once on one model: `python examples/async_runtime.py [MODEL]`."""
+
+# ruff: noqa: INP001, T201 - a script, which shows its result
 
 import asyncio
 import sys
@@ -23,7 +25,7 @@ async def main(model: str | None) -> None:
     async with Runtime(model, slots=4, ctx_size=4096) as runtime:
         prompts = ["The capital of France is", "The largest planet is"]
         for text in await asyncio.gather(*(answer(runtime, prompt) for prompt in prompts)):
-            print(text)  # noqa: T201 - an example shows its result
+            print(text)
 
 
 if __name__ == "__main__":

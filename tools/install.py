@@ -13,12 +13,14 @@ import platform
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 import venv
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +30,7 @@ NATIVE = "llama-cpp-python"
 NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 SLOW_REPORT_S = 10.0
 TTY_REPORT_S = 0.5
+DETAIL_CHARS = 70
 STEP = re.compile(r"\[(\d+)/(\d+)\]")
 NEWS = re.compile(
     r"(Collecting|Downloading|Using cached|Building wheel for|Installing collected packages)\b.*"
@@ -54,7 +57,7 @@ class Progress:
             done, total = int(step[1]), int(step[2])
             self._detail = f"compiling {done}/{total} ({100 * done // total} %)"
         elif news := NEWS.search(line):
-            self._detail = news[0].split(" (from")[0]
+            self._detail = news[0].split(" (from")[0][:DETAIL_CHARS]
 
     def show(self) -> None:
         """Draw, if it is time to."""
@@ -148,6 +151,7 @@ def run_pip(title: str, command: list[str], env: dict[str, str], log: Path) -> N
         text=True,
         errors="replace",
         cwd=ROOT,
+        start_new_session=True,  # an interruption ends the compilers too
     )
     lines: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(process, lines), daemon=True)
@@ -161,7 +165,8 @@ def run_pip(title: str, command: list[str], env: dict[str, str], log: Path) -> N
                     progress.note(line)
                 progress.show()
         except BaseException:
-            process.terminate()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             raise
     if process.returncode != 0:
         progress.finish("failed")

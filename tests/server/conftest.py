@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
@@ -86,9 +87,8 @@ def make_fake_runtime() -> Runtime:
     return Runtime(model="fake:eog_period=0", isolation="thread", slots=4)
 
 
-@pytest.fixture
-def start_server() -> Iterator[Callable[..., ServerThread]]:
-    """Start servers that stop with the test."""
+@contextlib.contextmanager
+def _servers() -> Iterator[Callable[..., ServerThread]]:
     started: list[ServerThread] = []
 
     def start(make_runtime: Callable[[], Any] = StandInRuntime, **settings: Any) -> ServerThread:
@@ -99,6 +99,20 @@ def start_server() -> Iterator[Callable[..., ServerThread]]:
     for server in started:
         if not server.is_stopped:
             server.stop()
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., ServerThread]]:
+    """Start servers that stop with the test."""
+    with _servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def _module_servers() -> Iterator[Callable[..., ServerThread]]:
+    """Start servers that stop with the module."""
+    with _servers() as start:
+        yield start
 
 
 @pytest.fixture(scope="session")

@@ -220,7 +220,7 @@ def test_the_priority_header_beats_the_body(scripted, scripted_http):
 def test_what_is_not_served_is_refused_by_name(client, change, param):
     """S3: 400 `unsupported` naming the field, rather than an answer that ignores it."""
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{"model": "default", "messages": HELLO}, extra_body=change)
+        client.chat.completions.create(model="default", messages=HELLO, extra_body=change)
     assert (caught.value.code, caught.value.param) == ("unsupported", param)
 
 

@@ -116,7 +116,7 @@ def test_sixteen_tokens_are_the_default(client):
 def test_a_wrong_field_is_named(client, change, param):
     """S3: 400 with the field as `param`."""
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(**{"model": "default", "prompt": "x"}, extra_body=change)
+        client.completions.create(model="default", prompt="x", extra_body=change)
     assert caught.value.type == "invalid_request_error"
     assert str(caught.value.param).startswith(param)
 

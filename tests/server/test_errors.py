@@ -7,6 +7,7 @@ import socket
 
 import openai
 import pytest
+from stand_in import HOLD, delta
 
 from stoker import errors
 
@@ -15,7 +16,7 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(
-    ("error", "expected", "kind"),
+    "case",
     [
         (errors.InvalidRequestError("bad", param="stop"), openai.BadRequestError, "invalid_request_error"),
         (
@@ -32,11 +33,12 @@ CHAT = "/v1/chat/completions"
         (errors.EngineCrashedError("thrice"), openai.InternalServerError, "server_error"),
         (errors.StepFailedError("step"), openai.InternalServerError, "server_error"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+    ids=lambda case: type(case[0]).__name__,
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_error_becomes_the_clients_exception(scripted, scripted_client, error, expected, kind, stream):
+def test_every_error_becomes_the_clients_exception(scripted, scripted_client, case, stream):
     """S3: status, type, code and param, the same before a stream's first byte as without one."""
+    error, expected, kind = case
     scripted.runtime.scripts.append([error])
     with pytest.raises(expected) as caught:
         scripted_client.chat.completions.create(model="default", messages=HELLO, stream=stream)
@@ -119,8 +121,6 @@ def test_a_broken_http_request_harms_nobody(http, server):
 
 def test_an_error_after_the_stream_began_is_in_band(scripted, scripted_client, scripted_http):
     """S2: an error frame, then [DONE]; the official client raises it."""
-    from stand_in import delta
-
     script = [delta("one"), errors.StepFailedError("the step failed")]
     scripted.runtime.scripts.extend([script, script])
     answer = scripted_http.post(CHAT, json={"messages": HELLO, "stream": True})
@@ -134,8 +134,6 @@ def test_an_error_after_the_stream_began_is_in_band(scripted, scripted_client, s
 
 def test_one_failing_prompt_fails_its_request_and_ends_the_others(scripted, scripted_http, until):
     """L6, S5: the error is the answer, and no other prompt runs on."""
-    from stand_in import HOLD
-
     scripted.runtime.scripts.extend([[HOLD], [errors.StepFailedError("second")], [HOLD]])
     answer = scripted_http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "second")

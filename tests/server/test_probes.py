@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import HOLD, StandInRuntime, delta
@@ -12,8 +15,6 @@ CHAT = "/v1/chat/completions"
 
 def test_before_the_models_are_there_only_health_answers(start_server, until):
     """S3, S6: 503 with Retry-After, and nothing is woken by asking."""
-    import httpx
-
     server = start_server(lambda: StandInRuntime(waits_for_models=True))
     with httpx.Client(base_url=server.url) as http:
         assert http.get("/health").json() == {"status": "ok"}
@@ -86,6 +87,7 @@ def test_the_runtime_shows_engine_slots_queue_and_memory(http):
 
 
 def metric(http, name, **labels):
+    """The value of one sample."""
     for family in text_string_to_metric_families(http.get("/metrics").text):
         for sample in family.samples:
             if sample.name == name and sample.labels == labels:
@@ -130,8 +132,6 @@ def test_a_live_request_is_cancelled_by_any_of_its_names(scripted, scripted_http
 
 def test_every_prompt_of_a_request_is_cancelled_with_it(scripted, scripted_http, until):
     """S1: one name, all its work."""
-    import threading
-
     scripted.runtime.scripts.extend([[HOLD], [HOLD]])
     body = {"prompt": ["a", "b"]}
     answers = []

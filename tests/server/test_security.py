@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import httpx
 import openai
 import pytest
@@ -145,3 +147,6 @@ def test_a_body_over_the_limit_is_a_413(start_server):
             answer = http.post("/v1/completions", content=content)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
         assert http.get("/health").status_code == 200
+    with socket.create_connection(("127.0.0.1", server.port)) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1001\r\n\r\n")
+        assert b" 413 " in raw.recv(4096)  # refused before any of it was sent

@@ -21,7 +21,8 @@ PROGRAM = """
 import sys
 from stoker.server.serve import run_server
 from stoker.settings import EngineSettings, ServerSettings
-sys.exit(run_server(EngineSettings(models=("fake:eog_period=0",), isolation="thread", drain_s=0.2), ServerSettings(port=0)))
+engine = EngineSettings(models=("fake:eog_period=0",), isolation="thread", drain_s=0.2)
+sys.exit(run_server(engine, ServerSettings(port=0)))
 """
 
 

@@ -32,6 +32,7 @@ from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
 from bench.prompts import random_prompt
 from bench.results import Comparison, Figure, Report, Series
 from bench.sse import SseDecoder
+from bench.step_overhead import Turn, summarise
 from bench.target import Target
 from bench.workloads import WORKLOADS, Better, Metric, Workload
 
@@ -238,6 +239,7 @@ def test_a_ratio_above_one_is_better_in_both_directions() -> None:
     """Q9: speed is ours by theirs, delay is theirs by ours, and the median is of ratios."""
     assert Series(SPEED, (90.0, 50.0, 10.0), (100.0, 100.0, 1.0)).ratio == pytest.approx(0.9)
     assert Series(DELAY, (10.0,), (20.0,)).ratios == (2.0,)
+    assert Series(SPEED, (80.0, 1700.0), (100.0, 100.0)).ratio == pytest.approx(0.8)
 
 
 def test_a_bar_is_judged_and_its_absence_is_no_verdict() -> None:
@@ -266,6 +268,7 @@ def report() -> Report:
 
 def test_the_report_is_a_page_a_document_and_a_picture(report: Report, tmp_path: Path) -> None:
     """O2: every value, ratio and verdict is in the files."""
+    pytest.importorskip("matplotlib")
     written = publication.write(report, tmp_path / "new" / "folder")
     assert [path.name for path in written] == ["report.md", "report.json", "report.png"]
     page = written[0].read_text()
@@ -383,7 +386,7 @@ async def test_a_process_that_does_nothing_idles_at_zero() -> None:
     sleeper = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: ASYNC220 - nothing waits on its pipe
     with sleeper:
         os.kill(sleeper.pid, signal.SIGSTOP)
-        os.waitpid(sleeper.pid, os.WUNTRACED)
+        os.waitpid(sleeper.pid, os.WUNTRACED)  # noqa: ASYNC222 - a stop is delivered at once
         assert await idle_cpu_percent(sleeper.pid, duration_s=0.01) == 0
         sleeper.kill()
 
@@ -398,6 +401,19 @@ def test_the_peer_is_built_with_the_same_flags_and_reports_progress(monkeypatch:
     assert build_percent("Collecting cmake") is None
 
 
+def test_own_time_is_the_turn_without_the_native_call() -> None:
+    """Q9: only steps that decode all rows, followed by another such step, count."""
+    steps = [Turn(began_s=0.1 * i, began_cpu_s=0.06 * i, num_tokens=8) for i in range(30)]
+    for turn in steps:
+        turn.native_s, turn.native_cpu_s, turn.drawing_s = 0.098, 0.059, 0.0005
+    overhead = summarise("greedy", [Turn(-9.0, -9.0, 200), *steps])
+    assert overhead.num_steps == 29
+    assert [overhead.own_median_ms, overhead.own_p95_ms] == pytest.approx([2.0, 2.0])
+    assert [overhead.own_cpu_median_ms, overhead.drawing_median_ms] == pytest.approx([1.0, 0.5])
+    with pytest.raises(BenchError, match="9 steps"):
+        summarise("greedy", steps[:10])
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -405,6 +421,7 @@ async def test_two_running_servers_are_compared_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """I1: any OpenAI-compatible addresses, labels in the tables, files in the folder asked for."""
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(contest, "SETTLE_S", 0)
     async with serving(StandIn()) as one, serving(StandIn()) as two:
         arguments = ["--url", one, "--label", "left", "--url", two, "--label", "right"]

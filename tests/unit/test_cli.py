@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
 from stoker.cli import examination, stdin
 from stoker.cli.main import app
+from stoker.cli.reader import TerminalReader
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
 from stoker.messages import Delta, Finished, ModelState, PrefillProgress, Timings, Usage
 from stoker.models import hub
@@ -230,6 +234,40 @@ def test_a_wrong_setting_is_named_before_anything_starts(runtime: RuntimeStandIn
     assert result.stderr.startswith("stoker: threads: ")
 
 
+def test_run_answers_through_a_real_engine() -> None:
+    """SPEC I1, R9: the same seed gives the same answer from an engine process; nothing on stderr."""
+    command = ("run", "Hi", "--model", "fake:", "--seed", "3", "--max-tokens", "8")
+    answers = [
+        subprocess.run(
+            [sys.executable, "-m", "stoker.cli", *command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for _ in range(2)
+    ]
+    assert answers[0].stdout == answers[1].stdout != "\n"
+    assert [answer.stderr for answer in answers] == ["", ""]
+
+
+def test_run_names_a_broken_file_and_its_reason(tmp_path: Path) -> None:
+    """What bad input gets: a foreign file is exit code 2 and one line; nothing is loaded."""
+    junk = tmp_path / "junk.gguf"
+    junk.write_bytes(b"MZ, a program" * 9)
+    result = invoke("run", "Hi", "--model", str(junk))
+    assert result.exit_code == 2
+    assert "junk.gguf" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_run_names_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """What bad input gets: no such file, one line."""
+    result = invoke("run", "Hi", "--model", str(tmp_path / "gone.gguf"))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "gone.gguf" in result.stderr
+
+
 # ---------------------------------------------------------------- chat
 
 
@@ -263,6 +301,22 @@ def test_an_error_in_one_answer_leaves_the_chat_usable(runtime: RuntimeStandIn) 
     assert "99 tokens do not fit 64; /clear starts over" in result.stderr
     assert "no command /nonsense" in result.stderr
     assert runtime.requests[1].prompt == "[user] Hi\n"
+
+
+async def test_the_terminals_line_sends_with_enter_and_grows_with_alt_enter(tmp_path: Path) -> None:
+    """Issue, CLI: multi-line input; Ctrl-C clears the line and Ctrl-D ends; what was sent is remembered."""
+    history = tmp_path / "data" / "history"
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        reader = TerminalReader(history)
+        keys.send_text("one\x1b\rtwo\r")
+        assert await reader.read() == "one\ntwo"
+        keys.send_text("forget this\x03three\r")
+        assert await reader.read() == "three"
+        keys.send_text("\x04")
+        with pytest.raises(EOFError):
+            await reader.read()
+    assert "+one\n+two" in history.read_text(encoding="utf-8")
+    assert history.stat().st_mode & 0o777 == 0o600
 
 
 # ---------------------------------------------------------------- serve

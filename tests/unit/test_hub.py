@@ -179,6 +179,17 @@ def test_a_missing_repository_says_what_to_do(hub: HubStandIn, tmp_path: Path) -
     assert len(hub.requests) == 1
 
 
+def test_an_answer_that_is_no_listing_is_a_typed_error(
+    hub: HubStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L7: a login page in the way is told from a hub."""
+    answers: list[object] = [[], {"siblings": [{"size": 1}]}]
+    for body in answers:
+        monkeypatch.setattr(hub, "listing", lambda body=body: body)
+        with pytest.raises(DownloadError, match="no listing"):
+            pull(request(hub, tmp_path), ignore)
+
+
 def test_a_gated_repository_says_what_to_do(hub: HubStandIn, tmp_path: Path) -> None:
     """SPEC L7: terms that have to be accepted are named, not retried."""
     hub.error_code, hub.error_status = "GatedRepo", 403

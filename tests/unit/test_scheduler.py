@@ -253,7 +253,7 @@ def test_common_prefix_finds_every_length():
 
 def test_more_decode_rows_than_budget_take_turns():
     """Q9."""
-    planner = Planner(2)
+    planner = Planner(2, 64)
     rows = []
     for number in range(4):
         member = sequence(str(number), 3)

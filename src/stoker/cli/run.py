@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
 
-DEFAULT_PROMPT = "Why is the sky blue? Answer in two sentences."
+DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence."
 
 
 def run(

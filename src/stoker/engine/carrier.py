@@ -269,6 +269,14 @@ class ThreadCarrier:
         return await asyncio.shield(self._exit)
 
 
+NewCarrier = Callable[["EngineSettings"], Carrier]
+
+
+def carrier_for(settings: EngineSettings) -> Carrier:
+    """The carrier that `settings.isolation` names, not started yet."""
+    return ProcessCarrier(settings) if settings.isolation == "process" else ThreadCarrier(settings)
+
+
 def _resolve(future: asyncio.Future[EngineExit], status: EngineExit) -> None:
     if not future.done():
         future.set_result(status)

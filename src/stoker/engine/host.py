@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stoker.engine.calls import Calls, Question
-from stoker.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier
+from stoker.engine.carrier import NewCarrier, carrier_for
 from stoker.engine.death import Death, OomCounter
 from stoker.engine.life import Life
 from stoker.engine.replay import LiveRequest, Replay
@@ -46,7 +46,6 @@ from stoker.messages import (
     GetStatus,
     Heartbeat,
     Hello,
-    LoadModel,
     ModelSpec,
     ModelState,
     Reply,
@@ -64,14 +63,8 @@ MAX_FAILED_STARTS = 3
 EXIT_LIMIT_S = 5.0
 """What an engine may take, after its drain, to free everything and leave."""
 
-NewCarrier = Callable[[EngineSettings], Carrier]
 OnModelState = Callable[[ModelState], None]
 EventSink = Callable[[Event], None]
-
-
-def carrier_for(settings: EngineSettings) -> Carrier:
-    """The carrier that `settings.isolation` names."""
-    return ProcessCarrier(settings) if settings.isolation == "process" else ThreadCarrier(settings)
 
 
 def ignore_state(state: ModelState) -> None:
@@ -109,7 +102,6 @@ class EngineHost:
         self._life: Life | None = None
         self._num_restarts = 0
         self._num_failed_starts = 0
-        self._roster_moved = asyncio.Event()
         self._closed = asyncio.Event()
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -233,11 +225,7 @@ class EngineHost:
         await life.wait_until_up()
         self._num_failed_starts = 0
         for spec in self.roster.to_load():
-            life.loading = spec.id
-            life.send(LoadModel(spec))
-            while not self.roster.is_settled(spec.id):
-                self._roster_moved.clear()
-                await self._roster_moved.wait()
+            await life.load(spec, self.roster)
         if self.state is EngineState.STARTING and self.roster.failures():
             self._fail_start()
             return
@@ -408,7 +396,7 @@ class EngineHost:
                 life.beat(event)
             case ModelState():
                 self.roster.record(event)
-                self._roster_moved.set()
+                life.note_model()
                 asyncio.get_running_loop().call_soon(self._on_load, event)  # its errors are its own
             case Reply():
                 self._calls.settle(event)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 from stoker.engine.death import Death, OomCounter, judge
 from stoker.engine.watchdog import Watchdog
 from stoker.errors import MachineSetupError
+from stoker.messages import LoadModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.engine.carrier import Carrier
-    from stoker.messages import Command, Event, Heartbeat
+    from stoker.engine.roster import Roster
+    from stoker.messages import Command, Event, Heartbeat, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Life:
         self._serving_since: float | None = None
         self._hang: str | None = None
         self._hello = asyncio.Event()
+        self._model_moved = asyncio.Event()
         self.loading: str | None = None
         """Id of the model that this engine is loading for the host."""
 
@@ -88,9 +91,21 @@ class Life:
         """Hello arrived."""
         self._hello.set()
 
+    async def load(self, spec: ModelSpec, roster: Roster) -> None:
+        """Load a model; `roster` tells when that has come to an end, good or bad."""
+        self.loading = spec.id
+        self.send(LoadModel(spec))
+        while not roster.is_settled(spec.id):
+            self._model_moved.clear()
+            await self._model_moved.wait()
+        self.loading = None
+
+    def note_model(self) -> None:
+        """A model's state is on the roster."""
+        self._model_moved.set()
+
     def begin_serving(self) -> None:
         """Every model is there."""
-        self.loading = None
         self._serving_since = time.monotonic()
 
     def beat(self, heartbeat: Heartbeat) -> None:

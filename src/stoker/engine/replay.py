@@ -5,8 +5,9 @@ Pure: time arrives as an argument, commands and verdicts leave as values; sendin
 
 A crash is charged to the requests that could have caused it. A token of progress clears a request. One
 that has MAX_CHARGES - 1 is a suspect: the next engine gets the suspects one at a time, before anybody
-else, and only a suspect that was alone when the engine died can be convicted. So nobody is convicted for
-his neighbour's crash, and nobody waits longer than the suspects' first tokens take.
+else and the newest first (the crashes began when it came), and only a suspect that was alone when the
+engine died is convicted. So nobody is convicted for a neighbour's crash, and nobody waits longer than the
+suspects' first tokens take.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ class Replay:
             return []
         held = self.held()
         suspects = [live for live in held if live.is_suspect]
-        return suspects[:1] or held
+        return suspects[-1:] or held
 
     def bury(self, death: Death) -> list[Event]:
         """The engine died and nothing is given any more.

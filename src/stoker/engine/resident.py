@@ -41,6 +41,9 @@ from stoker.scheduler.sequence import Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
+PROMPT_ROWS_BYTES = 128 * 2**20
+"""What the logits of one prompt slice may take, when prompt logprobs are asked."""
+
 
 class Resident:
     """A model in memory. Events of what happens are collected in `events`, for the loop to publish."""
@@ -58,6 +61,7 @@ class Resident:
                 num_cells=limits.num_cells,
                 n_batch=limits.n_batch,
                 max_queue=spec.max_queue,
+                max_prompt_rows=max(1, PROMPT_ROWS_BYTES // (4 * limits.n_vocab)),
                 can_trim=limits.can_trim,
                 can_fork=limits.can_fork,
             )

@@ -34,7 +34,6 @@ from stoker.errors import (
     InvalidRequestError,
     MachineSetupError,
     ModelNotFoundError,
-    StokerError,
 )
 from stoker.models.hub_reference import HubReference, check_file_name
 
@@ -116,8 +115,6 @@ def pull(request: PullRequest, on_progress: Progress) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _check_room(files, folder)
         paths = [_fetch(request, file, folder.joinpath(*file.name.split("/")), on_progress) for file in files]
-    except StokerError:
-        raise
     except OSError as error:
         raise MachineSetupError(f"{folder} cannot be written: {error.strerror or error}") from error
     return paths[0]
@@ -133,7 +130,12 @@ def _remote_files(request: PullRequest, reference: HubReference) -> list[_Remote
 
 def _repo_info(request: PullRequest, repo: str) -> ModelInfo:
     api = HfApi(endpoint=request.endpoint)
-    return api.model_info(repo, revision=request.revision, files_metadata=True, timeout=_TIMEOUT_S)
+    try:
+        return api.model_info(repo, revision=request.revision, files_metadata=True, timeout=_TIMEOUT_S)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, OSError):  # a status of the hub, which is for the caller to judge
+            raise
+        raise DownloadError(f"{repo}: {api.endpoint} answers with something that is no listing") from error
 
 
 def _remote_file(request: PullRequest, info: ModelInfo, sibling: RepoSibling) -> _RemoteFile:

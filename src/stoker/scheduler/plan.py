@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.scheduler.sequence import Sequence, SequenceState
 
-MAX_PROMPT_ROWS = 64
-"""Rows of prompt logits one slice may ask for: 64 rows of a 150,000-token vocabulary are 38 MB."""
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -53,10 +50,16 @@ def fair_shares(wanted: list[int], budget: int) -> list[int]:
 
 
 class Planner:
-    """Builds one step after the other; remembers only whose turn is first."""
+    """Builds one step after the other; remembers only whose turn is first.
 
-    def __init__(self, n_batch: int) -> None:
+    Args:
+        n_batch: tokens one step may carry.
+        max_prompt_rows: rows of logits one prompt may ask for in a step; they take memory.
+    """
+
+    def __init__(self, n_batch: int, max_prompt_rows: int) -> None:
         self.n_batch = n_batch
+        self.max_prompt_rows = max_prompt_rows
         self._turn = 0
 
     def plan(self, running: list[Sequence]) -> StepPlan | None:
@@ -65,22 +68,21 @@ class Planner:
         prefilling = self._rotated([s for s in running if s.state is SequenceState.PREFILL])
         self._turn += 1
         rows = decoding[: self.n_batch - 1 if prefilling else self.n_batch]
-        shares = fair_shares([_slice_limit(s) for s in prefilling], self.n_batch - len(rows))
+        shares = fair_shares([self._slice_limit(s) for s in prefilling], self.n_batch - len(rows))
         parts = [Planned(s, _item(s, 1)) for s in rows]
         parts += [Planned(s, _item(s, n)) for s, n in zip(prefilling, shares, strict=True) if n]
         return StepPlan(tuple(parts)) if parts else None
+
+    def _slice_limit(self, sequence: Sequence) -> int:
+        if sequence.wants_prompt_logits and sequence.num_computed < sequence.num_prompt:
+            return min(sequence.num_pending, self.max_prompt_rows)
+        return sequence.num_pending
 
     def _rotated(self, sequences: list[Sequence]) -> list[Sequence]:
         if not sequences:
             return sequences
         first = self._turn % len(sequences)
         return sequences[first:] + sequences[:first]
-
-
-def _slice_limit(sequence: Sequence) -> int:
-    if sequence.wants_prompt_logits and sequence.num_computed < sequence.num_prompt:
-        return min(sequence.num_pending, MAX_PROMPT_ROWS)
-    return sequence.num_pending
 
 
 def _item(sequence: Sequence, count: int) -> PlanItem:

@@ -30,6 +30,7 @@ class SchedulerLimits:
     num_cells: int
     n_batch: int
     max_queue: int = 512
+    max_prompt_rows: int = 64
     can_trim: bool = True
     can_fork: bool = True
 
@@ -79,7 +80,7 @@ class Scheduler:
         self.line = WaitingLine(limits.max_queue)
         self.slots = SlotTable(limits.num_slots)
         self.cells = CellPool(limits.num_cells)
-        self.planner = Planner(limits.n_batch)
+        self.planner = Planner(limits.n_batch, limits.max_prompt_rows)
         self.num_parked_total = 0
         self.num_retired_total = 0
         self._service_s = 1.0

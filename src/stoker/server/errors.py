@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from stoker.errors import ErrorInfo, InvalidRequestError, StokerError
@@ -90,6 +91,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(StokerError, _on_stoker_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
 
 
 async def _on_stoker_error(_request: Request, error: Exception) -> Response:

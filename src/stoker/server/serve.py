@@ -69,6 +69,10 @@ class _Server(uvicorn.Server):
 class Service:
     """One runtime behind one listening socket.
 
+    Attributes:
+        context: what the routes share.
+        server: uvicorn's, for its connections and tasks.
+
     Args:
         runtime: not started yet; started and closed here.
         settings: of the server.
@@ -83,7 +87,7 @@ class Service:
         self._runtime = runtime
         self._listener = listener
         self._stopping = asyncio.Event()
-        self._server = _Server(
+        self.server = _Server(
             uvicorn.Config(
                 create_app(self.context),
                 http="httptools",
@@ -111,7 +115,7 @@ class Service:
         Raises:
             StokerError: the runtime could not start.
         """
-        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
         starting = asyncio.ensure_future(self._runtime.start())
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -126,7 +130,7 @@ class Service:
             stopping.cancel()
             await asyncio.gather(starting, stopping, return_exceptions=True)
             await self._runtime.close()
-            self._server.should_exit = True
+            self.server.should_exit = True
             await serving
 
     def _ready_line(self) -> dict[str, Any]:

@@ -66,7 +66,6 @@ class EventStream(Response):
         finally:
             beat.cancel()
             await asyncio.gather(beat, return_exceptions=True)
-            await self._frames.aclose()  # a client gone before the first frame leaves it unstarted
 
     async def _pump(self, send: Send) -> None:
         try:

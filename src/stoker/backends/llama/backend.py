@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import platformdirs
 
 from stoker.backends.llama.binding import label
-from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
@@ -63,6 +63,11 @@ class LlamaBackend:
     def vocabulary(self) -> LlamaVocabulary:
         """Its tokenizer, valid until `close`."""
         return self._model.vocabulary
+
+    @property
+    def uses_extra_bufts(self) -> bool:
+        """Whether the CPU may repack weights for its special instructions."""
+        return self._model.uses_extra_bufts
 
     @property
     def num_threads(self) -> int:
@@ -179,7 +184,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) 
         num_sequences=context.num_sequences,
         num_params=model.num_params,
         size_bytes=model.size_bytes,
-        kv_type="f16",
+        kv_type="f16" if context.value_type is ValueType.F16 else f"f16/{context.value_type}",
         flash_attention=context.flash_attention,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -30,6 +31,20 @@ _BUFFER_LINES = {"KV": "kv", "RS": "kv", "compute": "compute", "output": "comput
 _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")  # its resolve_fused_ops
 
 
+class ValueType(StrEnum):
+    """Element type of the cached values; keys are f16.
+
+    BF16 takes the same bytes. On a CPU it makes llama.cpp add up attention in one fixed way, in float32:
+    results no longer depend on the shape of the batch and long decodes are quicker, long prefills slower.
+    """
+
+    F16 = "f16"
+    BF16 = "bf16"
+
+
+_NATIVE_TYPES = {ValueType.F16: 1, ValueType.BF16: 30}  # enum ggml_type
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextOptions:
     """The limits of a context.
@@ -39,12 +54,14 @@ class ContextOptions:
         n_batch: tokens one step may carry.
         num_sequences: sequences that may exist at once, at most 256.
         num_threads: CPU threads of a step.
+        value_type: element type of the cached values.
     """
 
     num_cells: int
     n_batch: int
     num_sequences: int
     num_threads: int
+    value_type: ValueType = ValueType.F16
 
 
 class LlamaContext:
@@ -58,6 +75,7 @@ class LlamaContext:
         self._model = model
         self.num_sequences = options.num_sequences
         self.num_threads = options.num_threads
+        self.value_type = options.value_type
         with capture_log() as lines:
             handle = llama.llama_init_from_model(model.handle, _native_params(options))
         if handle is None:
@@ -69,7 +87,7 @@ class LlamaContext:
         self.handle: int | None = handle
         self._memory = llama.llama_get_memory(handle)
         self.num_cells: int = llama.llama_n_ctx(handle)
-        self.n_batch: int = llama.llama_n_batch(handle)
+        self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
         self.flash_attention = _flash_attention(lines)
         self._buffer_bytes = _buffer_bytes(lines)
@@ -168,11 +186,14 @@ class LlamaContext:
 
 def _native_params(options: ContextOptions) -> object:
     params = llama.llama_context_default_params()
-    params.n_ctx = options.num_cells
-    params.n_batch = params.n_ubatch = options.n_batch
+    # llama.cpp aborts the process where a batch cannot hold a token of every sequence, and it cuts a batch
+    # to the context's size.
+    params.n_batch = params.n_ubatch = max(options.n_batch, options.num_sequences)
+    params.n_ctx = max(options.num_cells, options.num_sequences)
     params.n_seq_max = options.num_sequences
     params.n_outputs_max_per_seq = 0  # prompt logprobs ask for a row a token
     params.n_threads = params.n_threads_batch = options.num_threads
+    params.type_v = _NATIVE_TYPES[options.value_type]
     params.flash_attn_type = _FLASH_ATTENTION_AUTO
     params.kv_unified = True  # one pool, cells shared between sequences
     params.swa_full = False  # a windowed model cannot go back in either case: its old cells are reused

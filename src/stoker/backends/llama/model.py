@@ -65,6 +65,7 @@ class LlamaModel:
 
     def __init__(self, options: ModelOptions) -> None:
         self.path = options.path
+        self.uses_extra_bufts = options.use_extra_bufts
         if not self.path.is_file():
             raise ModelFileError(f"there is no model file {self.path}", path=str(self.path))
         self.handle: int | None = self._load(options)

@@ -43,7 +43,7 @@ def _to_request(
 ) -> GenerateRequest:
     fields = {
         **body.common(info.n_vocab),
-        "max_tokens": body.max_tokens,
+        "max_tokens": body.token_limit(),
         "logprobs": body.num_logprobs(),
         **header_fields(request),
     }

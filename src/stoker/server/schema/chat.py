@@ -102,9 +102,8 @@ class ResponseFormat(Body):
 class ChatRequest(Conversation, GenerationFields):
     """A chat completion to make."""
 
-    max_tokens: Int | None = Field(
-        None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens", "n_predict")
-    )
+    max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     response_format: ResponseFormat | None = None
@@ -123,6 +122,10 @@ class ChatRequest(Conversation, GenerationFields):
             raise UnsupportedError("tools are not supported by this server", param="tools")
         if self.tool_choice not in (None, "none", "auto"):
             raise UnsupportedError("tool_choice needs tools, which this server lacks", param="tool_choice")
+
+    def token_limit(self) -> int | None:
+        """Tokens to generate at most; the newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def num_logprobs(self) -> int | None:
         """Alternatives to report for each token; None: no logprobs.

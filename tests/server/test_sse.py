@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import socket
@@ -98,6 +99,7 @@ def test_text_held_back_makes_no_frame(scripted, scripted_http):
 
 
 def request_bytes(server, *, stream):
+    """A chat request as it goes over the wire."""
     body = json.dumps({"messages": HELLO, "stream": stream, "max_tokens": 4000}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost:{server.port}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
@@ -140,10 +142,19 @@ def leave_at_random(server, seed):
         )
         if chance.random() < 0.7:
             raw.settimeout(chance.choice([0.001, 0.01, 0.05]))
-            try:
+            with contextlib.suppress(TimeoutError):
                 raw.recv(chance.choice([1, 200, 4000]))
-            except TimeoutError:
-                pass
+
+
+def test_leaving_in_the_middle_of_the_body_is_no_failure(scripted, until, caplog):
+    """S5: half a request is dropped without a word in the log."""
+    served = scripted.service.context.live
+    with socket.create_connection(("127.0.0.1", scripted.port)) as raw:
+        raw.sendall(request_bytes(scripted, stream=True)[:-5])
+        until(lambda: scripted.call(lambda: len(scripted.service.server.server_state.tasks)) > 0)
+    until(lambda: scripted.call(lambda: len(scripted.service.server.server_state.tasks)) == 0)
+    assert served.num_names() == 0
+    assert not caplog.records
 
 
 def test_two_hundred_clients_that_leave_at_random_leave_nothing(server, http, until):

@@ -1,0 +1,259 @@
+"""What llama.cpp's backend adds to the contract: classes, refusals, cancelled loads, recurrent models."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stoker.backends.llama import LlamaBackend, load
+from stoker.backends.llama.binding import device_names, llama
+from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
+from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.threads import num_physical_cores
+from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem
+from stoker.errors import (
+    EngineError,
+    ModelFileError,
+    ModelLoadError,
+    NotReadyError,
+    PoolFullError,
+    StepFailedError,
+    UnsupportedError,
+)
+from stoker.messages import ModelSpec
+
+OpenLlama = Callable[[Path], LlamaBackend]
+SharedModel = Callable[[str], Path]
+
+
+def test_smollm2_completes_the_capital_of_france(smollm2: LlamaBackend) -> None:
+    """Bar 1: the embedded model answers."""
+    vocabulary = smollm2.vocabulary
+    tokens = vocabulary.tokenize("The capital of France is", add_special=True, parse_special=True)
+    rows = smollm2.step(BatchPlan((PlanItem(0, 0, tokens, 1),)))
+    assert vocabulary.piece(int(rows[0].argmax())) == b" Paris"
+
+
+def test_smollm2_reports_its_resolved_limits(smollm2: LlamaBackend) -> None:
+    """SPEC K1, K7: class from the header, limits from the context that was made."""
+    found = smollm2.capabilities
+    assert found.model_class is ModelClass.DECODER
+    assert found.architecture == "llama"
+    assert found.label.startswith("llama.cpp · ")
+    assert found.n_ctx_train == 8192
+    assert found.num_params == 134_515_008
+    assert found.flash_attention in {"on", "off"}
+    assert "<|im_start|>" in (smollm2.vocabulary.chat_template or "")
+    memory = smollm2.memory()
+    assert memory["kv"] == 512 * 30 * 2 * 3 * 64 * 2  # cells, layers, K and V, heads, width, f16
+    assert memory["weights"] > 90_000_000
+    assert memory["compute"] > 0
+
+
+def test_values_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> None:
+    """SPEC, Equal: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
+    model = LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))
+    options = ContextOptions(
+        num_cells=512, n_batch=128, num_sequences=3, num_threads=1, value_type=ValueType.BF16
+    )
+    context = LlamaContext(model, options)
+    try:
+        if device_names():
+            pytest.skip("an accelerator adds up in its own ways")
+        tokens = list(range(1000, 1080))
+        at_once = context.step(BatchPlan((PlanItem(0, 0, tokens, 1),))).copy()
+        for index, token in enumerate(tokens):
+            items = tuple(PlanItem(seq, index, [token], 1) for seq in (1, 2))
+            rows = context.step(BatchPlan(items)).copy()
+        assert np.array_equal(rows[0], rows[1])
+        assert np.array_equal(rows[0], at_once[0])
+    finally:
+        context.close()
+        model.close()
+
+
+def test_special_tokens_are_read_only_where_asked(smollm2: LlamaBackend) -> None:
+    """ARCHITECTURE, follow one request: text of a user cannot forge the template's control tokens."""
+    vocabulary = smollm2.vocabulary
+    control = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=True)
+    text = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=False)
+    assert len(control) == 1
+    assert vocabulary.is_eog(control[0])
+    assert len(text) > 1
+    assert b"".join(map(vocabulary.piece, text)) == b"<|im_end|>"
+
+
+@pytest.mark.parametrize(("code", "error"), [(1, PoolFullError), (2, StepFailedError), (-3, StepFailedError)])
+def test_a_native_failure_after_some_work_is_undone(
+    smollm2: LlamaBackend, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
+) -> None:
+    """SPEC Q12: whatever llama_decode returns, tokens it had computed by then are taken back."""
+    tokens = smollm2.vocabulary.tokenize("The capital of France is", add_special=False, parse_special=True)
+    smollm2.step(BatchPlan((PlanItem(0, 0, tokens[:-1], 0), PlanItem(1, 0, tokens[:-1], 0))))
+    decode = llama.llama_decode
+    monkeypatch.setattr(llama, "llama_decode", lambda context, batch: decode(context, batch) or code)
+    with pytest.raises(error):
+        smollm2.step(BatchPlan((PlanItem(0, len(tokens) - 1, [5, 6, 7], 1), PlanItem(2, 0, [5], 1))))
+    monkeypatch.undo()
+    assert [smollm2.length(seq) for seq in range(3)] == [len(tokens) - 1, len(tokens) - 1, 0]
+    plan = [PlanItem(seq, len(tokens) - 1, tokens[-1:], 1) for seq in (0, 1)]
+    rows = smollm2.step(BatchPlan(tuple(plan)))
+    assert np.array_equal(rows[0], rows[1])
+    assert (
+        int(rows[0].argmax())
+        == smollm2.vocabulary.tokenize(" Paris", add_special=False, parse_special=False)[0]
+    )
+
+
+def test_a_step_leaves_the_library_quiet(
+    smollm2: LlamaBackend, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Native text goes to Python's logging, errors as warnings, never to the terminal."""
+    with caplog.at_level(logging.DEBUG):
+        for seq in range(4):
+            smollm2.step(BatchPlan((PlanItem(seq, 0, [5] * 128, 0),)))
+        with pytest.raises(PoolFullError):
+            smollm2.step(BatchPlan((PlanItem(5, 0, [5], 0),)))
+    assert capfd.readouterr() == ("", "")
+    assert any("memory slot" in record.getMessage() for record in caplog.records)
+
+
+def test_progress_rises_to_one_and_an_exception_in_it_cancels(smollm2_path: Path) -> None:
+    """SPEC L1: loading reports its fraction; what the listener raises comes out, nothing stays loaded."""
+    fractions: list[float] = []
+    LlamaModel(ModelOptions(path=smollm2_path, on_progress=fractions.append)).close()
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+    def cancel(fraction: float) -> None:
+        if fraction > 0.3:
+            raise NotReadyError("cancelled")
+
+    with pytest.raises(NotReadyError, match="cancelled"):
+        LlamaModel(ModelOptions(path=smollm2_path, on_progress=cancel))
+
+
+def test_a_backend_that_is_closed_twice_or_forgotten_says_so(
+    open_llama: OpenLlama, shared_model: SharedModel
+) -> None:
+    """STYLE 13: close is idempotent, and a leaked backend warns with its story."""
+    path = shared_model("stories260K-f32.gguf")
+    backend = open_llama(path)
+    backend.close()
+    backend.close()
+    forgotten = open_llama(path)
+    reference = weakref.ref(forgotten)
+    with pytest.warns(ResourceWarning, match="never closed"):
+        forgotten.__del__()
+    forgotten.close()
+    del forgotten
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_pool_may_be_larger_than_the_trained_context(shared_model: SharedModel, smoke_dir: Path) -> None:
+    """SPEC K7, I2: the pool is what all slots share; one request has the trained context at most."""
+    path = shared_model("stories260K-f32.gguf")
+    spec = ModelSpec(id="m", path=str(path), num_slots=300, n_ctx=4096, n_batch=64, num_threads=1)
+    with load(spec, cache_dir=smoke_dir) as backend:
+        found = backend.capabilities
+        assert found.num_cells == 4096
+        assert found.n_ctx == found.n_ctx_train < 4096
+        assert found.num_sequences == 256
+
+
+@pytest.mark.parametrize("name", ["tiny-rwkv7-834K-f32.gguf", "tiny-rwkv6-3m-f32.gguf"])
+def test_a_recurrent_model_steps_and_says_what_it_cannot(
+    open_llama: OpenLlama, shared_model: SharedModel, name: str
+) -> None:
+    """SPEC K1, K5: no partial trim, no fork; rows in plan order; state goes on bit-exactly."""
+    with open_llama(shared_model(name)) as backend:
+        found = backend.capabilities
+        assert (found.model_class, found.can_trim, found.can_fork) == (ModelClass.RECURRENT, False, False)
+        text = list(range(30, 46))
+        plan = (PlanItem(3, 0, text, 1), PlanItem(0, 0, text[:5], 1), PlanItem(1, 0, text[:9], 1))
+        together = backend.step(BatchPlan(plan)).copy()
+        for seq, (row, part) in enumerate(zip(together, (text, text[:5], text[:9]), strict=True), start=5):
+            alone = backend.step(BatchPlan((PlanItem(seq, 0, part, 1),)))
+            assert np.abs(alone[0] - row).max() < 1e-2
+        with pytest.raises(UnsupportedError):
+            backend.trim(3, 4)
+        with pytest.raises(UnsupportedError):
+            backend.fork(3, 4, 4)
+        data = backend.export_state(3)
+        expected = backend.step(BatchPlan((PlanItem(3, 16, [50], 1),))).copy()
+        backend.drop(3)
+        backend.import_state(3, data)
+        assert np.array_equal(backend.step(BatchPlan((PlanItem(3, 16, [50], 1),))), expected)
+
+
+def test_a_recurrent_state_that_is_lost_is_no_quiet_failure(
+    open_llama: OpenLlama, shared_model: SharedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC Q12: a state that cannot go back is reported as the engine's error, so that it restarts."""
+    with open_llama(shared_model("tiny-rwkv7-834K-f32.gguf")) as backend:
+        backend.step(BatchPlan((PlanItem(0, 0, [40, 41], 0),)))
+        decode = llama.llama_decode
+        monkeypatch.setattr(llama, "llama_decode", lambda context, batch: decode(context, batch) or -3)
+        with pytest.raises(EngineError, match="lost") as caught:
+            backend.step(BatchPlan((PlanItem(0, 2, [42], 1),)))
+        assert not isinstance(caught.value, StepFailedError)
+
+
+def test_an_encoder_is_refused_by_its_class(open_llama: OpenLlama, shared_model: SharedModel) -> None:
+    """SPEC K1: a class that does not generate is a typed error that names it, before any native load."""
+    with pytest.raises(UnsupportedError, match="encoder"):
+        open_llama(shared_model("reranker-bertmini-q8_0.gguf"))
+
+
+def test_files_that_are_no_models_are_refused(open_llama: OpenLlama, tmp_path: Path) -> None:
+    """SPEC R1: missing and foreign files are typed errors."""
+    with pytest.raises(ModelFileError):
+        open_llama(tmp_path / "absent.gguf")
+    foreign = tmp_path / "foreign.gguf"
+    foreign.write_bytes(b"no model" * 100)
+    with pytest.raises(ModelFileError):
+        open_llama(foreign)
+    with pytest.raises(ModelLoadError, match="invalid magic"):
+        LlamaModel(ModelOptions(path=foreign))
+    with pytest.raises(ModelFileError):
+        LlamaModel(ModelOptions(path=tmp_path / "absent.gguf"))
+
+
+def test_the_default_thread_count_is_the_cores_this_process_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """FACTS: two spinning threads on one core are slow; a quota bounds the cores, at least one is used."""
+    found = num_physical_cores()
+    assert found >= 1
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    monkeypatch.setattr("stoker.backends.llama.threads._CGROUP_DIR", tmp_path)
+    monkeypatch.setattr("stoker.backends.llama.threads._cores_in_mask", lambda: 8)
+    assert num_physical_cores() == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert num_physical_cores() == 8
+
+
+def test_the_backend_stays_within_its_share_of_a_step(
+    smollm2: LlamaBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bar 4: the work around llama_decode touches each item once, and makes no view it has already."""
+    views: list[int] = []
+    make = np.ctypeslib.as_array
+
+    def counted(*given: Any) -> Any:
+        views.append(1)
+        return make(*given)
+
+    monkeypatch.setattr(np.ctypeslib, "as_array", counted)
+    for start in range(4):
+        smollm2.step(BatchPlan(tuple(PlanItem(seq, start, [5], 1) for seq in range(8))))
+    assert len(views) <= 1
+    assert isinstance(smollm2, LlamaBackend)

