@@ -47,9 +47,9 @@ class Machine:
     """Scheduler and backend, driven synchronously."""
 
     def __init__(self):
-        self.backend = FakeBackend(num_sequences=4, num_cells=NUM_CELLS, n_batch=24)
+        self.backend = FakeBackend(num_sequences=5, num_cells=NUM_CELLS, n_batch=24)
         self.scheduler = Scheduler(
-            SchedulerLimits(num_slots=3, num_cells=NUM_CELLS, n_batch=24, max_queue=1000)
+            SchedulerLimits(num_slots=3, num_sequences=5, num_cells=NUM_CELLS, n_batch=24, max_queue=1000)
         )
         self.sequences = []
         self.wanted = {}

@@ -261,3 +261,23 @@ def test_more_decode_rows_than_budget_take_turns():
         rows.append(member)
     seen = [part.sequence.slot for _ in range(4) for part in planner.plan(rows).parts]
     assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_spare_sequences_let_a_newcomer_start_without_freeing_cells_under_those_who_run():
+    """Q10, adr/0006: cells are freed while others run only beyond the bound; at rest none are spare."""
+    machine = scheduler(num_slots=2, num_sequences=4, num_cells=8000, n_batch=4000)
+    running = sequence("a", [1] * 40)
+    machine.enqueue(running, 0.0)
+    step(machine)
+    dropped = []
+    for at in range(3):
+        member = sequence(f"m{at}", [at + 2] * 1000)
+        machine.enqueue(member, float(at))
+        assert step(machine, float(at))[0].effects == ([] if at < 3 else dropped)
+        machine.retire(member, FinishReason.STOP, float(at))
+    assert machine.slots.spare_cells() == 3000
+    turn, _ = step(machine, 9.0)
+    assert turn.effects == [Drop(1)]
+    machine.retire(running, FinishReason.STOP, 10.0)
+    step(machine, 11.0)
+    assert sum(bool(slot.kept) for slot in machine.slots.slots) == 2

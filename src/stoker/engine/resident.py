@@ -58,6 +58,7 @@ class Resident:
         self.scheduler = Scheduler(
             SchedulerLimits(
                 num_slots=min(spec.num_slots, limits.num_sequences),
+                num_sequences=limits.num_sequences,
                 num_cells=limits.num_cells,
                 n_batch=limits.n_batch,
                 max_queue=spec.max_queue,
@@ -117,7 +118,7 @@ class Resident:
                 num_tokens=len(slot.kept) if slot.sequence is None else slot.sequence.num_computed,
                 request_id=None if slot.sequence is None else slot.sequence.key.request_id,
             )
-            for slot in self.scheduler.slots.slots
+            for slot in self.scheduler.slots.shown()
         ]
 
     def waiting_status(self, state: SequenceState) -> list[WaitStatus]:

@@ -18,6 +18,8 @@ from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.sequence import Sequence, SequenceState
 from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, Slot, SlotTable
 
+MAX_SPARE_CELLS = 2048
+"""Cells that idle slots beyond the usual number may keep while others run; attention walks over them."""
 RESUME_MARGIN = 64
 """Cells beyond its own tokens that a parked sequence waits for, so that two do not park each other in turn."""
 
@@ -27,6 +29,7 @@ class SchedulerLimits:
     """What the loaded model and the settings allow."""
 
     num_slots: int
+    num_sequences: int = 0
     num_cells: int
     n_batch: int
     max_queue: int = 512
@@ -78,7 +81,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.line = WaitingLine(limits.max_queue)
-        self.slots = SlotTable(limits.num_slots)
+        self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
         self.planner = Planner(limits.n_batch, limits.max_prompt_rows)
         self.num_parked_total = 0
@@ -124,7 +127,7 @@ class Scheduler:
             "num_parked": len(self.parked()),
             "num_running": len(running),
             "num_prefill": sum(s.state is SequenceState.PREFILL for s in running),
-            "num_slots": len(self.slots.slots),
+            "num_slots": self.limits.num_slots,
             "cells_total": self.cells.total,
             "cells_used": self.cells.used,
             "num_parked_total": self.num_parked_total,
@@ -151,7 +154,7 @@ class Scheduler:
             slot.kept = slot.tokens
             slot.sequence, slot.last_used_s = None, now
             sequence.slot = None
-            self._service_s += 0.2 * ((now - sequence.arrival_s) / len(self.slots.slots) - self._service_s)
+            self._service_s += 0.2 * ((now - sequence.arrival_s) / self.limits.num_slots - self._service_s)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
         self.num_retired_total += 1
@@ -165,6 +168,7 @@ class Scheduler:
         for sequence in turn.expired:
             self.retire(sequence, FinishReason.ERROR, now)
         self._make_room(turn, now)
+        self._shed_spare(turn)
         self._admit(turn, now)
         self._make_room(turn, now)
         return turn
@@ -212,6 +216,12 @@ class Scheduler:
         while self.cells.free < self._next_step_cells():
             if not self._evict_oldest(turn) and not self._park_youngest(turn, now):
                 return
+
+    def _shed_spare(self, turn: Schedule) -> None:
+        """Let spare slots keep little while others run, and nothing once none does."""
+        allowed = MAX_SPARE_CELLS if self.slots.running() else 0
+        while self.slots.spare_cells() > allowed:
+            self._evict_oldest(turn)
 
     def _evict_oldest(self, turn: Schedule) -> bool:
         slot = self.slots.oldest_kept()

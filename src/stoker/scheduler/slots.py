@@ -1,7 +1,9 @@
 """The slots: which sequence runs where, and what an idle one still holds (SPEC Q10).
 
 A slot's id is the backend's sequence number. An idle slot keeps its tokens (its cells are evictable) so
-that a request that continues them reuses the live state. Choosing is pure; effects are the scheduler's.
+that a request that continues them reuses the live state. There may be more slots than sequences that run
+at once: the spare ones let a newcomer start without freeing cells under those who run (see docs/adr/0006).
+Choosing is pure; effects are the scheduler's.
 """
 
 from __future__ import annotations
@@ -69,10 +71,16 @@ class Reuse:
 
 
 class SlotTable:
-    """All slots of one model."""
+    """All slots of one model, spare ones included.
 
-    def __init__(self, num_slots: int) -> None:
-        self.slots = [Slot(number) for number in range(num_slots)]
+    Args:
+        num_slots: sequences that may run at once.
+        num_sequences: sequences the backend knows, at least as many.
+    """
+
+    def __init__(self, num_slots: int, num_sequences: int) -> None:
+        self.num_slots = num_slots
+        self.slots = [Slot(number) for number in range(max(num_slots, num_sequences))]
 
     def __repr__(self) -> str:
         busy = sum(not slot.is_idle for slot in self.slots)
@@ -84,11 +92,21 @@ class SlotTable:
     @property
     def has_idle(self) -> bool:
         """Whether a sequence could be placed."""
-        return any(slot.is_idle for slot in self.slots)
+        return sum(not slot.is_idle for slot in self.slots) < self.num_slots
 
     def running(self) -> list[Sequence]:
         """Sequences that hold a slot, in slot order."""
         return [slot.sequence for slot in self.slots if slot.sequence is not None]
+
+    def spare_cells(self) -> int:
+        """Tokens kept by idle slots, while more slots hold tokens than may run at once; else 0."""
+        holding = sum(not slot.is_idle or bool(slot.kept) for slot in self.slots)
+        return sum(len(slot.kept) for slot in self.slots) if holding > self.num_slots else 0
+
+    def shown(self) -> list[Slot]:
+        """As many slots as may run at once: the busy ones, then those used last; by id."""
+        order = sorted(self.slots, key=lambda slot: (slot.is_idle, not slot.kept, -slot.last_used_s, slot.id))
+        return sorted(order[: self.num_slots], key=lambda slot: slot.id)
 
     def oldest_kept(self) -> Slot | None:
         """The idle slot with kept tokens that was unused for longest."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 import platformdirs
 
-from stoker.backends.llama.binding import label
-from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
+from stoker.backends.llama.binding import device_names, label
+from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType, ValueType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stoker.models.gguf import GgufHeader
 
 MAX_SEQUENCES = 256  # llama_max_parallel_sequences()
-SPARE_SEQUENCES = 8
+SPARE_SEQUENCES = 32
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
 
@@ -161,12 +161,13 @@ def load(
 
 def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
-    wanted = max(2 * spec.num_slots, spec.num_slots + SPARE_SEQUENCES)
+    wanted = spec.num_slots + SPARE_SEQUENCES
     return ContextOptions(
         num_cells=spec.n_ctx or model.n_ctx_train,
         n_batch=spec.n_batch,
         num_sequences=min(wanted, MAX_SEQUENCES),
         num_threads=spec.num_threads or num_physical_cores(),
+        value_type=ValueType.F16 if device_names() else ValueType.BF16,
     )
 
 
