@@ -56,6 +56,7 @@ class Machine:
         self.now = 0.0
 
     def arrive(self, stem, tail, num_tokens, priority):
+        """A request for `num_tokens` after a shared stem and its own tail."""
         prompt = STEM[:stem] + tail
         sequence = Sequence(
             key=SequenceKey(f"r{len(self.sequences)}", 0),
@@ -69,11 +70,20 @@ class Machine:
         self.scheduler.enqueue(sequence, self.now)
 
     def cancel(self, at):
+        """End one of the live sequences, if there is one."""
         live = [s for s in self.sequences if s.state is not SequenceState.DONE]
         if live:
             self.scheduler.retire(live[at % len(live)], FinishReason.CANCELLED, self.now)
 
+    def steps(self, num_steps):
+        """Steps while there is work, at most `num_steps`."""
+        for _ in range(num_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+
     def step(self):
+        """One turn: effects, step, greedy draw."""
         self.now += 1
         for effect in self.scheduler.schedule(self.now).effects:
             match effect:
@@ -98,6 +108,7 @@ class Machine:
         self.check()
 
     def check(self):
+        """Scheduler and backend hold the same tokens in the same number of cells."""
         self.scheduler.check()
         self.backend.check()
         assert self.backend.num_cells_used == self.scheduler.cells.used
@@ -110,20 +121,8 @@ class Machine:
 def test_every_history_gives_each_request_the_tokens_it_gets_alone(history):
     """Q2, Q9, Q10, Q12, L6: none lost, none twice, no cell leaked, whatever arrives and leaves."""
     machine = Machine()
-    for event, *arguments in history:
-        match event:
-            case "arrive":
-                machine.arrive(*arguments)
-            case "cancel":
-                machine.cancel(*arguments)
-            case "steps":
-                for _ in range(arguments[0]):
-                    if machine.scheduler.has_work:
-                        machine.step()
-    for _ in range(5000):
-        if not machine.scheduler.has_work:
-            break
-        machine.step()
+    for event, *arguments in [*history, ("steps", 5000)]:
+        getattr(machine, event)(*arguments)
     for sequence in machine.sequences:
         assert sequence.state is SequenceState.DONE
         prompt = sequence.tokens[: sequence.num_prompt]

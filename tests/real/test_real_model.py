@@ -20,10 +20,12 @@ async def collect(runtime, request):
 
 
 def tokens_of(events, index=0):
+    """Token ids of a choice."""
     return [t for e in events if isinstance(e, Delta) and e.index == index for t in e.token_ids]
 
 
 def text_of(events, index=0):
+    """Text of a choice."""
     return "".join(e.text for e in events if isinstance(e, Delta) and e.index == index)
 
 

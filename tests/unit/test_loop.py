@@ -44,6 +44,7 @@ class Engine:
         self.until(lambda: self.of(ModelState)[-1:] and self.of(ModelState)[-1].state != "loading")
 
     def of(self, kind, request_id=None):
+        """Events of a kind, in order."""
         return [
             e
             for e in self.events
@@ -59,18 +60,18 @@ class Engine:
         pytest.fail(f"not reached in {turns} turns: {self.events[-5:]}")
 
     def submit(self, request_id, **fields):
+        """Submit a greedy request of eight tokens, unless `fields` say otherwise."""
         extra = {name: fields.pop(name) for name in ("generated", "is_finished") if name in fields}
         request = GenerateRequest(**{"model": "m", "sampling": GREEDY, "max_tokens": 8} | fields)
         self.inbox.put(Submit(request_id=request_id, request=request, **extra))
 
     def run(self, *request_ids):
+        """Turn until each of these has ended."""
         self.until(lambda: all(self.of((Finished, Failed), name) for name in request_ids))
 
     def tokens(self, request_id, index=0):
+        """Token ids a choice was given."""
         return [t for e in self.of(Delta, request_id) if e.index == index for t in e.token_ids]
-
-    def text(self, request_id, index=0):
-        return "".join(e.text for e in self.of(Delta, request_id) if e.index == index)
 
 
 @pytest.fixture

@@ -67,6 +67,8 @@ class Lengths:
             raise StepFailedError(
                 f"sequence {seq}: {item.num_logits} rows of logits asked of {len(tokens)} tokens", seq=seq
             )
+        if len(tokens) == 1 and 0 <= tokens[0] < self._n_vocab:
+            return  # a decode row, the common case
         if min(tokens) < 0 or max(tokens) >= self._n_vocab:
             raise StepFailedError(
                 f"sequence {seq} has tokens {min(tokens)} .. {max(tokens)}, 0 .. {self._n_vocab - 1} exist",

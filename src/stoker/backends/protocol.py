@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,8 +35,7 @@ class ModelClass(StrEnum):
     HYBRID = "hybrid"
 
 
-@dataclass(frozen=True, slots=True)
-class PlanItem:
+class PlanItem(msgspec.Struct, frozen=True):
     """Tokens to append to one sequence in one step.
 
     Attributes:
@@ -51,8 +51,7 @@ class PlanItem:
     num_logits: int
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
+class BatchPlan(msgspec.Struct, frozen=True):
     """One step: items of distinct sequences, in order; rows come back in the same order."""
 
     items: tuple[PlanItem, ...]

@@ -7,7 +7,8 @@ and decides the finish reason (SPEC D4). Slots, cells and events are the engine'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from stoker.backends.protocol import Rows, Vocabulary
 from stoker.decode.dry import DryPenalty
@@ -22,8 +23,7 @@ from stoker.messages import TokenLogprob
 from stoker.request import FinishReason, GenerateRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(msgspec.Struct, frozen=True):
     """One token and what it changed.
 
     Attributes:

@@ -7,6 +7,7 @@ Any thread puts, only the loop takes. Unbounded on purpose: what arrives here is
 from __future__ import annotations
 
 import queue
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -83,10 +84,9 @@ class Inbox:
     def take(self, wait_s: float | None) -> list[Item]:
         """Everything that has arrived; waits up to `wait_s` for the first (None: for ever, 0: not)."""
         items: list[Item] = []
-        try:
-            if wait_s != 0:
+        if wait_s != 0:
+            with suppress(queue.Empty):
                 items.append(self._items.get(timeout=wait_s))
-            while True:
-                items.append(self._items.get_nowait())
-        except queue.Empty:
-            return items
+        while not self._items.empty():  # nobody else takes
+            items.append(self._items.get_nowait())
+        return items

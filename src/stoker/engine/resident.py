@@ -200,12 +200,15 @@ class Resident:
     def _run(self, plan: StepPlan, now: float) -> None:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
         batch = plan.batch()
+        num_tokens = batch.num_tokens
+        self._clock.begin(num_tokens)
         try:
-            with self._clock.step(batch.num_tokens):
-                rows = self.backend.step(batch)
+            rows = self.backend.step(batch)
         except PoolFullError as error:
+            self._clock.abandon()
             self._relieve(plan, error, now)
         except StepFailedError as error:
+            self._clock.abandon()
             if len(plan.parts) == 1:
                 live = self._live[plan.parts[0].sequence.key.request_id]
                 log.warning("step failed for %r: %s", live, error)
@@ -217,6 +220,7 @@ class Resident:
                 if still:
                     self._run(StepPlan(still), now)
         else:
+            self._clock.end(num_tokens)
             self.scheduler.computed(plan, now)
             self._draw(plan, rows)
 
@@ -232,7 +236,7 @@ class Resident:
 
     def _report_stall(self, now: float) -> None:
         """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""
-        head = (*self.scheduler.waiting(), *self.scheduler.slots.running())[0]
+        head = (*self.scheduler.waiting(), *self.scheduler.slots.running)[0]
         counters = self.scheduler.stats()
         error = SchedulerStalledError(f"no step can be planned: {head!r}, {counters}", counters=counters)
         log.error("%s", error)

@@ -7,8 +7,6 @@ was measured, so that a slow machine is not taken for a hung one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 UNMEASURED_TOKEN_S = 1.0
 """Seconds a token may take before the first step was measured: slower than any machine this is meant for."""
@@ -34,19 +32,23 @@ class StepClock:
     def __repr__(self) -> str:
         return f"<StepClock {self.num_steps} steps, {self._token_s * 1000:.2f} ms a token at most>"
 
-    @contextmanager
-    def step(self, num_tokens: int) -> Iterator[None]:
-        """Around a native step over `num_tokens`; remembers its cost, large ones fade slowly."""
-        started_s = self.now()
-        self._running = (started_s, max(self.watchdog_s, SLACK * num_tokens * self._token_s))
-        try:
-            yield
-        finally:
-            self._running = None
-        token_s = (self.now() - started_s) / max(num_tokens, 1)
+    def begin(self, num_tokens: int) -> None:
+        """A native step over `num_tokens` starts."""
+        self._running = (self.now(), max(self.watchdog_s, SLACK * num_tokens * self._token_s))
+
+    def end(self, num_tokens: int) -> None:
+        """It succeeded; its cost per token is remembered, large ones fade slowly."""
+        assert self._running is not None, "a step ended that had not begun"
+        took_s = self.now() - self._running[0]
+        self._running = None
+        token_s = took_s / num_tokens
         self._token_s = token_s if self.num_steps == 0 else max(token_s, 0.99 * self._token_s)
         self.num_steps += 1
-        self.busy_s += self.now() - started_s
+        self.busy_s += took_s
+
+    def abandon(self) -> None:
+        """It failed."""
+        self._running = None
 
     @staticmethod
     def now() -> float:

@@ -42,13 +42,13 @@ class CellPool:
 
     def extend(self, seq: int, num_tokens: int) -> None:
         """Take `num_tokens` free cells for the end of the sequence."""
-        assert 0 <= num_tokens <= self.free, f"{num_tokens} cells wanted, {self!r}"
-        spans = self._spans.setdefault(seq, [])
+        self.used += num_tokens
+        assert self.used <= self.total, f"{num_tokens} cells more than there are: {self!r}"
+        spans = self._spans.get(seq)
         if spans and spans[-1].num_refs == 1:
             spans[-1].length += num_tokens
         else:
-            spans.append(_Span(num_tokens, 1))
-        self.used += num_tokens
+            self._spans.setdefault(seq, []).append(_Span(num_tokens, 1))
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Share the first `length` cells of `src` with the empty sequence `dst`."""

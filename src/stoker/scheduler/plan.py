@@ -6,22 +6,20 @@ decided before, by the scheduler.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.scheduler.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(msgspec.Struct, frozen=True):
     """One sequence's part of a step."""
 
     sequence: Sequence
     item: PlanItem
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """The step: who takes part, with what."""
 
     parts: tuple[Planned, ...]

@@ -46,7 +46,7 @@ class WaitingLine:
         bound = self.bound(priority)
         if num_waiting >= bound:
             raise QueueFullError(
-                f"{num_waiting} requests wait and {bound} may ({priority}); try again in {retry_after_s:.0f} s",
+                f"{num_waiting} requests wait and {bound} may ({priority}); retry in {retry_after_s:.0f} s",
                 retry_after_s=retry_after_s,
                 num_waiting=num_waiting,
                 max_queue=bound,

@@ -21,7 +21,7 @@ from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, Slot, SlotTable
 MAX_SPARE_CELLS = 2048
 """Cells that idle slots beyond the usual number may keep while others run; attention walks over them."""
 RESUME_MARGIN = 64
-"""Cells beyond its own tokens that a parked sequence waits for, so that two do not park each other in turn."""
+"""Cells beyond its own tokens that a parked sequence waits for, lest two park each other in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
-        return len(self.line) > 0 or any(not slot.is_idle for slot in self.slots.slots)
+        return len(self.line) > 0 or len(self.slots.running) > 0
 
     def waiting(self) -> list[Sequence]:
         """Sequences in the line, next first, parked ones included."""
@@ -116,12 +116,12 @@ class Scheduler:
 
     def next_deadline_s(self) -> float | None:
         """The earliest deadline of anything waiting or running."""
-        deadlines = [s.deadline_s for s in (*self.line, *self.slots.running()) if s.deadline_s is not None]
+        deadlines = [s.deadline_s for s in (*self.line, *self.slots.running) if s.deadline_s is not None]
         return min(deadlines, default=None)
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
-        running = self.slots.running()
+        running = self.slots.running
         return {
             "num_waiting": len(self.line),
             "num_parked": len(self.parked()),
@@ -150,10 +150,7 @@ class Scheduler:
         if sequence.slot is None:
             self.line.remove(sequence)
         else:
-            slot = self.slots[sequence.slot]
-            slot.kept = slot.tokens
-            slot.sequence, slot.last_used_s = None, now
-            sequence.slot = None
+            self.slots.vacate(sequence, sequence.tokens[: sequence.num_computed], now)
             self._service_s += 0.2 * ((now - sequence.arrival_s) / self.limits.num_slots - self._service_s)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
@@ -162,23 +159,21 @@ class Scheduler:
     def schedule(self, now: float) -> Schedule:
         """Let go who is past its deadline, make room for the next step, give free slots to the line."""
         turn = Schedule()
-        turn.expired = [
-            s for s in (*self.line, *self.slots.running()) if s.deadline_s is not None and s.deadline_s <= now
-        ]
-        for sequence in turn.expired:
-            self.retire(sequence, FinishReason.ERROR, now)
-        self._make_room(turn, now)
-        self._shed_spare(turn)
-        self._admit(turn, now)
-        self._make_room(turn, now)
+        self._expire(turn, now)
+        if self.cells.free < self.limits.n_batch:
+            self._make_room(turn, now)
+        if self.line:
+            self._shed_spare(turn)
+            self._admit(turn, now)
+            self._make_room(turn, now)
         return turn
 
     def plan(self) -> StepPlan | None:
         """The next step; `schedule` has made sure that there are cells for it."""
-        return self.planner.plan(self.slots.running())
+        return self.planner.plan(self.slots.running)
 
     def relieve(self, now: float) -> Schedule:
-        """The backend found no room where the count saw some: free one thing more, if anything can be freed."""
+        """The backend found no room where the count saw some: free one thing more, if there is one."""
         turn = Schedule()
         if not self._evict_oldest(turn):
             self._park_youngest(turn, now)
@@ -196,20 +191,30 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants: slots, line and cells tell one story."""
         self.cells.check()
-        running = self.slots.running()
+        running = self.slots.running
         assert len({s.key for s in (*self.line, *running)}) == len(self.line) + len(running), "held twice"
         for slot in self.slots.slots:
             assert self.cells.length(slot.id) == len(slot.tokens), f"slot {slot.id} and its cells differ"
-            assert slot.sequence is None or (slot.sequence.is_running and slot.sequence.slot == slot.id)
+            assert slot.sequence is None or (
+                slot.sequence.slot == slot.id
+                and slot.sequence.state in (SequenceState.PREFILL, SequenceState.DECODE)
+            ), f"slot {slot.id} and {slot.sequence!r} differ"
         for sequence in self.line:
             assert sequence.slot is None, f"{sequence!r} waits with a slot"
             assert sequence.state in (SequenceState.QUEUED, SequenceState.PARKED), repr(sequence)
+
+    def _expire(self, turn: Schedule, now: float) -> None:
+        for sequence in (*self.line, *self.slots.running):
+            if sequence.deadline_s is not None and sequence.deadline_s <= now:
+                turn.expired.append(sequence)
+        for sequence in turn.expired:
+            self.retire(sequence, FinishReason.ERROR, now)
 
     # ------------------------------------------------------------ room
 
     def _next_step_cells(self) -> int:
         """Cells the running sequences take in the next step at most."""
-        running = self.slots.running()
+        running = self.slots.running
         return min(self.limits.n_batch, sum(s.num_pending for s in running))
 
     def _make_room(self, turn: Schedule, now: float) -> None:
@@ -219,7 +224,7 @@ class Scheduler:
 
     def _shed_spare(self, turn: Schedule) -> None:
         """Let spare slots keep little while others run, and nothing once none does."""
-        allowed = MAX_SPARE_CELLS if self.slots.running() else 0
+        allowed = MAX_SPARE_CELLS if self.slots.running else 0
         while self.slots.spare_cells() > allowed:
             self._evict_oldest(turn)
 
@@ -232,16 +237,12 @@ class Scheduler:
 
     def _park_youngest(self, turn: Schedule, now: float) -> bool:
         """Park background before interactive, the youngest first, never the last one running."""
-        running = self.slots.running()
+        running = self.slots.running
         if len(running) <= 1:
             return False
         victim = max(running, key=lambda s: (s.priority is Priority.BACKGROUND, s.arrival_s, s.key.index))
-        assert victim.slot is not None
-        slot = self.slots[victim.slot]
-        slot.sequence, slot.kept, slot.last_used_s = None, [], now
-        self.cells.drop(slot.id)
-        turn.effects.append(Drop(slot.id))
-        victim.slot, victim.num_computed = None, 0
+        self._drop(self.slots.vacate(victim, [], now), turn)
+        victim.num_computed = 0
         victim.move(SequenceState.PARKED, now, f"no cells: {self.cells.free} free of {self.cells.total}")
         self.line.push_parked(victim)
         self.num_parked_total += 1
@@ -268,7 +269,7 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, placement: Placement) -> bool:
         """Whether its tokens fit beside what the running ones hold and still need for theirs."""
-        running = self.slots.running()
+        running = self.slots.running
         if not running:
             return True
         evictable = sum(self.cells.exclusive(slot.id) for slot in self.slots.slots if slot.is_idle)
@@ -287,8 +288,8 @@ class Scheduler:
                 self._drop(slot, turn)
             self.cells.fork(placement.source, slot.id, placement.length)
             turn.effects.append(Fork(placement.source, slot.id, placement.length))
-        slot.sequence, slot.kept, slot.last_used_s = sequence, [], now
-        sequence.slot, sequence.num_computed = slot.id, placement.length
+        self.slots.occupy(slot, sequence, now)
+        sequence.num_computed = placement.length
         if sequence.num_cached is None:
             sequence.num_cached = min(placement.length, sequence.num_prompt)
         sequence.move(SequenceState.PREFILL, now, f"slot {slot.id}, {placement.length} tokens reused")
@@ -297,11 +298,7 @@ class Scheduler:
     def _placement(self, sequence: Sequence) -> Placement:
         limits = self.limits
         is_sibling = sequence.leader is not None
-        reuse = (
-            Reuse(limits.can_trim, limits.can_fork, 1)
-            if is_sibling
-            else Reuse(limits.can_trim, limits.can_fork)
-        )
+        reuse = Reuse(limits.can_trim, limits.can_fork, 1 if is_sibling else MIN_REUSE)
         tokens = sequence.tokens[:1] if sequence.wants_prompt_logits else sequence.tokens
         placement = self.slots.place(tokens, reuse)
         assert placement is not None, f"no idle slot for {sequence!r}"

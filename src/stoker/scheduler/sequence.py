@@ -105,7 +105,7 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         """Whether it holds a slot."""
-        return self.state in (SequenceState.PREFILL, SequenceState.DECODE)
+        return self.slot is not None
 
     @property
     def is_held(self) -> bool:

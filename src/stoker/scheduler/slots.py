@@ -63,7 +63,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What may be shared: whether the backend can cut a sequence and share cells, and from which length on."""
+    """What may be shared: whether the backend can cut sequences and share cells; from which length on."""
 
     can_trim: bool
     can_fork: bool
@@ -81,10 +81,10 @@ class SlotTable:
     def __init__(self, num_slots: int, num_sequences: int) -> None:
         self.num_slots = num_slots
         self.slots = [Slot(number) for number in range(max(num_slots, num_sequences))]
+        self._running: list[Sequence] = []
 
     def __repr__(self) -> str:
-        busy = sum(not slot.is_idle for slot in self.slots)
-        return f"<SlotTable {busy} busy of {len(self.slots)}>"
+        return f"<SlotTable {len(self._running)} busy of {self.num_slots}>"
 
     def __getitem__(self, number: int) -> Slot:
         return self.slots[number]
@@ -92,11 +92,27 @@ class SlotTable:
     @property
     def has_idle(self) -> bool:
         """Whether a sequence could be placed."""
-        return sum(not slot.is_idle for slot in self.slots) < self.num_slots
+        return len(self._running) < self.num_slots
 
+    @property
     def running(self) -> list[Sequence]:
-        """Sequences that hold a slot, in slot order."""
-        return [slot.sequence for slot in self.slots if slot.sequence is not None]
+        """Sequences that hold a slot, in the order they got it; not to be changed."""
+        return self._running
+
+    def occupy(self, slot: Slot, sequence: Sequence, now: float) -> None:
+        """Put a sequence in an idle slot; what the slot kept is the sequence's from here on."""
+        slot.sequence, slot.kept, slot.last_used_s = sequence, [], now
+        sequence.slot = slot.id
+        self._running.append(sequence)
+
+    def vacate(self, sequence: Sequence, kept: list[int], now: float) -> Slot:
+        """Take a sequence out of its slot, which keeps `kept` of its tokens."""
+        assert sequence.slot is not None, f"{sequence!r} holds no slot"
+        slot = self.slots[sequence.slot]
+        slot.sequence, slot.kept, slot.last_used_s = None, kept, now
+        sequence.slot = None
+        self._running.remove(sequence)
+        return slot
 
     def spare_cells(self) -> int:
         """Tokens kept by idle slots, while more slots hold tokens than may run at once; else 0."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import platformdirs
 
 from stoker.backends.llama.binding import device_names, label
-from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType, ValueType
+from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
