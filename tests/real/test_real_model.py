@@ -30,7 +30,7 @@ def text_of(events, index=0):
 
 
 async def test_thirty_two_streams_through_eight_slots_each_equal_what_they_get_alone(runtime, reference):
-    """Q9, bar: all complete, each equal in SPEC's sense to one-at-a-time llama.cpp."""
+    """Q9: all complete, each equal in SPEC's sense to one-at-a-time llama.cpp."""
     prompts = [f"A short text number {n} about {TOPICS[n % 8]}:" for n in range(32)]
     requests = [
         GenerateRequest(prompt=prompt, max_tokens=64, sampling=GREEDY, ignore_eos=True) for prompt in prompts

@@ -141,7 +141,7 @@ async def test_a_request_is_answered_to_its_end(carrier: NewCarrier) -> None:
 
 
 async def test_four_streams_survive_a_kill_with_nothing_lost_or_repeated() -> None:
-    """L3, bar 5: the delivered part stays, the rest continues, nobody sees an error."""
+    """L3: the delivered part stays, the rest continues, nobody sees an error."""
     async with hosting() as host:
         clients = [Client(host, str(i), request(max_tokens=6, pause_after=3)) for i in range(4)]
         for client in clients:
@@ -155,7 +155,7 @@ async def test_four_streams_survive_a_kill_with_nothing_lost_or_repeated() -> No
 
 
 async def test_ten_kills_in_a_row_lose_nothing_and_fail_nobody() -> None:
-    """L3, bar 5: somebody's kill -9 is not charged to a request."""
+    """L3: somebody's kill -9 is not charged to a request."""
     async with hosting() as host:
         client = Client(host, "a", request(max_tokens=11, pause_after=1))
         idle = Client(host, "b", request(max_tokens=1, pause_after=0))
@@ -188,7 +188,7 @@ async def test_a_step_that_never_ends_is_killed_and_continued() -> None:
 
 
 async def test_a_stopped_engine_is_killed_after_the_watchdog_and_continued() -> None:
-    """L3, bar 5: SIGSTOP silences the heartbeats; the stream pauses and goes on elsewhere."""
+    """L3: SIGSTOP silences the heartbeats; the stream pauses and goes on elsewhere."""
     async with hosting(watchdog_s=1.5) as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
         stopped = host.pid

@@ -1,4 +1,4 @@
-"""Imports run one way (bar 8): a room knows the rooms below it, never its users or neighbours."""
+"""Imports run one way: a room knows the rooms below it, never its users or neighbours."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def room(name: str) -> str:
 
 
 def test_every_room_imports_only_the_rooms_below_it() -> None:
-    """Bar 8: cli, server -> runtime -> engine -> scheduler, memory, decode -> protocol, messages, errors."""
+    """Cli, server -> runtime -> engine -> scheduler, memory, decode -> protocol, messages, errors."""
     wrong = []
     for name, tree in modules():
         own = room(name)
@@ -81,7 +81,7 @@ def test_every_room_imports_only_the_rooms_below_it() -> None:
 
 
 def test_every_module_belongs_to_a_room() -> None:
-    """Bar 8: a new room is entered in the table before it is used."""
+    """A new room is entered in the table before it is used."""
     rooms = {room(name).split(".")[0] for name, _ in modules()}
     tops = {name.split(".")[0] for name, _ in modules()}
     assert tops == rooms

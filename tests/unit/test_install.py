@@ -27,7 +27,7 @@ def install() -> ModuleType:
 def test_the_compilation_shows_how_far_it_is(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bar 1: minutes of compiling are not silent; on a pipe it is a line now and then."""
+    """Minutes of compiling are not silent; on a pipe it is a line now and then."""
     monkeypatch.setattr(install, "SLOW_REPORT_S", 0.0)
     progress = install.Progress("building llama.cpp")
     progress.note(NINJA_LINE)
@@ -40,7 +40,7 @@ def test_the_compilation_shows_how_far_it_is(
 
 
 def test_nothing_is_said_before_it_is_time(install: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bar 1: thousands of compiler lines do not become thousands of lines here."""
+    """Thousands of compiler lines do not become thousands of lines here."""
     progress = install.Progress("building llama.cpp")
     progress.note(NINJA_LINE)
     progress.show()
@@ -48,7 +48,7 @@ def test_nothing_is_said_before_it_is_time(install: ModuleType, capsys: pytest.C
 
 
 def test_a_python_that_is_too_old_is_named(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bar 1: the message says which version is needed and how to choose another."""
+    """The message says which version is needed and how to choose another."""
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     with pytest.raises(install.SetupError, match=r"3\.11 or newer.*\n.*make PYTHON="):
         install.check_python()
@@ -57,7 +57,7 @@ def test_a_python_that_is_too_old_is_named(install: ModuleType, monkeypatch: pyt
 def test_a_python_without_venv_is_told_what_to_install(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bar 1: Debian's python3 without python3-venv."""
+    """Debian's python3 without python3-venv."""
     monkeypatch.setitem(sys.modules, "ensurepip", None)
     with pytest.raises(install.SetupError, match="apt install python3-venv"):
         install.check_python()
@@ -66,7 +66,7 @@ def test_a_python_without_venv_is_told_what_to_install(
 def test_a_machine_without_compiler_is_told_what_to_install(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Bar 1: no compiler and no ready-made wheel is one clear message."""
+    """No compiler and no ready-made wheel is one clear message."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert install.find_compiler() is None
@@ -84,7 +84,7 @@ def test_flags_are_given_only_to_a_compiler_that_takes_them(install: ModuleType,
 
 
 def test_a_failure_of_pip_shows_the_end_of_its_output(install: ModuleType, tmp_path: Path) -> None:
-    """Bar 1: the reason is on the screen, all of it in the log."""
+    """The reason is on the screen, all of it in the log."""
     command = [sys.executable, "-c", "print('no space left'); raise SystemExit(1)"]
     with pytest.raises(install.SetupError, match="no space left"):
         install.run_pip("installing", command, {}, tmp_path / "log")

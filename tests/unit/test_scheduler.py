@@ -235,7 +235,7 @@ def test_a_sequence_that_fills_the_pool_alone_is_never_parked():
 
 
 def test_an_illegal_move_is_told_with_the_story():
-    """STYLE 10; one table is the truth."""
+    """One table is the truth about the states."""
     done = sequence("a", 3)
     done.move(SequenceState.DONE, 1.0, "stop")
     with pytest.raises(IllegalMoveError, match=r"cannot become decode .*story: 1\.000 done: stop"):

@@ -1,4 +1,4 @@
-"""The shape of the code (bar 8): short files, short functions, packages that say what they own."""
+"""The shape of the code: short files, short functions, packages that say what they own."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def test_no_file_is_longer_than_450_lines() -> None:
-    """Bar 8: past that a file hides a second noun."""
+    """Past that a file hides a second noun."""
     long = [(name, text.count("\n")) for name, text in sources() if text.count("\n") > MAX_FILE_LINES]
     assert long == []
 
 
 def test_no_function_is_longer_than_60_lines() -> None:
-    """Bar 8: past that a function hides a second verb."""
+    """Past that a function hides a second verb."""
     long = [
         (f"{name}:{node.lineno}", node.name)
         for name, text in sources()
