@@ -192,14 +192,14 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2(runtime: RuntimeStandIn)
 def test_debug_shows_where_an_error_came_from(
     runtime: RuntimeStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue, CLI: STOKER_DEBUG=1 adds the traceback."""
+    """STOKER_DEBUG=1 adds the traceback."""
     monkeypatch.setenv("STOKER_DEBUG", "1")
     runtime.start_error = ModelFileError("broken")
     assert "Traceback" in invoke("run", "Hi", runtime=runtime).stderr
 
 
 def test_ctrl_c_ends_run_with_130(runtime: RuntimeStandIn) -> None:
-    """Issue, CLI: an interrupted answer is no error message, and the runtime is closed."""
+    """An interrupted answer is no error message, and the runtime is closed."""
     runtime.mid_answer = lambda: os.kill(os.getpid(), signal.SIGINT)
     result = invoke("run", "Hi", runtime=runtime)
     assert (result.exit_code, result.stdout) == (130, "Hello\n")
@@ -272,7 +272,7 @@ def test_run_names_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_chat_keeps_the_conversation(runtime: RuntimeStandIn) -> None:
-    """Issue, CLI: each turn carries the earlier ones; /system and /clear start over."""
+    """Each turn carries the earlier ones; /system and /clear start over."""
     lines = "Hi\nAgain\n/system Be brief.\nOne\n/clear\nTwo\n/exit\nnever\n"
     result = invoke("chat", runtime=runtime, stdin=lines)
     assert result.exit_code == 0
@@ -286,7 +286,7 @@ def test_chat_keeps_the_conversation(runtime: RuntimeStandIn) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(runtime: RuntimeStandIn) -> None:
-    """Issue, CLI: what was written before the interruption stays in the conversation."""
+    """What was written before the interruption stays in the conversation."""
     runtime.mid_answer = lambda: os.kill(os.getpid(), signal.SIGINT)
     result = invoke("chat", runtime=runtime, stdin="Hi\nGo on\n")
     assert (result.exit_code, result.stdout) == (0, "Hello\nHello there.\n")
@@ -304,7 +304,7 @@ def test_an_error_in_one_answer_leaves_the_chat_usable(runtime: RuntimeStandIn) 
 
 
 async def test_the_terminals_line_sends_with_enter_and_grows_with_alt_enter(tmp_path: Path) -> None:
-    """Issue, CLI: multi-line input; Ctrl-C clears the line and Ctrl-D ends; what was sent is remembered."""
+    """Multi-line input; Ctrl-C clears the line and Ctrl-D ends; what was sent is remembered."""
     history = tmp_path / "data" / "history"
     with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
         reader = TerminalReader(history)
@@ -453,7 +453,7 @@ def test_doctor_reports_a_build_that_never_works(monkeypatch: pytest.MonkeyPatch
 
 
 def test_doctor_says_what_to_do_about_each_problem(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Issue, CLI: a cache that cannot be written and no model are broken, a bad file is worth a look."""
+    """A cache that cannot be written and no model are broken, a bad file is worth a look."""
     (folders / "models").mkdir()
     (folders / "models" / "junk.gguf").write_bytes(b"not a model")
     blocked = folders / "file"

@@ -75,7 +75,7 @@ def test_a_machine_without_compiler_is_told_what_to_install(
 
 
 def test_flags_are_given_only_to_a_compiler_that_takes_them(install: ModuleType, tmp_path: Path) -> None:
-    """FACTS, AMX trap: an unknown flag would stop the build."""
+    """An unknown flag would stop the build."""
     picky = tmp_path / "c++"
     picky.write_text('#!/bin/sh\ncase "$*" in *-mno-amx*) exit 1;; esac\n', encoding="ascii")
     picky.chmod(0o755)
@@ -92,6 +92,6 @@ def test_a_failure_of_pip_shows_the_end_of_its_output(install: ModuleType, tmp_p
 
 
 def test_the_native_library_is_pinned_exactly(install: ModuleType) -> None:
-    """Issue, Project: pinned versions, the same in both files."""
+    """Pinned versions, the same in both files."""
     pin = install._native_pin()
     assert f'"{pin}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def test_lists_and_sizes_are_read_from_the_environment(monkeypatch: pytest.Monke
 
 
 def test_settings_made_in_code_ignore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """STYLE 9: settings are read in one place; a library user gets what was written."""
+    """Settings are read in one place; a library user gets what was written."""
     monkeypatch.setenv("STOKER_SLOTS", "3")
     assert EngineSettings().slots == 8
 
@@ -180,7 +180,7 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
 
 
 def test_settings_are_immutable_and_copies_are_validated() -> None:
-    """STYLE 9: frozen."""
+    """Frozen."""
     settings = EngineSettings(slots=2)
     with pytest.raises(ValidationError, match="frozen"):
         settings.slots = 3
@@ -192,6 +192,6 @@ def test_settings_are_immutable_and_copies_are_validated() -> None:
 def test_debug_is_an_environment_variable(
     value: str, answer: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Issue, CLI: STOKER_DEBUG=1 shows tracebacks."""
+    """STOKER_DEBUG=1 shows tracebacks."""
     monkeypatch.setenv("STOKER_DEBUG", value)
     assert is_debug() is answer

@@ -38,12 +38,12 @@ def test_no_function_is_longer_than_60_lines() -> None:
 
 
 def test_no_module_has_a_vague_name() -> None:
-    """STYLE 4: a module is named after its noun."""
+    """A module is named after its noun."""
     assert [name for name, _ in sources() if Path(name).stem in VAGUE_NAMES] == []
 
 
 def test_every_module_says_what_it_owns() -> None:
-    """STYLE 2: each file starts with a docstring; an empty one has nothing to own."""
+    """Each file starts with a docstring; an empty one has nothing to own."""
     silent = [name for name, text in sources() if text.strip() and not ast.get_docstring(ast.parse(text))]
     assert silent == []
 

@@ -134,7 +134,7 @@ def test_an_exit_is_named_after_its_signal() -> None:
 
 
 def test_an_illegal_move_tells_the_story() -> None:
-    """STYLE 10: the table is the whole truth."""
+    """The table is the whole truth."""
     lifecycle = Lifecycle()
     lifecycle.move(EngineState.SERVING, "pid 1")
     lifecycle.move(EngineState.CLOSED, "close")
