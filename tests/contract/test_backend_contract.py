@@ -347,7 +347,7 @@ def test_capabilities_are_consistent(backend: TestedBackend) -> None:
     assert found.num_cells == 512
     assert found.n_ctx == min(found.num_cells, found.n_ctx_train)
     assert found.n_batch == 128
-    assert found.num_sequences == 12
+    assert found.num_sequences > 4  # the slots asked for
     assert found.can_trim
     assert found.can_fork
     assert found.label

@@ -128,10 +128,19 @@ def test_only_the_last_prompt_token_asks_for_logits_unless_all_were_asked():
     machine.enqueue(sequence("b", range(100, 110), wants_prompt_logits=True), 0.0)
     _, plan = step(machine)
     asked = {part.sequence.key.request_id: part.item.num_logits for part in plan.parts}
-    assert asked == {"a": 0, "b": 8}
+    assert asked == {"a": 0, "b": 10}
     _, plan = step(machine)
     asked = {part.sequence.key.request_id: part.item.num_logits for part in plan.parts}
-    assert asked == {"a": 1, "b": 2}
+    assert asked == {"a": 1, "b": 1}
+
+
+def test_a_prompt_whose_every_logit_is_asked_is_not_cut_by_company():
+    """D6: its rows do not depend on who else is served; a second one waits for the next step."""
+    machine = scheduler(n_batch=16)
+    for name in "ab":
+        machine.enqueue(sequence(name, [ord(name)] * 12, wants_prompt_logits=True), 0.0)
+    sizes = [[len(part.item.tokens) for part in step(machine)[1].parts] for _ in range(2)]
+    assert sizes == [[12], [1, 12]]
 
 
 def test_an_idle_slot_with_the_longest_prefix_is_reused_before_an_empty_one():

@@ -66,15 +66,21 @@ class Planner:
         prefilling = self._rotated([s for s in running if s.state is SequenceState.PREFILL])
         self._turn += 1
         rows = decoding[: self.n_batch - 1 if prefilling else self.n_batch]
-        shares = fair_shares([self._slice_limit(s) for s in prefilling], self.n_batch - len(rows))
         parts = [Planned(s, _item(s, 1)) for s in rows]
-        parts += [Planned(s, _item(s, n)) for s, n in zip(prefilling, shares, strict=True) if n]
+        parts += self._prefill(prefilling, self.n_batch - len(rows))
         return StepPlan(tuple(parts)) if parts else None
 
-    def _slice_limit(self, sequence: Sequence) -> int:
-        if sequence.wants_prompt_logits and sequence.num_computed < sequence.num_prompt:
-            return min(sequence.num_pending, self.max_prompt_rows)
-        return sequence.num_pending
+    def _prefill(self, sequences: list[Sequence], budget: int) -> list[Planned]:
+        """Fair slices of `budget`; a prompt whose every logit is asked comes whole, or waits for a turn."""
+        parts: list[Planned] = []
+        for sequence in filter(_asks_all, sequences):
+            wanted = min(sequence.num_pending, self.max_prompt_rows)
+            if wanted <= budget or not parts:
+                parts.append(Planned(sequence, _item(sequence, min(wanted, budget))))
+                budget -= len(parts[-1].item.tokens)
+        others = [sequence for sequence in sequences if not _asks_all(sequence)]
+        shares = fair_shares([sequence.num_pending for sequence in others], budget)
+        return parts + [Planned(s, _item(s, n)) for s, n in zip(others, shares, strict=True) if n]
 
     def _rotated(self, sequences: list[Sequence]) -> list[Sequence]:
         if not sequences:
@@ -83,11 +89,13 @@ class Planner:
         return sequences[first:] + sequences[:first]
 
 
+def _asks_all(sequence: Sequence) -> bool:
+    return sequence.wants_prompt_logits and sequence.num_computed < sequence.num_prompt
+
+
 def _item(sequence: Sequence, count: int) -> PlanItem:
     start = sequence.num_computed
     assert sequence.slot is not None, f"{sequence!r} runs without a slot"
-    if sequence.wants_prompt_logits and start < sequence.num_prompt:
-        num_logits = count
-    else:
-        num_logits = 1 if start + count == len(sequence.tokens) else 0
+    is_whole = start + count == len(sequence.tokens)
+    num_logits = count if _asks_all(sequence) else int(is_whole)
     return PlanItem(sequence.slot, start, sequence.tokens[start : start + count], num_logits)

@@ -6,15 +6,17 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import platformdirs
 
 from stoker.backends.llama.binding import device_names, label
 from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
 from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.scoring import Scorer
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.protocol import Capabilities, ModelClass
+from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
 from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.models.gguf import read_header
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.backends.llama.vocabulary import LlamaVocabulary
-    from stoker.backends.protocol import BatchPlan, Rows
+    from stoker.backends.protocol import Rows
     from stoker.messages import ModelSpec
     from stoker.models.gguf import GgufHeader
 
@@ -39,6 +41,8 @@ class LlamaBackend:
         self._context = context
         self._capabilities = capabilities
         self._states = SequenceStates(model, context)
+        needs_scorer = context.value_type is not ValueType.F16
+        self._scorer = Scorer(model, context.n_batch) if needs_scorer else None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -76,7 +80,27 @@ class LlamaBackend:
 
     def step(self, plan: BatchPlan) -> Rows:
         """One forward pass; see `Backend.step`. A call that raises changed nothing."""
-        return self._context.step(plan)
+        if plan.num_rows <= len(plan.items):
+            return self._context.step(plan)  # nobody asks for a whole prompt's logits
+        return self._step_and_score(plan)
+
+    def _step_and_score(self, plan: BatchPlan) -> Rows:
+        """A step whose whole prompts get their rows from the scorer, if there is one."""
+        is_scored = [self._scorer is not None and self._scorer.can_score(item) for item in plan.items]
+        served = [
+            PlanItem(item.seq, item.start, item.tokens, 0) if scored else item
+            for item, scored in zip(plan.items, is_scored, strict=True)
+        ]
+        scores = [
+            self._scorer.score(item, self.num_threads).copy() if scored and self._scorer else None
+            for item, scored in zip(plan.items, is_scored, strict=True)
+        ]
+        found = self._context.step(BatchPlan(tuple(served)))
+        rows, at = [], 0
+        for item, score in zip(served, scores, strict=True):
+            rows.append(found[at : at + item.num_logits] if score is None else score)
+            at += item.num_logits
+        return np.concatenate(rows)
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty sequence `dst` share the first `length` tokens of `src`."""
@@ -104,7 +128,9 @@ class LlamaBackend:
 
     def memory(self) -> dict[str, int]:
         """Bytes by line: weights, kv, compute."""
-        return {"weights": self._capabilities.size_bytes, **self._context.memory()}
+        lines = {"weights": self._capabilities.size_bytes, **self._context.memory()}
+        lines["compute"] += self._scorer.memory() if self._scorer else 0
+        return lines
 
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next step on."""
@@ -113,6 +139,8 @@ class LlamaBackend:
     def close(self) -> None:
         """Free cells, then weights; idempotent."""
         self._is_closed = True
+        if self._scorer:
+            self._scorer.close()
         self._context.close()
         self._model.close()
 
