@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-Rows = npt.NDArray[np.float32]
+if TYPE_CHECKING:  # the front imports this module and computes nothing
+    import numpy as np
+    import numpy.typing as npt
+
+Rows: TypeAlias = "npt.NDArray[np.float32]"
 
 
 class ModelClass(StrEnum):

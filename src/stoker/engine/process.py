@@ -115,6 +115,8 @@ def open_front(descriptor: int) -> socket.socket:
 
 def engine_loop(inbox: Inbox, publish: Publish, settings: EngineSettings) -> RunsEngine:
     """The real engine; imported late, so that a front with a child process loads no native code."""
+    import llama_cpp  # noqa: F401, PLC0415 - before numpy: the other order has crashed with CUDA
+
     from stoker.engine.loop import EngineLoop  # noqa: PLC0415 - see above
 
     return EngineLoop(inbox, publish, settings)
