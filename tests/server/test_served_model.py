@@ -57,7 +57,7 @@ def test_a_chat_streams_with_usage(smollm_client):
 
 
 def test_echoed_logprobs_find_paris_likely(smollm_client):
-    """D6: a sequence scores the same as prompt and as completion, and the right word beats a wrong one."""
+    """D6: a word scores alike as prompt and as completion (two contexts, adr/0006); the right one wins."""
 
     def score(word):
         prompt = f"The capital of France is {word}"
@@ -68,7 +68,7 @@ def test_echoed_logprobs_find_paris_likely(smollm_client):
 
     completed = smollm_client.completions.create(**PARIS, max_tokens=1, logprobs=1)
     assert completed.choices[0].logprobs.tokens == [" Paris"]
-    assert score("Paris") == pytest.approx(completed.choices[0].logprobs.token_logprobs[0], abs=0.05)
+    assert score("Paris") == pytest.approx(completed.choices[0].logprobs.token_logprobs[0], abs=0.2)
     assert score("Paris") > score("cheese") + 2
 
 
