@@ -273,22 +273,15 @@ def test_more_decode_rows_than_budget_take_turns():
 
 
 def test_spare_sequences_let_a_newcomer_start_without_freeing_cells_under_those_who_run():
-    """Q10, adr/0006: cells are freed while others run only beyond the bound; at rest none are spare."""
-    machine = scheduler(num_slots=2, num_sequences=4, num_cells=8000, n_batch=4000)
-    running = sequence("a", [1] * 40)
-    machine.enqueue(running, 0.0)
-    step(machine)
-    for at in range(3):
+    """Q10, adr/0006: what idle slots keep is freed only beyond a bound, the newest last."""
+    machine = scheduler(num_slots=2, num_sequences=6, num_cells=8000, n_batch=4000)
+    machine.enqueue(sequence("a", [1] * 40), 0.0)
+    for at in range(4):
         member = sequence(f"m{at}", [at + 2] * 1000)
         machine.enqueue(member, float(at))
         assert step(machine, float(at))[0].effects == []
         machine.retire(member, FinishReason.STOP, float(at))
-    assert machine.slots.spare_cells() == 3000
-    newcomer = sequence("n", [9] * 4)
-    machine.enqueue(newcomer, 9.0)
+    assert machine.slots.surplus_cells() == 3000
+    machine.enqueue(sequence("n", [9] * 4), 9.0)
     assert step(machine, 9.0)[0].effects == [Drop(1)]
-    machine.retire(running, FinishReason.STOP, 10.0)
-    machine.retire(newcomer, FinishReason.STOP, 10.0)
-    machine.enqueue(sequence("last", [9] * 4), 11.0)
-    step(machine, 11.0)
-    assert sum(bool(slot.tokens) for slot in machine.slots.slots) == 3  # two kept and the newcomer
+    assert [len(slot.kept) for slot in machine.slots.slots] == [0, 0, 1000, 1000, 1000, 0]

@@ -18,8 +18,8 @@ from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.sequence import Sequence, SequenceState
 from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, Slot, SlotTable
 
-MAX_SPARE_CELLS = 2048
-"""Cells that idle slots beyond the usual number may keep while others run; attention walks over them."""
+MAX_SURPLUS_CELLS = 2048
+"""Cells that idle slots may keep besides the newest: attention walks over them, 2 % of a step each 1,000."""
 RESUME_MARGIN = 64
 """Cells beyond its own tokens that a parked sequence waits for, lest two park each other in turn."""
 
@@ -163,7 +163,8 @@ class Scheduler:
         if self.cells.free < self.limits.n_batch:
             self._make_room(turn, now)
         if self.line:
-            self._shed_spare(turn)
+            while self.slots.surplus_cells() > MAX_SURPLUS_CELLS:
+                self._evict_oldest(turn)
             self._admit(turn, now)
             self._make_room(turn, now)
         return turn
@@ -221,12 +222,6 @@ class Scheduler:
         while self.cells.free < self._next_step_cells():
             if not self._evict_oldest(turn) and not self._park_youngest(turn, now):
                 return
-
-    def _shed_spare(self, turn: Schedule) -> None:
-        """Let spare slots keep little while others run, and nothing once none does."""
-        allowed = MAX_SPARE_CELLS if self.slots.running else 0
-        while self.slots.spare_cells() > allowed:
-            self._evict_oldest(turn)
 
     def _evict_oldest(self, turn: Schedule) -> bool:
         slot = self.slots.oldest_kept()

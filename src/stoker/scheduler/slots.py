@@ -114,10 +114,11 @@ class SlotTable:
         self._running.remove(sequence)
         return slot
 
-    def spare_cells(self) -> int:
-        """Tokens kept by idle slots, while more slots hold tokens than may run at once; else 0."""
-        holding = sum(not slot.is_idle or bool(slot.kept) for slot in self.slots)
-        return sum(len(slot.kept) for slot in self.slots) if holding > self.num_slots else 0
+    def surplus_cells(self) -> int:
+        """Tokens that idle slots keep, but for the one used last."""
+        kept = [slot for slot in self.slots if slot.kept]
+        newest = max(kept, key=lambda slot: slot.last_used_s, default=None)
+        return sum(len(slot.kept) for slot in kept if slot is not newest)
 
     def shown(self) -> list[Slot]:
         """As many slots as may run at once: the busy ones, then those used last; by id."""
