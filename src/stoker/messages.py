@@ -35,7 +35,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     n_batch: int = 512
     num_threads: int = 0
     max_queue: int = 512
-    target_step_ms: float = 50.0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +62,6 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_text: str = ""
     can_trim: bool = True
     can_fork: bool = True
-    is_recurrent: bool = False
     has_vision: bool = False
 
 

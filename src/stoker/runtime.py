@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 Message = Mapping[str, Any]
+STATUS_WAIT_S = 2.0
 _NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
 
 
@@ -181,8 +182,8 @@ class Runtime:
         engine = _NO_STATUS
         if host.state is EngineState.SERVING:
             try:
-                answer = (await host.ask(GetStatus(0)))["status"]
-            except NotReadyError:  # it died between the two questions
+                answer = (await asyncio.wait_for(host.ask(GetStatus(0)), STATUS_WAIT_S))["status"]
+            except (NotReadyError, TimeoutError):  # it died between the two questions, or a step is long
                 pass
             else:
                 engine = answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
@@ -348,7 +349,6 @@ def _specs(settings: EngineSettings) -> list[ModelSpec]:
             n_batch=settings.n_batch,
             num_threads=settings.threads,
             max_queue=settings.max_queue,
-            target_step_ms=settings.target_step_ms,
         )
     return list(specs.values())
 

@@ -127,10 +127,10 @@ class EngineSettings(_Frozen):
         kv_cells: KV cells to allocate where that should differ from `ctx_size`.
         max_queue: requests that may wait; background gets half of it.
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
-        watchdog_s: a step may take this long over its own estimate before the engine counts as hung.
+        watchdog_s: silence of the engine after which it counts as hung; a step may take this long, or ten
+            times what it is predicted to take, whichever is more.
         drain_s: how long a shutdown lets running requests finish.
-        target_step_ms: what a step may cost while somebody waits for tokens.
-        memory_limit: bytes to stay under; None: what the machine or its cgroup allows.
+        memory_limit: bytes to stay under; so far only `doctor` looks at it. None: the machine's own.
         cache_dir: verdicts and files that can be made again.
         models_dir: where pulled models lie.
     """
@@ -145,7 +145,6 @@ class EngineSettings(_Frozen):
     isolation: Literal["process", "thread"] = "process"
     watchdog_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=10.0, ge=0)
-    target_step_ms: float = Field(default=50.0, gt=0)
     memory_limit: Bytes | None = None
     cache_dir: Location = Field(default_factory=lambda: platformdirs.user_cache_path(APP))
     models_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "models")

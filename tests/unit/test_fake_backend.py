@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.backends.cells import CellPool
 from stoker.backends.fake import FakeBackend, FakeFaults, load
+from stoker.backends.fake_cells import FakeCells
 from stoker.backends.fake_vocabulary import BOS, EOS, IM_END, IM_START, FakeVocabulary
 from stoker.backends.protocol import BatchPlan, PlanItem, Rows
 from stoker.errors import ModelFileError, PoolFullError, StepFailedError
@@ -118,7 +118,7 @@ def test_bytes_and_control_tokens_are_the_vocabulary() -> None:
 
 def test_a_cell_is_free_when_its_last_owner_lets_go() -> None:
     """ARCHITECTURE backend protocol: shared cells count once."""
-    pool = CellPool(4)
+    pool = FakeCells(4)
     cells = pool.take(3)
     pool.share(cells[:2])
     pool.release(cells)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stoker.backends.cells import CellPool
+from stoker.backends.fake_cells import FakeCells
 from stoker.backends.fake_vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.lengths import Lengths
 from stoker.backends.protocol import Capabilities, ModelClass
@@ -144,7 +144,7 @@ class FakeBackend:
         self._vocabulary = FakeVocabulary()
         self._capabilities = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch)
         self._lengths = Lengths(num_sequences, N_VOCAB, n_batch)
-        self._pool = CellPool(num_cells)
+        self._pool = FakeCells(num_cells)
         self._histories = [_History() for _ in range(num_sequences)]
         self._rows = np.empty((n_batch, N_VOCAB), np.float32)
         self._bias = _bias()

@@ -40,7 +40,8 @@ def serve(
         typer.Option("--isolation", help="Where native code runs. \\[process]", metavar="process|thread"),
     ] = None,
     watchdog_s: Annotated[
-        float | None, typer.Option("--watchdog-s", help="A step may hang this long. \\[10]")
+        float | None,
+        typer.Option("--watchdog-s", help="Seconds of silence that end an engine. \\[10]"),
     ] = None,
     max_queue: Annotated[
         int | None, typer.Option("--max-queue", help="Requests that may wait. \\[512]")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-UNMEASURED_TOKEN_S = 1.0
-"""Seconds a token may take before the first step was measured: slower than any machine this is meant for."""
+UNMEASURED_STEP_S = 60.0
+"""What the first step may take, before any was measured: weights may still come from the disk."""
 SLACK = 10.0
 """A step may take that many times its prediction, and never less than the watchdog's time."""
 
@@ -26,15 +26,16 @@ class StepClock:
         self.watchdog_s = watchdog_s
         self.num_steps = 0
         self.busy_s = 0.0
-        self._token_s = UNMEASURED_TOKEN_S
+        self._token_s: float | None = None
         self._running: tuple[float, float] | None = None
 
     def __repr__(self) -> str:
-        return f"<StepClock {self.num_steps} steps, {self._token_s * 1000:.2f} ms a token at most>"
+        return f"<StepClock {self.num_steps} steps, {(self._token_s or 0.0) * 1000:.2f} ms a token at most>"
 
     def begin(self, num_tokens: int) -> None:
         """A native step over `num_tokens` starts."""
-        self._running = (self.now(), max(self.watchdog_s, SLACK * num_tokens * self._token_s))
+        predicted_s = UNMEASURED_STEP_S / SLACK if self._token_s is None else num_tokens * self._token_s
+        self._running = (self.now(), max(self.watchdog_s, SLACK * predicted_s))
 
     def end(self, num_tokens: int) -> None:
         """It succeeded; its cost per token is remembered, large ones fade slowly."""
@@ -42,7 +43,7 @@ class StepClock:
         took_s = self.now() - self._running[0]
         self._running = None
         token_s = took_s / num_tokens
-        self._token_s = token_s if self.num_steps == 0 else max(token_s, 0.99 * self._token_s)
+        self._token_s = max(token_s, 0.99 * (self._token_s or 0.0))
         self.num_steps += 1
         self.busy_s += took_s
 

@@ -39,7 +39,7 @@ class WaitingLine:
 
     def bound(self, priority: Priority) -> int:
         """How many requests may wait when one of this class arrives."""
-        return self.max_queue if priority is Priority.INTERACTIVE else self.max_queue // 2
+        return self.max_queue if priority is Priority.INTERACTIVE else max(1, self.max_queue // 2)
 
     def check_room(self, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
         """Raises QueueFullError when `num_waiting` requests are at the bound of the class."""

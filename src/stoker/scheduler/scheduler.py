@@ -18,8 +18,10 @@ from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.sequence import Sequence, SequenceState
 from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, Slot, SlotTable
 
-MAX_SURPLUS_CELLS = 2048
-"""Cells that idle slots may keep besides the newest: attention walks over them, 2 % of a step each 1,000."""
+REST_SURPLUS_CELLS = 512
+"""Cells that idle slots may keep besides the newest: attention walks over them, 7 % of a step each 1,000."""
+BUSY_SURPLUS_CELLS = 2048
+"""The same while others run, since freeing cells under them costs exactness (docs/adr/0006)."""
 RESUME_MARGIN = 64
 """Cells beyond its own tokens that a parked sequence waits for, lest two park each other in turn."""
 
@@ -114,11 +116,6 @@ class Scheduler:
         """When a refused caller may find room: the measured time a retirement takes."""
         return max(1.0, self._service_s)
 
-    def next_deadline_s(self) -> float | None:
-        """The earliest deadline of anything waiting or running."""
-        deadlines = [s.deadline_s for s in (*self.line, *self.slots.running) if s.deadline_s is not None]
-        return min(deadlines, default=None)
-
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
         running = self.slots.running
@@ -138,7 +135,9 @@ class Scheduler:
 
     def check_room(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when the line is at its bound (SPEC Q11); `num_arriving` are on their way."""
-        self.line.check_room(priority, self.num_waiting_requests() + num_arriving, self.retry_after_s())
+        num_idle = self.limits.num_slots - len(self.slots.running)
+        num_waiting = self.num_waiting_requests() + num_arriving - num_idle
+        self.line.check_room(priority, num_waiting, self.retry_after_s())
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new sequence in the line; returns its position."""
@@ -163,7 +162,8 @@ class Scheduler:
         if self.cells.free < self.limits.n_batch:
             self._make_room(turn, now)
         if self.line:
-            while self.slots.surplus_cells() > MAX_SURPLUS_CELLS:
+            allowed = BUSY_SURPLUS_CELLS if self.slots.running else REST_SURPLUS_CELLS
+            while self.slots.surplus_cells() > allowed:
                 self._evict_oldest(turn)
             self._admit(turn, now)
             self._make_room(turn, now)

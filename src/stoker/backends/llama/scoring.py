@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
 from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.errors import ModelLoadError, StepFailedError
 
 if TYPE_CHECKING:
     from stoker.backends.llama.model import LlamaModel
@@ -29,18 +30,20 @@ class Scorer:
         return f"<Scorer of prompts up to {self._n_batch} tokens, {self._context!r}>"
 
     def can_score(self, item: PlanItem) -> bool:
-        """Whether this is a whole prompt that asks for every row; longer ones come in slices."""
+        """Whether this is a prompt, or the first slice of a long one, of which every row is asked."""
         return item.start == 0 and 1 < item.num_logits == len(item.tokens) <= self._n_batch
 
     def score(self, item: PlanItem, num_threads: int) -> Rows:
         """The rows of a prompt, float32 (num_tokens, n_vocab), valid until the next call.
 
         Raises:
-            ModelLoadError: there is no memory for the context.
-            StepFailedError: the native decode failed.
+            StepFailedError: the native decode failed, or there is no memory for the context.
         """
         if self._context is None:
-            self._context = LlamaContext(self._model, self._options(num_threads))
+            try:
+                self._context = LlamaContext(self._model, self._options(num_threads))
+            except ModelLoadError as error:
+                raise StepFailedError(f"prompt logprobs need a context of their own: {error}") from error
         self._context.set_threads(num_threads)
         self._context.drop(0)
         return self._context.step(BatchPlan((PlanItem(0, 0, item.tokens, item.num_logits),)))

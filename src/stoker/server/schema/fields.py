@@ -17,7 +17,18 @@ from stoker.server.body import Body
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 _BREAKERS = 64
-_REFUSED = ("grammar", "regex", "choice", "json_schema", "state", "guided_json", "guided_grammar")
+# Ignoring one of these would give another answer than was asked for.
+_REFUSED = (
+    "grammar",
+    "regex",
+    "choice",
+    "json_schema",
+    "state",
+    "guided_json",
+    "guided_grammar",
+    "context_shift",
+    "preempt",
+)
 
 
 class StreamOptions(Body):
@@ -94,6 +105,8 @@ class GenerationFields(SamplingFields):
     return_progress: bool | None = None
     # Constraints and states are later work; taking them silently would return unconstrained text.
     grammar: Any = None
+    context_shift: Any = None
+    preempt: Any = None
     regex: Any = None
     choice: Any = None
     json_schema: Any = None
@@ -113,7 +126,7 @@ class GenerationFields(SamplingFields):
             UnsupportedError: naming the field.
         """
         for name, value in self.model_dump(include=set(_REFUSED), exclude_none=True).items():
-            if value not in ("", [], {}):
+            if value not in ("", [], {}, False):
                 raise UnsupportedError(f"{name} is not supported by this server", param=name)
 
     def common(self, n_vocab: int) -> dict[str, Any]:

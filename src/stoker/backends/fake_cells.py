@@ -5,7 +5,7 @@ from __future__ import annotations
 from stoker.errors import PoolFullError
 
 
-class CellPool:
+class FakeCells:
     """`num_cells` cells; each holds one token and may belong to several sequences.
 
     A sequence's cells are a list of cell numbers in order of position; the caller keeps the lists.
@@ -16,7 +16,7 @@ class CellPool:
         self._free = list(range(num_cells - 1, -1, -1))
 
     def __repr__(self) -> str:
-        return f"<CellPool {self.num_used} of {len(self._num_owners)} used>"
+        return f"<FakeCells {self.num_used} of {len(self._num_owners)} used>"
 
     @property
     def num_used(self) -> int:
