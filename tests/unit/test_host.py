@@ -306,14 +306,16 @@ async def test_closing_twice_ends_what_is_left_exactly_once(carrier: NewCarrier)
                 os.kill(host.pid, 0)
 
 
-async def test_closing_while_the_engine_is_away_fails_what_waits() -> None:
+async def test_closing_while_the_engine_is_away_ends_what_began_and_refuses_what_waits() -> None:
     """L4, L6: nobody is left without a terminal event."""
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=2)).read(2)
         kill(host)
         await _until(host, EngineState.RESTARTING)
+        waiting = Client(host, "b", request())
         await host.close(5.0)
-        assert isinstance(await client.error(), NotReadyError)
+        assert (await client.read_all()).deltas[-1].finish_reason is FinishReason.CANCELLED
+        assert isinstance(await waiting.error(), NotReadyError)
 
 
 async def test_an_engine_that_ignores_its_shutdown_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,9 +325,24 @@ async def test_an_engine_that_ignores_its_shutdown_is_killed(monkeypatch: pytest
         client = await Client(host, "a", request(pause_after=2)).read(2)
         os.kill(host.pid, signal.SIGSTOP)
         await host.close(0.0)
-        assert isinstance(await client.error(), NotReadyError)
+        await client.read_all()
+        assert client.deltas[-1].finish_reason is FinishReason.CANCELLED
+        assert isinstance(client.events[-1], Finished)
         with pytest.raises(ProcessLookupError):
             os.kill(host.pid, 0)
+
+
+async def test_an_answer_that_has_begun_is_cut_short_when_the_engine_dies_during_a_shutdown() -> None:
+    """L4, L6: it ends with `cancelled` and keeps its text; only what never began is refused."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(pause_after=2)).read(2)
+        closing = asyncio.ensure_future(host.close(10.0))
+        await asyncio.sleep(0)
+        kill(host)
+        await closing
+        await client.read_all()
+        assert client.tokens == [0, 1]
+        assert client.deltas[-1].finish_reason is FinishReason.CANCELLED
 
 
 @both

@@ -283,7 +283,11 @@ class EngineHost:
         self._stop_intake("the host's task ended")
         error = NotReadyError("the engine has shut down")
         for live in self._replay:
-            self._fail(live, error)
+            if live.num_generated:  # an answer that has begun is cut short, not refused
+                for event in live.cancelled():
+                    self._deliver(event)
+            else:
+                self._fail(live, error)
         self._calls.fail_all(error)
         if self._started and not self._started.done():
             self._started.set_exception(error)
