@@ -57,7 +57,7 @@ def test_a_chat_streams_with_usage(smollm_client):
 
 
 def test_echoed_logprobs_find_paris_likely(smollm_client):
-    """D6: a word scores alike as prompt and as completion (two contexts, adr/0006); the right one wins."""
+    """D6: a word scores alike as prompt and as completion, and the right one beats a wrong one."""
 
     def score(word):
         prompt = f"The capital of France is {word}"
@@ -66,9 +66,13 @@ def test_echoed_logprobs_find_paris_likely(smollm_client):
         )
         return answer.choices[0].logprobs.token_logprobs[-1]
 
-    completed = smollm_client.completions.create(**PARIS, max_tokens=1, logprobs=1)
-    assert completed.choices[0].logprobs.tokens == [" Paris"]
-    assert score("Paris") == pytest.approx(completed.choices[0].logprobs.token_logprobs[0], abs=0.2)
+    plain = smollm_client.completions.create(**PARIS, max_tokens=1, logprobs=1).choices[0].logprobs
+    echoed = (
+        smollm_client.completions.create(**PARIS, max_tokens=1, logprobs=1, echo=True).choices[0].logprobs
+    )
+    assert plain.tokens == echoed.tokens[-1:] == [" Paris"]
+    assert score("Paris") == pytest.approx(echoed.token_logprobs[-1], abs=0.001)  # one context
+    assert score("Paris") == pytest.approx(plain.token_logprobs[0], abs=0.2)  # two (adr/0006)
     assert score("Paris") > score("cheese") + 2
 
 
