@@ -6,6 +6,7 @@ Nothing here knows how it is carried (see `stoker.engine.carrier`).
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -14,6 +15,18 @@ from stoker.errors import ErrorInfo
 from stoker.request import FinishReason, GenerateRequest, Priority
 
 # ---------------------------------------------------------------- values
+
+
+class Policy(StrEnum):
+    """How a step is shared between those who decode and those who prefill (SPEC Q9).
+
+    `latency` keeps a step within the target while an interactive request decodes, `balanced` within three
+    times the target, `throughput` leaves prefill three quarters of the token budget.
+    """
+
+    LATENCY = "latency"
+    BALANCED = "balanced"
+    THROUGHPUT = "throughput"
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +38,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_slots: sequences that may run at once.
         n_ctx: KV cells all slots share, and the most one request may use; 0: the model's own.
         n_batch: tokens one step may carry.
-        num_threads: 0 picks the number of physical cores.
+        num_threads: 0 picks the number of physical cores, the most that the engine will use.
+        policy: how steps are shared between decode and prefill (SPEC Q9).
+        target_step_ms: how long a step may take while an interactive request decodes (SPEC Q8).
+        background_patience_s: how long background work may go without a step (SPEC Q7).
+        park_bytes: host memory that states of parked requests may take (SPEC Q4).
     """
 
     id: str
@@ -35,6 +52,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     n_batch: int = 512
     num_threads: int = 0
     max_queue: int = 512
+    policy: Policy = Policy.LATENCY
+    target_step_ms: float = 50.0
+    background_patience_s: float = 30.0
+    park_bytes: int = 2**30
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,39 +108,67 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a request spent (SPEC O2), as the engine saw it."""
+    """Seconds a request spent (SPEC O2), as the engine saw it, and how often others took its place.
+
+    `decode_s` is from the first token to the end, time spent parked included.
+    """
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    num_preemptions: int = 0
 
 
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One slot: `state` is idle, prefill or decode; an idle slot may still hold reusable tokens."""
+    """One slot: `state` is idle, prefill or decode; an idle slot may still hold reusable tokens.
+
+    `story` tells what happened to the sequence in it, oldest first, each with the seconds since.
+    """
 
     id: int
     state: str
     model: str
     num_tokens: int
     request_id: str | None = None
+    priority: Priority | None = None
+    story: list[tuple[float, str]] = []
 
 
 class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One waiting (or parked) sequence."""
+    """One sequence that waits, is parked or is paused.
+
+    Attributes:
+        index: which choice of the request.
+        position: place in the line, 0 is next; None: paused, so not in the line.
+        eta_s: estimated seconds until it runs; None: not known, or paused.
+        form: how a parked or paused one is kept: cells, snapshot or tokens.
+        story: as in `SlotStatus`.
+    """
 
     request_id: str
     priority: Priority
-    position: int
+    index: int = 0
+    model: str = ""
+    position: int | None = None
     eta_s: float | None = None
     num_tokens: int = 0
+    form: str | None = None
+    story: list[tuple[float, str]] = []
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `/v1/runtime` and the metrics show of the engine."""
+    """Everything `/v1/runtime` and the metrics show of the engine.
+
+    `num_threads` is what steps use now, `threads_reason` why that differs from what was asked for (empty: it
+    does not).
+    """
 
     slots: list[SlotStatus]
     queue: list[WaitStatus]
     parked: list[WaitStatus]
+    paused: list[WaitStatus] = []
+    num_threads: int = 0
+    threads_reason: str = ""
     counters: dict[str, float]
     kv_cells_total: int
     kv_cells_used: int
@@ -148,6 +197,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         is_finished: for each choice, whether it has already ended (such a choice is not run again).
         mirostat_mu: sampler state after the last delivered token, one a choice.
         age_s: seconds since the caller submitted it (deadlines count from there).
+        is_paused: it enters paused and waits for `Resume`.
     """
 
     request_id: str
@@ -156,6 +206,22 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_finished: list[bool] = []
     mirostat_mu: list[float | None] = []
     age_s: float = 0.0
+    is_paused: bool = False
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Take a request out of its slot or the line until `Resume`; an unknown id is ignored (SPEC Q17).
+
+    Answered by `Paused` for a request that was not paused before.
+    """
+
+    request_id: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Let a paused request back in the line, before newcomers of its class; answered by `Resumed`."""
+
+    request_id: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -194,7 +260,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     drain_s: float = 0.0
 
 
-Command = LoadModel | UnloadModel | Submit | Cancel | Tokenize | Detokenize | GetStatus | Shutdown
+Command = (
+    LoadModel | UnloadModel | Submit | Cancel | Pause | Resume | Tokenize | Detokenize | GetStatus | Shutdown
+)
 
 # ---------------------------------------------------------------- events (engine -> front)
 
@@ -217,14 +285,42 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Queued(msgspec.Struct, frozen=True, tag=True):
-    """A request entered the line at `position` (0 is next)."""
+    """A request is in the line at `position` (0 is next); it may run in about `eta_s` seconds (SPEC Q14).
+
+    Sent when it enters, and again when its position has changed, at most once a second.
+    """
 
     request_id: str
     position: int
+    eta_s: float | None = None
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
     """A choice of the request got a slot; it will be in the next step."""
+
+    request_id: str
+
+
+class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A choice gave its place to another and will go on later (SPEC Q4).
+
+    `form` is how it is kept: cells, snapshot or tokens.
+    """
+
+    request_id: str
+    index: int
+    form: str
+    reason: str
+
+
+class Paused(msgspec.Struct, frozen=True, tag=True):
+    """Every open choice of the request stands still until `Resume`."""
+
+    request_id: str
+
+
+class Resumed(msgspec.Struct, frozen=True, tag=True):
+    """The paused request is in the line again."""
 
     request_id: str
 
@@ -306,6 +402,9 @@ Event = (
     | ModelState
     | Queued
     | Admitted
+    | Parked
+    | Paused
+    | Resumed
     | PrefillProgress
     | PromptEcho
     | Delta

@@ -27,6 +27,13 @@ class Priority(StrEnum):
     BACKGROUND = "background"
 
 
+class Preempt(StrEnum):
+    """What becomes of a request when another needs its place (SPEC Q4)."""
+
+    PARK = "park"
+    CANCEL = "cancel"
+
+
 class FinishReason(StrEnum):
     """Why a completion ended (SPEC D4)."""
 
@@ -111,6 +118,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: alternatives to report for each generated token (0: the chosen one only); None: off.
         prompt_logprobs: the same for each prompt token (SPEC D6); None: off.
         echo: deliver the prompt's text before the completion.
+        preempt: `park` keeps what was computed and goes on later in the same stream; `cancel` ends the
+            request with `preempted` and keeps its partial text.
         timeout_s: seconds from submission after which the request ends with `request_timeout`.
         return_progress: ask for `PrefillProgress` events (SPEC S2).
     """
@@ -128,6 +137,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     is_chat: bool = False
     priority: Priority = Priority.INTERACTIVE
+    preempt: Preempt = Preempt.PARK
     timeout_s: float | None = None
     return_progress: bool = False
 

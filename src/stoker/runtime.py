@@ -31,6 +31,7 @@ from stoker.messages import (
     ModelInfo,
     ModelSpec,
     ModelState,
+    Policy,
     PromptEcho,
     Timings,
     Tokenize,
@@ -349,6 +350,10 @@ def _specs(settings: EngineSettings) -> list[ModelSpec]:
             n_batch=settings.n_batch,
             num_threads=settings.threads,
             max_queue=settings.max_queue,
+            policy=Policy(settings.policy),
+            target_step_ms=settings.target_step_ms,
+            background_patience_s=settings.background_patience_s,
+            park_bytes=settings.park_bytes,
         )
     return list(specs.values())
 

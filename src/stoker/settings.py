@@ -126,6 +126,10 @@ class EngineSettings(_Frozen):
         n_batch: tokens one step may carry.
         kv_cells: KV cells to allocate where that should differ from `ctx_size`.
         max_queue: requests that may wait; background gets half of it.
+        policy: how a step is shared between decode and prefill: "latency", "balanced" or "throughput".
+        target_step_ms: how long a step may take while an interactive request decodes.
+        background_patience_s: how long background work may go without a step before it gets one in ten.
+        park_bytes: host memory that the states of parked requests may take, per model.
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
         watchdog_s: silence of the engine after which it counts as hung; a step may take this long, or ten
             times what it is predicted to take, whichever is more.
@@ -142,6 +146,10 @@ class EngineSettings(_Frozen):
     n_batch: int = Field(default=512, ge=1, le=65536)
     kv_cells: int | None = Field(default=None, ge=1, lt=2**31)
     max_queue: int = Field(default=512, ge=1)
+    policy: Literal["latency", "balanced", "throughput"] = "latency"
+    target_step_ms: float = Field(default=50.0, gt=0, le=60_000)
+    background_patience_s: float = Field(default=30.0, ge=0, le=86_400)
+    park_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 2**30
     isolation: Literal["process", "thread"] = "process"
     watchdog_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=10.0, ge=0)
