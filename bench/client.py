@@ -10,7 +10,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -19,8 +19,15 @@ import msgspec
 from bench.errors import BenchError
 from bench.sse import DONE, SseDecoder
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 REQUEST_TIMEOUT_S = 900.0
 HTTP_OK = 200
+
+
+def _ignore() -> None:
+    """Nobody wants to hear of arriving text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,16 @@ class Stream:
         return tuple(later - earlier for earlier, later in pairwise(self.token_times_s))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenStream:
+    """A completion that did not come to its end, and why. Times as in `Stream`; it broke at `last_s`."""
+
+    sent_s: float
+    token_times_s: tuple[float, ...]
+    last_s: float
+    reason: str
+
+
 class _Choice(msgspec.Struct):
     text: str = ""
 
@@ -111,7 +128,7 @@ class _Exchange(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
-        self.sent_s = 0.0
+        self.sent_s = time.perf_counter()
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
 
@@ -157,10 +174,11 @@ class _Document(_Exchange):
 
 
 class _TokenStream(_Exchange):
-    """An answer of server-sent completion chunks."""
+    """An answer of server-sent completion chunks. `on_text` is called at each arrival of text."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self, request: bytes, on_text: Callable[[], None]) -> None:
         super().__init__(request)
+        self._on_text = on_text
         self.token_times_s: list[float] = []
         self.last_s = 0.0
         self.texts: list[str] = []
@@ -187,6 +205,7 @@ class _TokenStream(_Exchange):
             if choice.text:
                 self.token_times_s.append(now_s)
                 self.texts.append(choice.text)
+                self._on_text()
 
     def result(self) -> Stream:
         if self.status != HTTP_OK:
@@ -205,6 +224,14 @@ class _TokenStream(_Exchange):
             completion_tokens=self.usage.completion_tokens,
             cached_tokens=(details and details.cached_tokens) or 0,
             text="".join(self.texts),
+        )
+
+    def broken(self, error: Exception) -> BrokenStream:
+        return BrokenStream(
+            sent_s=self.sent_s,
+            token_times_s=tuple(self.token_times_s),
+            last_s=time.perf_counter(),
+            reason=str(error) or repr(error),
         )
 
 
@@ -230,10 +257,32 @@ class Client:
 
     async def complete(self, completion: Completion) -> Stream:
         """Stream one completion to its end."""
-        model = await self.model()
-        exchange = _TokenStream(self._request("POST", "/v1/completions", completion.body(model)))
-        await self._run(exchange)
-        return exchange.result()
+        outcome = await self.attempt(completion)
+        if isinstance(outcome, BrokenStream):
+            raise BenchError(outcome.reason)
+        return outcome
+
+    async def attempt(
+        self,
+        completion: Completion,
+        *,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+        on_text: Callable[[], None] = _ignore,
+    ) -> Stream | BrokenStream:
+        """Stream one completion, where a refusal, an error or `timeout_s` gone by is an outcome too.
+
+        Args:
+            completion: what to ask for.
+            timeout_s: seconds it may take from first to last.
+            on_text: called at each arrival of text; must be quick.
+        """
+        request = self._request("POST", "/v1/completions", completion.body(await self.model()))
+        exchange = _TokenStream(request, on_text)
+        try:
+            await self._run(exchange, timeout_s)
+            return exchange.result()
+        except (BenchError, OSError, httptools.HttpParserError, msgspec.MsgspecError) as error:
+            return exchange.broken(error)
 
     async def get(self, path: str) -> Any:
         """The JSON document at `path`."""
@@ -258,13 +307,13 @@ class Client:
         )
         return head.encode() + body
 
-    async def _run(self, exchange: _Exchange) -> None:
+    async def _run(self, exchange: _Exchange, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_connection(lambda: exchange, self._host, self._port)
         try:
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await exchange.done
         except TimeoutError:
-            raise BenchError(f"no complete answer from {self.url} in {REQUEST_TIMEOUT_S:.0f} s") from None
+            raise BenchError(f"no complete answer from {self.url} in {timeout_s:g} s") from None
         finally:
             transport.close()

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from bench.client import Completion
 from bench.prompts import random_prompt
 from bench.results import Comparison, Series
+from bench.timeline import timeline_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from bench.target import Target
-    from bench.workloads.workload import Workload
+    from bench.workloads.workload import Outcome, Workload
 
 # OpenMP threads spin for a while after their last work; the other server should not pay for that
 SETTLE_S = 0.5
@@ -35,15 +36,19 @@ async def alternate(
     on_turn: Callable[[str], None] = lambda _label: None,
 ) -> Comparison:
     """Run `workload` on both servers once a seed, in turn; `on_turn` hears whose turn begins."""
-    outcomes: tuple[list[Mapping[str, float]], list[Mapping[str, float]]] = ([], [])
+    both: tuple[list[Outcome], list[Outcome]] = ([], [])
     for seed in seeds:
-        for target, values in zip(pair, outcomes, strict=True):
+        for target, outcomes in zip(pair, both, strict=True):
             on_turn(target.label)
             await asyncio.sleep(SETTLE_S)
-            values.append(await workload.run(target, seed))
-    first, second = outcomes
+            outcomes.append(await workload.run(target, seed))
+    first, second = both
     series = tuple(
-        Series(metric, tuple(v[metric.key] for v in first), tuple(v[metric.key] for v in second))
-        for metric in workload.metrics
+        Series(metric, _values(first, metric.key), _values(second, metric.key)) for metric in workload.metrics
     )
-    return Comparison(workload.name, workload.title, series)
+    timelines = tuple(timeline_of(outcomes[-1].traces) for outcomes in both if outcomes[-1].traces)
+    return Comparison(workload.name, workload.title, series, timelines)
+
+
+def _values(outcomes: list[Outcome], key: str) -> tuple[float, ...]:
+    return tuple(outcome.values[key] for outcome in outcomes)

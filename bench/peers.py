@@ -33,11 +33,18 @@ NUM_LOG_CHARS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What both servers are given alike: sequences at once, KV cells they share, CPU threads."""
+    """What both servers are given alike: sequences at once, KV cells they share, CPU threads.
+
+    `num_threads` None leaves the choice to each server.
+    """
 
     num_slots: int
     ctx_size: int
-    num_threads: int
+    num_threads: int | None
+
+    def __str__(self) -> str:
+        threads = "as each server chooses" if self.num_threads is None else str(self.num_threads)
+        return f"slots {self.num_slots}, context {self.ctx_size}, threads {threads}"
 
 
 class Server(Protocol):
@@ -68,7 +75,7 @@ class StokerServer:
             *(str(Path(sys.executable).with_name("stoker")), "serve", *model),
             *("--host", LOOPBACK, "--port", "0"),
             *("--slots", str(shape.num_slots), "--ctx-size", str(shape.ctx_size)),
-            *("--threads", str(shape.num_threads)),
+            *_threads("--threads", shape),
         ]
 
     async def address(self, output: str, port: int) -> str | None:  # noqa: ARG002 - the line names the port
@@ -86,6 +93,8 @@ class LlamaServer:
     """llama-server, with one pool of context for all slots (`--kv-unified`) as Stoker has, else by default.
 
     Without that flag it would give each slot a fixed share of the context; so each request may use the whole.
+    Dropping the oldest tokens of a full context is its default no longer; it is told so all the same, as an
+    answer that lost its beginning is not the answer asked for.
     """
 
     binary: Path
@@ -97,7 +106,8 @@ class LlamaServer:
         return [
             *(str(self.binary), "-m", str(self.model), "--host", LOOPBACK, "--port", str(port)),
             *("-np", str(shape.num_slots), "-c", str(shape.ctx_size), "--kv-unified"),
-            *("-t", str(shape.num_threads), "--no-webui"),
+            *("--no-context-shift", "--no-webui"),
+            *_threads("-t", shape),
         ]
 
     async def address(self, output: str, port: int) -> str | None:  # noqa: ARG002 - it is asked, not read
@@ -206,6 +216,10 @@ class ServerProcess:
 
     def _log_tail(self) -> str:
         return self._stderr.read_text(errors="replace")[-NUM_LOG_CHARS:]
+
+
+def _threads(flag: str, shape: Shape) -> list[str]:
+    return [] if shape.num_threads is None else [flag, str(shape.num_threads)]
 
 
 def free_port() -> int:

@@ -21,7 +21,10 @@ official matter center couple site project
 WORDS = tuple(_TEXT.split())
 
 
-def random_prompt(num_words: int, seed: int) -> str:
-    """`num_words` words (about as many tokens), the same for the same seed."""
+def random_prompt(num_words: int, seed: int | str) -> str:
+    """`num_words` words (about as many tokens), the same for the same seed.
+
+    Of one seed, a shorter prompt is the beginning of a longer one.
+    """
     chosen = random.Random(seed).choices(WORDS, k=num_words)
     return "Notes: " + " ".join(chosen)

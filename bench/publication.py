@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.tables import figure_table, markdown, ratio_table
+from bench.tables import figure_table, markdown, ratio_table, timeline_name
+from bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,15 +26,20 @@ def show(report: Report, console: Console) -> None:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write the files of `report`, and say which; there is no picture without a comparison."""
+    """Write the files of `report`, and say which; pictures of what it has no more are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     page, data, picture = (folder / f"report.{kind}" for kind in ("md", "json", "png"))
     page.write_text(markdown(report), encoding="utf-8")
     data.write_bytes(msgspec.json.format(msgspec.json.encode(report.document()), indent=2) + b"\n")
+    for old in (picture, *(folder / timeline_name(workload) for workload in WORKLOADS)):
+        old.unlink(missing_ok=True)
     if not report.comparisons:
-        picture.unlink(missing_ok=True)
         return [page, data]
     from bench.chart import draw_chart  # noqa: PLC0415 - drawing takes a second to import
+    from bench.timeline_chart import draw_timelines  # noqa: PLC0415 - likewise
 
     draw_chart(report, picture)
-    return [page, data, picture]
+    timelines = [comparison for comparison in report.comparisons if comparison.timelines]
+    for comparison in timelines:
+        draw_timelines(comparison, report.labels, folder / timeline_name(comparison.workload))
+    return [page, data, picture, *(folder / timeline_name(comparison.workload) for comparison in timelines)]

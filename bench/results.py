@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from statistics import median_low
+import math
+from dataclasses import asdict, dataclass
+from statistics import median_high, median_low
 from typing import Any
 
-from bench.workloads.workload import Better, Metric
+from bench.timeline import Timeline
+from bench.workloads.workload import Better, Judged, Metric
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
     """One metric over all repetitions: `first[i]` and `second[i]` came back to back on the same prompts.
 
-    A ratio above 1 always means that the first server is better, whatever the metric's direction.
+    A ratio above 1 always means that the first server is better, whatever the metric's direction. It is
+    infinite where the peer gives nothing to divide by, such as no complete answer at all.
     """
 
     metric: Metric
@@ -31,8 +34,8 @@ class Series:
         """One ratio a repetition."""
         pairs = zip(self.first, self.second, strict=True)
         if self.metric.better is Better.HIGHER:
-            return tuple(a / b for a, b in pairs)
-        return tuple(b / a for a, b in pairs)
+            return tuple(_ratio(a, b) for a, b in pairs)
+        return tuple(_ratio(b, a) for a, b in pairs)
 
     @property
     def ratio(self) -> float:
@@ -43,18 +46,44 @@ class Series:
         return median_low(self.ratios)
 
     @property
+    def judged(self) -> float:
+        """What is held against the bar: the ratio, or the first server's own value, median or worst.
+
+        A median of an even number is the worse of the middle two.
+        """
+        is_higher = self.metric.better is Better.HIGHER
+        match self.metric.judged:
+            case Judged.RATIO:
+                return self.ratio
+            case Judged.MEDIAN:
+                return median_low(self.first) if is_higher else median_high(self.first)
+            case Judged.EACH:
+                return min(self.first) if is_higher else max(self.first)
+
+    @property
     def is_good(self) -> bool | None:
-        """Whether the ratio reaches the metric's bar; None where there is no bar."""
-        return None if self.metric.bar is None else self.ratio >= self.metric.bar
+        """Whether the metric's bar is reached; None where there is no bar."""
+        if self.metric.bar is None:
+            return None
+        if self.metric.judged is Judged.RATIO or self.metric.better is Better.HIGHER:
+            return self.judged >= self.metric.bar
+        return self.judged <= self.metric.bar
+
+
+def _ratio(value: float, by: float) -> float:
+    if by:
+        return value / by
+    return math.inf if value else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A workload's outcome on two servers."""
+    """A workload's outcome on two servers. `timelines`: one a server, of the last repetition, or none."""
 
     workload: str
     title: str
     series: tuple[Series, ...]
+    timelines: tuple[Timeline, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +147,10 @@ def _comparison_document(comparison: Comparison) -> dict[str, Any]:
                 "ratios": list(series.ratios),
                 "ratio": series.ratio,
                 "bar": series.metric.bar,
+                "judged": series.metric.judged.value,
                 "good": series.is_good,
             }
             for series in comparison.series
         ],
+        "timelines": [asdict(timeline) for timeline in comparison.timelines],
     }

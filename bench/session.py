@@ -85,6 +85,7 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
         "slots": f"{shape.num_slots}",
         "context": f"{shape.ctx_size} tokens, shared by all slots (llama-server: --kv-unified)",
         "threads": f"{shape.num_threads}",
+        **{w.name: f"{w.shape(shape)}" for w in plan.workloads if w.shape(shape) != shape},
     }
     return Report(
         (StokerServer.label, LlamaServer.label), machine, settings, tuple(comparisons), tuple(figures)
@@ -108,7 +109,9 @@ def measure_overhead(contestants: Contestants) -> list[Figure]:
         BenchError: that process failed; the message carries the end of what it said.
     """
     command = [sys.executable, "-m", "bench.step_overhead", "--json"]
-    command += ["--model", str(contestants.model), "--threads", str(contestants.shape.num_threads)]
+    command += ["--model", str(contestants.model)]
+    if contestants.shape.num_threads is not None:
+        command += ["--threads", str(contestants.shape.num_threads)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         raise BenchError(f"the step overhead could not be measured:\n{answer.stderr[-NUM_TAIL_CHARS:]}")

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from bench.workloads.workload import Better, Judged
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from bench.results import Report, Series
+    from bench.workloads.workload import Metric
 
 VERDICTS = {None: "", True: "good", False: "MISSED"}
 STYLES = {None: "", True: "green", False: "bold red"}
@@ -23,16 +26,28 @@ def number(value: float) -> str:
 
 
 def _series_cells(series: Series) -> list[str]:
-    bar = "" if series.metric.bar is None else f"≥ {series.metric.bar:g}"
     return [
         f"{series.metric.title} ({series.metric.unit})",
         number(median(series.first)),
         number(median(series.second)),
         f"{series.ratio:.3f}",
         f"{min(series.ratios):.2f} to {max(series.ratios):.2f}",
-        bar,
+        bar_text(series.metric),
         VERDICTS[series.is_good],
     ]
+
+
+def bar_text(metric: Metric) -> str:
+    """The bar and what it is of: the ratio, or the first server's own values, their median or each."""
+    if metric.bar is None:
+        return ""
+    match metric.judged:
+        case Judged.RATIO:
+            return f"ratio ≥ {metric.bar:.3g}"
+        case Judged.MEDIAN | Judged.EACH:
+            sign = "≥" if metric.better is Better.HIGHER else "≤"
+            of = "each" if metric.judged is Judged.EACH else "own"
+            return f"{of} {sign} {metric.bar:.3g}"
 
 
 def _rows(report: Report) -> Iterator[tuple[list[str], bool | None]]:
@@ -77,6 +92,11 @@ def _markdown_table(heads: list[str], rows: list[list[str]]) -> list[str]:
     ]
 
 
+def timeline_name(workload: str) -> str:
+    """File name of a workload's timeline, beside the page."""
+    return f"timeline-{workload}.png"
+
+
 def markdown(report: Report) -> str:
     """The whole report as a Markdown page that shows `report.png` beside it."""
     first, second = report.labels
@@ -85,11 +105,16 @@ def markdown(report: Report) -> str:
         "",
         "Same model, slots, context and threads; the servers took turns on the same unseen prompts.",
         f"A ratio above 1 means that {first} is better; it is the median of all repetitions.",
+        f"A bar is of the ratio, or of {first}'s own values: of their median (own), or of each.",
         "",
     ]
     if report.comparisons:
         lines += ["![ratios by workload](report.png)", ""]
         lines += _markdown_table(_heads(report), [cells for cells, _ in _rows(report)])
+    for comparison in report.comparisons:
+        if comparison.timelines:
+            title = f"who ran when: {comparison.title}"
+            lines += [f"![{title}]({timeline_name(comparison.workload)})", ""]
     if report.figures:
         rows = [
             [

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 
 from bench.client import Completion
 from bench.prompts import random_prompt
-from bench.workloads.workload import Better, Metric, Workload, require_tokens
+from bench.workloads.workload import Better, Metric, Outcome, Workload, require_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from bench.target import Target
 
 NUM_REQUESTS = 8
@@ -30,7 +28,7 @@ class Fanout(Workload):
         Metric("ttft_median_ms", "first token, median", "ms", Better.LOWER),
     )
 
-    async def run(self, target: Target, seed: int) -> Mapping[str, float]:
+    async def run(self, target: Target, seed: int) -> Outcome:
         """All requests at once; throughput is tokens by the time from the first sent to the last done."""
         requests = [
             Completion(prompt=random_prompt(PROMPT_WORDS, seed * NUM_REQUESTS + i), max_tokens=NUM_TOKENS)
@@ -39,7 +37,9 @@ class Fanout(Workload):
         streams = await asyncio.gather(*map(target.client.complete, requests))
         require_tokens(streams, NUM_TOKENS)
         wall_s = max(s.last_s for s in streams) - min(s.sent_s for s in streams)
-        return {
-            "tokens_per_s": sum(s.completion_tokens for s in streams) / wall_s,
-            "ttft_median_ms": median(s.ttft_s for s in streams) * 1e3,
-        }
+        return Outcome(
+            {
+                "tokens_per_s": sum(s.completion_tokens for s in streams) / wall_s,
+                "ttft_median_ms": median(s.ttft_s for s in streams) * 1e3,
+            }
+        )

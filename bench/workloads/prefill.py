@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 from bench.client import Completion
 from bench.prompts import random_prompt
-from bench.workloads.workload import Better, Metric, Workload, require_tokens
+from bench.workloads.workload import Better, Metric, Outcome, Workload, require_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from bench.target import Target
 
 PROMPT_WORDS = 967
@@ -23,9 +21,9 @@ class Prefill(Workload):
     title = "unseen prompt of 970 tokens"
     metrics = (Metric("prefill_tokens_per_s", "prefill", "tok/s", Better.HIGHER),)
 
-    async def run(self, target: Target, seed: int) -> Mapping[str, float]:
+    async def run(self, target: Target, seed: int) -> Outcome:
         """One completion of one token."""
         request = Completion(prompt=random_prompt(PROMPT_WORDS, seed), max_tokens=1)
         stream = await target.client.complete(request)
         require_tokens([stream], 1)
-        return {"prefill_tokens_per_s": stream.prefill_tokens_per_s}
+        return Outcome({"prefill_tokens_per_s": stream.prefill_tokens_per_s})

@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 from bench.client import Completion
 from bench.prompts import random_prompt
-from bench.workloads.workload import Better, Metric, Workload, require_tokens
+from bench.workloads.workload import Better, Metric, Outcome, Workload, require_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from bench.target import Target
 
 PROMPT_WORDS = 63
@@ -27,9 +25,9 @@ class Single(Workload):
         Metric("ttft_ms", "first token", "ms", Better.LOWER),
     )
 
-    async def run(self, target: Target, seed: int) -> Mapping[str, float]:
+    async def run(self, target: Target, seed: int) -> Outcome:
         """One completion."""
         request = Completion(prompt=random_prompt(PROMPT_WORDS, seed), max_tokens=NUM_TOKENS)
         stream = await target.client.complete(request)
         require_tokens([stream], NUM_TOKENS)
-        return {"decode_tokens_per_s": stream.decode_tokens_per_s, "ttft_ms": stream.ttft_s * 1e3}
+        return Outcome({"decode_tokens_per_s": stream.decode_tokens_per_s, "ttft_ms": stream.ttft_s * 1e3})

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
+from bench.client import BrokenStream, Stream
 from bench.errors import BenchError
+from bench.timeline import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from bench.client import Stream
     from bench.peers import Shape
     from bench.target import Target
+    from stoker.request import Priority
 
 
 class Better(StrEnum):
@@ -24,13 +26,27 @@ class Better(StrEnum):
     LOWER = "lower"
 
 
+class Judged(StrEnum):
+    """What a metric's bar is held against.
+
+    `RATIO`: the median ratio to the peer (see `bench.results.Series`), which must reach it. The others take
+    the first server's own values, which must be no worse than the bar: their `MEDIAN`, or `EACH` of them.
+    """
+
+    RATIO = "ratio"
+    MEDIAN = "median"
+    EACH = "each"
+
+
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A number a workload yields.
 
     Attributes:
-        key: its name in `Workload.run`'s answer and in the JSON report.
-        bar: the least ratio (see `bench.results.Series`) that is good enough; None: shown only.
+        key: its name in the `values` of an `Outcome` and in the JSON report.
+        bar: what is good enough; None: shown only.
+        judged: what the bar is held against.
+        in_picture: whether its ratio is worth a row of the chart; the tables hold every metric.
     """
 
     key: str
@@ -38,6 +54,16 @@ class Metric:
     unit: str
     better: Better
     bar: float | None = None
+    judged: Judged = Judged.RATIO
+    in_picture: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one repetition gave: a value for each metric by key; who ran when, if that is worth a picture."""
+
+    values: Mapping[str, float]
+    traces: tuple[Trace, ...] = ()
 
 
 class Workload(ABC):
@@ -52,8 +78,8 @@ class Workload(ABC):
     metrics: ClassVar[tuple[Metric, ...]]
 
     @abstractmethod
-    async def run(self, target: Target, seed: int) -> Mapping[str, float]:
-        """One repetition against one server: a value for each metric, by key."""
+    async def run(self, target: Target, seed: int) -> Outcome:
+        """One repetition against one server."""
 
     def shape(self, default: Shape) -> Shape:
         """The slots, context and threads this workload needs; servers are restarted when it differs."""
@@ -65,3 +91,20 @@ def require_tokens(streams: Iterable[Stream], num_tokens: int) -> None:
     for stream in streams:
         if stream.completion_tokens != num_tokens:
             raise BenchError(f"{num_tokens} tokens were asked for, {stream.completion_tokens} came")
+
+
+def trace_of(outcome: Stream | BrokenStream, priority: Priority, num_tokens: int) -> Trace:
+    """What was seen of a request that asked for exactly `num_tokens`."""
+    return Trace(
+        priority=priority,
+        sent_s=outcome.sent_s,
+        token_times_s=outcome.token_times_s,
+        ended_s=outcome.last_s,
+        is_complete=isinstance(outcome, Stream) and outcome.completion_tokens == num_tokens,
+    )
+
+
+def wall_s(traces: Iterable[Trace]) -> float:
+    """Seconds from the first request sent to the last one ended."""
+    seen = list(traces)
+    return max(trace.ended_s for trace in seen) - min(trace.sent_s for trace in seen)

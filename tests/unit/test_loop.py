@@ -205,7 +205,7 @@ def test_requests_that_together_overfill_the_pool_all_complete():
     for name, prompt in prompts.items():
         engine.submit(name, prompt=prompt, max_tokens=100)
     engine.run(*prompts)
-    assert engine.loop._residents.get("m").scheduler.num_parked_total > 0
+    assert engine.loop._residents.get("m").scheduler.stats()["num_preemptions_total"] > 0
     for name, prompt in prompts.items():
         assert engine.tokens(name) == greedy(prompt, 100)
 
@@ -271,11 +271,12 @@ def test_status_shows_slots_queue_and_counters():
     engine = Engine("fake:eog_period=0,step_delay_s=0.01", n_ctx=8192)
     for n in range(10):
         engine.submit(f"r{n}", prompt=tuple(b"abc%d" % n), max_tokens=400)
-    engine.until(lambda: len(engine.of(Queued)) == 10)
+    engine.until(lambda: len({event.request_id for event in engine.of(Queued)}) == 10)
     engine.inbox.put(GetStatus(9))
     engine.until(lambda: engine.of(Reply))
     status = engine.of(Reply)[-1].value["status"]
-    assert [slot.state for slot in status.slots] == ["decode"] * 8
+    assert len(status.slots) == 8
+    assert {slot.state for slot in status.slots} <= {"prefill", "decode"}
     assert [wait.position for wait in status.queue] == [0, 1]
     assert status.kv_cells_used > 0
 

@@ -29,6 +29,8 @@ class LiveRequest:
 
     Attributes:
         choices: the choices that still run, by index.
+        num_preemptions: times that choices which have ended gave their places up.
+        position: place in the line as last told.
         num_generated: tokens of all choices, those delivered before a restart included.
         arrival_s, admitted_s, first_token_s: on the engine's clock.
     """
@@ -40,6 +42,8 @@ class LiveRequest:
     choices: dict[int, Choice]
     arrival_s: float
     num_generated: int = 0
+    num_preemptions: int = 0
+    position: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_cached: int = 0
@@ -53,19 +57,17 @@ class LiveRequest:
         """The sequence that computes the prompt for all choices."""
         return next((choice.sequence for choice in self.choices.values()), None)
 
-    def admitted(self, sequence: Sequence, now: float) -> bool:
-        """Note that a choice got its slot; true the first time."""
-        if self.admitted_s is not None:
-            return False
-        self.admitted_s = now
-        self.num_cached = sequence.num_cached or 0
-        return True
+    def admitted(self, sequence: Sequence, now: float) -> None:
+        """Note that a choice got a slot; the first time counts as the end of its waiting."""
+        if self.admitted_s is None:
+            self.admitted_s = now
+            self.num_cached = sequence.num_cached or 0
 
     def delta(self, index: int, drawn: Drawn) -> Delta:
         """The event for one drawn token; ends the choice when it carries a finish reason."""
         self.num_generated += 1
         if drawn.finish_reason is not None:
-            self.choices.pop(index).generation.close()
+            self._close_choice(index).close()
         return Delta(
             request_id=self.request_id,
             index=index,
@@ -79,10 +81,15 @@ class LiveRequest:
 
     def ended(self, index: int, reason: FinishReason) -> Delta:
         """The event for a choice that ends without a further token; held text comes with it."""
-        generation = self.choices.pop(index).generation
+        generation = self._close_choice(index)
         text = generation.flush()
         generation.close()
         return Delta(request_id=self.request_id, index=index, text=text, finish_reason=reason)
+
+    def _close_choice(self, index: int) -> Generation:
+        choice = self.choices.pop(index)
+        self.num_preemptions += choice.sequence.num_preemptions
+        return choice.generation
 
     def close(self) -> None:
         """Free what the choices that still run hold; they are ended by an error."""
@@ -120,6 +127,9 @@ class LiveRequest:
                 cached_tokens=self.num_cached,
             ),
             timings=Timings(
-                queue_s=admitted_s - self.arrival_s, prefill_s=first_s - admitted_s, decode_s=now - first_s
+                queue_s=admitted_s - self.arrival_s,
+                prefill_s=first_s - admitted_s,
+                decode_s=now - first_s,
+                num_preemptions=self.num_preemptions,
             ),
         )

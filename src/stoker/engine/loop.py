@@ -41,7 +41,9 @@ from stoker.messages import (
     Hello,
     LoadModel,
     ModelState,
+    Pause,
     Reply,
+    Resume,
     Shutdown,
     Submit,
     Timings,
@@ -80,6 +82,7 @@ class EngineLoop:
         self._workers = Workers(inbox, settings.cache_dir)
         self._residents = Residents(self._clock)
         self._preparing: dict[str, Submit] = {}
+        self._paused_early: set[str] = set()
         self._events: list[Event] = []
         self._phase = _Phase.RUNNING
         self._drain_until_s = 0.0
@@ -111,11 +114,13 @@ class EngineLoop:
         self._num_turns += 1
         for item in self._inbox.take(wait_s):
             self._handle(item)
-        resident = self._residents.next_with_work()
+        resident = self._residents.next_with_work(self._clock.now())
         if resident is not None:
             resident.schedule(self._clock.now())
             self._flush()  # who is admitted must be known before a step that may crash
             resident.step(self._clock.now())
+        else:
+            self._expire_paused()
         if self._phase is _Phase.DRAINING:
             self._drain()
         self._flush()
@@ -123,12 +128,21 @@ class EngineLoop:
     # ------------------------------------------------------------ waiting and publishing
 
     def _wait_s(self) -> float | None:
-        """Nothing to compute: sleep until something arrives or a drain's time is up."""
+        """Nothing to compute: sleep until something arrives, a deadline passes or a drain's time is up."""
         if self._residents.has_work:
             return 0
         if self._phase is _Phase.DRAINING:
             return max(0.0, self._drain_until_s - self._clock.now())
-        return None
+        deadline_s = self._residents.next_deadline_s()
+        return None if deadline_s is None else max(0.0, deadline_s - self._clock.now())
+
+    def _expire_paused(self) -> None:
+        """Models of which every request is paused get no turns, but deadlines pass there too."""
+        now = self._clock.now()
+        for resident in self._residents:
+            deadline_s = resident.next_deadline_s()
+            if deadline_s is not None and deadline_s <= now:
+                resident.schedule(now)
 
     def _flush(self) -> None:
         for resident in self._residents:
@@ -157,8 +171,8 @@ class EngineLoop:
         match item:
             case Submit():
                 self._submit(item)
-            case Cancel(request_id):
-                self._cancel(request_id)
+            case Cancel() | Pause() | Resume():
+                self._steer(item)
             case Prepared() | PrepareFailed():
                 self._prepared(item)
             case LoadModel() | UnloadModel() | LoadMoved() | Loaded() | LoadFailed():
@@ -188,6 +202,8 @@ class EngineLoop:
             self._events.append(Failed(submit.request_id, error.info()))
             return
         self._preparing[submit.request_id] = submit
+        if submit.is_paused:
+            self._paused_early.add(submit.request_id)
         self._workers.prepare(submit, resident.prep, arrival_of(submit))
 
     def _prepared(self, post: Prepared | PrepareFailed) -> None:
@@ -198,22 +214,43 @@ class EngineLoop:
         try:
             if isinstance(post, PrepareFailed):
                 raise post.error
-            self._residents.get(submit.request.model).accept(post.live, self._clock.now())
+            resident = self._residents.get(submit.request.model)
+            resident.accept(post.live, self._clock.now())
+            if request_id in self._paused_early:
+                resident.pause(request_id, self._clock.now())
         except StokerError as error:
             self._events.append(Failed(request_id, error.info()))
+        self._paused_early.discard(request_id)
 
-    def _cancel(self, request_id: str) -> None:
-        submit = self._preparing.get(request_id)
+    def _steer(self, command: Cancel | Pause | Resume) -> None:
+        """Now, or for one that is still being tokenised as soon as it has a place in the line."""
+        submit = self._preparing.get(command.request_id)
         if submit is not None:
-            self._cancel_early(submit)
+            self._steer_early(submit, command)
             return
         now = self._clock.now()
         for resident in self._residents:
-            resident.cancel(request_id, now)
+            match command:
+                case Cancel(request_id):
+                    resident.cancel(request_id, now)
+                case Pause(request_id):
+                    resident.pause(request_id, now)
+                case Resume(request_id):
+                    resident.resume(request_id, now)
+
+    def _steer_early(self, submit: Submit, command: Cancel | Pause | Resume) -> None:
+        match command:
+            case Cancel():
+                self._cancel_early(submit)
+            case Pause(request_id):
+                self._paused_early.add(request_id)
+            case Resume(request_id):
+                self._paused_early.discard(request_id)
 
     def _cancel_early(self, submit: Submit) -> None:
         """End a request that is still being tokenised."""
         del self._preparing[submit.request_id]
+        self._paused_early.discard(submit.request_id)
         for index in range(submit.request.n):
             if not (submit.is_finished and submit.is_finished[index]):
                 ended = Delta(request_id=submit.request_id, index=index, finish_reason=FinishReason.CANCELLED)
@@ -263,7 +300,7 @@ class EngineLoop:
     # ------------------------------------------------------------ status
 
     def _status(self) -> EngineStatus:
-        residents = list(self._residents)
+        residents, now = list(self._residents), self._clock.now()
         counters = {
             "num_turns": float(self._num_turns),
             "num_steps": float(self._clock.num_steps),
@@ -274,9 +311,10 @@ class EngineLoop:
             for name, value in resident.scheduler.stats().items():
                 counters[name] = counters.get(name, 0.0) + value
         return EngineStatus(
-            slots=[status for resident in residents for status in resident.slot_status()],
-            queue=[s for r in residents for s in r.waiting_status(SequenceState.QUEUED)],
-            parked=[s for r in residents for s in r.waiting_status(SequenceState.PARKED)],
+            slots=[status for resident in residents for status in resident.slot_status(now)],
+            queue=[s for r in residents for s in r.line_status(SequenceState.QUEUED, now)],
+            parked=[s for r in residents for s in r.line_status(SequenceState.PARKED, now)],
+            paused=[s for r in residents for s in r.paused_status(now)],
             counters=counters,
             kv_cells_total=sum(r.scheduler.cells.total for r in residents),
             kv_cells_used=sum(r.scheduler.cells.used for r in residents),

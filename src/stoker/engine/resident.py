@@ -12,7 +12,9 @@ from stoker.backends.protocol import Backend, Rows
 from stoker.decode.generation import Drawn
 from stoker.decode.logprobs import token_logprob
 from stoker.decode.workspace import Workspace
+from stoker.engine import report
 from stoker.engine.live import LiveRequest
+from stoker.engine.orders import carry_out
 from stoker.engine.step_clock import StepClock
 from stoker.engine.workers import PrepContext
 from stoker.errors import (
@@ -29,20 +31,28 @@ from stoker.messages import (
     Failed,
     ModelInfo,
     ModelSpec,
+    Parked,
+    Paused,
     Queued,
+    Resumed,
     SlotStatus,
     TokenLogprob,
     WaitStatus,
 )
 from stoker.request import FinishReason
+from stoker.scheduler.effects import Parking, Schedule
+from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.plan import Planned, StepPlan
-from stoker.scheduler.scheduler import Drop, Fork, Schedule, Scheduler, SchedulerLimits, Trim
-from stoker.scheduler.sequence import Sequence, SequenceState
+from stoker.scheduler.scheduler import Scheduler
+from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
 
 log = logging.getLogger(__name__)
 
 PROMPT_ROWS_BYTES = 128 * 2**20
 """What the logits of one prompt slice may take, when prompt logprobs are asked."""
+
+TELL_EVERY_S = 1.0
+"""How often waiting requests hear of their place in the line at most."""
 
 
 class Resident:
@@ -53,6 +63,7 @@ class Resident:
         self.backend = backend
         self.events: list[Event] = []
         self._clock = clock
+        self._told_s = 0.0
         self._live: dict[str, LiveRequest] = {}
         limits = backend.capabilities
         self.scheduler = Scheduler(
@@ -65,6 +76,11 @@ class Resident:
                 max_prompt_rows=max(1, PROMPT_ROWS_BYTES // (4 * limits.n_vocab)),
                 can_trim=limits.can_trim,
                 can_fork=limits.can_fork,
+                cell_bytes=backend.memory().get("kv", 0) // limits.num_cells,
+                park_bytes=spec.park_bytes,
+                policy=spec.policy,
+                target_step_s=spec.target_step_ms / 1000,
+                background_patience_s=spec.background_patience_s,
             )
         )
         self.prep = PrepContext(backend.vocabulary, limits.n_vocab, limits.n_ctx, Workspace(limits.n_vocab))
@@ -108,31 +124,30 @@ class Resident:
             has_vision=limits.has_vision,
         )
 
-    def slot_status(self) -> list[SlotStatus]:
-        """Each slot as it is now."""
-        return [
-            SlotStatus(
-                id=slot.id,
-                state="idle" if slot.sequence is None else slot.sequence.state,
-                model=self.spec.id,
-                num_tokens=len(slot.kept) if slot.sequence is None else slot.sequence.num_computed,
-                request_id=None if slot.sequence is None else slot.sequence.key.request_id,
-            )
-            for slot in self.scheduler.slots.shown()
-        ]
+    @property
+    def has_people(self) -> bool:
+        """Whether somebody waits for an answer of it."""
+        return self.scheduler.has_people
 
-    def waiting_status(self, state: SequenceState) -> list[WaitStatus]:
+    def is_owed(self, now: float) -> bool:
+        """Whether background of it has waited over its patience."""
+        return self.scheduler.is_owed(now)
+
+    def next_deadline_s(self) -> float | None:
+        """When the first of its paused requests passes its deadline."""
+        return self.scheduler.next_deadline_s()
+
+    def slot_status(self, now: float) -> list[SlotStatus]:
+        """Each slot as it is now."""
+        return report.slots_of(self.scheduler, self.spec.id, now)
+
+    def line_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
         """The sequences in the line that are in `state`, next first."""
-        return [
-            WaitStatus(
-                request_id=sequence.key.request_id,
-                priority=sequence.priority,
-                position=position,
-                num_tokens=len(sequence.tokens),
-            )
-            for position, sequence in enumerate(self.scheduler.waiting())
-            if sequence.state is state
-        ]
+        return report.line_of(self.scheduler, self.spec.id, state, now)
+
+    def paused_status(self, now: float) -> list[WaitStatus]:
+        """The sequences that are paused."""
+        return report.paused_of(self.scheduler, self.spec.id, now)
 
     # ------------------------------------------------------------ commands
 
@@ -143,7 +158,8 @@ class Resident:
             self._finish(live, now)
             return
         positions = [self.scheduler.enqueue(choice.sequence, now) for choice in live.choices.values()]
-        self.events.append(Queued(live.request_id, positions[0]))
+        live.position = positions[0]
+        self.events.append(Queued(live.request_id, positions[0], self.scheduler.eta_s(positions[0])))
         if live.request.echo and live.request.prompt_logprobs is None:
             self.events.append(live.echo())
 
@@ -154,6 +170,26 @@ class Resident:
             return
         for index in list(live.choices):
             self._end_choice(live, index, FinishReason.CANCELLED, now)
+
+    def pause(self, request_id: str, now: float) -> None:
+        """Let a request stand still; an unknown id is ignored (SPEC Q17)."""
+        for sequence in self._open_sequences(request_id):
+            if sequence.state is not SequenceState.PAUSED:
+                self.scheduler.pause(sequence, now)
+        if request_id in self._live:
+            self.events.append(Paused(request_id))
+
+    def resume(self, request_id: str, now: float) -> None:
+        """Let a paused request go on; an unknown id is ignored."""
+        for sequence in self._open_sequences(request_id):
+            if sequence.state is SequenceState.PAUSED:
+                self.scheduler.resume(sequence, now)
+        if request_id in self._live:
+            self.events.append(Resumed(request_id))
+
+    def _open_sequences(self, request_id: str) -> list[Sequence]:
+        live = self._live.get(request_id)
+        return [] if live is None else [choice.sequence for choice in live.choices.values()]
 
     def cancel_all(self, now: float) -> None:
         """End every request with `cancelled`."""
@@ -169,6 +205,7 @@ class Resident:
     def schedule(self, now: float) -> None:
         """Decide who runs: deadlines, room, free slots."""
         self._carry_out(self.scheduler.schedule(now), now)
+        self._tell_positions(now)
 
     def step(self, now: float) -> None:
         """Plan one step over who runs, compute it and draw from its rows."""
@@ -179,23 +216,35 @@ class Resident:
             self._report_stall(now)
 
     def _carry_out(self, schedule: Schedule, now: float) -> None:
-        for effect in schedule.effects:
-            match effect:
-                case Fork(src, dst, length):
-                    self.backend.fork(src, dst, length)
-                case Trim(seq, length):
-                    self.backend.trim(seq, length)
-                case Drop(seq):
-                    self.backend.drop(seq)
+        carry_out(schedule.effects, self.backend, self.scheduler.room)
         for sequence in schedule.expired:
             live = self._live.get(sequence.key.request_id)
             if live is not None:
                 waited = f"{now - live.arrival_s:.1f} s of its timeout_s {live.request.timeout_s}"
                 self._fail(live, RequestTimeoutError(f"the request took {waited}", param="timeout_s"), now)
+        for sequence in schedule.preempted:
+            live = self._live[sequence.key.request_id]
+            self.events.append(live.ended(sequence.key.index, FinishReason.PREEMPTED))
+            self._finish_if_done(live, now)
+        for parking in schedule.parked:
+            self.events.append(_parked(parking))
         for sequence in schedule.admitted:
             live = self._live[sequence.key.request_id]
-            if live.admitted(sequence, now):
-                self.events.append(Admitted(live.request_id))
+            live.admitted(sequence, now)
+            self.events.append(Admitted(live.request_id))
+
+    def _tell_positions(self, now: float) -> None:
+        """Those whose place in the line has changed hear of it, now and then (SPEC Q14)."""
+        if not self.scheduler.line or now - self._told_s < TELL_EVERY_S:
+            return
+        self._told_s = now
+        etas_s = self.scheduler.etas_s()
+        for position, sequence in enumerate(self.scheduler.waiting()):
+            live = self._live[sequence.key.request_id]
+            is_told_of = sequence.state is SequenceState.QUEUED and sequence is live.leader
+            if is_told_of and live.position != position:
+                live.position = position
+                self.events.append(Queued(live.request_id, position, etas_s[position]))
 
     def _run(self, plan: StepPlan, now: float) -> None:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
@@ -220,8 +269,9 @@ class Resident:
                 if still:
                     self._run(StepPlan(still), now)
         else:
-            self._clock.end(num_tokens)
-            self.scheduler.computed(plan, now)
+            took_s = self._clock.end(num_tokens)
+            self.scheduler.cost.learn(num_tokens, took_s)
+            self.scheduler.computed(plan, self._clock.now())
             self._draw(plan, rows)
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
@@ -321,3 +371,13 @@ class Resident:
                 self.scheduler.retire(choice.sequence, FinishReason.ERROR, now)
         live.close()
         self.events.append(Failed(live.request_id, error.info()))
+
+
+def _parked(parking: Parking) -> Parked:
+    sequence = parking.sequence
+    return Parked(
+        request_id=sequence.key.request_id,
+        index=sequence.key.index,
+        form=sequence.form or ParkForm.TOKENS,
+        reason=parking.reason,
+    )

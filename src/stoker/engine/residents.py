@@ -1,7 +1,8 @@
-"""The models in memory, and whose turn it is.
+"""The models in memory, and whose turn it is (SPEC Q13).
 
-Models with work take turns. Loading and unloading are asked for by the loop; admission by memory is not
-decided here.
+A model that somebody waits for steps first, equals take turns. Among other models, one whose background has
+waited over its patience gets one turn in ten meanwhile (SPEC Q7). Loading and unloading are asked for by the
+loop; admission by memory is not decided here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from stoker.engine.resident import Resident
 from stoker.engine.step_clock import StepClock
 from stoker.errors import ModelNotFoundError
+from stoker.scheduler.patience import ONE_STEP_IN
 
 
 class Residents:
@@ -19,6 +21,7 @@ class Residents:
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
         self._models: dict[str, Resident] = {}
+        self._turns_since_owed = 0
 
     def __repr__(self) -> str:
         return f"<Residents {list(self._models.values())}>"
@@ -49,13 +52,29 @@ class Residents:
         """Let a model go; the caller closes it."""
         return self._models.pop(model, None)
 
-    def next_with_work(self) -> Resident | None:
-        """The model with work that had its turn longest ago; it goes to the end."""
-        for name, resident in self._models.items():
-            if resident.has_work:
-                self._models[name] = self._models.pop(name)
-                return resident
-        return None
+    def next_with_work(self, now: float) -> Resident | None:
+        """The model to step next; it goes to the end of its equals."""
+        working = [resident for resident in self._models.values() if resident.has_work]
+        if not working:
+            return None
+        chosen = working[0] if len(working) == 1 else self._choose(working, now)
+        name = chosen.spec.id
+        self._models[name] = self._models.pop(name)
+        return chosen
+
+    def _choose(self, working: list[Resident], now: float) -> Resident:
+        people = [resident for resident in working if resident.has_people]
+        owed = [resident for resident in working if resident not in people and resident.is_owed(now)]
+        self._turns_since_owed += 1
+        if owed and (not people or self._turns_since_owed >= ONE_STEP_IN):
+            self._turns_since_owed = 0
+            return owed[0]
+        return (people or working)[0]
+
+    def next_deadline_s(self) -> float | None:
+        """When the first paused request passes its deadline."""
+        deadlines = [at for r in self._models.values() if (at := r.next_deadline_s()) is not None]
+        return min(deadlines, default=None)
 
     def close(self) -> None:
         """Free every model."""

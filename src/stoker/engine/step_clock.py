@@ -37,8 +37,12 @@ class StepClock:
         predicted_s = UNMEASURED_STEP_S / SLACK if self._token_s is None else num_tokens * self._token_s
         self._running = (self.now(), max(self.watchdog_s, SLACK * predicted_s))
 
-    def end(self, num_tokens: int) -> None:
-        """It succeeded; its cost per token is remembered, large ones fade slowly."""
+    def end(self, num_tokens: int) -> float:
+        """It succeeded; its cost per token is remembered, large ones fade slowly.
+
+        Returns:
+            Seconds it took.
+        """
         assert self._running is not None, "a step ended that had not begun"
         took_s = self.now() - self._running[0]
         self._running = None
@@ -46,6 +50,7 @@ class StepClock:
         self._token_s = max(token_s, 0.99 * (self._token_s or 0.0))
         self.num_steps += 1
         self.busy_s += took_s
+        return took_s
 
     def abandon(self) -> None:
         """It failed."""

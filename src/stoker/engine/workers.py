@@ -21,7 +21,7 @@ from stoker.engine.inbox import Inbox, Loaded, LoadFailed, LoadMoved, Posted, Pr
 from stoker.engine.live import Choice, LiveRequest
 from stoker.errors import ContextLengthError, EngineError, InvalidRequestError, StokerError
 from stoker.messages import Detokenize, ModelSpec, Reply, Submit, Tokenize
-from stoker.request import GenerateRequest
+from stoker.request import GenerateRequest, Preempt
 from stoker.scheduler.sequence import Sequence, SequenceKey
 
 FAKE_PREFIX = "fake:"
@@ -173,6 +173,8 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         tokens=[*prompt, *delivered],
         num_prompt=len(prompt),
         priority=request.priority,
+        num_wanted=request.max_tokens,
+        ends_if_preempted=request.preempt is Preempt.CANCEL,
         wants_prompt_logits=request.prompt_logprobs is not None and index == 0,
     )
     return Choice(sequence, generation)

@@ -1,7 +1,7 @@
-"""What one step computes: decode rows first, then fair slices of prefill (SPEC Q9).
+"""What one step computes: decode rows first, then fair slices of prefill (SPEC Q8, Q9).
 
-Pure: from the running sequences and a token budget to plan items. Whether there is room for the tokens is
-decided before, by the scheduler.
+Pure: from the running sequences and budgets of tokens to plan items. What the budgets are is `budget`'s to
+say; whether there is room for the tokens is decided before, by the scheduler.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.sequence import Sequence, SequenceState
 
 
@@ -51,35 +52,69 @@ class Planner:
     """Builds one step after the other; remembers only whose turn is first.
 
     Args:
-        n_batch: tokens one step may carry.
+        budget: how many tokens of each kind a step may carry.
         max_prompt_rows: rows of logits one prompt may ask for in a step; they take memory.
     """
 
-    def __init__(self, n_batch: int, max_prompt_rows: int) -> None:
-        self.n_batch = n_batch
+    def __init__(self, budget: StepBudget, max_prompt_rows: int) -> None:
+        self.budget = budget
         self.max_prompt_rows = max_prompt_rows
         self._turn = 0
 
-    def plan(self, running: list[Sequence]) -> StepPlan | None:
-        """The next step over `running` sequences, or None when nothing is ready."""
-        decoding = self._rotated([s for s in running if s.state is SequenceState.DECODE])
-        prefilling = self._rotated([s for s in running if s.state is SequenceState.PREFILL])
+    def plan(self, running: list[Sequence], favoured: Sequence | None = None) -> StepPlan | None:
+        """The next step over `running` sequences, or None when nothing is ready.
+
+        `favoured` is background whose turn this step is (SPEC Q7): no target of time keeps it out.
+        """
         self._turn += 1
-        rows = decoding[: self.n_batch - 1 if prefilling else self.n_batch]
-        parts = [Planned(s, _item(s, 1)) for s in rows]
-        parts += self._prefill(prefilling, self.n_batch - len(rows))
+        people = [s for s in running if not s.is_background]
+        jobs = [s for s in running if s.is_background and s is not favoured]
+        if favoured is not None:
+            people.append(favoured)
+        parts = self._people(people, favoured)
+        if jobs:
+            parts += self._jobs(jobs, parts)
         return StepPlan(tuple(parts)) if parts else None
 
-    def _prefill(self, sequences: list[Sequence], budget: int) -> list[Planned]:
+    def _people(self, sequences: list[Sequence], favoured: Sequence | None) -> list[Planned]:
+        """Every decode row that fits the batch, then prefill within its budget."""
+        decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
+        prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
+        rows = decoding[: self.budget.decode_rows(len(prefilling))]
+        parts = [Planned(s, _item(s, 1)) for s in rows]
+        if favoured is not None and favoured in prefilling:
+            room = self.budget.n_batch - len(rows)
+        else:
+            room = self.budget.prefill(len(rows), len(prefilling))
+        return parts + self._prefill(prefilling, room, self.budget.n_batch - len(rows))
+
+    def _jobs(self, sequences: list[Sequence], others: list[Planned]) -> list[Planned]:
+        """Background: decode rows, then prefill, within what the `others` of the step leave it."""
+        num_others = _num_tokens(others)
+        has_decoding = any(part.sequence.state is SequenceState.DECODE for part in others)
+        room = self.budget.background(num_others, has_decoding=has_decoding)
+        if room == 0:
+            return []
+        decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
+        prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
+        rows = decoding[: max(1, room - len(prefilling))]
+        parts = [Planned(s, _item(s, 1)) for s in rows]
+        parts += self._prefill(prefilling, room - len(rows), self.budget.n_batch - num_others - len(rows))
+        self.budget.joined(num_others, _num_tokens(parts))
+        return parts
+
+    def _prefill(self, sequences: list[Sequence], budget: int, batch_room: int) -> list[Planned]:
         """Fair slices of `budget`; a prompt whose every logit is asked comes whole, or waits for a turn."""
+        if budget <= 0:
+            return []
         parts: list[Planned] = []
         for sequence in filter(_asks_all, sequences):
             wanted = min(sequence.num_pending, self.max_prompt_rows)
-            if wanted <= budget or not parts:
-                parts.append(Planned(sequence, _item(sequence, min(wanted, budget))))
-                budget -= len(parts[-1].item.tokens)
+            if wanted <= batch_room or not parts:
+                parts.append(Planned(sequence, _item(sequence, min(wanted, batch_room))))
+                batch_room -= len(parts[-1].item.tokens)
         others = [sequence for sequence in sequences if not _asks_all(sequence)]
-        shares = fair_shares([sequence.num_pending for sequence in others], budget)
+        shares = fair_shares([s.num_pending for s in others], min(budget, batch_room))
         return parts + [Planned(s, _item(s, n)) for s, n in zip(others, shares, strict=True) if n]
 
     def _rotated(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -87,6 +122,10 @@ class Planner:
             return sequences
         first = self._turn % len(sequences)
         return sequences[first:] + sequences[:first]
+
+
+def _num_tokens(parts: list[Planned]) -> int:
+    return sum(len(part.item.tokens) for part in parts)
 
 
 def _asks_all(sequence: Sequence) -> bool:

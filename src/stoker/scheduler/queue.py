@@ -1,7 +1,8 @@
 """The waiting line: who is next (SPEC Q2, Q5, Q6, Q11).
 
 Pure order over sequences that hold no slot. Parked sequences stand before newcomers of their class,
-so that room freed for them cannot be taken by a later arrival. Admission is the scheduler's.
+so that room freed for them cannot be taken by a later arrival. Paused ones are not in the line.
+Admission is the scheduler's.
 """
 
 from __future__ import annotations
@@ -58,23 +59,23 @@ class WaitingLine:
         self._line.insert(at, sequence)
         return at
 
-    def push_parked(self, sequence: Sequence) -> int:
-        """Enter behind earlier parked ones and before the newcomers of its class; returns the position."""
+    def rejoin(self, sequence: Sequence) -> int:
+        """Come back: before whoever arrived later, parked ones before all newcomers of the class.
+
+        Returns:
+            The position.
+        """
+        place = self._place(sequence)
         at = next(
-            (
-                at
-                for at, waiting in enumerate(self._line)
-                if self._rank(waiting) > self._rank(sequence)
-                or (self._rank(waiting) == self._rank(sequence) and waiting.arrival_s > sequence.arrival_s)
-            ),
-            len(self._line),
+            (at for at, waiting in enumerate(self._line) if self._place(waiting) > place), len(self._line)
         )
         self._line.insert(at, sequence)
         return at
 
     @staticmethod
-    def _rank(sequence: Sequence) -> tuple[bool, bool]:
-        return sequence.priority is Priority.BACKGROUND, sequence.state is not SequenceState.PARKED
+    def _place(sequence: Sequence) -> tuple[bool, bool, float, int]:
+        is_newcomer = sequence.state is not SequenceState.PARKED
+        return sequence.is_background, is_newcomer, sequence.arrival_s, sequence.key.index
 
     def remove(self, sequence: Sequence) -> None:
         """Leave the line."""

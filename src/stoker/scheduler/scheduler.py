@@ -1,80 +1,42 @@
-"""Admits, parks and retires the sequences of one loaded model.
+"""Admits, parks, pauses and retires the sequences of one loaded model.
 
 Pure and synchronous: time is an argument, what has to happen to the backend leaves as effects, in order.
-Owns the line, the slots and the count of cells; the step's contents are the planner's, the draw is decode's.
+Owns the line and who is paused, and decides who gives way to whom. Where cells are is the room's, the step's
+contents are the planner's, the draw is decode's.
 
-A pool that runs out of cells costs nobody an answer (SPEC Q12): idle slots give up what they keep, then
-the youngest running sequence (background first) is parked with its tokens and comes back when there is room.
+Who waits for an answer does not wait for background: an interactive arrival takes the place of the youngest
+background sequence at the next step (SPEC Q3), and that one goes on later. A pool that runs out of cells
+costs nobody an answer either (SPEC Q12): what is only kept goes first, then the youngest running sequence,
+background before interactive, is parked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from stoker.request import FinishReason, Priority
-from stoker.scheduler.cells import CellPool
+from stoker.scheduler.budget import StepBudget
+from stoker.scheduler.cost import StepCost
+from stoker.scheduler.effects import Parking, Schedule
+from stoker.scheduler.forecast import Forecast
+from stoker.scheduler.patience import Patience
 from stoker.scheduler.plan import Planner, StepPlan
 from stoker.scheduler.queue import WaitingLine
-from stoker.scheduler.sequence import Sequence, SequenceState
-from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, Slot, SlotTable
+from stoker.scheduler.room import Room
+from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
+
+if TYPE_CHECKING:
+    from stoker.scheduler.cells import CellPool
+    from stoker.scheduler.limits import SchedulerLimits
+    from stoker.scheduler.slots import Placement, SlotTable
 
 REST_SURPLUS_CELLS = 512
-"""Cells that idle slots may keep besides the newest: attention walks over them, 7 % of a step each 1,000."""
+"""Cells that may be held for nobody who runs: attention walks over them, 7 % of a step each 1,000."""
 BUSY_SURPLUS_CELLS = 2048
 """The same while others run, since freeing cells under them costs exactness (docs/adr/0006)."""
-RESUME_MARGIN = 64
-"""Cells beyond its own tokens that a parked sequence waits for, lest two park each other in turn."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What the loaded model and the settings allow."""
-
-    num_slots: int
-    num_sequences: int = 0
-    num_cells: int
-    n_batch: int
-    max_queue: int = 512
-    max_prompt_rows: int = 64
-    can_trim: bool = True
-    can_fork: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Backend: the empty sequence `dst` shares the first `length` tokens of `src`."""
-
-    src: int
-    dst: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Trim:
-    """Backend: keep the first `length` tokens of `seq`."""
-
-    seq: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Backend: forget `seq`."""
-
-    seq: int
-
-
-Effect = Fork | Trim | Drop
-
-
-@dataclass(slots=True)
-class Schedule:
-    """What one call of `schedule` decided; effects are to be run in order before the step."""
-
-    effects: list[Effect] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    parked: list[Sequence] = field(default_factory=list)
-    expired: list[Sequence] = field(default_factory=list)
+CLOSE_POSITIONS = 32
+"""Places of the line whose waits are simulated one by one at each arrival."""
 
 
 class Scheduler:
@@ -83,52 +45,83 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.line = WaitingLine(limits.max_queue)
-        self.slots = SlotTable(limits.num_slots, limits.num_sequences)
-        self.cells = CellPool(limits.num_cells)
-        self.planner = Planner(limits.n_batch, limits.max_prompt_rows)
-        self.num_parked_total = 0
-        self.num_retired_total = 0
-        self._service_s = 1.0
+        self.paused: list[Sequence] = []
+        self.room = Room(limits)
+        self.cost = StepCost()
+        self.forecast = Forecast(self.cost, limits.num_slots)
+        self._planner = Planner(StepBudget(limits.step_policy, self.cost), limits.max_prompt_rows)
+        self._patience = Patience(limits.background_patience_s)
+        self._favoured: Sequence | None = None
+        self._num_parked_total = 0
+        self._num_retired_total = 0
 
     def __repr__(self) -> str:
-        return f"<Scheduler {self.line!r} {self.slots!r} {self.cells!r}>"
+        return f"<Scheduler {self.line!r} {len(self.paused)} paused {self.room!r}>"
 
     # ------------------------------------------------------------ questions
 
     @property
+    def slots(self) -> SlotTable:
+        """The slots, to look at."""
+        return self.room.slots
+
+    @property
+    def cells(self) -> CellPool:
+        """The count of cells, to look at."""
+        return self.room.cells
+
+    @property
     def has_work(self) -> bool:
-        """Whether any sequence waits or runs."""
+        """Whether any sequence waits for a place or runs; those that are paused want nothing."""
         return len(self.line) > 0 or len(self.slots.running) > 0
+
+    @property
+    def has_people(self) -> bool:
+        """Whether somebody waits for an answer of it."""
+        return any(not sequence.is_background for sequence in (*self.line, *self.slots.running))
+
+    def is_owed(self, now: float) -> bool:
+        """Whether some background of it has waited over its patience (SPEC Q7)."""
+        return any(self._patience.is_owed(s, now) for s in (*self.line, *self.slots.running))
 
     def waiting(self) -> list[Sequence]:
         """Sequences in the line, next first, parked ones included."""
         return list(self.line)
 
-    def parked(self) -> list[Sequence]:
-        """Sequences that ran and wait to run on."""
-        return [s for s in self.line if s.state is SequenceState.PARKED]
+    def etas_s(self) -> list[float]:
+        """Estimated seconds until each sequence of the line runs, next first (SPEC Q14)."""
+        return self.forecast.waits_s(self.slots.running, self.waiting())
+
+    def eta_s(self, position: int) -> float:
+        """The same for one place of the line; of a long line a rough figure, as arrivals must not cost much."""
+        if position < CLOSE_POSITIONS:
+            return self.forecast.waits_s(self.slots.running, self.waiting()[: position + 1])[position]
+        return self.forecast.rough_wait_s(position)
+
+    def next_deadline_s(self) -> float | None:
+        """When the first of the paused passes its deadline: nothing else would wake the loop for it."""
+        deadlines = [s.deadline_s for s in self.paused if s.deadline_s is not None]
+        return min(deadlines, default=None)
 
     def num_waiting_requests(self) -> int:
-        """Requests of which a choice waits."""
+        """Requests of which a choice waits for its first place."""
         return len({s.key.request_id for s in self.line if s.state is SequenceState.QUEUED})
-
-    def retry_after_s(self) -> float:
-        """When a refused caller may find room: the measured time a retirement takes."""
-        return max(1.0, self._service_s)
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
         running = self.slots.running
         return {
             "num_waiting": len(self.line),
-            "num_parked": len(self.parked()),
+            "num_parked": sum(s.state is SequenceState.PARKED for s in self.line),
+            "num_paused": len(self.paused),
             "num_running": len(running),
             "num_prefill": sum(s.state is SequenceState.PREFILL for s in running),
             "num_slots": self.limits.num_slots,
             "cells_total": self.cells.total,
             "cells_used": self.cells.used,
-            "num_parked_total": self.num_parked_total,
-            "num_retired_total": self.num_retired_total,
+            "parked_bytes": self.room.snapshot_bytes,
+            "num_preemptions_total": self._num_parked_total,
+            "num_retired_total": self._num_retired_total,
         }
 
     # ------------------------------------------------------------ commands
@@ -137,48 +130,74 @@ class Scheduler:
         """Raises QueueFullError when the line is at its bound (SPEC Q11); `num_arriving` are on their way."""
         num_idle = self.limits.num_slots - len(self.slots.running)
         num_waiting = self.num_waiting_requests() + num_arriving - num_idle
-        self.line.check_room(priority, num_waiting, self.retry_after_s())
+        self.line.check_room(priority, num_waiting, self.forecast.retry_after_s())
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new sequence in the line; returns its position."""
-        sequence.story.append((now, "queued: arrived"))
+        sequence.tell(now, "queued: arrived")
+        sequence.last_step_s = now
         return self.line.push(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sequence wherever it is. Its slot becomes idle and keeps the computed tokens for reuse."""
-        if sequence.slot is None:
+        """End a sequence wherever it is. What was computed of it is kept for reuse while there is room."""
+        if sequence.state is SequenceState.PAUSED:
+            self.paused.remove(sequence)
+        elif sequence.slot is None:
             self.line.remove(sequence)
         else:
-            self.slots.vacate(sequence, sequence.tokens[: sequence.num_computed], now)
-            self._service_s += 0.2 * ((now - sequence.arrival_s) / self.limits.num_slots - self._service_s)
+            self.forecast.note_end(sequence, now)
+        self.room.release(sequence, now)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
-        self.num_retired_total += 1
+        self._num_retired_total += 1
+
+    def pause(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
+        if sequence.slot is not None:
+            self.slots.lodge(sequence, now)
+        else:
+            self.line.remove(sequence)
+        sequence.move(SequenceState.PAUSED, now, "asked to")
+        self.paused.append(sequence)
+
+    def resume(self, sequence: Sequence, now: float) -> int:
+        """Put a paused sequence back in the line, where its arrival places it; returns the position."""
+        self.paused.remove(sequence)
+        has_begun = sequence.form is not None
+        sequence.move(SequenceState.PARKED if has_begun else SequenceState.QUEUED, now, "resumed")
+        sequence.last_step_s = now
+        return self.line.rejoin(sequence)
+
+    def park(self, sequence: Sequence, form: ParkForm, now: float) -> Schedule:
+        """Park a running sequence in that form whatever the room, as tokens where no snapshot can be had."""
+        turn = Schedule()
+        self._park(sequence, "asked to", turn, now)
+        if form is not ParkForm.CELLS and sequence.home is not None:
+            self.room.demote(sequence, turn.effects, best=form)
+        return turn
+
+    # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> Schedule:
-        """Let go who is past its deadline, make room for the next step, give free slots to the line."""
+        """Let go who is past its deadline, make room for the next step, give places to the line."""
         turn = Schedule()
         self._expire(turn, now)
+        self._return_favoured(now)
         if self.cells.free < self.limits.n_batch:
             self._make_room(turn, now)
+        self._favoured = self._patience.next_owed((*self.line, *self.slots.running), now)
         if self.line:
-            allowed = BUSY_SURPLUS_CELLS if self.slots.running else REST_SURPLUS_CELLS
-            while self.slots.surplus_cells() > allowed:
-                self._evict_oldest(turn)
+            self._shed_surplus(turn)
             self._admit(turn, now)
             self._make_room(turn, now)
         return turn
 
     def plan(self) -> StepPlan | None:
         """The next step; `schedule` has made sure that there are cells for it."""
-        return self.planner.plan(self.slots.running)
-
-    def relieve(self, now: float) -> Schedule:
-        """The backend found no room where the count saw some: free one thing more, if there is one."""
-        turn = Schedule()
-        if not self._evict_oldest(turn):
-            self._park_youngest(turn, now)
-        return turn
+        favoured = self._favoured
+        return self._planner.plan(
+            self.slots.running, favoured if favoured is not None and favoured.is_running else None
+        )
 
     def computed(self, plan: StepPlan, now: float) -> None:
         """The step of `plan` succeeded: its tokens are in the backend."""
@@ -186,125 +205,153 @@ class Scheduler:
             sequence, count = part.sequence, len(part.item.tokens)
             self.cells.extend(part.item.seq, count)
             sequence.num_computed += count
-            if sequence.state is SequenceState.PREFILL and sequence.num_pending == 0:
-                sequence.move(SequenceState.DECODE, now, "prompt computed")
+            sequence.last_step_s = now
+            if sequence.num_pending == 0:
+                sequence.is_owed = False  # its row is about to become a token
+                if sequence.state is SequenceState.PREFILL:
+                    sequence.move(SequenceState.DECODE, now, "prompt computed")
+        has_favoured = any(part.sequence is self._favoured for part in plan.parts)
+        self._patience.stepped(self._favoured if has_favoured else None)
+
+    def relieve(self, now: float) -> Schedule:
+        """The backend found no room where the count saw some: free one thing more, if there is one."""
+        turn = Schedule()
+        self._free_something(turn, now)
+        return turn
 
     def check(self) -> None:
         """Assert the invariants: slots, line and cells tell one story."""
-        self.cells.check()
+        self.room.check()
         running = self.slots.running
-        assert len({s.key for s in (*self.line, *running)}) == len(self.line) + len(running), "held twice"
-        for slot in self.slots.slots:
-            assert self.cells.length(slot.id) == len(slot.tokens), f"slot {slot.id} and its cells differ"
-            assert slot.sequence is None or (
-                slot.sequence.slot == slot.id
-                and slot.sequence.state in (SequenceState.PREFILL, SequenceState.DECODE)
-            ), f"slot {slot.id} and {slot.sequence!r} differ"
-        for sequence in self.line:
+        everybody = (*self.line, *self.paused, *running)
+        assert len({s.key for s in everybody}) == len(everybody), "held twice"
+        assert all(s.state in (SequenceState.PREFILL, SequenceState.DECODE) for s in running), running
+        assert all(s.state is SequenceState.PAUSED for s in self.paused), self.paused
+        for sequence in (*self.line, *self.paused):
             assert sequence.slot is None, f"{sequence!r} waits with a slot"
+            assert (sequence.form is ParkForm.CELLS) == (sequence.home is not None), repr(sequence)
+        for sequence in self.line:
             assert sequence.state in (SequenceState.QUEUED, SequenceState.PARKED), repr(sequence)
+        waiting = [*self.line, *self.paused]
+        assert {id(guest) for guest in self.slots.guests()} <= {id(s) for s in waiting}, "a guest is gone"
+        assert self.room.snapshot_bytes == sum(s.snapshot_bytes for s in everybody), "snapshots leak"
 
     def _expire(self, turn: Schedule, now: float) -> None:
-        for sequence in (*self.line, *self.slots.running):
+        for sequence in (*self.line, *self.paused, *self.slots.running):
             if sequence.deadline_s is not None and sequence.deadline_s <= now:
                 turn.expired.append(sequence)
         for sequence in turn.expired:
             self.retire(sequence, FinishReason.ERROR, now)
 
-    # ------------------------------------------------------------ room
+    # ------------------------------------------------------------ giving way
 
-    def _next_step_cells(self) -> int:
-        """Cells the running sequences take in the next step at most."""
-        running = self.slots.running
-        return min(self.limits.n_batch, sum(s.num_pending for s in running))
+    def _park(self, victim: Sequence, why: str, turn: Schedule, now: float) -> None:
+        """Take a running sequence out of its slot for another's sake; its cells stay for now."""
+        victim.num_preemptions += 1
+        self._num_parked_total += 1
+        if victim.ends_if_preempted:
+            self.retire(victim, FinishReason.PREEMPTED, now)
+            turn.preempted.append(victim)
+            return
+        self.slots.lodge(victim, now)
+        victim.move(SequenceState.PARKED, now, why)
+        self.line.rejoin(victim)
+        turn.parked.append(Parking(victim, why))
+
+    def _return_favoured(self, now: float) -> None:
+        """Background that had a step beyond the slots waits on; its cells stay."""
+        favoured, self._favoured = self._favoured, None
+        if favoured is not None and favoured.is_running and len(self.slots.running) > self.limits.num_slots:
+            self.slots.lodge(favoured, now)
+            favoured.move(SequenceState.PARKED, now, "its step in ten is over")
+            self.line.rejoin(favoured)
+
+    def _youngest(self, running: list[Sequence]) -> Sequence:
+        return max(running, key=lambda s: (s.is_background, s.arrival_s, s.key.index))
+
+    # ------------------------------------------------------------ room
 
     def _make_room(self, turn: Schedule, now: float) -> None:
         while self.cells.free < self._next_step_cells():
-            if not self._evict_oldest(turn) and not self._park_youngest(turn, now):
+            if not self._free_something(turn, now):
                 return
 
-    def _evict_oldest(self, turn: Schedule) -> bool:
-        slot = self.slots.oldest_kept()
-        if slot is None:
-            return False
-        self._drop(slot, turn)
-        return True
+    def _next_step_cells(self) -> int:
+        """Cells the running sequences take in the next step at most."""
+        return min(self.limits.n_batch, sum(s.num_pending for s in self.slots.running))
 
-    def _park_youngest(self, turn: Schedule, now: float) -> bool:
-        """Park background before interactive, the youngest first, never the last one running."""
+    def _free_something(self, turn: Schedule, now: float) -> bool:
+        """What nobody uses, then cells of those that wait, then the youngest that runs, never the last."""
+        if self._free_kept(turn):
+            return True
         running = self.slots.running
         if len(running) <= 1:
             return False
-        victim = max(running, key=lambda s: (s.priority is Priority.BACKGROUND, s.arrival_s, s.key.index))
-        self._drop(self.slots.vacate(victim, [], now), turn)
-        victim.num_computed = 0
-        victim.move(SequenceState.PARKED, now, f"no cells: {self.cells.free} free of {self.cells.total}")
-        self.line.push_parked(victim)
-        self.num_parked_total += 1
-        turn.parked.append(victim)
+        victim = self._youngest([s for s in running if s is not self._favoured] or running)
+        self._park(victim, f"no cells: {self.cells.free} free of {self.cells.total}", turn, now)
+        if victim.form is ParkForm.CELLS:
+            self.room.demote(victim, turn.effects)
         return True
 
-    def _drop(self, slot: Slot, turn: Schedule) -> None:
-        slot.kept = []
-        self.cells.drop(slot.id)
-        turn.effects.append(Drop(slot.id))
+    def _free_kept(self, turn: Schedule) -> bool:
+        """Free cells that no running sequence needs; False: there are none."""
+        return self.room.evict_oldest(turn.effects) or self._demote_last(turn)
+
+    def _demote_last(self, turn: Schedule) -> bool:
+        """Demote the guest that will run last: a paused one, else the last of the line."""
+        for sequence in (*self.paused, *reversed(self.waiting())):
+            if sequence.home is not None:
+                self.room.demote(sequence, turn.effects)
+                return True
+        return False
+
+    def _shed_surplus(self, turn: Schedule) -> None:
+        allowed = BUSY_SURPLUS_CELLS if self.slots.running else REST_SURPLUS_CELLS
+        while self.slots.surplus_cells() > allowed and self._free_kept(turn):
+            pass
 
     # ------------------------------------------------------------ admission
 
     def _admit(self, turn: Schedule, now: float) -> None:
+        if self._favoured is not None and not self._favoured.is_running:
+            self._seat_favoured(self._favoured, turn, now)
         for sequence in self.line:
-            if not self.slots.has_idle:
-                return
-            if sequence.is_held:
+            if sequence.is_held or sequence.state is SequenceState.DONE:
                 continue
-            placement = self._placement(sequence)
-            if not self._fits(sequence, placement):
+            if not self._can_place(sequence, turn, now):
                 return
-            self._place(sequence, placement, turn, now)
+            self._seat(sequence, turn, now)
 
-    def _fits(self, sequence: Sequence, placement: Placement) -> bool:
-        """Whether its tokens fit beside what the running ones hold and still need for theirs."""
-        running = self.slots.running
-        if not running:
-            return True
-        evictable = sum(self.cells.exclusive(slot.id) for slot in self.slots.slots if slot.is_idle)
-        promised = self.cells.used - evictable + sum(s.num_pending for s in running)
-        shared = 0 if self.slots[placement.source].is_idle else placement.length
-        margin = RESUME_MARGIN if sequence.state is SequenceState.PARKED else 1
-        return promised + len(sequence.tokens) - shared + margin <= self.cells.total
+    def _can_place(self, sequence: Sequence, turn: Schedule, now: float) -> bool:
+        """Whether there is a slot and cells for it; interactive makes background give way (SPEC Q3)."""
+        while not (self.slots.has_idle and self.room.fits(sequence, self._placement(sequence, turn))):
+            jobs = [s for s in self.slots.running if s.is_background]
+            if sequence.is_background or not jobs:
+                return False
+            self._park(self._youngest(jobs), f"gives way to {sequence.key}", turn, now)
+        return True
 
-    def _place(self, sequence: Sequence, placement: Placement, turn: Schedule, now: float) -> None:
-        slot = self.slots[placement.slot]
-        self.line.remove(sequence)
-        if placement.source == placement.slot:
-            self._trim(slot, placement.length, turn)
-        else:
-            if slot.kept:
-                self._drop(slot, turn)
-            self.cells.fork(placement.source, slot.id, placement.length)
-            turn.effects.append(Fork(placement.source, slot.id, placement.length))
-        self.slots.occupy(slot, sequence, now)
-        sequence.num_computed = placement.length
-        if sequence.num_cached is None:
-            sequence.num_cached = min(placement.length, sequence.num_prompt)
-        sequence.move(SequenceState.PREFILL, now, f"slot {slot.id}, {placement.length} tokens reused")
-        turn.admitted.append(sequence)
+    def _seat_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
+        """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7)."""
+        has_place = self.slots.num_vacant > 0 or sequence.home is not None or self._demote_last(turn)
+        if has_place and self.room.fits(sequence, self._placement(sequence, turn)):
+            self._seat(sequence, turn, now)
 
-    def _placement(self, sequence: Sequence) -> Placement:
-        limits = self.limits
-        is_sibling = sequence.leader is not None
-        reuse = Reuse(limits.can_trim, limits.can_fork, 1 if is_sibling else MIN_REUSE)
-        tokens = sequence.tokens[:1] if sequence.wants_prompt_logits else sequence.tokens
-        placement = self.slots.place(tokens, reuse)
-        assert placement is not None, f"no idle slot for {sequence!r}"
+    def _placement(self, sequence: Sequence, turn: Schedule) -> Placement:
+        placement = self.room.placement(sequence)
+        while placement is None:
+            assert self._demote_last(turn), f"no slot for {sequence!r}"
+            placement = self.room.placement(sequence)
         return placement
 
-    def _trim(self, slot: Slot, length: int, turn: Schedule) -> None:
-        if length == len(slot.kept):
-            return
-        if length == 0:
-            self._drop(slot, turn)
-            return
-        slot.kept = slot.kept[:length]
-        self.cells.trim(slot.id, length)
-        turn.effects.append(Trim(slot.id, length))
+    def _seat(self, sequence: Sequence, turn: Schedule, now: float) -> None:
+        if sequence.form is ParkForm.SNAPSHOT:
+            while self.cells.free < sequence.num_computed:
+                assert self._free_kept(turn), f"no cells for {sequence!r} in {self.cells!r}"
+        placement = self._placement(sequence, turn)
+        self.line.remove(sequence)
+        told = self.room.seat(sequence, placement, turn.effects, now)
+        if sequence.num_cached is None:
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        sequence.move(SequenceState.PREFILL, now, told)
+        turn.admitted.append(sequence)

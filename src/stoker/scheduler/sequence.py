@@ -29,9 +29,20 @@ MOVES: dict[SequenceState, frozenset[SequenceState]] = {
     _S.PREFILL: frozenset({_S.DECODE, _S.PARKED, _S.PAUSED, _S.DONE}),
     _S.DECODE: frozenset({_S.PARKED, _S.PAUSED, _S.DONE}),
     _S.PARKED: frozenset({_S.PREFILL, _S.PAUSED, _S.DONE}),
-    _S.PAUSED: frozenset({_S.PREFILL, _S.DONE}),
+    _S.PAUSED: frozenset({_S.QUEUED, _S.PARKED, _S.DONE}),
     _S.DONE: frozenset(),
 }
+
+STORY_LENGTH = 32
+"""Moves a sequence remembers: its arrival and the latest ones."""
+
+
+class ParkForm(StrEnum):
+    """What is kept of a sequence that gave its place up (SPEC Q4), the cheapest to go on from first."""
+
+    CELLS = "cells"
+    SNAPSHOT = "snapshot"
+    TOKENS = "tokens"
 
 
 class IllegalMoveError(AssertionError):
@@ -61,6 +72,16 @@ class Sequence:
         leader: the choice of the same request that prefills the shared prompt first (SPEC Q16).
         arrival_s, deadline_s: on the engine's clock.
         num_cached: prompt tokens that were not computed for this sequence at its first admission.
+        num_wanted: tokens it may generate at most; None: as many as fit.
+        ends_if_preempted: it is ended rather than parked (SPEC Q4).
+        slot: where it runs.
+        form: what is kept of it while it waits to go on; None: it runs or has not begun.
+        home: the slot that keeps its cells, for the form CELLS.
+        snapshot: its state as bytes, opaque here, for the form SNAPSHOT; None until it was exported.
+        snapshot_bytes: what it takes, or is reckoned to take.
+        num_preemptions: times it was parked or ended for somebody else.
+        last_step_s: when it last was in a step, at first its arrival.
+        is_owed: background that waited over its patience and has not had a token since (SPEC Q7).
     """
 
     key: SequenceKey
@@ -73,7 +94,16 @@ class Sequence:
     leader: Sequence | None = None
     num_computed: int = 0
     num_cached: int | None = None
+    num_wanted: int | None = None
+    ends_if_preempted: bool = False
     slot: int | None = None
+    form: ParkForm | None = None
+    home: int | None = None
+    snapshot: bytes | None = None
+    snapshot_bytes: int = 0
+    num_preemptions: int = 0
+    last_step_s: float = 0.0
+    is_owed: bool = False
     state: SequenceState = SequenceState.QUEUED
     finish_reason: FinishReason | None = None
     story: list[tuple[float, str]] = field(default_factory=list)
@@ -90,7 +120,13 @@ class Sequence:
             told = "; ".join(f"{at:.3f} {what}" for at, what in self.story)
             raise IllegalMoveError(f"{self!r} cannot become {state} ({why}); story: {told}")
         self.state = state
-        self.story.append((now, f"{state}: {why}"))
+        self.tell(now, f"{state}: {why}")
+
+    def tell(self, now: float, what: str) -> None:
+        """Add a line to its story; of a long one the middle is forgotten."""
+        if len(self.story) == STORY_LENGTH:
+            del self.story[1]
+        self.story.append((now, what))
 
     @property
     def num_pending(self) -> int:
@@ -106,6 +142,11 @@ class Sequence:
     def is_running(self) -> bool:
         """Whether it holds a slot."""
         return self.slot is not None
+
+    @property
+    def is_background(self) -> bool:
+        """Whether nobody waits for it."""
+        return self.priority is Priority.BACKGROUND
 
     @property
     def is_held(self) -> bool:

@@ -1,7 +1,8 @@
 """The slots: which sequence runs where, and what an idle one still holds (SPEC Q10).
 
 A slot's id is the backend's sequence number. An idle slot keeps its tokens (its cells are evictable) so
-that a request that continues them reuses the live state. There may be more slots than sequences that run
+that a request that continues them reuses the live state. A slot may be the home of a sequence that is
+parked or paused: its cells stay there until they are needed. There may be more slots than sequences that run
 at once: the spare ones let a newcomer start without freeing cells under those who run (see docs/adr/0006).
 Choosing is pure; effects are the scheduler's.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from stoker.scheduler.sequence import Sequence
+from stoker.scheduler.sequence import ParkForm, Sequence
 
 MIN_REUSE = 32
 """Tokens below which a stored prefix is not worth taking over (SPEC C2)."""
@@ -33,22 +34,23 @@ def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:
 
 @dataclass(slots=True)
 class Slot:
-    """One place to run: `sequence` while busy, `kept` tokens while idle."""
+    """One place to run: `sequence` while busy, `guest` while home to one that waits, else `kept` tokens."""
 
     id: int
     sequence: Sequence | None = None
+    guest: Sequence | None = None
     kept: list[int] = field(default_factory=list)
     last_used_s: float = 0.0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs here."""
-        return self.sequence is None
+        """Whether nothing runs here and nobody's cells are kept for them."""
+        return self.sequence is None and self.guest is None
 
     @property
     def tokens(self) -> list[int]:
         """What the backend holds under this slot's number."""
-        sequence = self.sequence
+        sequence = self.sequence or self.guest
         return self.kept if sequence is None else sequence.tokens[: sequence.num_computed]
 
 
@@ -91,8 +93,17 @@ class SlotTable:
 
     @property
     def has_idle(self) -> bool:
-        """Whether a sequence could be placed."""
+        """Whether one more sequence may run."""
         return len(self._running) < self.num_slots
+
+    @property
+    def num_vacant(self) -> int:
+        """Slots, spare ones included, in which nothing runs and nothing waits."""
+        return sum(slot.is_idle for slot in self.slots)
+
+    def guests(self) -> list[Sequence]:
+        """Sequences whose cells are kept while they wait."""
+        return [slot.guest for slot in self.slots if slot.guest is not None]
 
     @property
     def running(self) -> list[Sequence]:
@@ -100,9 +111,10 @@ class SlotTable:
         return self._running
 
     def occupy(self, slot: Slot, sequence: Sequence, now: float) -> None:
-        """Put a sequence in an idle slot; what the slot kept is the sequence's from here on."""
-        slot.sequence, slot.kept, slot.last_used_s = sequence, [], now
-        sequence.slot = slot.id
+        """Put a sequence in an idle slot, or its home; what the slot kept is the sequence's from here on."""
+        assert slot.guest in (None, sequence), f"slot {slot.id} is home to {slot.guest!r}"
+        slot.sequence, slot.guest, slot.kept, slot.last_used_s = sequence, None, [], now
+        sequence.slot, sequence.home, sequence.form = slot.id, None, None
         self._running.append(sequence)
 
     def vacate(self, sequence: Sequence, kept: list[int], now: float) -> Slot:
@@ -114,15 +126,32 @@ class SlotTable:
         self._running.remove(sequence)
         return slot
 
+    def lodge(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence out of its slot, which becomes its home and keeps its cells."""
+        slot = self.vacate(sequence, [], now)
+        slot.guest, sequence.home, sequence.form = sequence, slot.id, ParkForm.CELLS
+
+    def clear(self, guest: Sequence, kept: list[int]) -> Slot:
+        """End a guest's stay; its home is idle from here on and keeps `kept` of its tokens."""
+        assert guest.home is not None, f"{guest!r} has no home"
+        slot = self.slots[guest.home]
+        slot.guest, slot.kept = None, kept
+        guest.home, guest.form = None, None
+        return slot
+
     def surplus_cells(self) -> int:
-        """Tokens that idle slots keep, but for the one used last."""
+        """Tokens held for nobody who runs: by idle slots, but for the one used last, and by guests' homes."""
         kept = [slot for slot in self.slots if slot.kept]
         newest = max(kept, key=lambda slot: slot.last_used_s, default=None)
-        return sum(len(slot.kept) for slot in kept if slot is not newest)
+        idle = sum(len(slot.kept) for slot in kept if slot is not newest)
+        return idle + sum(guest.num_computed for guest in self.guests())
 
     def shown(self) -> list[Slot]:
         """As many slots as may run at once: the busy ones, then those used last; by id."""
-        order = sorted(self.slots, key=lambda slot: (slot.is_idle, not slot.kept, -slot.last_used_s, slot.id))
+        order = sorted(
+            self.slots,
+            key=lambda slot: (slot.sequence is None, not slot.kept, -slot.last_used_s, slot.id),
+        )
         return sorted(order[: self.num_slots], key=lambda slot: slot.id)
 
     def oldest_kept(self) -> Slot | None:

@@ -1,0 +1,64 @@
+"""What one model's slots and line look like from outside, with the stories of who is there (SPEC Q14, I4)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.messages import SlotStatus, WaitStatus
+from stoker.scheduler.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from stoker.scheduler.scheduler import Scheduler
+    from stoker.scheduler.sequence import Sequence
+
+
+def slots_of(scheduler: Scheduler, model: str, now: float) -> list[SlotStatus]:
+    """Each slot as it is now."""
+    return [
+        SlotStatus(
+            id=slot.id,
+            state="idle" if slot.sequence is None else slot.sequence.state,
+            model=model,
+            num_tokens=len(slot.kept) if slot.sequence is None else slot.sequence.num_computed,
+            request_id=None if slot.sequence is None else slot.sequence.key.request_id,
+            priority=None if slot.sequence is None else slot.sequence.priority,
+            story=[] if slot.sequence is None else _story(slot.sequence, now),
+        )
+        for slot in scheduler.slots.shown()
+    ]
+
+
+def line_of(scheduler: Scheduler, model: str, state: SequenceState, now: float) -> list[WaitStatus]:
+    """The sequences of the line that are in `state`, next first, with their place in the whole line."""
+    line = zip(scheduler.waiting(), scheduler.etas_s(), strict=True)
+    return [
+        _waiting(sequence, model, now, (position, eta_s))
+        for position, (sequence, eta_s) in enumerate(line)
+        if sequence.state is state
+    ]
+
+
+def paused_of(scheduler: Scheduler, model: str, now: float) -> list[WaitStatus]:
+    """The sequences that stand still until they are resumed."""
+    return [_waiting(sequence, model, now, (None, None)) for sequence in scheduler.paused]
+
+
+def _waiting(
+    sequence: Sequence, model: str, now: float, place: tuple[int | None, float | None]
+) -> WaitStatus:
+    position, eta_s = place
+    return WaitStatus(
+        request_id=sequence.key.request_id,
+        index=sequence.key.index,
+        model=model,
+        priority=sequence.priority,
+        position=position,
+        eta_s=eta_s,
+        num_tokens=len(sequence.tokens),
+        form=sequence.form,
+        story=_story(sequence, now),
+    )
+
+
+def _story(sequence: Sequence, now: float) -> list[tuple[float, str]]:
+    return [(round(now - at, 3), what) for at, what in sequence.story]

@@ -1,0 +1,94 @@
+"""How many tokens of each kind a step may carry (SPEC Q8, Q9).
+
+The batch bounds every step. While somebody interactive decodes, time bounds it too: prefill is cut into
+slices that keep the step within its target, and background joins only so far as nobody notices.
+Times come from the step-time model; what is not measured yet is assumed to be small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stoker.messages import Policy
+
+if TYPE_CHECKING:
+    from stoker.scheduler.cost import StepCost
+
+BALANCED_TARGETS = 3
+"""Targets that a step with interactive prefill may take under the policy `balanced`."""
+MIN_PREFILL_TOKENS = 8
+"""An interactive prompt gets that many tokens a step even where decoding alone takes the whole target."""
+JOBS_TARGETS = 4
+"""Targets that a step of background alone may take: an arrival waits for its end."""
+MIN_JOBS_TOKENS = 64
+JOBS_SHARE = 0.1
+"""Under `latency`: the part of their time that interactive requests give to background in their steps."""
+PREFILL_SHARE = 0.75
+"""Under `throughput`: the part of the batch that is kept for prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPolicy:
+    """Bounds of a step: tokens, seconds while somebody interactive decodes, and how they are shared."""
+
+    n_batch: int
+    policy: Policy = Policy.LATENCY
+    target_s: float = 0.05
+
+
+class StepBudget:
+    """Answers in tokens. Remembers how much time background has been given beside interactive work."""
+
+    def __init__(self, policy: StepPolicy, cost: StepCost) -> None:
+        self.n_batch = policy.n_batch
+        self.policy = policy.policy
+        self.target_s = policy.target_s
+        self._cost = cost
+        self._credit_s = 0.0
+
+    def __repr__(self) -> str:
+        target = f"{self.target_s * 1000:g} ms, background may take {self._credit_s * 1000:.1f} ms"
+        return f"<StepBudget {self.policy}, {self.n_batch} tokens, {target}>"
+
+    def decode_rows(self, num_prefilling: int) -> int:
+        """Decode rows beside so many ready prefills, each of which is to get a token at least."""
+        if not num_prefilling:
+            return self.n_batch
+        if self.policy is Policy.THROUGHPUT:
+            return max(1, self.n_batch - int(PREFILL_SHARE * self.n_batch))
+        return max(self.n_batch // 2, self.n_batch - num_prefilling)
+
+    def prefill(self, num_rows: int, num_prefilling: int) -> int:
+        """Tokens of interactive prefill beside `num_rows` interactive decode rows."""
+        room = self.n_batch - num_rows
+        if not num_rows or self.policy is Policy.THROUGHPUT:
+            return room
+        targets = BALANCED_TARGETS if self.policy is Policy.BALANCED else 1
+        within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
+        return min(room, max(within, num_prefilling, MIN_PREFILL_TOKENS))
+
+    def background(self, num_tokens: int, *, has_decoding: bool) -> int:
+        """Tokens of background beside `num_tokens` of interactive work, decode rows among them or not."""
+        room = self.n_batch - num_tokens
+        if not num_tokens:
+            if self.policy is Policy.THROUGHPUT:
+                return room
+            within = self._cost.tokens_within(JOBS_TARGETS * self.target_s, self.n_batch)
+            return min(room, max(within, MIN_JOBS_TOKENS))
+        if has_decoding:
+            room = min(room, self._cost.tokens_within(self.target_s, self.n_batch) - num_tokens)
+        alone_s = self._cost.predict(num_tokens)
+        if self.policy is Policy.LATENCY and alone_s is not None:
+            self._credit_s = min(self._credit_s + JOBS_SHARE * alone_s, self.target_s)
+            within = self._cost.tokens_within(alone_s + self._credit_s, self.n_batch)
+            room = min(room, within - num_tokens)
+        return max(0, room)
+
+    def joined(self, num_tokens: int, num_joined: int) -> None:
+        """`num_joined` background tokens go into a step beside `num_tokens` interactive ones."""
+        if not num_tokens:
+            return
+        alone_s, together_s = self._cost.predict(num_tokens), self._cost.predict(num_tokens + num_joined)
+        if alone_s is not None and together_s is not None:
+            self._credit_s = max(0.0, self._credit_s - (together_s - alone_s))

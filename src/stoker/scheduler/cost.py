@@ -1,0 +1,100 @@
+"""The step-time model: how long a step over so many tokens takes, learned from the steps that were run.
+
+One table for each number of threads, since a step costs another time with another number. A table has a
+point for each power of two of tokens: the mean size and time of the steps near it. Between points time is
+interpolated: a step costs a fixed part, then less and less a token as matrix products grow.
+
+A point follows quicker steps at once and slower ones slowly: a quiet machine is what it remembers, while the
+growth of contexts, which is slow, still reaches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNMEASURED_TOKENS = 32
+"""What a step may carry beside interactive decode before anything was measured."""
+FOLLOW_DOWN = 0.5
+FOLLOW_UP = 0.05
+
+
+@dataclass(slots=True)
+class _Point:
+    num_tokens: float
+    took_s: float
+
+
+class StepCost:
+    """Times of steps by number of tokens."""
+
+    def __init__(self, num_threads: int = 1) -> None:
+        self._num_threads = num_threads
+        self._tables: dict[int, dict[int, _Point]] = {}
+        self._curve: list[_Point] | None = None
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{at.num_tokens:.0f}: {at.took_s * 1000:.1f}" for at in self._points())
+        return f"<StepCost ms of steps by tokens, {self._num_threads} threads: {told or 'nothing measured'}>"
+
+    def use_threads(self, num_threads: int) -> None:
+        """Ask and teach the table of that number of threads from now on."""
+        self._num_threads, self._curve = num_threads, None
+
+    def learn(self, num_tokens: int, took_s: float) -> None:
+        """A step over `num_tokens` took `took_s` seconds."""
+        self._curve = None
+        table = self._tables.setdefault(self._num_threads, {})
+        rank = num_tokens.bit_length()
+        point = table.get(rank)
+        if point is None:
+            table[rank] = _Point(num_tokens, took_s)
+            return
+        expected_s = point.took_s * num_tokens / point.num_tokens
+        weight = FOLLOW_DOWN if took_s < expected_s else FOLLOW_UP
+        point.num_tokens += weight * (num_tokens - point.num_tokens)
+        point.took_s += weight * (took_s - point.took_s)
+
+    def predict(self, num_tokens: int) -> float | None:
+        """Seconds a step over `num_tokens` takes on a quiet machine; None: nothing was measured.
+
+        Fewer tokens than were ever measured count like the fewest, more like as many of the most.
+        """
+        points = self._points()
+        if not points:
+            return None
+        last = points[0]
+        if num_tokens <= last.num_tokens:
+            return last.took_s
+        for point in points[1:]:
+            if num_tokens <= point.num_tokens:
+                share = (num_tokens - last.num_tokens) / (point.num_tokens - last.num_tokens)
+                return last.took_s + share * (point.took_s - last.took_s)
+            last = point
+        return last.took_s * num_tokens / last.num_tokens
+
+    def tokens_within(self, budget_s: float, most: int) -> int:
+        """The most tokens, up to `most`, that a step of `budget_s` seconds can carry; 0: not even one."""
+        points = self._points()
+        if not points:
+            return min(UNMEASURED_TOKENS, most)
+        last = points[0]
+        if budget_s < last.took_s:
+            return 0
+        for point in points[1:]:
+            if budget_s < point.took_s:
+                share = (budget_s - last.took_s) / (point.took_s - last.took_s)
+                return min(most, int(last.num_tokens + share * (point.num_tokens - last.num_tokens)))
+            last = point
+        return min(most, int(last.num_tokens * budget_s / last.took_s))
+
+    def _points(self) -> list[_Point]:
+        """The table in use, ascending in tokens and in time; of another number of threads if it has none."""
+        if self._curve is not None:
+            return self._curve
+        table = self._tables.get(self._num_threads) or next(iter(self._tables.values()), {})
+        points: list[_Point] = []
+        for _, point in sorted(table.items()):
+            if not points or (point.num_tokens > points[-1].num_tokens and point.took_s >= points[-1].took_s):
+                points.append(point)
+        self._curve = points
+        return points

@@ -1,0 +1,61 @@
+"""How long sequences will take, from what was measured: for the line and for refusals (SPEC Q11, Q14)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.scheduler.eta import waits_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Line
+
+    from stoker.scheduler.cost import StepCost
+    from stoker.scheduler.sequence import Sequence
+
+TYPICAL_TOKENS = 128.0
+"""Length of an answer, until some have ended."""
+MIN_RETRY_AFTER_S = 1.0
+FOLLOW = 0.2
+
+
+class Forecast:
+    """Learns how long answers are and how often one ends."""
+
+    def __init__(self, cost: StepCost, num_slots: int) -> None:
+        self._cost = cost
+        self._num_slots = num_slots
+        self._answer_tokens = TYPICAL_TOKENS
+        self._service_s = MIN_RETRY_AFTER_S
+
+    def __repr__(self) -> str:
+        return f"<Forecast answers of {self._answer_tokens:.0f} tokens, one in {self._service_s:.1f} s>"
+
+    def note_end(self, sequence: Sequence, now: float) -> None:
+        """A sequence that ran has ended."""
+        self._answer_tokens += FOLLOW * (sequence.num_generated - self._answer_tokens)
+        self._service_s += FOLLOW * ((now - sequence.arrival_s) / self._num_slots - self._service_s)
+
+    def retry_after_s(self) -> float:
+        """When a refused caller may find room: the measured time between two endings."""
+        return max(MIN_RETRY_AFTER_S, self._service_s)
+
+    def needs_s(self, sequence: Sequence) -> float:
+        """Seconds it needs from now on, if it runs beside as many others as there are slots."""
+        wanted = self._answer_tokens if sequence.num_wanted is None else sequence.num_wanted
+        num_left = max(1.0, wanted - sequence.num_generated)
+        step_s = self._cost.predict(self._num_slots) or 0.0
+        prefill_s = self._cost.predict(sequence.num_pending) or 0.0
+        return prefill_s + num_left * step_s
+
+    def rough_wait_s(self, position: int) -> float:
+        """About when the place `position` of the line is reached; cheap, for a long line."""
+        return (position + 1) * self._service_s
+
+    def waits_s(self, running: Line[Sequence], waiting: Line[Sequence]) -> list[float]:
+        """Seconds until each of the line runs. Interactive work takes the places of background at once."""
+        people = [self.needs_s(s) for s in running if not s.is_background]
+        jobs = [self.needs_s(s) for s in running if s.is_background]
+        num_people = sum(not s.is_background for s in waiting)
+        needs = [self.needs_s(s) for s in waiting]
+        starts = waits_s(people, needs[:num_people], self._num_slots)
+        return starts + waits_s(people + jobs, needs, self._num_slots)[num_people:]

@@ -1,0 +1,45 @@
+"""Background work does not starve (SPEC Q7): when it is owed a step, and whose turn it is.
+
+A background sequence that has had no step for `patience_s` is owed a token. While anybody is owed one, one
+step in ten is for the one that has waited longest, whoever else wants it, until its token is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stoker.scheduler.sequence import Sequence
+
+ONE_STEP_IN = 10
+
+
+class Patience:
+    """Counts steps since the last that was given to somebody owed one."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self._steps_since = ONE_STEP_IN
+
+    def __repr__(self) -> str:
+        return f"<Patience {self.patience_s:g} s, {self._steps_since} steps since the last turn>"
+
+    def is_owed(self, sequence: Sequence, now: float) -> bool:
+        """Whether it has waited over its patience, or did so and has not had its token yet."""
+        has_waited = now - sequence.last_step_s >= self.patience_s
+        return sequence.is_background and not sequence.is_held and (sequence.is_owed or has_waited)
+
+    def next_owed(self, sequences: Iterable[Sequence], now: float) -> Sequence | None:
+        """Whose turn the next step is, if it is time for one; notes who is owed a token from now on."""
+        waiting = [sequence for sequence in sequences if self.is_owed(sequence, now)]
+        for sequence in waiting:
+            sequence.is_owed = True
+        if self._steps_since < ONE_STEP_IN:
+            return None
+        return min(waiting, key=lambda s: (s.last_step_s, s.arrival_s, s.key.index), default=None)
+
+    def stepped(self, favoured: Sequence | None) -> None:
+        """A step was run; `favoured` had it for its own."""
+        self._steps_since = 1 if favoured is not None else self._steps_since + 1

@@ -1,0 +1,77 @@
+"""A server for the benchmark's tests: an event loop's own, with no model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class StandIn:
+    """Answers `/v1/completions` token by token, cut into small pieces at odd places."""
+
+    num_missing: int = 0
+    status: int = 200
+    tail: str = "whole"
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One request on one connection."""
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            body = await reader.readexactly(length)
+            writer.write(b"HTTP/1.1 %d Whatever\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
+            for index, piece in enumerate(self._pieces(head, body)):
+                await self.pace(body, index)
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                await writer.drain()
+            if self.tail != "cut":
+                writer.write(b"0\r\n\r\n")
+            await writer.drain()
+        finally:
+            writer.close()
+
+    async def pace(self, body: bytes, index: int) -> None:
+        """Called before each piece; one that holds its answers back waits here."""
+
+    def _pieces(self, head: bytes, body: bytes) -> list[bytes]:
+        if head.startswith(b"GET"):
+            return [b'{"data": [{"id": "m"}]}']
+        if self.status != 200:
+            return [b'{"error": {"message": "no such thing"}}']
+        self.bodies.append(json.loads(body))
+        text = b": a comment\n\n" + b"".join(map(self._frame, self._documents())) + b"data: [DONE]\n\n"
+        return [text[at : at + 37] for at in range(0, len(text), 37)]
+
+    @staticmethod
+    def _frame(document: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+    def _documents(self) -> list[dict[str, Any]]:
+        count = self.bodies[-1]["max_tokens"] - self.num_missing
+        tokens = [{"choices": [{"text": f" t{index}", "finish_reason": None}]} for index in range(count)]
+        if self.tail == "error":
+            return [*tokens, {"error": {"message": "out of cells"}}]
+        usage = {
+            "prompt_tokens": 7,
+            "completion_tokens": count,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        return [
+            *tokens,
+            {"choices": [{"text": "", "finish_reason": "length"}]},
+            {"choices": [], "usage": usage},
+        ]
+
+
+@asynccontextmanager
+async def serving(stand_in: StandIn) -> AsyncIterator[str]:
+    """The address of a running stand-in."""
+    server = await asyncio.start_server(stand_in.answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
