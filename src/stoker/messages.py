@@ -414,3 +414,8 @@ Event = (
     | Heartbeat
     | Goodbye
 )
+
+RequestEvent = (
+    Queued | Admitted | Parked | Paused | Resumed | PrefillProgress | PromptEcho | Delta | Finished | Failed
+)
+"""What happens to one request; each carries its `request_id`."""

@@ -47,7 +47,13 @@ class FinishReason(StrEnum):
 
 def _check(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
-        raise InvalidRequestError(f"{name} must be between {low:g} and {high:g}, got {value:g}", param=name)
+        text = f"{name} must be between {_shown(low)} and {_shown(high)}, got {_shown(value)}"
+        raise InvalidRequestError(text, param=name)
+
+
+def _shown(value: float) -> str:
+    """Whole numbers with all their digits, others with six."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

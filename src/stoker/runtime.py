@@ -22,6 +22,7 @@ from stoker.chat.template import ChatTemplate
 from stoker.engine.host import EngineHost
 from stoker.engine.state import EngineState
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
+from stoker.fields import request_of, sealed
 from stoker.messages import (
     Delta,
     Detokenize,
@@ -39,7 +40,7 @@ from stoker.messages import (
     Usage,
 )
 from stoker.models.store import ModelStore
-from stoker.request import FinishReason, GenerateRequest, Sampling
+from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
 from stoker.streams import RequestStream, StreamEvent
 
@@ -72,7 +73,7 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
         state: starting, serving, restarting or closed.
         restarts: times the engine died unasked.
         label: backend and device of the default model.
-        threads: CPU threads it uses.
+        threads: CPU threads its steps use now; `engine.threads_reason` tells why not as many as asked for.
     """
 
     pid: int
@@ -194,7 +195,7 @@ class Runtime:
             state=host.state.value,
             restarts=host.num_restarts,
             label=default.label if default else "",
-            threads=default.num_threads if default else 0,
+            threads=engine.num_threads or (default.num_threads if default else 0),
             engine=engine,
         )
 
@@ -214,6 +215,9 @@ class Runtime:
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request; the last is `Finished`. Closing the iterator cancels the request.
 
+        While it waits there are `Queued` events with its place and, where known, the seconds to go; `Parked`,
+        `Paused` and `Resumed` tell of interruptions, after which the same text goes on.
+
         Args:
             request: what to run; without a seed it gets a random one.
             request_id: unique among live requests; None: one is made up.
@@ -223,7 +227,7 @@ class Runtime:
         """
         host = self._running()
         request_id = request_id or f"req-{secrets.token_hex(8)}"
-        request = _sealed(request, host.roster.resolve(request.model).id)
+        request = sealed(request, host.roster.resolve(request.model).id)
         events = RequestStream(request_id, host.cancel)
         host.submit(request_id, request, events.push)
         async with aclosing(events):
@@ -242,7 +246,7 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        request = _request(prompt, fields)
+        request = request_of(prompt, fields)
         num_open = request.n
         last: Delta | None = None
         async with aclosing(self.stream(request)) as events:
@@ -285,9 +289,30 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
+        self._host_of(request_id).cancel(request_id)
+
+    async def pause_request(self, request_id: str) -> None:
+        """Let a live request stand still, its place and text kept, until `resume_request`. Idempotent.
+
+        Its stream says `Paused` once no further token will come; a restart of the engine changes nothing.
+
+        Raises:
+            RequestNotFoundError: no live request has that id.
+        """
+        self._host_of(request_id).pause(request_id)
+
+    async def resume_request(self, request_id: str) -> None:
+        """Let a paused request go on where it stood, before newcomers of its class. Idempotent.
+
+        Raises:
+            RequestNotFoundError: no live request has that id.
+        """
+        self._host_of(request_id).resume(request_id)
+
+    def _host_of(self, request_id: str) -> EngineHost:
         if self._host is None:
             raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
-        self._host.cancel(request_id)
+        return self._host
 
     # ------------------------------------------------------------ text
 
@@ -356,36 +381,6 @@ def _specs(settings: EngineSettings) -> list[ModelSpec]:
             park_bytes=settings.park_bytes,
         )
     return list(specs.values())
-
-
-def _sealed(request: GenerateRequest, model: str) -> GenerateRequest:
-    """The request with nothing left to chance, so that a replay draws the same."""
-    sampling = request.sampling
-    if sampling.seed is None:
-        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
-    return msgspec.structs.replace(request, model=model, sampling=sampling)
-
-
-def _request(prompt: str | Sequence[int] | GenerateRequest, fields: dict[str, Any]) -> GenerateRequest:
-    """A request from loose fields, those of `Sampling` among them; types are checked like a stranger's."""
-    if isinstance(prompt, GenerateRequest):
-        if not fields:
-            return prompt
-        given = msgspec.to_builtins(prompt)
-    else:
-        given = {"prompt": prompt if isinstance(prompt, str) else tuple(prompt)}
-    known = {*GenerateRequest.__struct_fields__, *Sampling.__struct_fields__}
-    if unknown := sorted(fields.keys() - known):
-        raise InvalidRequestError(f"a request has no field {unknown[0]!r}", param=unknown[0])
-    sampling = dict(msgspec.to_builtins(fields.pop("sampling", given.get("sampling", {}))))
-    for name in fields.keys() & set(Sampling.__struct_fields__):
-        sampling[name] = fields.pop(name)
-    if isinstance(fields.get("stop"), str):
-        fields["stop"] = (fields["stop"],)
-    try:
-        return msgspec.convert({**given, **fields, "sampling": sampling}, GenerateRequest)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"the request is malformed: {error}") from error
 
 
 def _piece(delta: Delta | None, finished: Finished | None) -> TextDelta:

@@ -1,7 +1,8 @@
 """The stream of one request: filled by the host, read by one consumer, bounded however slow that one is.
 
-Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and progress
-replaces progress. Nothing of the text is lost, and what waits is at most the request's own tokens.
+Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and of the notices
+(its place in the line, parked, paused, resumed) only the newest stays. Progress replaces progress, a place in
+the line the one before it. Nothing of the text is lost, and what waits is at most the request's own tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.errors import error_from_info
-from stoker.messages import Delta, Failed, Finished, PrefillProgress, PromptEcho, Queued
+from stoker.messages import (
+    Delta,
+    Failed,
+    Finished,
+    Parked,
+    Paused,
+    PrefillProgress,
+    PromptEcho,
+    Queued,
+    Resumed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +32,10 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 256
 
-StreamEvent = Queued | PrefillProgress | PromptEcho | Delta | Finished
+Notice = Queued | Parked | Paused | Resumed
+"""How a request stands that gets no tokens now; true when it was sent."""
+
+StreamEvent = Notice | PrefillProgress | PromptEcho | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,7 @@ class RequestStream:
     def __init__(self, request_id: str, on_abandon: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._on_abandon = on_abandon
-        self._waiting: deque[_Run | Queued | PrefillProgress | PromptEcho | Finished | Failed] = deque()
+        self._waiting: deque[_Run | Notice | PrefillProgress | PromptEcho | Finished | Failed] = deque()
         self._runs: dict[int, _Run] = {}  # the last waiting run of each choice
         self._has_news = asyncio.Event()
         self._is_ended = False  # the terminal event was pushed
@@ -78,14 +92,21 @@ class RequestStream:
         match event:
             case Delta():
                 self._push_delta(event)
-            case PrefillProgress() if self._waiting and isinstance(self._waiting[-1], PrefillProgress):
+            case Queued() | PrefillProgress() if self._waiting and type(self._waiting[-1]) is type(event):
                 self._waiting[-1] = event
+            case Queued() | Parked() | Paused() | Resumed():
+                self._push_notice(event)
             case Finished() | Failed():
                 self._is_ended = True
                 self._waiting.append(event)
-            case Queued() | PrefillProgress() | PromptEcho():
+            case PrefillProgress() | PromptEcho():
                 self._waiting.append(event)
         self._has_news.set()
+
+    def _push_notice(self, notice: Notice) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._waiting = deque(entry for entry in self._waiting if not isinstance(entry, Notice))
+        self._waiting.append(notice)
 
     def _push_delta(self, delta: Delta) -> None:
         run = self._runs.get(delta.index)

@@ -147,6 +147,14 @@ class Runtime:
         """End a live request; its iteration finishes with `cancelled`."""
         self._wait(self._runtime.cancel(request_id))
 
+    def pause_request(self, request_id: str) -> None:
+        """Let a live request stand still until `resume_request`."""
+        self._wait(self._runtime.pause_request(request_id))
+
+    def resume_request(self, request_id: str) -> None:
+        """Let a paused request go on where it stood."""
+        self._wait(self._runtime.resume_request(request_id))
+
     # ------------------------------------------------------------ text
 
     def tokenize(

@@ -9,15 +9,18 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.errors import ModelNotFoundError
+from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.messages import (
     Delta,
     EngineStatus,
     Finished,
     ModelInfo,
+    Parked,
+    Paused,
     PrefillProgress,
     PromptEcho,
     Queued,
+    Resumed,
     SlotStatus,
     Timings,
     TokenLogprob,
@@ -26,7 +29,7 @@ from stoker.messages import (
 )
 from stoker.request import FinishReason, GenerateRequest
 
-Step = Queued | PrefillProgress | PromptEcho | Delta | Finished | Exception | str
+Step = Queued | Parked | Paused | Resumed | PrefillProgress | PromptEcho | Delta | Finished | Exception | str
 HOLD = "hold"  # a step that lasts until `release`
 
 INFO = ModelInfo(
@@ -51,7 +54,7 @@ INFO = ModelInfo(
 FINISHED = Finished(
     request_id="x",
     usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
-    timings=Timings(queue_s=0.5, prefill_s=0.25, decode_s=0.125),
+    timings=Timings(queue_s=0.5, prefill_s=0.25, decode_s=0.125, num_preemptions=2),
 )
 
 
@@ -77,6 +80,8 @@ class StandInRuntime:
     live: dict[str, GenerateRequest] = field(default_factory=dict)
     abandoned: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    steered: list[tuple[str, str]] = field(default_factory=list)
+    engine: EngineStatus | None = None
     start_error: Exception | None = None
     waits_for_models: bool = False
 
@@ -128,7 +133,9 @@ class StandInRuntime:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
     async def status(self) -> StandInStatus:
-        """What is live sits in slots; the first waiting one shows in the queue."""
+        """What is live sits in slots; the first waiting one shows in the queue. Or as the test says."""
+        if self.engine is not None:
+            return StandInStatus(engine=self.engine, threads=self.engine.num_threads)
         slots = [
             SlotStatus(id=i, state="decode", model=INFO.id, num_tokens=1, request_id=request_id)
             for i, request_id in enumerate(self.live)
@@ -148,6 +155,19 @@ class StandInRuntime:
         """Note it and let holding streams go on."""
         self.cancelled.append(request_id)
         self._released.set()
+
+    async def pause_request(self, request_id: str) -> None:
+        """Note it."""
+        self._steer("pause", request_id)
+
+    async def resume_request(self, request_id: str) -> None:
+        """Note it."""
+        self._steer("resume", request_id)
+
+    def _steer(self, how: str, request_id: str) -> None:
+        if request_id not in self.live:
+            raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
+        self.steered.append((how, request_id))
 
     async def stream(self, request: GenerateRequest, request_id: str | None = None) -> AsyncGenerator[Any]:
         """Play the next script."""
@@ -178,7 +198,8 @@ class StandInRuntime:
     def reset(self) -> None:
         """Forget what happened; streams of the next test hold again."""
         self._released.clear()
-        for record in (self.requests, self.abandoned, self.cancelled, self.scripts):
+        self.engine = None
+        for record in (self.requests, self.abandoned, self.cancelled, self.steered, self.scripts):
             record.clear()
 
     def release(self) -> None:

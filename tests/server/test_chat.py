@@ -204,6 +204,49 @@ def test_the_priority_header_beats_the_body(scripted, scripted_http):
     assert [request.priority for request in scripted.runtime.requests] == ["interactive"]
 
 
+TIERS = {None: "interactive", "auto": "interactive", "default": "interactive", "flex": "background"}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_service_tier_names_the_class(scripted, scripted_client, tier):
+    """Q1: as the official client sends it, in a chat and in a completion."""
+    scripted_client.chat.completions.create(model="default", messages=HELLO, service_tier=tier)
+    scripted_client.completions.create(model="default", prompt="x", extra_body={"service_tier": tier})
+    assert [request.priority for request in scripted.runtime.requests] == [TIERS[tier]] * 2
+
+
+@pytest.mark.parametrize("name", ["interactive", "background"])
+def test_the_priority_header_reaches_both_routes(scripted, scripted_client, name):
+    """Q1: X-Stoker-Priority of the official client."""
+    headers = {"X-Stoker-Priority": name}
+    scripted_client.chat.completions.create(model="default", messages=HELLO, extra_headers=headers)
+    scripted_client.completions.create(model="default", prompt="x", extra_headers=headers)
+    assert [request.priority for request in scripted.runtime.requests] == [name] * 2
+
+
+@pytest.mark.parametrize("how", [None, "park", "cancel"])
+def test_a_request_says_what_becomes_of_it_when_preempted(scripted, scripted_client, how):
+    """Q4, I7: parked by default; both routes."""
+    body = {"preempt": how}
+    scripted_client.chat.completions.create(model="default", messages=HELLO, extra_body=body)
+    scripted_client.completions.create(model="default", prompt="x", extra_body=body)
+    assert [request.preempt for request in scripted.runtime.requests] == [how or "park"] * 2
+
+
+@pytest.mark.parametrize("wrong", ["stop", "", True, 1])
+def test_an_unknown_way_to_be_preempted_is_refused(client, wrong):
+    """S3: 400 naming the field."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="default", messages=HELLO, extra_body={"preempt": wrong})
+    assert caught.value.param == "preempt"
+
+
+def test_a_number_out_of_range_is_shown_with_all_its_digits(client):
+    """S3: as it was sent, beside the bounds."""
+    with pytest.raises(openai.BadRequestError, match="between 0 and 2147483647, got 2147483648"):
+        client.chat.completions.create(model="default", messages=HELLO, max_tokens=2**31)
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

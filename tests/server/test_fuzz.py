@@ -54,4 +54,6 @@ def test_every_route_is_published(http):
         "/metrics",
         "/v1/runtime",
         "/v1/runtime/requests/{request_id}/cancel",
+        "/v1/runtime/requests/{request_id}/pause",
+        "/v1/runtime/requests/{request_id}/resume",
     }

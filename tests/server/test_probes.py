@@ -9,6 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import HOLD, StandInRuntime, delta
 
+from stoker.messages import EngineStatus, SlotStatus, WaitStatus
+from stoker.request import Priority
+
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"
 
@@ -77,13 +80,55 @@ def test_request_ids_are_echoed_if_sane(http):
 def test_the_runtime_shows_engine_slots_queue_and_memory(http):
     """I4: the shape outside checks read."""
     status = http.get("/v1/runtime").json()
-    assert set(status["engine"]) == {"pid", "state", "restarts", "label", "threads"}
-    assert {"slots", "queue", "parked", "models", "memory", "cache"} <= set(status)
+    assert set(status["engine"]) == {"pid", "state", "restarts", "label", "threads", "threads_reason"}
+    assert {"slots", "queue", "parked", "paused", "models", "memory", "cache"} <= set(status)
     for slot in status["slots"]:
-        assert {"id", "state", "request_id", "model", "num_tokens"} <= set(slot)
+        assert {"id", "state", "request_id", "class", "model", "num_tokens", "story"} <= set(slot)
     assert {"limit", "footprint", "available"} <= set(status["memory"])
     assert status["memory"]["footprint"] > 0
     assert status["models"][0]["state"] == "ready"
+
+
+def test_the_runtime_shows_who_runs_waits_and_stands_still_with_their_stories(scripted, scripted_http):
+    """I4, Q4, Q14, Q17: everything the engine says of slots, line, parked and paused sequences."""
+    story = [(1.23456, "queued: arrived"), (0.5, "prefill: slot 0")]
+    told = [[1.235, "queued: arrived"], [0.5, "prefill: slot 0"]]
+    person, job = Priority.INTERACTIVE, Priority.BACKGROUND
+    scripted.runtime.engine = EngineStatus(
+        slots=[
+            SlotStatus(
+                id=0, state="decode", model="m", num_tokens=7, request_id="a", priority=person, story=story
+            ),
+            SlotStatus(id=1, state="idle", model="m", num_tokens=3),
+        ],
+        queue=[WaitStatus(request_id="b", priority=person, model="m", position=1, eta_s=2.5, story=story)],
+        parked=[
+            WaitStatus(
+                request_id="c", priority=job, index=1, model="m", position=0, eta_s=0.5, form="snapshot"
+            )
+        ],
+        paused=[WaitStatus(request_id="d", priority=job, model="m", num_tokens=9, form="cells", story=story)],
+        num_threads=1,
+        threads_reason="another process is busy",
+        counters={},
+        kv_cells_total=1,
+        kv_cells_used=0,
+    )
+    status = scripted_http.get("/v1/runtime").json()
+    assert status["engine"]["threads"] == 1
+    assert status["engine"]["threads_reason"] == "another process is busy"
+    busy, idle = status["slots"]
+    assert (busy["class"], busy["story"]) == ("interactive", told)
+    assert (idle["class"], idle["request_id"], idle["story"]) == (None, None, [])
+    empty = {"index": 0, "model": "m", "position": None, "eta_s": None, "num_tokens": 0, "form": None}
+    empty["story"] = []
+    assert status["queue"] == [
+        {**empty, "request_id": "b", "class": "interactive", "position": 1, "eta_s": 2.5, "story": told}
+    ]
+    where = {"index": 1, "position": 0, "eta_s": 0.5, "form": "snapshot"}
+    assert status["parked"] == [{**empty, **where, "request_id": "c", "class": "background"}]
+    kept = {"num_tokens": 9, "form": "cells", "story": told}
+    assert status["paused"] == [{**empty, **kept, "request_id": "d", "class": "background"}]
 
 
 def metric(http, name, **labels):
@@ -108,10 +153,44 @@ def test_metrics_count_what_happened(http):
     usage = http.post(CHAT, json={"messages": HELLO, "max_tokens": 4, "ignore_eos": True}).json()["usage"]
     assert {name: metric(http, name) - before[name] for name in names} == names
     assert metric(http, "stoker:prompt_tokens_total") - prompt == usage["prompt_tokens"]
-    for name in ("num_requests_running", "num_requests_waiting", "num_requests_parked"):
-        assert metric(http, f"stoker:{name}") == 0
+    for kind in ("running", "waiting", "parked", "paused"):
+        assert metric(http, f"stoker:num_requests_{kind}") == 0
     assert 0 <= metric(http, "stoker:kv_cache_usage_perc") <= 1
     assert metric(http, "stoker:engine_restarts_total") >= 0
+
+
+def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
+    """O1: parked, paused, preemptions, the memory of parked states, the target of a step, threads."""
+    waiting = WaitStatus(request_id="a", priority=Priority.BACKGROUND)
+    counters = {"num_preemptions_total": 5.0, "parked_bytes": 4096.0, "step_target_ms": 50.0}
+    scripted.runtime.engine = EngineStatus(
+        slots=[],
+        queue=[],
+        parked=[waiting] * 2,
+        paused=[waiting] * 3,
+        num_threads=2,
+        counters=counters,
+        kv_cells_total=1,
+        kv_cells_used=0,
+    )
+    assert {
+        name: metric(scripted_http, f"stoker:{name}")
+        for name in (
+            "num_requests_parked",
+            "num_requests_paused",
+            "num_preemptions_total",
+            "parked_bytes",
+            "step_target_seconds",
+            "num_threads",
+        )
+    } == {
+        "num_requests_parked": 2,
+        "num_requests_paused": 3,
+        "num_preemptions_total": 5,
+        "parked_bytes": 4096,
+        "step_target_seconds": 0.05,
+        "num_threads": 2,
+    }
 
 
 @pytest.mark.parametrize("by", ["header", "answer"])
@@ -128,6 +207,27 @@ def test_a_live_request_is_cancelled_by_any_of_its_names(scripted, scripted_http
         list(lines)
     assert scripted_http.post(path).json()["error"]["code"] == "request_not_found"
     assert scripted_http.post(path).status_code == 404
+
+
+@pytest.mark.parametrize("by", ["header", "answer"])
+def test_a_live_request_is_paused_and_resumed_by_any_of_its_names(scripted, scripted_http, by):
+    """Q17, I4: answers as cancelling does; twice is the same; an unknown one is a 404."""
+    scripted.runtime.scripts.append([delta("a"), HOLD, delta("b")])
+    body = {"messages": HELLO, "stream": True}
+    with scripted_http.stream("POST", CHAT, json=body, headers={"X-Request-Id": "mine"}) as answer:
+        lines = answer.iter_lines()
+        own = next(lines).split('"id":"')[1].split('"')[0]
+        name = "mine" if by == "header" else own
+        path = f"/v1/runtime/requests/{name}"
+        for _ in range(2):
+            assert scripted_http.post(f"{path}/pause").json() == {"id": name, "paused": [own]}
+        assert scripted_http.post(f"{path}/resume").json() == {"id": name, "resumed": [own]}
+        assert scripted.runtime.steered == [("pause", own), ("pause", own), ("resume", own)]
+        scripted.call(scripted.runtime.release)
+        list(lines)
+    for verb in ("pause", "resume"):
+        gone = scripted_http.post(f"{path}/{verb}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
 
 
 def test_every_prompt_of_a_request_is_cancelled_with_it(scripted, scripted_http, until):

@@ -11,7 +11,7 @@ import threading
 import pytest
 from stand_in import FINISHED, HOLD, delta
 
-from stoker.messages import PrefillProgress, Queued
+from stoker.messages import Parked, Paused, PrefillProgress, Queued, Resumed
 from stoker.request import FinishReason
 
 HELLO = [{"role": "user", "content": "Say hello"}]
@@ -50,12 +50,21 @@ def test_the_wire_is_data_frames_and_done(scripted, scripted_http):
 
 @pytest.mark.parametrize("reason", ["cancelled", "preempted", "length"])
 def test_finish_reasons_are_passed_on(scripted, scripted_http, reason):
-    """D4: whole and streamed."""
+    """D4, Q4: whole and streamed, chat and text."""
     script = [delta("a", finish_reason=FinishReason(reason)), FINISHED]
-    scripted.runtime.scripts.extend([script, script])
+    scripted.runtime.scripts.extend([script] * 4)
+    for stream in (False, True):
+        text = scripted_http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+        last = frames(text.text)[-1] if stream else text.json()
+        assert last["choices"][0] == {"index": 0, "text": "a", "logprobs": None, "finish_reason": reason}
     whole = scripted_http.post(CHAT, json={"messages": HELLO}).json()
     assert whole["choices"][0]["finish_reason"] == reason
-    assert whole["timings"] == {"queue_ms": 500.0, "prefill_ms": 250.0, "decode_ms": 125.0}
+    assert whole["timings"] == {
+        "queue_ms": 500.0,
+        "prefill_ms": 250.0,
+        "decode_ms": 125.0,
+        "num_preemptions": 2,
+    }
     streamed = scripted_http.post(CHAT, json={"messages": HELLO, "stream": True})
     assert frames(streamed.text)[-1]["choices"][0]["finish_reason"] == reason
 
@@ -79,6 +88,73 @@ def test_a_waiting_client_learns_its_place_at_once(scripted, scripted_http):
         assert answer.headers["x-stoker-queue-position"] == "7"
         scripted.call(scripted.runtime.release)
         answer.read()
+
+
+def comments_of(text):
+    """The comment lines, without their colons."""
+    return [line.removeprefix(": ") for line in text.split("\n\n") if line.startswith(":")]
+
+
+def test_headers_tell_the_seconds_to_go_where_they_are_known(scripted, scripted_http):
+    """Q14, I8: position and estimate at arrival; the next in line gets no comment, and no guess."""
+    scripted.runtime.scripts.append([Queued("x", 3, 4.25), delta("a"), FINISHED])
+    scripted.runtime.scripts.append([Queued("x", 0), delta("a"), FINISHED])
+    known, unknown = (
+        scripted_http.post("/v1/completions", json={"prompt": "x", "stream": True}) for _ in range(2)
+    )
+    assert (known.headers["x-stoker-queue-position"], known.headers["x-stoker-eta"]) == ("3", "4.2")
+    assert unknown.headers["x-stoker-queue-position"] == "0"
+    assert "x-stoker-eta" not in unknown.headers
+    assert (comments_of(known.text), comments_of(unknown.text)) == (["queued position=3 eta_s=4.2"], [])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_waiting_and_interruptions_are_told_in_comments(scripted, scripted_http, path):
+    """Q4, Q14, Q17: each in its place between the tokens; clients that know of none skip them."""
+    parked = Parked(request_id="x", index=0, form="cells", reason="interactive")
+    scripted.runtime.scripts.append(
+        [
+            Queued("x", 3, 4.2),
+            Queued("x", 1),
+            delta("a"),
+            parked,
+            Queued("x", 0, 0.5),
+            delta("b"),
+            Paused("x"),
+            Resumed("x"),
+            delta("c", finish_reason=FinishReason.STOP),
+            FINISHED,
+        ]
+    )
+    answer = scripted_http.post(path, json={"messages": HELLO, "prompt": "x", "stream": True})
+    assert comments_of(answer.text) == [
+        "queued position=3 eta_s=4.2",
+        "queued position=1",
+        "parked",
+        "queued position=0 eta_s=0.5",
+        "paused",
+        "resumed",
+    ]
+    assert len(frames(answer.text)) == (4 if path == CHAT else 3)  # a chat names the role first
+    assert answer.text.index(": parked") < answer.text.index('"b"') < answer.text.index(": paused")
+
+
+def test_a_whole_answer_says_nothing_of_interruptions(scripted, scripted_http):
+    """Q4: only what was written counts."""
+    parked = Parked(request_id="x", index=0, form="tokens", reason="interactive")
+    script = [delta("a"), parked, Queued("x", 0), Paused("x"), Resumed("x"), delta("b"), FINISHED]
+    scripted.runtime.scripts.append(script)
+    answer = scripted_http.post(CHAT, json={"messages": HELLO}).json()
+    assert answer["choices"][0]["message"]["content"] == "ab"
+
+
+def test_the_official_client_skips_comments(scripted, scripted_client):
+    """Q14, S2: a stream that waited and was paused reads like any other."""
+    scripted.runtime.scripts.append(
+        [Queued("x", 3, 4.2), delta("a"), Paused("x"), Resumed("x"), delta("b"), FINISHED]
+    )
+    chunks = scripted_client.chat.completions.create(model="default", messages=HELLO, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "ab"
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

@@ -35,9 +35,13 @@ from stoker.messages import (
     LoadModel,
     ModelInfo,
     ModelState,
+    Pause,
+    Paused,
     PromptEcho,
     Queued,
     Reply,
+    Resume,
+    Resumed,
     Shutdown,
     Submit,
     Timings,
@@ -46,6 +50,8 @@ from stoker.messages import (
 )
 from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
+
+NUM_SLOTS = 8
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +64,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         is_silent: it dies before saying that it was admitted.
         hang_at: the token instead of which the step never ends, in the first life that gets there.
         max_line: how many requests may be live before it is refused with `queue_full`.
+        is_waiting: it gets no slot; it stays in the line until it is cancelled.
     """
 
     pause_after: int | None = None
@@ -66,6 +73,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     is_silent: bool = False
     hang_at: int | None = None
     max_line: int | None = None
+    is_waiting: bool = False
 
 
 def prompt(**script: object) -> str:
@@ -87,9 +95,12 @@ class _Live:
         self.is_finished = list(submit.is_finished) or [False] * self.request.n
         self.since = time.monotonic() - submit.age_s
         self.num_now = 0
+        self.is_paused = submit.is_paused
 
     @property
     def can_go_on(self) -> bool:
+        if self.is_paused or self.script.is_waiting:
+            return False
         return self.script.pause_after is None or self.num_now < self.script.pause_after
 
     def is_first_life(self) -> bool:
@@ -134,6 +145,10 @@ class ScriptedEngine:
             case Cancel(request_id):
                 if request_id in self._live:
                     self._end(self._live[request_id], FinishReason.CANCELLED)
+            case Pause(request_id) | Resume(request_id):
+                if request_id in self._live:
+                    self._live[request_id].is_paused = isinstance(item, Pause)
+                    self._publish([Paused(request_id) if isinstance(item, Pause) else Resumed(request_id)])
             case Tokenize() | Detokenize() | GetStatus():
                 self._publish([Reply(call_id=item.call_id, value=self._answer(item))])
             case Shutdown() | Closed.CLOSED:
@@ -171,7 +186,10 @@ class ScriptedEngine:
         self._live[submit.request_id] = live
         if not live.script.is_silent:
             self._publish([Queued(submit.request_id, 0)])
-            self._publish([Admitted(submit.request_id)])
+            if live.is_paused:
+                self._publish([Paused(submit.request_id)])
+            elif not live.script.is_waiting:
+                self._publish([Admitted(submit.request_id)])
         if live.request.echo:
             self._publish([PromptEcho(request_id=submit.request_id, text=str(live.request.prompt))])
 
@@ -241,7 +259,7 @@ def model_info(model: str, path: str) -> ModelInfo:
         n_ctx=1000,
         n_ctx_train=1000,
         n_batch=1,
-        num_slots=8,
+        num_slots=NUM_SLOTS,
         num_threads=1,
         kv_type="",
         flash_attention="",

@@ -23,6 +23,7 @@ from stoker.cli import examination, stdin
 from stoker.cli.main import app
 from stoker.cli.reader import TerminalReader
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
+from stoker.memory.cores import BusyProcess, CoreUse
 from stoker.messages import Delta, Finished, ModelState, PrefillProgress, Timings, Usage
 from stoker.models import hub
 from stoker.request import FinishReason, GenerateRequest
@@ -340,7 +341,8 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     options = (
         "--model a --model b --host ::1 --port 1 --slots 2 --ctx-size 3 --threads auto --kv-cells 4 "
         f"--memory-limit 4GiB --cache-dir {tmp_path} --api-key-file k --isolation thread --watchdog-s 5 "
-        "--max-queue 6 --allowed-host x --allowed-host y"
+        "--max-queue 6 --allowed-host x --allowed-host y --policy balanced --target-step-ms 40 "
+        "--background-patience-s 7 --park-bytes 2MiB"
     )
     assert invoke("serve", *options.split()).exit_code == 0
     engine, server = seen[0]
@@ -356,6 +358,10 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         isolation="thread",
         watchdog_s=5.0,
         max_queue=6,
+        policy="balanced",
+        target_step_ms=40.0,
+        background_patience_s=7.0,
+        park_bytes=2 * 1024**2,
     )
     assert server == ServerSettings(host="::1", port=1, api_key_file=Path("k"), allowed_hosts=("x", "y"))
 
@@ -431,7 +437,7 @@ def test_doctor_finds_this_machine_in_order() -> None:
     result = invoke("doctor", "--json")
     found = findings(result)
     assert result.exit_code == 0, result.stdout
-    assert set(found) == {"build", "cpu", "memory", "cache", "models", "smoke"}
+    assert set(found) == {"build", "cpu", "threads", "memory", "cache", "models", "smoke"}
     assert "llama-cpp-python" in found["build"][0]["text"]
     assert "available" in found["memory"][0]["text"]
     assert "decodes" in found["smoke"][0]["text"]
@@ -467,6 +473,25 @@ def test_doctor_says_what_to_do_about_each_problem(folders: Path, monkeypatch: p
     assert "junk" in result.stdout
     assert "there is no usable model here" in result.stdout
     assert "stoker pull" in result.stdout
+
+
+def test_doctor_names_who_takes_the_cores() -> None:
+    """SPEC M7: how many threads would run, why, and what to do; a program's name, not its arguments."""
+    busiest = BusyProcess("cc1plus", 42, 0.97)
+    finding = examination._threads(EngineSettings(threads=2), CoreUse(2, 1.02, busiest))
+    assert finding.level == "warning"
+    assert "up to 2 (as set), now 1: other programs use 1.0 of 2 cores" in finding.text
+    assert "stop cc1plus (process 42, 97% of a core)" in finding.remedy
+
+
+def test_doctor_finds_free_cores_in_order() -> None:
+    """SPEC M7: up to half a core in use is no reason to worry; a machine that shows nothing says so."""
+    finding = examination._threads(EngineSettings(threads=2), CoreUse(2, 0.1, None))
+    assert (finding.level, finding.remedy) == ("ok", "")
+    assert "now 2" in finding.text
+    blind = examination._threads(EngineSettings(), CoreUse(2, None, None))
+    assert blind.level == "ok"
+    assert "cannot be seen here" in blind.text
 
 
 def test_doctor_shows_the_limit_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_engine import ScriptedEngine, request, text_of
+from scripted_engine import NUM_SLOTS, ScriptedEngine, request, text_of
 
 from stoker.engine.carrier import Carrier, EngineExit, NewCarrier, ProcessCarrier, ThreadCarrier
 from stoker.engine.host import EngineHost
@@ -38,11 +38,14 @@ from stoker.messages import (
     LoadModel,
     ModelSpec,
     ModelState,
+    Paused,
     PromptEcho,
+    Queued,
+    Resumed,
     Submit,
     Tokenize,
 )
-from stoker.request import FinishReason, GenerateRequest
+from stoker.request import FinishReason, GenerateRequest, Priority
 from stoker.settings import EngineSettings
 from stoker.streams import RequestStream
 
@@ -91,6 +94,12 @@ class Client:
     async def read(self, num_tokens: int) -> Client:
         """Read until so many tokens were delivered in all."""
         while len(self.tokens) < num_tokens:
+            self.events.append(await anext(self.stream))
+        return self
+
+    async def read_until(self, kind: type[Event]) -> Client:
+        """Read until an event of that kind was shown."""
+        while not (self.events and isinstance(self.events[-1], kind)):
             self.events.append(await anext(self.stream))
         return self
 
@@ -444,7 +453,7 @@ async def test_a_replay_keeps_its_place_when_the_fresh_line_is_full() -> None:
         clients = [Client(host, str(i), request(max_tokens=4, pause_after=2)) for i in range(3)]
         for client in clients:
             await client.read(2)
-        for live in host._replay:  # the next engine's line is shorter than what was running
+        for live in host._requests._replay:  # the next engine's line is shorter than what was running
             live.request = request(max_tokens=4, pause_after=2, max_line=1)
         kill(host)
         for client in clients:
@@ -452,15 +461,148 @@ async def test_a_replay_keeps_its_place_when_the_fresh_line_is_full() -> None:
 
 
 async def test_waiting_for_the_engine_is_bounded() -> None:
-    """Q11: while the engine is away its line is the host's, with the same bound."""
+    """Q11: while the engine is away its line is the host's; eight will have a slot, two more may wait."""
     async with hosting(max_queue=2) as host:
         kill(host)
         await _until(host, EngineState.RESTARTING)
-        waiting = [Client(host, str(i), request(max_tokens=2)) for i in range(2)]
+        waiting = [Client(host, str(i), request(max_tokens=2)) for i in range(NUM_SLOTS + 2)]
         with pytest.raises(QueueFullError):
             Client(host, "more", request())
         for client in waiting:
             assert (await client.read_all()).tokens == [0, 1]
+
+
+BACKGROUND = Priority.BACKGROUND
+
+
+async def test_a_full_line_is_refused_without_asking_the_engine() -> None:
+    """Q11: at once, though a step of the engine never ends; background first, at half the bound."""
+    async with hosting(in_thread, max_queue=4) as host:
+        running = [Client(host, f"run{i}", request(pause_after=0)) for i in range(NUM_SLOTS)]
+        waiting = [Client(host, f"wait{i}", request(is_waiting=True)) for i in range(2)]
+        for client in (*running, *waiting):
+            assert isinstance(await anext(client.stream), Queued)
+        hanging = Client(host, "hang", request(pause_after=0))  # not heard of: it waits too
+        with pytest.raises(QueueFullError) as caught:
+            Client(host, "job", msgspec.structs.replace(request(), priority=BACKGROUND))
+        assert caught.value.details == {"num_waiting": 3, "max_queue": 2}
+        assert caught.value.retry_after_s is not None
+        assert caught.value.retry_after_s >= 1.0
+        person = Client(host, "person", request(is_waiting=True))
+        with pytest.raises(QueueFullError):
+            Client(host, "more", request())
+        assert host.stats()["num_live_requests"] == NUM_SLOTS + 4
+        for client in (*running, *waiting, hanging, person):
+            await client.stream.aclose()
+
+
+async def test_a_paused_request_leaves_its_place_in_the_count() -> None:
+    """Q11, Q17: it does not wait for a slot."""
+    async with hosting(in_thread, max_queue=1) as host:
+        clients = [Client(host, str(i), request(is_waiting=True)) for i in range(NUM_SLOTS + 1)]
+        with pytest.raises(QueueFullError):
+            Client(host, "more", request())
+        host.pause("0")
+        assert (await Client(host, "more", request(max_tokens=3)).read_all()).tokens == [0, 1, 2]
+        for client in clients:
+            await client.stream.aclose()
+
+
+@both
+async def test_a_paused_request_stands_still_until_it_is_resumed(carrier: NewCarrier) -> None:
+    """Q17: after `Paused` no token comes; after `Resumed` the same text goes on. Twice is once."""
+    async with hosting(carrier) as host:
+        client = await Client(host, "a", request(max_tokens=10**9)).read(3)
+        host.pause("a")
+        host.pause("a")
+        await client.read_until(Paused)
+        num_before = len(client.tokens)
+        assert (await Client(host, "b", request(max_tokens=3)).read_all()).tokens == [0, 1, 2]
+        host.resume("a")
+        host.resume("a")
+        await client.read(num_before + 3)
+        kinds = [type(event) for event in client.events]
+        assert kinds[kinds.index(Paused) + 1] is Resumed
+        assert (kinds.count(Paused), kinds.count(Resumed)) == (1, 1)
+        assert client.tokens == list(range(len(client.tokens)))
+        await client.stream.aclose()
+
+
+async def test_an_unknown_request_is_neither_paused_nor_resumed() -> None:
+    """Q17: a typed error, as for cancelling."""
+    async with hosting(in_thread) as host:
+        for act in (host.pause, host.resume):
+            with pytest.raises(RequestNotFoundError, match="nobody"):
+                act("nobody")
+
+
+async def test_a_paused_request_stays_paused_over_a_restart() -> None:
+    """Q17, L3: the next engine gets it paused; the client is told once, and nothing is lost."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
+        host.pause("a")
+        await client.read_until(Paused)
+        kill(host)
+        await _until(host, EngineState.RESTARTING)
+        other = await Client(host, "b", request(max_tokens=3)).read_all()  # the engine is back
+        assert other.tokens == [0, 1, 2]
+        host.resume("a")
+        assert (await client.read_all()).tokens == list(range(6))
+        kinds = [type(event) for event in client.events]
+        assert (kinds.count(Paused), kinds.count(Resumed)) == (1, 1)
+
+
+async def test_a_request_is_paused_and_resumed_while_the_engine_is_away() -> None:
+    """Q17: the host remembers; what it is told, the client is told at once."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
+        kill(host)
+        await _until(host, EngineState.RESTARTING)
+        host.pause("a")
+        assert await anext(client.stream) == Paused("a")
+        host.resume("a")
+        assert await anext(client.stream) == Resumed("a")
+        host.pause("a")
+        await Client(host, "b", request(max_tokens=1)).read_all()
+        assert await anext(client.stream) == Paused("a")
+        host.resume("a")
+        assert (await client.read_all()).tokens == list(range(6))
+
+
+@both
+async def test_a_paused_request_is_cancelled(carrier: NewCarrier) -> None:
+    """Q17, L6: its stream ends with what it had."""
+    async with hosting(carrier) as host:
+        client = await Client(host, "a", request(pause_after=2)).read(2)
+        host.pause("a")
+        await client.read_until(Paused)
+        host.cancel("a")
+        await client.read_all()
+        assert client.tokens == [0, 1]
+        assert client.deltas[-1].finish_reason is FinishReason.CANCELLED
+
+
+async def test_a_paused_request_keeps_its_deadline() -> None:
+    """Q6, Q17: `timeout_s` counts on, in the engine."""
+    async with hosting(in_thread) as host:
+        asked = msgspec.structs.replace(request(pause_after=1), timeout_s=0.5)
+        client = await Client(host, "a", asked).read(1)
+        host.pause("a")
+        assert isinstance(await client.error(), RequestTimeoutError)
+
+
+async def test_a_paused_request_is_not_charged_for_its_neighbours_crashes() -> None:
+    """L3, Q17: it is in no step; the culprit alone fails."""
+    async with hosting() as host:
+        client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
+        host.pause("a")
+        await client.read_until(Paused)
+        culprit = Client(host, "k", request(die="SIGSEGV"))
+        assert isinstance(await culprit.error(), EngineCrashedError)
+        (live,) = host._requests._replay
+        assert (live.request_id, live.charges) == ("a", 0)
+        host.resume("a")
+        assert (await client.read_all()).tokens == list(range(6))
 
 
 async def test_an_id_in_use_is_refused() -> None:

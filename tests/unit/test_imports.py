@@ -31,7 +31,8 @@ ALLOWED = {
     | {"backends.protocol", "backends", "scheduler", "memory", "decode", "models"}
     | {"settings", "streams"},
     "streams": WORDS,
-    "runtime": WORDS | {"settings", "engine", "chat", "models", "streams"},
+    "fields": WORDS,
+    "runtime": WORDS | {"settings", "engine", "chat", "models", "streams", "fields"},
     "sync": WORDS | {"settings", "runtime", "streams"},
     "server": WORDS | {"", "settings", "runtime", "streams", "chat"},
     "cli": WORDS | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "chat"},

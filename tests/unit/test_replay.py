@@ -6,16 +6,19 @@ import pytest
 from scripted_engine import request
 
 from stoker.engine.death import Death
-from stoker.engine.replay import MAX_CHARGES, Replay
+from stoker.engine.replay import MAX_CHARGES, LiveRequest, Replay
 from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
 from stoker.messages import (
     Admitted,
     Delta,
     Failed,
     Finished,
+    Parked,
+    Paused,
     PrefillProgress,
     PromptEcho,
     Queued,
+    Resumed,
     Submit,
     Timings,
     Usage,
@@ -46,6 +49,29 @@ def admit(replay: Replay, *request_ids: str) -> None:
 def token(request_id: str, *tokens: int, index: int = 0, mu: float | None = None) -> Delta:
     """The engine delivers these tokens."""
     return Delta(request_id=request_id, index=index, token_ids=list(tokens), mirostat_mu=mu)
+
+
+def parked(request_id: str, index: int = 0) -> Parked:
+    """The engine takes a choice's slot."""
+    return Parked(request_id=request_id, index=index, form="cells", reason="interactive")
+
+
+def find(replay: Replay, request_id: str) -> LiveRequest:
+    """The live request of that id."""
+    live = replay.get(request_id)
+    assert live is not None
+    return live
+
+
+def pause(replay: Replay, request_id: str) -> None:
+    """Its caller pauses it, and an engine that has it says so."""
+    replay.pause(find(replay, request_id))
+    replay.record(Paused(request_id))
+
+
+def charges(replay: Replay) -> dict[str, int]:
+    """What is charged to whom."""
+    return {live.request_id: live.charges for live in replay}
 
 
 def given(replay: Replay) -> list[str]:
@@ -199,7 +225,168 @@ def test_a_request_in_the_line_is_not_charged_while_another_ran() -> None:
     admit(replay, "running")
     replay.record(Queued("waiting", 0))
     replay.bury(CRASH)
-    assert {live.request_id: live.charges for live in replay} == {"running": 1, "waiting": 0}
+    assert charges(replay) == {"running": 1, "waiting": 0}
+
+
+def test_a_parked_request_is_not_charged_while_another_ran() -> None:
+    """L3, Q4: without a slot it was in no step; with one again, it was."""
+    replay = replay_of("running", "parked", "back")
+    for request_id in ("parked", "back"):
+        replay.record(parked(request_id))
+    admit(replay, "back")
+    replay.bury(CRASH)
+    assert charges(replay) == {"running": 1, "parked": 0, "back": 1}
+
+
+def test_one_choice_in_a_slot_is_enough_to_be_charged() -> None:
+    """L3, Q16: of three choices one has ended and one is parked; the third may have crashed the engine."""
+    replay = replay_of("a", "b", n=3)
+    replay.record(Delta(request_id="a", index=0, finish_reason=FinishReason.STOP))
+    replay.record(parked("a", 2))
+    replay.bury(CRASH)
+    assert charges(replay) == {"a": 1, "b": 1}
+
+
+def test_a_request_whose_last_running_choice_ended_is_not_charged() -> None:
+    """L3, Q16: the other one is parked."""
+    replay = replay_of("a", "b", n=2)
+    replay.record(parked("a", 1))
+    replay.record(Delta(request_id="a", index=0, finish_reason=FinishReason.STOP))
+    replay.bury(CRASH)
+    assert charges(replay) == {"a": 0, "b": 1}
+
+
+def test_a_token_tells_that_a_parked_choice_runs_again() -> None:
+    """L3: though the engine's word of it were lost."""
+    replay = replay_of("a", "b")
+    replay.record(parked("a"))
+    replay.record(token("a", 1))
+    replay.bury(CRASH)
+    assert charges(replay) == {"a": 1, "b": 1}
+
+
+def test_a_paused_request_is_charged_for_nothing() -> None:
+    """L3, Q17: not even if it was the only one."""
+    replay = replay_of("a")
+    pause(replay, "a")
+    for _ in range(MAX_CHARGES):
+        assert replay.bury(CRASH) == []
+        assert given(replay) == ["a"]
+    assert charges(replay) == {"a": 0}
+
+
+def test_a_pause_that_no_engine_confirmed_does_not_clear_a_request() -> None:
+    """L3, Q17: the step that crashed may have been its own."""
+    replay = replay_of("a")
+    replay.pause(find(replay, "a"))
+    assert replay.bury(CRASH) == [Paused("a")]
+    assert charges(replay) == {"a": 1}
+
+
+def test_a_resumed_request_is_charged_again_once_it_runs() -> None:
+    """L3, Q17: in the line it is not."""
+    replay = replay_of("a", "b")
+    pause(replay, "a")
+    assert replay.resume(find(replay, "a")) == [Resumed("a")]
+    replay.record(Resumed("a"))
+    replay.bury(CRASH)
+    assert charges(replay) == {"a": 0, "b": 1}
+    given(replay)
+    admit(replay, "a")
+    replay.bury(CRASH)
+    assert charges(replay) == {"a": 1, "b": 2}
+
+
+def test_a_paused_request_is_submitted_paused_with_what_it_had() -> None:
+    """Q17, L3: and is told of it no second time."""
+    replay = replay_of("a")
+    replay.record(token("a", 1, 2))
+    pause(replay, "a")
+    assert replay.bury(KILL) == []
+    (submit,) = replay.release(0.0)
+    assert (submit.generated, submit.is_paused) == ([[1, 2]], True)
+    assert not any(replay.record(event) for event in (Queued("a", 0), Paused("a")))
+    assert replay.resume(find(replay, "a")) == [Resumed("a")]
+    assert not replay.record(Resumed("a"))
+    assert replay.record(Queued("a", 2))
+
+
+def test_a_pause_is_shown_when_no_token_can_come_and_a_resumption_at_once() -> None:
+    """Q17: one that was taken back before the engine heard of it is not shown at all."""
+    replay = replay_of("a")
+    live = find(replay, "a")
+    assert replay.pause(live) == []
+    assert replay.record(Paused("a"))
+    assert replay.resume(live) == [Resumed("a")]
+    assert not replay.record(Resumed("a"))
+    assert replay.pause(live) == []
+    assert replay.resume(live) == []
+    assert not replay.record(Paused("a"))
+    assert not replay.record(Resumed("a"))
+
+
+def test_a_paused_request_that_no_engine_accepted_is_kept_until_it_is_resumed() -> None:
+    """Q17, L3: its preparation may be what crashes; nobody could be blamed for that."""
+    replay = Replay()
+    replay.add("a", request(), 0.0)
+    live = find(replay, "a")
+    assert replay.pause(live) == [Paused("a")]
+    assert given(replay) == []
+    assert replay.resume(live) == [Resumed("a")]
+    assert replay.release(1.0) == [Submit(request_id="a", request=request(), age_s=1.0)]
+
+
+def test_nobody_waits_for_a_paused_suspect() -> None:
+    """L3, Q17: it is no trial while it stands still; the others go on without it."""
+    replay = replay_of("a", "b")
+    for _ in range(MAX_CHARGES - 1):
+        replay.bury(CRASH)
+        trial = given(replay)
+        admit(replay, *trial)
+    assert trial == ["b"]
+    assert replay.is_on_trial
+    pause(replay, "b")
+    assert given(replay) == ["a"]  # a suspect as well
+    admit(replay, "a")
+    replay.record(token("a", 1))
+    assert not replay.is_on_trial
+    replay.bury(KILL)
+    assert given(replay) == ["a"]
+    replay.resume(find(replay, "b"))
+    assert given(replay) == ["b"]
+    assert not replay.is_on_trial
+
+
+def test_pausing_saves_nobody_from_conviction() -> None:
+    """L3, Q17: a request that was paused and resumed in company is tried alone again."""
+    replay = replay_of("culprit", "other")
+    failed: list[str] = []
+    for _ in range(10):
+        if failed:
+            break
+        failed += [event.request_id for event in replay.bury(CRASH) if isinstance(event, Failed)]
+        now = given(replay)
+        if len(failed) == 0 and find(replay, "culprit").charges == 1:
+            pause(replay, "culprit")
+            replay.resume(find(replay, "culprit"))
+        while now and "culprit" not in now:
+            admit(replay, *now)
+            replay.record(token("other", 1))
+            now = given(replay)
+        admit(replay, *now)
+    assert failed == ["culprit"]
+
+
+def test_places_in_the_line_are_shown_again_after_an_interruption() -> None:
+    """Q14, Q4: a restart's own line is not; but whoever is parked, or goes on after a pause, waits again."""
+    replay = replay_of("a")
+    replay.record(token("a", 1))
+    replay.bury(KILL)
+    given(replay)
+    assert not replay.record(Queued("a", 3))
+    admit(replay, "a")
+    assert replay.record(parked("a"))
+    assert replay.record(Queued("a", 1))
 
 
 def test_a_cancelled_request_is_not_replayed() -> None:

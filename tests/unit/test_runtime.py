@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -15,10 +17,11 @@ from stoker.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NotReadyError,
+    QueueFullError,
     RequestNotFoundError,
     StokerError,
 )
-from stoker.messages import Delta, Finished, ModelState
+from stoker.messages import Delta, Finished, ModelState, Paused, Resumed
 
 FAKE = "fake:eog_period=0"
 
@@ -118,6 +121,90 @@ async def test_a_request_is_cancelled_by_its_id(runtime: Runtime) -> None:
         await runtime.cancel("mine")
 
 
+async def test_a_request_is_paused_and_goes_on_by_its_id() -> None:
+    """Q17, I9: no token between `Paused` and `Resumed`, the text of an undisturbed run in all."""
+    asked = GenerateRequest(prompt="hello", max_tokens=60, sampling=Sampling(seed=5))
+    async with Runtime(f"{FAKE},step_delay_s=0.005", isolation="thread", slots=2) as runtime:
+        expected = [e async for e in runtime.stream(asked) if isinstance(e, Delta)]
+        events = []
+        async for event in runtime.stream(asked, "mine"):
+            events.append(event)
+            if sum(isinstance(e, Delta) for e in events) == 5 and isinstance(event, Delta):
+                await runtime.pause_request("mine")
+                await runtime.pause_request("mine")
+            if isinstance(event, Paused):
+                paused = (await runtime.status()).engine.paused
+                assert [waiting.request_id for waiting in paused] == ["mine"]
+                await collect(runtime.generate("other", max_tokens=2))
+                await runtime.resume_request("mine")
+        kinds = [type(event) for event in events]
+        assert (kinds.count(Paused), kinds.count(Resumed)) == (1, 1)
+        assert kinds[kinds.index(Paused) + 1] is Resumed
+        deltas = [event for event in events if isinstance(event, Delta)]
+        assert [d.token_ids for d in deltas] == [d.token_ids for d in expected]
+        for act in (runtime.pause_request, runtime.resume_request):
+            with pytest.raises(RequestNotFoundError):
+                await act("mine")
+
+
+async def test_a_paused_request_is_still_paused_in_the_next_engine() -> None:
+    """Q17, L3: killed meanwhile; the status shows it paused again, and no token is lost."""
+    asked = GenerateRequest(prompt="hello", max_tokens=40, n=2, sampling=Sampling(seed=5))
+    async with Runtime(f"{FAKE},step_delay_s=0.005", slots=4) as runtime:
+        expected = [e for e in [e async for e in runtime.stream(asked)] if isinstance(e, Delta)]
+        events = []
+        async for event in runtime.stream(asked, "mine"):
+            events.append(event)
+            if len(events) == 10:
+                await runtime.pause_request("mine")
+            if isinstance(event, Paused):
+                os.kill((await runtime.status()).pid, signal.SIGKILL)
+                await collect(runtime.generate("other", max_tokens=2))
+                status = await runtime.status()
+                assert [waiting.request_id for waiting in status.engine.paused] == ["mine", "mine"]
+                assert status.restarts == 1
+                await runtime.resume_request("mine")
+        deltas = [event for event in events if isinstance(event, Delta)]
+        assert tokens_by_choice(deltas) == tokens_by_choice(expected)
+        assert [type(event) for event in events].count(Paused) == 1
+
+
+def tokens_by_choice(deltas: list[Delta]) -> dict[int, list[int]]:
+    """All token ids of each choice."""
+    return {index: [t for d in deltas if d.index == index for t in d.token_ids] for index in (0, 1)}
+
+
+async def test_generating_shows_nothing_of_a_pause() -> None:
+    """I9, Q17: the text arrives later, that is all."""
+    async with Runtime(f"{FAKE},step_delay_s=0.005", isolation="thread", slots=2) as runtime:
+        deltas = []
+        async for delta in runtime.generate("hello", max_tokens=40):
+            deltas.append(delta)
+            if len(deltas) == 3:
+                (slot,) = [s for s in (await runtime.status()).engine.slots if s.request_id]
+                assert slot.request_id
+                await runtime.pause_request(slot.request_id)
+                await collect(runtime.generate("other", max_tokens=2))
+                await runtime.resume_request(slot.request_id)
+        assert sum(len(delta.token_ids) for delta in deltas) == 40
+
+
+async def test_a_full_line_is_refused_before_anything_is_computed() -> None:
+    """Q11: `max_queue` people, half as many jobs; whoever leaves makes room."""
+    async with Runtime(FAKE, isolation="thread", slots=1, max_queue=2, drain_s=0.0) as runtime:
+        streams = [runtime.generate("hello", max_tokens=500) for _ in range(3)]
+        waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        await asyncio.sleep(0)
+        for priority in ("interactive", "background"):
+            with pytest.raises(QueueFullError) as caught:
+                await collect(runtime.generate("more", priority=priority))
+            assert (caught.value.retry_after_s or 0.0) >= 1.0
+        await asyncio.gather(*waiting)
+        for stream in streams:
+            await stream.aclose()
+        assert len(await collect(runtime.generate("more", max_tokens=2))) == 2
+
+
 async def test_text_becomes_tokens_and_back(runtime: Runtime) -> None:
     """I9: with the bytes of each token."""
     tokens, pieces = await runtime.tokenize("héllo", add_special=False)
@@ -189,8 +276,9 @@ def test_a_script_needs_no_event_loop() -> None:
         assert runtime.stats()["num_live_requests"] == 0
         with pytest.raises(ModelNotFoundError):
             list(runtime.generate("hello", model="x"))
-        with pytest.raises(RequestNotFoundError):
-            runtime.cancel("nobody")
+        for act in (runtime.cancel, runtime.pause_request, runtime.resume_request):
+            with pytest.raises(RequestNotFoundError):
+                act("nobody")
     runtime.close()
     with pytest.raises(RuntimeError, match="not running"):
         runtime.status()

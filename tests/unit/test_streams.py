@@ -12,8 +12,11 @@ from stoker.messages import (
     Event,
     Failed,
     Finished,
+    Parked,
+    Paused,
     PrefillProgress,
     Queued,
+    Resumed,
     Timings,
     TokenLogprob,
     Usage,
@@ -98,6 +101,33 @@ async def test_progress_replaces_progress() -> None:
     assert isinstance(first, PrefillProgress)
     assert first.processed == 4
     assert await anext(stream) == FINISHED
+
+
+async def test_a_place_in_the_line_replaces_the_one_before_it() -> None:
+    """Q14: what waits to be read is the newest one."""
+    stream, _ = stream_of(Queued("r", 5), Queued("r", 3, 7.0), token(1), Queued("r", 2))
+    assert [await anext(stream) for _ in range(3)] == [Queued("r", 3, 7.0), token(1), Queued("r", 2)]
+
+
+async def test_interruptions_are_told_in_their_order() -> None:
+    """Q4, Q17: between the tokens they fell between."""
+    parked = Parked(request_id="r", index=0, form="cells", reason="interactive")
+    events = [token(1), parked, Queued("r", 0), token(2), Paused("r"), Resumed("r"), token(3), FINISHED]
+    stream, _ = stream_of(*events)
+    assert [event async for event in stream] == events
+
+
+async def test_a_slow_reader_is_told_the_newest_interruption_only() -> None:
+    """Q17: pausing again and again fills nobody's memory."""
+    stream, _ = stream_of(*(token(number) for number in range(MAX_WAITING)))
+    for _ in range(10 * MAX_WAITING):
+        stream.push(Paused("r"))
+        stream.push(Resumed("r"))
+    assert len(stream._waiting) == MAX_WAITING + 1
+    stream.push(token(MAX_WAITING))
+    stream.push(FINISHED)
+    events = [event async for event in stream]
+    assert [event for event in events if not isinstance(event, Delta)] == [Resumed("r"), FINISHED]
 
 
 async def test_leaving_early_cancels_the_request_once() -> None:

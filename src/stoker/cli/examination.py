@@ -17,17 +17,25 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from stoker.errors import StokerError
+from stoker.memory.cores import look_at_cores, threads_that_fit
 from stoker.memory.profile import read_profile
 from stoker.models.store import ModelStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from stoker.memory.cores import CoreUse
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
 FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
 TIGHT_MEMORY_BYTES = 1024**3
+BUSY_CORES = 0.5
+"""Others using more than this are worth a look: on two cores it costs one of two threads."""
+WHEN_OTHERS_COMPUTE = (
+    "the threads of a step wait for each other, so one core shared with another program slows all of them; "
+    "then fewer threads are used, within a second, until the cores are free again"
+)
 REBUILD = "rebuild it: make clean, then make run"
 
 
@@ -56,6 +64,7 @@ def examine(settings: EngineSettings) -> list[Finding]:
     return [
         *_build(),
         _cpu(),
+        _threads(settings, look_at_cores()),
         _memory(settings),
         _cache_dir(settings.cache_dir),
         *_models(found, settings),
@@ -91,6 +100,36 @@ def _cpu_model() -> tuple[str, set[str]]:
     values = {key.strip().lower(): value.strip() for key, _, value in pairs}
     flags = set(values.get("flags", values.get("features", "")).split())
     return values.get("model name", platform.machine()), flags
+
+
+def _threads(settings: EngineSettings, use: CoreUse) -> Finding:
+    """What steps would run with now, and why; a free machine and a busy one are told apart."""
+    most = settings.threads or _num_physical_cores()
+    origin = "as set" if settings.threads else f"physical cores of {use.num_cores} logical ones"
+    if use.others_cores is None:
+        text = f"{most} ({origin}); what other programs use cannot be seen here; {WHEN_OTHERS_COMPUTE}"
+        return Finding("threads", Level.OK, text)
+    now = threads_that_fit(most, use.num_cores, use.others_cores)
+    text = (
+        f"up to {most} ({origin}), now {now}: other programs use {use.others_cores:.1f} "
+        f"of {use.num_cores} cores; {WHEN_OTHERS_COMPUTE}"
+    )
+    if use.others_cores <= BUSY_CORES:
+        return Finding("threads", Level.OK, text)
+    busiest = use.busiest
+    who = (
+        f"{busiest.name} (process {busiest.pid}, {busiest.num_cores:.0%} of a core)" if busiest else "another"
+    )
+    return Finding("threads", Level.WARNING, text, f"for full speed stop {who}, or start it with `nice`")
+
+
+def _num_physical_cores() -> int:
+    """As the engine counts them; without its bindings, which the build's finding tells of, at least one."""
+    try:
+        from stoker.backends.llama.threads import num_physical_cores
+    except (ImportError, OSError, RuntimeError):
+        return os.cpu_count() or 1
+    return num_physical_cores()
 
 
 def _memory(settings: EngineSettings) -> Finding:

@@ -10,6 +10,34 @@ import typer
 
 from stoker.cli.options import Config, CtxSize, Threads
 
+StepPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help="What a step favours while somebody waits for tokens. \\[latency]",
+        metavar="latency|balanced|throughput",
+    ),
+]
+TargetStepMs = Annotated[
+    float | None,
+    typer.Option(
+        "--target-step-ms", help="Longest a step should take while interactive requests decode. \\[50]"
+    ),
+]
+BackgroundPatienceS = Annotated[
+    float | None,
+    typer.Option(
+        "--background-patience-s",
+        help="Seconds background work goes without a step before it gets one in ten. \\[30]",
+    ),
+]
+ParkBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--park-bytes", help="Host memory for states of parked requests, a model. \\[1GiB]", metavar="SIZE"
+    ),
+]
+
 
 def serve(
     *,
@@ -46,6 +74,10 @@ def serve(
     max_queue: Annotated[
         int | None, typer.Option("--max-queue", help="Requests that may wait. \\[512]")
     ] = None,
+    policy: StepPolicy = None,
+    target_step_ms: TargetStepMs = None,
+    background_patience_s: BackgroundPatienceS = None,
+    park_bytes: ParkBytes = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option("--allowed-host", help="Further name accepted in the Host header; repeat for more."),

@@ -1,7 +1,7 @@
 """The front's side of the engine: starts it, restarts it, replays what it was doing, ends it.
 
-Owns the engine's state, the sinks of the live requests' events and the task that supervises one life after
-the other. What to replay and whom to charge is `replay`'s, which models to load `roster`'s, open questions
+Owns the engine's state and the task that supervises one life after the other. The live requests are
+`requests`', what to replay and whom to charge is `replay`'s, which models to load `roster`'s, open questions
 are `calls`', one life and its watchdog `life`'s, how an engine is carried `carrier`'s.
 
 Everything runs on one event loop. Where the engine died clients see a pause; every request gets exactly
@@ -21,29 +21,18 @@ from stoker.engine.calls import Calls, Question
 from stoker.engine.carrier import NewCarrier, carrier_for
 from stoker.engine.death import Death, OomCounter
 from stoker.engine.life import Life
-from stoker.engine.replay import LiveRequest, Replay
+from stoker.engine.requests import EventSink, Requests
 from stoker.engine.roster import Roster
 from stoker.engine.state import EngineState, Lifecycle
 from stoker.engine.watchdog import Backoff
 from stoker.engine.wire import WireError
-from stoker.errors import (
-    ErrorInfo,
-    MachineSetupError,
-    NotReadyError,
-    QueueFullError,
-    RequestNotFoundError,
-    RequestTimeoutError,
-    StokerError,
-    error_from_info,
-)
+from stoker.errors import ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.messages import (
-    Cancel,
     Command,
     Delta,
     Event,
-    Failed,
-    Finished,
     GetStatus,
+    Goodbye,
     Heartbeat,
     Hello,
     ModelSpec,
@@ -64,7 +53,6 @@ EXIT_LIMIT_S = 5.0
 """What an engine may take, after its drain, to free everything and leave."""
 
 OnModelState = Callable[[ModelState], None]
-EventSink = Callable[[Event], None]
 
 
 def ignore_state(state: ModelState) -> None:
@@ -94,8 +82,7 @@ class EngineHost:
         self._new_carrier = new_carrier
         self._lifecycle = Lifecycle()
         self.roster = Roster(specs)
-        self._replay = Replay()
-        self._sinks: dict[str, EventSink] = {}
+        self._requests = Requests(settings.max_queue, self.roster, self._send)
         self._calls = Calls()
         self._backoff = Backoff()
         self._oom = OomCounter()
@@ -108,7 +95,7 @@ class EngineHost:
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<EngineHost {self._lifecycle!r} {self._life!r} live={len(self._replay)}>"
+        return f"<EngineHost {self._lifecycle!r} {self._life!r} live={len(self._requests)}>"
 
     # ------------------------------------------------------------ questions
 
@@ -136,9 +123,7 @@ class EngineHost:
     def stats(self) -> dict[str, int]:
         """What the host holds now."""
         return {
-            "num_live_requests": len(self._replay),
-            "num_held_requests": len(self._replay.held()),
-            "num_sinks": len(self._sinks),
+            **self._requests.stats(),
             "num_open_calls": len(self._calls),
             "num_restarts": self._num_restarts,
         }
@@ -176,8 +161,7 @@ class EngineHost:
         if self._task is None:
             return
         if self._life and was_serving:
-            for live in self._replay.held():
-                self._fail(live, NotReadyError("the engine is shutting down"))
+            self._requests.close_held(NotReadyError("the engine is shutting down"))
             self._life.send(Shutdown(drain_s))
             await asyncio.wait({self._task}, timeout=drain_s + EXIT_LIMIT_S)
         if self._life:
@@ -236,10 +220,7 @@ class EngineHost:
         self._lifecycle.move(EngineState.SERVING, f"pid {life.pid}")
         if self._started and not self._started.done():
             self._started.set_result(None)
-        for live in self._replay:
-            failure = self.roster.failure(live.request.model)
-            if failure is not None:
-                self._fail(live, error_from_info(failure))
+        self._requests.fail_unservable()
         self._hand_out()
 
     def _bury(self, life: Life, death: Death) -> None:
@@ -251,8 +232,7 @@ class EngineHost:
         elif life.loading and death.is_blamable:
             self.roster.charge(life.loading, death.reason)
         self.roster.begin_life()
-        for event in self._replay.bury(death):
-            self._deliver(event)
+        self._requests.bury(death)
         self._calls.bury(death)
         if self.state is EngineState.SERVING:
             self._lifecycle.move(EngineState.RESTARTING, death.reason)
@@ -274,20 +254,14 @@ class EngineHost:
         )
         if self._started and not self._started.done():
             self._started.set_exception(error)
-        for live in self._replay:
-            self._fail(live, error)
+        self._requests.fail_all(error)
         self._calls.fail_all(error)
 
     def _end_everything(self) -> None:
         """Whatever has not ended yet ends here, exactly once."""
         self._stop_intake("the host's task ended")
         error = NotReadyError("the engine has shut down")
-        for live in self._replay:
-            if live.num_generated:  # an answer that has begun is cut short, not refused
-                for event in live.cancelled():
-                    self._deliver(event)
-            else:
-                self._fail(live, error)
+        self._requests.close(error)
         self._calls.fail_all(error)
         if self._started and not self._started.done():
             self._started.set_exception(error)
@@ -296,13 +270,9 @@ class EngineHost:
         """Look after what no message announces: a hung engine, a deadline that passes without an engine."""
         while True:
             await asyncio.sleep(min(0.5, self._settings.watchdog_s / 4))
-            now = time.monotonic()
             if self._life:
-                self._life.check(now)
-            for live in self._replay.held():
-                if live.has_expired(now):
-                    text = f"request {live.request_id} did not finish within {live.request.timeout_s:g} s"
-                    self._fail(live, RequestTimeoutError(text))
+                self._life.check(time.monotonic())
+            self._requests.expire()
 
     # ------------------------------------------------------------ requests
 
@@ -311,16 +281,12 @@ class EngineHost:
 
         Raises:
             NotReadyError: not started, or closed.
-            QueueFullError: the engine is away and as many requests wait for it as its line may hold.
+            QueueFullError: as many requests of its model wait as may for one of its class; said at once,
+                whatever the engine does.
             InvalidRequestError: a live request has that id.
         """
         self._check_open()
-        num_held = len(self._replay.held())
-        if num_held >= self._settings.max_queue:
-            text = f"{num_held} requests wait for the engine, at most {self._settings.max_queue} may"
-            raise QueueFullError(text, retry_after_s=2.0)
-        self._replay.add(request_id, request, time.monotonic())
-        self._sinks[request_id] = sink
+        self._requests.submit(request_id, request, sink)
         self._hand_out()
 
     def cancel(self, request_id: str) -> None:
@@ -329,16 +295,26 @@ class EngineHost:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        live = self._replay.get(request_id)
-        if live is None:
-            raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
-        if live.is_held:
-            for event in live.cancelled():
-                self._deliver(event)
-            self._hand_out()
-        else:
-            live.is_cancelling = True
-            self._send(Cancel(request_id))
+        self._requests.cancel(request_id)
+        self._hand_out()
+
+    def pause(self, request_id: str) -> None:
+        """Let a request stand still until `resume`; the engine's end does not change that. Idempotent.
+
+        Raises:
+            RequestNotFoundError: no live request has that id.
+        """
+        self._requests.pause(request_id)
+        self._hand_out()
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on. Idempotent.
+
+        Raises:
+            RequestNotFoundError: no live request has that id.
+        """
+        self._requests.resume(request_id)
+        self._hand_out()
 
     async def ask(self, question: Question) -> dict[str, Any]:
         """The engine's answer to `question`, whatever call id it carries.
@@ -364,8 +340,8 @@ class EngineHost:
         """Give the serving engine what it may have by now."""
         if self.state is not EngineState.SERVING:
             return
-        commands: list[Submit | Question] = [*self._replay.release(time.monotonic())]
-        if not self._replay.is_on_trial:
+        commands: list[Submit | Question] = [*self._requests.release()]
+        if not self._requests.is_on_trial:
             commands += self._calls.take_unsent()
         for command in commands:
             try:
@@ -376,7 +352,7 @@ class EngineHost:
     def _refuse(self, command: Submit | Question, error: ErrorInfo) -> None:
         """It is too large to be sent."""
         if isinstance(command, Submit):
-            self._deliver(Failed(command.request_id, error))
+            self._requests.fail(command.request_id, error)
         else:
             self._calls.settle(Reply(call_id=command.call_id, error=error))
 
@@ -404,21 +380,9 @@ class EngineHost:
                 asyncio.get_running_loop().call_soon(self._on_load, event)  # its errors are its own
             case Reply():
                 self._calls.settle(event)
+            case Goodbye():
+                pass
             case _:
-                if self._replay.record(event):
-                    self._deliver(event)
+                self._requests.take(event)
                 if isinstance(event, Delta) and event.token_ids:
                     self._backoff.reset()
-
-    def _deliver(self, event: Event) -> None:
-        """Give an event to its request's sink; the terminal one ends the request here too."""
-        request_id: str = getattr(event, "request_id", "")
-        sink = self._sinks.get(request_id)
-        if sink is not None:
-            sink(event)
-        if isinstance(event, Finished | Failed):
-            self._sinks.pop(request_id, None)
-            self._replay.drop(request_id)
-
-    def _fail(self, live: LiveRequest, error: StokerError) -> None:
-        self._deliver(Failed(live.request_id, error.info()))

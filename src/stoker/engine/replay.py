@@ -3,11 +3,14 @@
 Owns the record that a restart replays from, the charges for crashes and the quarantine of suspects.
 Pure: time arrives as an argument, commands and verdicts leave as values; sending is the host's business.
 
-A crash is charged to the requests that could have caused it. A token of progress clears a request. One
-that has MAX_CHARGES - 1 is a suspect: the next engine gets the suspects one at a time, before anybody
-else and the newest first (the crashes began when it came), and only a suspect that was alone when the
-engine died is convicted. So nobody is convicted for a neighbour's crash, and nobody waits longer than the
-suspects' first tokens take.
+A crash is charged to the requests that could have caused it: not those in the line, parked or paused. A
+token of progress clears a request. One that has MAX_CHARGES - 1 is a suspect: the next engine gets the
+suspects one at a time, before anybody else and the newest first (the crashes began when it came), and only
+a suspect that was alone when the engine died is convicted. So nobody is convicted for a neighbour's crash,
+and nobody waits longer than the suspects' first tokens take.
+
+A paused request is given to the next engine paused, unless giving it could be what crashes: one that no
+engine has accepted yet, or a suspect, is kept here until it is resumed. Nobody waits for a paused suspect.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullErro
 from stoker.messages import (
     Admitted,
     Delta,
-    Event,
     Failed,
     Finished,
+    Parked,
+    Paused,
     PrefillProgress,
     PromptEcho,
     Queued,
+    RequestEvent,
+    Resumed,
     Submit,
     Timings,
     Usage,
@@ -44,22 +50,35 @@ class Stage(StrEnum):
     """Where a live request is, in this life of the engine."""
 
     HELD = "held"  # not given to this engine (yet)
-    SENT = "sent"  # given, not heard of
+    SENT = "sent"  # given, not heard of: in preparation
     QUEUED = "queued"
-    ADMITTED = "admitted"
+    ADMITTED = "admitted"  # a choice got a slot; some or all may be parked since
+    PAUSED = "paused"
 
 
 class LiveRequest:
-    """One request between its submission and its terminal event."""
+    """One request between its submission and its terminal event.
+
+    Attributes:
+        is_paused: its caller wants it to stand still, whether or not an engine has confirmed it.
+        parked: choices that gave their slot up and have not been heard of since.
+        was_accepted: an engine had it in its line; it is past its preparation.
+        is_quiet: its place in the line is the business of the restart, which the client does not see.
+        has_shown_pause: what the client was told last.
+    """
 
     __slots__ = (
         "charges",
         "generated",
         "has_echo",
+        "has_shown_pause",
         "is_cancelling",
         "is_finished",
+        "is_paused",
+        "is_quiet",
         "mirostat_mu",
         "num_prompt_tokens",
+        "parked",
         "request",
         "request_id",
         "since",
@@ -75,15 +94,20 @@ class LiveRequest:
         self.generated: list[list[int]] = [[] for _ in range(request.n)]
         self.is_finished = [False] * request.n
         self.mirostat_mu: list[float | None] = [None] * request.n
+        self.parked: set[int] = set()
         self.has_echo = False
+        self.has_shown_pause = False
         self.is_cancelling = False
+        self.is_paused = False
+        self.is_quiet = False
         self.was_accepted = False
         self.num_prompt_tokens = 0
         self.charges = 0
 
     def __repr__(self) -> str:
         return (
-            f"<LiveRequest {self.request_id} {self.stage} tokens={self.num_generated} charges={self.charges}>"
+            f"<LiveRequest {self.request_id} {self.stage} tokens={self.num_generated} "
+            f"parked={sorted(self.parked)} paused={self.is_paused} charges={self.charges}>"
         )
 
     @property
@@ -92,9 +116,31 @@ class LiveRequest:
         return sum(map(len, self.generated))
 
     @property
+    def num_running(self) -> int:
+        """Choices that may hold a slot: it is not told which of several were admitted."""
+        if self.stage is not Stage.ADMITTED:
+            return 0
+        return sum(not is_finished and i not in self.parked for i, is_finished in enumerate(self.is_finished))
+
+    @property
     def is_held(self) -> bool:
         """Whether no engine knows of it."""
         return self.stage is Stage.HELD
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it wants its first slot of this life."""
+        return not self.is_paused and self.stage in {Stage.HELD, Stage.SENT, Stage.QUEUED}
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it is paused and in no step."""
+        return self.is_paused and self.stage in {Stage.HELD, Stage.PAUSED}
+
+    @property
+    def can_crash(self) -> bool:
+        """Whether the engine may be busy with it, in a step or in preparation."""
+        return self.stage is Stage.SENT or self.num_running > 0
 
     @property
     def is_suspect(self) -> bool:
@@ -116,21 +162,29 @@ class LiveRequest:
             is_finished=list(self.is_finished),
             mirostat_mu=list(self.mirostat_mu),
             age_s=age_s,
+            is_paused=self.is_paused,
         )
 
     def has_expired(self, now: float) -> bool:
         """Whether its own deadline has passed."""
         return self.request.timeout_s is not None and now - self.since >= self.request.timeout_s
 
-    def cancelled(self) -> list[Event]:
+    def cancelled(self) -> list[RequestEvent]:
         """How it ends when no engine is there to end it: every open choice cancelled, then the terminal."""
-        ends: list[Event] = [
+        ends: list[RequestEvent] = [
             Delta(request_id=self.request_id, index=index, finish_reason=FinishReason.CANCELLED)
             for index, is_finished in enumerate(self.is_finished)
             if not is_finished
         ]
         usage = Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=self.num_generated)
         return [*ends, Finished(request_id=self.request_id, usage=usage, timings=Timings())]
+
+    def tell_pause(self) -> list[RequestEvent]:
+        """What its client has yet to be told of its standing still or going on."""
+        if self.has_shown_pause == self.is_paused:
+            return []
+        self.has_shown_pause = self.is_paused
+        return [Paused(self.request_id) if self.is_paused else Resumed(self.request_id)]
 
 
 class Replay:
@@ -159,8 +213,8 @@ class Replay:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether there is a suspect: it gets the engine to itself."""
-        return any(live.is_suspect for live in self)
+        """Whether a suspect runs or wants to: it gets the engine to itself."""
+        return any(live.is_suspect and not live.is_at_rest for live in self)
 
     def add(self, request_id: str, request: GenerateRequest, now: float) -> None:
         """A new request, held until `release` lets it go.
@@ -178,22 +232,39 @@ class Replay:
         self._live.pop(request_id, None)
         self._may_release = True
 
-    def record(self, event: Event) -> bool:
+    def pause(self, live: LiveRequest) -> list[RequestEvent]:
+        """Its caller wants it to stand still.
+
+        Returns:
+            What its client is told now: where an engine has it, that will say when no token can come.
+        """
+        live.is_paused = True
+        return live.tell_pause() if live.is_held else []
+
+    def resume(self, live: LiveRequest) -> list[RequestEvent]:
+        """Its caller wants it to go on; returns what its client is told now.
+
+        A suspect is none for now: a trial takes an engine to itself, and this one has gone on without it.
+        """
+        live.is_paused = False
+        live.charges = min(live.charges, MAX_CHARGES - 2)
+        if live.stage is Stage.PAUSED:
+            live.stage = Stage.QUEUED
+        self._may_release = True
+        return live.tell_pause()
+
+    def record(self, event: RequestEvent) -> bool:
         """Take note of an engine's event; True when the client is to see it.
 
         A replayed request repeats what the client has seen (its line, its echo): that is not shown again.
         """
-        live = self._live.get(getattr(event, "request_id", ""))
+        live = self._live.get(event.request_id)
         if live is None or live.is_held:
             return False
         is_shown = True
         match event:
-            case Queued():
-                live.stage, live.was_accepted = Stage.QUEUED, True
-                is_shown = live.num_generated == 0
-            case Admitted():
-                live.stage, live.was_accepted = Stage.ADMITTED, True
-                is_shown = False
+            case Queued() | Admitted() | Parked() | Paused() | Resumed():
+                is_shown = self._record_move(live, event)
             case PrefillProgress():
                 live.num_prompt_tokens = event.total
                 is_shown = live.num_generated == 0
@@ -208,12 +279,40 @@ class Replay:
                 self.drop(live.request_id)
         return is_shown
 
+    def _record_move(self, live: LiveRequest, event: Queued | Admitted | Parked | Paused | Resumed) -> bool:
+        is_shown = False
+        match event:
+            case Queued():
+                live.was_accepted = True
+                if live.stage is Stage.SENT:
+                    live.stage = Stage.QUEUED
+                is_shown = not (live.is_quiet or live.is_at_rest)
+            case Admitted():
+                live.was_accepted = True
+                live.stage = Stage.ADMITTED
+                live.parked.clear()
+            case Parked():
+                live.parked.add(event.index)
+                live.is_quiet = False
+                is_shown = True
+            case Paused():  # unless it was resumed meanwhile
+                live.stage = Stage.PAUSED if live.is_paused else Stage.QUEUED
+                live.parked.clear()
+                self._may_release |= live.is_suspect
+                is_shown = bool(live.tell_pause())
+            case Resumed():  # the client knows since `resume`
+                live.stage = Stage.QUEUED
+                live.is_quiet = False
+        return is_shown
+
     def _record_delta(self, live: LiveRequest, delta: Delta) -> bool:
         if live.is_finished[delta.index]:
             return False
-        live.stage = Stage.ADMITTED
         live.is_finished[delta.index] = delta.finish_reason is not None
         if delta.token_ids:
+            live.stage = Stage.ADMITTED
+            live.parked.discard(delta.index)
+            live.is_quiet = False
             live.generated[delta.index] += delta.token_ids
             live.mirostat_mu[delta.index] = delta.mirostat_mu
             self._may_release |= live.is_suspect
@@ -223,39 +322,48 @@ class Replay:
     def _take_back(self, live: LiveRequest) -> None:
         """A fresh engine's line was full: it had a place before the restart, and asks again when one ends."""
         live.stage = Stage.HELD
-        if len(self.held()) == len(self):
-            self._may_release = True
+        self._may_release |= all(one.is_held or one.is_at_rest for one in self)
 
     def release(self, now: float) -> list[Submit]:
         """Those that the engine may have now, oldest first; they count as given from here on."""
         chosen = self._choose() if self._may_release else []
         self._may_release = False
         for live in chosen:
-            live.stage = Stage.SENT
+            live.stage = Stage.PAUSED if live.is_paused else Stage.SENT
+            live.is_quiet = live.num_generated > 0
         return [live.submit(now) for live in chosen]
 
     def _choose(self) -> list[LiveRequest]:
-        if any(live.is_suspect and not live.is_held for live in self):
+        if any(live.is_suspect and not live.is_held and not live.is_at_rest for live in self):
             return []
-        held = self.held()
+        held = [live for live in self.held() if not live.is_paused or self._can_wait_in_engine(live)]
         suspects = [live for live in held if live.is_suspect]
         return suspects[-1:] or held
 
-    def bury(self, death: Death) -> list[Event]:
+    @staticmethod
+    def _can_wait_in_engine(live: LiveRequest) -> bool:
+        """Whether an engine may have it paused: what it does with it then has never crashed one."""
+        return live.was_accepted and not live.is_suspect
+
+    def bury(self, death: Death) -> list[RequestEvent]:
         """The engine died and nothing is given any more.
 
         Returns:
-            The last events of those that end here: convicted, or cancelled and not heard of again.
+            The last events of those that end here: convicted, or cancelled and not heard of again; and
+            the pauses that the engine did not live to confirm.
         """
         convicted = self._charge() if death.is_blamable else []
-        events: list[Event] = [Failed(live.request_id, _crashed(live, death)) for live in convicted]
+        events: list[RequestEvent] = [Failed(live.request_id, _crashed(live, death)) for live in convicted]
         for live in convicted:
             self.drop(live.request_id)
         for live in self:
             live.stage = Stage.HELD
+            live.parked.clear()
             if live.is_cancelling:
                 events += live.cancelled()
                 self.drop(live.request_id)
+            else:
+                events += live.tell_pause()
         self._may_release = True
         return events
 
@@ -268,8 +376,8 @@ class Replay:
 
 
 def _able_to_crash(given: list[LiveRequest]) -> list[LiveRequest]:
-    """Those in a step or in preparation; if there is none, the engine's last words were lost: all."""
-    return [live for live in given if live.stage is not Stage.QUEUED] or given
+    """Those it was busy with; if there is none, its last words were lost: all that were not paused."""
+    return [live for live in given if live.can_crash] or [live for live in given if not live.is_at_rest]
 
 
 def _crashed(live: LiveRequest, death: Death) -> ErrorInfo:

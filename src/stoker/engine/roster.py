@@ -101,6 +101,13 @@ class Roster:
         """Every model that was ready once and has not failed, the default first."""
         return [e.info for e in self._entries.values() if e.info is not None and e.state != FAILED]
 
+    def num_slots(self, model: str) -> int:
+        """Choices that a model runs at once, as far as is known; 0 for one that is not served."""
+        entry = self._entries.get(model)
+        if entry is None:
+            return 0
+        return entry.spec.num_slots if entry.info is None else entry.info.num_slots
+
     def resolve(self, model: str | None) -> ModelInfo:
         """The model a request names; None and "default" mean the first.
 

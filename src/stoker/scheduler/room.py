@@ -123,7 +123,11 @@ class Room:
         size = self.limits.cell_bytes * guest.num_computed
         is_worth_it = best is ParkForm.SNAPSHOT and guest.num_computed >= MIN_SNAPSHOT and size > 0
         slot = self.slots.clear(guest, [])
-        if is_worth_it and self.snapshot_bytes + size <= self.limits.park_bytes:
+        coming = Import(slot.id, guest)
+        if coming in effects:  # it was given this place in the same turn: its snapshot is still whole
+            effects.remove(coming)
+            guest.form = ParkForm.SNAPSHOT
+        elif is_worth_it and self.snapshot_bytes + size <= self.limits.park_bytes:
             guest.form, guest.snapshot_bytes = ParkForm.SNAPSHOT, size
             self.snapshot_bytes += size
             effects.append(Export(slot.id, guest))

@@ -324,23 +324,32 @@ class Scheduler:
 
     def _can_place(self, sequence: Sequence, turn: Schedule, now: float) -> bool:
         """Whether there is a slot and cells for it; interactive makes background give way (SPEC Q3)."""
-        while not (self.slots.has_idle and self.room.fits(sequence, self._placement(sequence, turn))):
-            jobs = [s for s in self.slots.running if s.is_background]
+        while not (self._has_place() and self._fits(sequence, turn)):
+            jobs = [s for s in self.slots.running if s.is_background and s is not self._favoured]
             if sequence.is_background or not jobs:
                 return False
             self._park(self._youngest(jobs), f"gives way to {sequence.key}", turn, now)
         return True
 
+    def _fits(self, sequence: Sequence, turn: Schedule) -> bool:
+        placement = self._placement(sequence, turn)
+        return placement is not None and self.room.fits(sequence, placement)
+
+    def _has_place(self) -> bool:
+        """Whether one more may run; the one that is owed a step takes nobody's place."""
+        favoured = self._favoured
+        num_beyond = favoured is not None and favoured.is_running
+        return len(self.slots.running) - num_beyond < self.limits.num_slots
+
     def _seat_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
         """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7)."""
-        has_place = self.slots.num_vacant > 0 or sequence.home is not None or self._demote_last(turn)
-        if has_place and self.room.fits(sequence, self._placement(sequence, turn)):
+        if self._fits(sequence, turn):
             self._seat(sequence, turn, now)
 
-    def _placement(self, sequence: Sequence, turn: Schedule) -> Placement:
+    def _placement(self, sequence: Sequence, turn: Schedule) -> Placement | None:
+        """Where it would go; a slot that is only somebody's home is cleared for it. None: all are busy."""
         placement = self.room.placement(sequence)
-        while placement is None:
-            assert self._demote_last(turn), f"no slot for {sequence!r}"
+        while placement is None and self._demote_last(turn):
             placement = self.room.placement(sequence)
         return placement
 
@@ -349,6 +358,7 @@ class Scheduler:
             while self.cells.free < sequence.num_computed:
                 assert self._free_kept(turn), f"no cells for {sequence!r} in {self.cells!r}"
         placement = self._placement(sequence, turn)
+        assert placement is not None, f"no slot for {sequence!r}"
         self.line.remove(sequence)
         told = self.room.seat(sequence, placement, turn.effects, now)
         if sequence.num_cached is None:

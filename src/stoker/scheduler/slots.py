@@ -91,16 +91,6 @@ class SlotTable:
     def __getitem__(self, number: int) -> Slot:
         return self.slots[number]
 
-    @property
-    def has_idle(self) -> bool:
-        """Whether one more sequence may run."""
-        return len(self._running) < self.num_slots
-
-    @property
-    def num_vacant(self) -> int:
-        """Slots, spare ones included, in which nothing runs and nothing waits."""
-        return sum(slot.is_idle for slot in self.slots)
-
     def guests(self) -> list[Sequence]:
         """Sequences whose cells are kept while they wait."""
         return [slot.guest for slot in self.slots if slot.guest is not None]

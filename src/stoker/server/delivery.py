@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from stoker.messages import Queued
 from stoker.server.disconnect import while_connected
-from stoker.server.sse import EventStream
+from stoker.server.sse import EventStream, comment
+from stoker.streams import Notice
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from stoker.streams import StreamEvent
 
 POSITION_HEADER = "X-Stoker-Queue-Position"
+ETA_HEADER = "X-Stoker-Eta"
 
 
 class ChunkWriter(Protocol):
@@ -50,7 +52,11 @@ class WholeWriter(Protocol):
 
 
 def streamed(generation: Generation, writer: ChunkWriter, keepalive_s: float) -> EventStream:
-    """The generation as server-sent events."""
+    """The generation as server-sent events.
+
+    The headers tell the place in the line at arrival and, where known, the seconds to go (SPEC Q14); what
+    changes while it waits or stands still comes as comments, which clients ignore unless they know them.
+    """
     headers: dict[str, str] = {}
     return EventStream(_frames(generation, writer, headers), headers, keepalive_s)
 
@@ -71,12 +77,26 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(generation.events()) as events:
         async for prompt, event in events:
-            if type(event) is Queued:
-                headers.setdefault(POSITION_HEADER, str(event.position))
-                yield b""  # the client learns its place now, not with its first token
+            if isinstance(event, Notice):
+                yield _notice(event, headers)
             elif data := writer.write(prompt, event):
                 yield data
     yield writer.end()
+
+
+def _notice(event: Notice, headers: dict[str, str]) -> bytes:
+    """How a client hears of it: of its first place by headers, and if it is not the next by a comment too."""
+    if not isinstance(event, Queued):
+        return comment(type(event).__name__.lower())
+    eta = "" if event.eta_s is None else f"{event.eta_s:.1f}"
+    is_first = POSITION_HEADER not in headers
+    if is_first:
+        headers[POSITION_HEADER] = str(event.position)
+        if eta:
+            headers[ETA_HEADER] = eta
+    if is_first and event.position == 0:
+        return b""  # the client learns its place now, not with its first token
+    return comment(f"queued position={event.position}" + (f" eta_s={eta}" if eta else ""))
 
 
 async def _collect(generation: Generation, writer: WholeWriter) -> bytes:

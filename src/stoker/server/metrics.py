@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 _RUNNING = frozenset({"prefill", "decode"})
+_MILLISECONDS = 1000.0
 
 
 class Metrics:
@@ -122,5 +123,20 @@ class _StatusCollector(Collector):
         yield GaugeMetricFamily("stoker:num_requests_running", "Sequences in a slot.", running)
         yield GaugeMetricFamily("stoker:num_requests_waiting", "Sequences in the queue.", len(engine.queue))
         yield GaugeMetricFamily("stoker:num_requests_parked", "Sequences preempted.", len(engine.parked))
+        yield GaugeMetricFamily("stoker:num_requests_paused", "Sequences paused.", len(engine.paused))
         yield GaugeMetricFamily("stoker:kv_cache_usage_perc", "Used KV cells, 0 to 1.", used)
+        yield GaugeMetricFamily("stoker:num_threads", "CPU threads a step uses.", status.threads)
+        yield from _counted(engine.counters)
         yield CounterMetricFamily("stoker:engine_restarts", "Restarts of the engine.", status.restarts)
+
+
+def _counted(counters: dict[str, float]) -> Iterable[Metric]:
+    """What the engine counts; after a restart it counts from 0."""
+    preemptions = counters.get("num_preemptions_total", 0.0)
+    yield CounterMetricFamily(
+        "stoker:num_preemptions", "Sequences that others took the place of.", preemptions
+    )
+    parked = counters.get("parked_bytes", 0.0)
+    yield GaugeMetricFamily("stoker:parked_bytes", "Host memory of parked sequences' states.", parked)
+    target_s = counters.get("step_target_ms", 0.0) / _MILLISECONDS
+    yield GaugeMetricFamily("stoker:step_target_seconds", "How long a step may take; 0: no target.", target_s)

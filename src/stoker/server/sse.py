@@ -25,12 +25,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 
 
 def frame(data: bytes) -> bytes:
     """One `data:` frame; `data` is JSON on one line."""
     return b"data: " + data + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A line that clients skip; `text` is one line."""
+    return f": {text}\n\n".encode()
+
+
+KEEP_ALIVE = comment("keep-alive")
 
 
 class EventStream(Response):

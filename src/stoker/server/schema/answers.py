@@ -33,11 +33,12 @@ class UsageAnswer(msgspec.Struct, frozen=True):
 
 
 class TimingsAnswer(msgspec.Struct, frozen=True):
-    """Milliseconds the request spent (SPEC O2)."""
+    """Milliseconds the request spent and how often others took its place (SPEC O2)."""
 
     queue_ms: float
     prefill_ms: float
     decode_ms: float
+    num_preemptions: int
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -124,4 +125,5 @@ def timings_answer(timings: Timings) -> TimingsAnswer:
         queue_ms=timings.queue_s * MILLISECONDS,
         prefill_ms=timings.prefill_s * MILLISECONDS,
         decode_ms=timings.decode_s * MILLISECONDS,
+        num_preemptions=timings.num_preemptions,
     )

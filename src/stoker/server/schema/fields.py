@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field
 
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Priority, Sampling
+from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Preempt, Priority, Sampling
 from stoker.server.body import Body
 
 # Wide enough for every range of `stoker.request`, narrow enough to be a machine's number.
@@ -27,7 +27,6 @@ _REFUSED = (
     "guided_json",
     "guided_grammar",
     "context_shift",
-    "preempt",
 )
 
 
@@ -102,11 +101,11 @@ class GenerationFields(SamplingFields):
     ignore_eos: bool | None = None
     timeout_s: float | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    preempt: Literal["park", "cancel"] | None = None
     return_progress: bool | None = None
     # Constraints and states are later work; taking them silently would return unconstrained text.
     grammar: Any = None
     context_shift: Any = None
-    preempt: Any = None
     regex: Any = None
     choice: Any = None
     json_schema: Any = None
@@ -145,6 +144,7 @@ class GenerationFields(SamplingFields):
             "timeout_s": self.timeout_s,
             "return_progress": self.return_progress,
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
+            "preempt": None if self.preempt is None else Preempt(self.preempt),
         }
         kept = {name: value for name, value in given.items() if value is not None}
         return {"sampling": self.to_sampling(n_vocab), "stop": stop, **kept}

@@ -54,13 +54,14 @@ class Totals:
         return usage_answer(total_usage([event.usage for event in self._finished]))
 
     def timings(self) -> TimingsAnswer:
-        """The longest of each stage: prompts run side by side."""
+        """The longest of each stage: prompts run side by side. Preemptions are added up."""
         every = [event.timings for event in self._finished] or [Timings()]
         return timings_answer(
             Timings(
                 queue_s=max(timings.queue_s for timings in every),
                 prefill_s=max(timings.prefill_s for timings in every),
                 decode_s=max(timings.decode_s for timings in every),
+                num_preemptions=sum(timings.num_preemptions for timings in every),
             )
         )
 

@@ -1,0 +1,192 @@
+"""The cores of this machine: which this process may use, and what other processes take of them (SPEC M7).
+
+Owns reading processor times. How many threads should run is `threads_that_fit`'s answer to one reading;
+when to follow it is the thread governor's business.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+READ_EVERY_S = 0.25
+"""Processor times come in hundredths of a second: over less than this their error is in the tenths."""
+SPARE_CORES = 0.35
+"""What others may take of a core that a thread still uses: our own front, its clients, small services."""
+
+_ENGINE_MODULE = "stoker.engine"  # what its process is started with
+_COUNTED_FROM = 0.5
+"""A machine whose processors account for less of the time that passed shows no times of its own."""
+_IMPOSSIBLE_CORES = -0.3
+"""Others below this mean that the machine's times are not those of the cores we run on."""
+
+
+def usable_cores() -> frozenset[int]:
+    """Numbers of the logical cores that this thread may run on; where a system does not tell, all."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def threads_that_fit(max_threads: int, num_cores: int, others_cores: float) -> int:
+    """Threads that have a core each, or nearly, with others using `others_cores` of `num_cores`."""
+    return max(1, min(max_threads, int(num_cores - others_cores + SPARE_CORES)))
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTimes:
+    """Seconds since some start, summed over the cores that this process may use.
+
+    Attributes:
+        total_s: all time, idle or not.
+        busy_s: time that counts as taken: not idle, not waiting for a disk, and not spent for processes
+            that gave way by their own niceness, unless this one does so too.
+        own_s: what this process took.
+    """
+
+    total_s: float
+    busy_s: float
+    own_s: float
+
+
+def read_core_times(usable: frozenset[int]) -> CoreTimes:
+    """Read the times of the cores with these numbers now.
+
+    Raises:
+        OSError, psutil.Error: the machine does not show them.
+    """
+    counts_nice = os.getpriority(os.PRIO_PROCESS, 0) > 0
+    total = busy = 0.0
+    for number, core in enumerate(psutil.cpu_times(percpu=True)):
+        if number not in usable:
+            continue
+        spent = core.user + core.system + _optional(core, "irq", "softirq", "steal")
+        nice = _optional(core, "nice")
+        total += spent + nice + core.idle + _optional(core, "iowait")
+        busy += spent + (nice if counts_nice else 0.0)
+    return CoreTimes(total_s=total, busy_s=busy, own_s=time.process_time())
+
+
+def _optional(core: object, *names: str) -> float:
+    """Sum of times that not every system tells."""
+    return sum(getattr(core, name, 0.0) for name in names)
+
+
+class CoreWatch:
+    """How many cores processes other than this one used lately. This one must be the engine's own.
+
+    Args:
+        usable: numbers of the cores that count; those this thread may run on if not given.
+        read_times: reads the cores' times; another one in tests.
+    """
+
+    def __init__(
+        self,
+        usable: frozenset[int] | None = None,
+        read_times: Callable[[frozenset[int]], CoreTimes] = read_core_times,
+    ) -> None:
+        self._usable = usable or usable_cores()
+        self._read_times = read_times
+        self.num_cores = len(self._usable)
+        self._last: tuple[float, CoreTimes] | None = None
+        self._others: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<CoreWatch others={self._others} of {self.num_cores} cores>"
+
+    def read(self, now_s: float) -> float | None:
+        """Cores that others used since the last reading; reads anew at most every READ_EVERY_S.
+
+        After a pause the answer is the mean over the pause.
+
+        Args:
+            now_s: seconds on a monotonic clock.
+
+        Returns:
+            None before two readings were made, and where the machine's times mean nothing.
+        """
+        if self._last is not None and now_s - self._last[0] < READ_EVERY_S:
+            return self._others
+        try:
+            times = self._read_times(self._usable)
+        except (OSError, ValueError, psutil.Error):
+            self._last = self._others = None
+            return None
+        if self._last is not None:
+            self._others = self._between(now_s - self._last[0], self._last[1], times)
+        self._last = now_s, times
+        return self._others
+
+    def _between(self, took_s: float, before: CoreTimes, after: CoreTimes) -> float | None:
+        if after.total_s - before.total_s < _COUNTED_FROM * took_s * self.num_cores:
+            return None
+        others = ((after.busy_s - before.busy_s) - (after.own_s - before.own_s)) / took_s
+        return None if others < _IMPOSSIBLE_CORES else max(0.0, others)
+
+
+@dataclass(frozen=True, slots=True)
+class BusyProcess:
+    """A process and the cores it uses; its name only, never its arguments."""
+
+    name: str
+    pid: int
+    num_cores: float
+
+
+@dataclass(frozen=True, slots=True)
+class CoreUse:
+    """What was going on during a short look at the machine.
+
+    `others_cores` is None where the machine does not tell; `busiest` is neither this process nor an engine.
+    """
+
+    num_cores: int
+    others_cores: float | None
+    busiest: BusyProcess | None
+
+
+def look_at_cores(for_s: float = 0.5) -> CoreUse:
+    """Measure for `for_s` seconds who uses the cores; this process and running engines do not count."""
+    watch = CoreWatch()
+    started_s = time.monotonic()
+    watch.read(started_s)
+    before = _process_times()
+    time.sleep(for_s)
+    took_s = time.monotonic() - started_s
+    others = watch.read(started_s + took_s)
+    used = [
+        BusyProcess(who[1], who[0], (spent_s - before[who]) / took_s)
+        for who, spent_s in _process_times().items()
+        if who in before and spent_s > before[who]
+    ]
+    engines = [process for process in used if _is_engine(process.pid)]
+    if others is not None:
+        others = max(0.0, others - sum(engine.num_cores for engine in engines))
+    programs = [process for process in used if process not in engines]
+    return CoreUse(
+        watch.num_cores, others, max(programs, key=lambda process: process.num_cores, default=None)
+    )
+
+
+def _process_times() -> dict[tuple[int, str], float]:
+    """Processor seconds of every other process that may be looked at, by process id and name."""
+    times = {}
+    for process in psutil.process_iter(["pid", "name", "cpu_times"]):
+        spent = process.info["cpu_times"]
+        if spent is not None and process.info["pid"] != os.getpid():
+            times[process.info["pid"], process.info["name"] or "?"] = spent.user + spent.system
+    return times
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return _ENGINE_MODULE in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False

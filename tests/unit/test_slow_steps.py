@@ -1,0 +1,214 @@
+"""Why a step was slow, told once; what the keeper does about it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.engine import slow_steps
+from stoker.engine.affinity import ThreadBinder
+from stoker.engine.governor import Decision, StepSample
+from stoker.engine.slow_steps import Hindrances, SlowReason, SlowSteps, read_hindrances, why_slow
+from stoker.engine.thread_keeper import Clocks, ThreadKeeper
+from stoker.memory.cores import CoreTimes, CoreWatch
+
+
+def slow(cpu_s: float = 2.5, at_s: float = 10.0, num_threads: int = 2) -> StepSample:
+    """A step of 2.5 s that should have taken 0.03."""
+    return StepSample(at_s=at_s, wall_s=2.5, cpu_s=cpu_s, predicted_s=0.03, num_threads=num_threads)
+
+
+@pytest.mark.parametrize(
+    ("sample", "met", "others", "expected"),
+    [
+        (slow(), Hindrances(), 1.0, SlowReason.OTHERS),
+        (slow(), Hindrances(), 0.0, SlowReason.SHARED_CORE),
+        (slow(), Hindrances(), None, SlowReason.LOST_CORES),
+        (slow(cpu_s=0.1, num_threads=1), Hindrances(), 0.0, SlowReason.LOST_CORES),
+        (slow(), Hindrances(throttled_s=1.0), 0.0, SlowReason.THROTTLED),
+        (slow(), Hindrances(num_faults=500), 0.0, SlowReason.PAGE_FAULTS),
+        (slow(), Hindrances(slept_s=60.0), 1.0, SlowReason.SLEPT),
+        (slow(cpu_s=5.0), Hindrances(num_faults=500), 0.1, SlowReason.UNKNOWN),
+    ],
+)
+def test_each_reason_has_its_signs(
+    sample: StepSample, met: Hindrances, others: float | None, expected: SlowReason
+) -> None:
+    """SPEC M7: what others used, lost cores, faults, quota, sleep."""
+    assert why_slow(sample, met, 2, others) is expected
+
+
+def test_a_reason_is_told_once_a_minute() -> None:
+    """SPEC M7: with the numbers; another reason has its own minute."""
+    steps = SlowSteps(2, Hindrances)
+    line = steps.explain(slow(), 0.0)
+    assert line == (
+        "a step took 2.50 s instead of 0.030 s: its threads shared a core while another was free "
+        "(2 threads got 1.0 of 2 cores, others use 0.0)"
+    )
+    assert steps.explain(slow(at_s=13.0), 0.0) is None
+    assert steps.explain(slow(at_s=13.0), 1.0) is not None
+    assert steps.explain(slow(at_s=71.0), 0.0) is not None
+
+
+def test_steps_near_their_prediction_are_not_told() -> None:
+    """SPEC M7: nor such as nothing was predicted for."""
+    steps = SlowSteps(2, Hindrances)
+    assert steps.explain(StepSample(1.0, 0.2, 0.2, 0.03, 2), 0.0) is None
+    assert steps.explain(StepSample(1.0, 60.0, 0.2, None, 2), 0.0) is None
+
+
+def test_only_what_was_counted_since_the_step_began_counts() -> None:
+    """SPEC M7: page faults of the load are not those of a step minutes later."""
+    counted = Hindrances(num_faults=9000)
+    steps = SlowSteps(2, lambda: counted)
+    steps.begin(5.0)
+    assert steps.find(slow(), 0.0) is SlowReason.SHARED_CORE
+    counted = Hindrances(num_faults=9100)
+    assert steps.find(slow(), 0.0) is SlowReason.PAGE_FAULTS
+    steps.begin(20.0)
+    assert steps.find(slow(at_s=22.5), 0.0) is SlowReason.SHARED_CORE
+
+
+def test_quota_files_of_both_versions_are_read(tmp_path: Path) -> None:
+    """SPEC M7: microseconds in version 2, nanoseconds in version 1."""
+    (tmp_path / "two").write_text("usage_usec 5\nnr_throttled 3\nthrottled_usec 1500000\n", encoding="ascii")
+    (tmp_path / "one").write_text(
+        "nr_periods 9\nnr_throttled 3\nthrottled_time 2500000000\n", encoding="ascii"
+    )
+    assert slow_steps._throttled_s([tmp_path / "two"]) == 1.5
+    assert slow_steps._throttled_s([tmp_path / "two", tmp_path / "one"]) == 2.5
+    assert slow_steps._throttled_s([tmp_path / "none"]) == 0.0
+
+
+def test_this_machine_can_be_asked() -> None:
+    """SPEC M7: counters only grow."""
+    grown = read_hindrances().since(read_hindrances())
+    assert grown.num_faults <= 0
+    assert abs(grown.slept_s) < 1.0
+
+
+# ---------------------------------------------------------------- the keeper
+
+
+class Desk:
+    """Clocks and a machine of two cores that a test moves by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = self.cpu_s = self.busy_s = 0.0
+        self.binder = BinderStandIn()
+        clocks = Clocks(wall=lambda: self.now_s, cpu=lambda: self.cpu_s)
+        watch = CoreWatch(frozenset({0, 1}), lambda _: CoreTimes(2 * self.now_s, self.busy_s, self.cpu_s))
+        self.keeper = ThreadKeeper(2, watch, self.binder, clocks)
+
+    def step(
+        self, wall_s: float, cpu_s: float, others: float = 0.0, predicted_s: float = 0.03
+    ) -> Decision | None:
+        """One step during which others use `others` cores; what it leads to."""
+        self.keeper.begin()
+        self.pause(wall_s, cpu_s, others)
+        return self.keeper.end(self.keeper.governor.num_threads, predicted_s)
+
+    def pause(self, wall_s: float, cpu_s: float = 0.0, others: float = 0.0) -> None:
+        """Time passes."""
+        self.now_s += wall_s
+        self.cpu_s += cpu_s
+        self.busy_s += cpu_s + others * wall_s
+
+
+class BinderStandIn(ThreadBinder):
+    """Remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def note(self) -> None:
+        """See `ThreadBinder`."""
+        self.calls.append("note")
+
+    def rebind(self, num_threads: int) -> bool:
+        """See `ThreadBinder`."""
+        self.calls.append(f"rebind {num_threads}")
+        self._is_bound = True
+        return True
+
+    def unbind(self) -> None:
+        """See `ThreadBinder`."""
+        if self._is_bound:
+            self.calls.append("unbind")
+        self._is_bound = False
+
+
+@pytest.fixture
+def desk() -> Desk:
+    """A keeper that has seen two quiet steps."""
+    desk = Desk()
+    for _ in range(2):
+        desk.step(0.3, 0.6, predicted_s=0.3)
+    return desk
+
+
+def test_threads_on_one_core_are_moved_apart(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """SPEC M7: told, bound, released after a while; no thread is given up."""
+    assert desk.step(2.5, 2.5) is None
+    assert desk.binder.calls == ["rebind 2"]
+    assert "shared a core" in caplog.text
+    for _ in range(5):
+        desk.step(0.3, 0.6)
+    assert desk.binder.is_bound
+    desk.pause(9.0)
+    desk.keeper.begin()
+    assert desk.binder.calls == ["rebind 2", "unbind"]
+
+
+def test_short_steps_on_one_core_are_seen_too(desk: Desk) -> None:
+    """SPEC M7: a third of a second of them, with who computed when noted at the first."""
+    for _ in range(3):
+        desk.step(0.12, 0.12)
+    assert desk.binder.calls == ["note", "rebind 2"]
+
+
+def test_bound_threads_are_released_when_others_come(desk: Desk) -> None:
+    """SPEC M7: a bound thread could not leave the core that is taken."""
+    desk.step(2.5, 2.5)
+    desk.step(0.3, 0.4, others=0.7)
+    assert desk.binder.calls == ["rebind 2", "unbind"]
+
+
+def test_a_core_that_others_take_is_left_not_fought_for(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    """SPEC M7: fewer threads, none bound."""
+    with caplog.at_level(logging.INFO):
+        decision = desk.step(0.5, 0.65, others=0.7)
+    assert decision == Decision(1, "other processes use 0.7 of 2 cores")
+    assert desk.binder.calls == []
+    assert "other processes took the cores" in caplog.text
+    assert "1 threads: other processes use 0.7 of 2 cores" in caplog.text
+
+
+def test_after_a_pause_the_keeper_takes_free_cores_before_the_step(desk: Desk) -> None:
+    """SPEC M7: the prompt that follows a pause runs with all threads."""
+    desk.step(0.5, 0.65, others=0.7)
+    desk.pause(5.0)
+    assert desk.keeper.begin() == Decision(2, "the cores are free again")
+    desk.keeper.abandon()
+    desk.keeper.close()
+
+
+def test_a_step_that_failed_says_nothing(desk: Desk) -> None:
+    """SPEC M7: its time is not that of a step."""
+    desk.keeper.begin()
+    desk.pause(5.0)
+    desk.keeper.abandon()
+    assert desk.keeper.governor.num_threads == 2
+    assert "2 of 2 threads" in repr(desk.keeper)
+
+
+def test_clocks_are_the_systems_unless_told() -> None:
+    """SPEC M7: processor time of all threads of this process."""
+    clocks = Clocks()
+    assert clocks.wall is time.monotonic
+    assert clocks.cpu is time.process_time
