@@ -62,6 +62,18 @@ def test_a_prompt_of_two_seconds_decides_alone() -> None:
     assert governor.observe(alone, 0.0) == Decision(2, "the cores are free again")
 
 
+def test_what_is_known_of_others_may_lag() -> None:
+    """SPEC M7: noise right after a reading: the loss waits for the next one, and has the right reason."""
+    governor = ThreadGovernor(2)
+    decision, at_s = None, 0.0
+    while decision is None:
+        at_s += 0.03
+        robbed = StepSample(at_s=at_s, wall_s=0.03, cpu_s=0.03, predicted_s=0.01, num_threads=2)
+        decision = governor.observe(robbed, 0.1 if at_s < 0.5 else 0.8)
+    assert decision == Decision(1, "other processes use 0.8 of 2 cores")
+    assert at_s < 0.6
+
+
 @pytest.mark.parametrize("step_s", [MEMORY_BOUND, COMPUTE_BOUND])
 def test_following_the_machine_beats_either_fixed_choice(step_s: dict[int, float]) -> None:
     """SPEC M7: quiet as fast as two threads, robbed as fast as one."""

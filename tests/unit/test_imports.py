@@ -38,7 +38,7 @@ ALLOWED = {
     "cli": WORDS | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "chat"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
-PURE = ("scheduler", "cache", "memory.policy")
+PURE = ("scheduler", "cache", "memory.policy", "engine.governor")
 IMPURE = {"asyncio", "ctypes", "logging", "mlx", "threading", "time"}
 NATIVE = {"llama_cpp", "mlx", "stoker.backends.llama"}
 

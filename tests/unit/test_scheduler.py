@@ -5,12 +5,12 @@ import pytest
 from stoker.errors import QueueFullError
 from stoker.messages import Policy
 from stoker.request import FinishReason, Priority
-from stoker.scheduler.plan import Planner, fair_shares
-from stoker.scheduler.queue import insert_position
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.effects import Drop, Fork, Trim
 from stoker.scheduler.limits import SchedulerLimits
+from stoker.scheduler.plan import Planner, fair_shares
+from stoker.scheduler.queue import insert_position
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
 from stoker.scheduler.slots import common_prefix
@@ -282,9 +282,7 @@ def test_more_decode_rows_than_budget_take_turns():
 
 def test_spare_sequences_let_a_newcomer_start_without_freeing_cells_under_those_who_run():
     """Q10, adr/0006: what idle slots keep is freed only beyond a bound, the newest last."""
-    machine = scheduler(
-        num_slots=2, num_sequences=6, num_cells=8000, n_batch=4000, policy=Policy.THROUGHPUT
-    )
+    machine = scheduler(num_slots=2, num_sequences=6, num_cells=8000, n_batch=4000, policy=Policy.THROUGHPUT)
     running = sequence("a", [1] * 40)
     machine.enqueue(running, 0.0)
     for at in range(4):

@@ -29,14 +29,17 @@ DISTURBED_CORES = 0.25
 """Mean loss from which steps take visibly longer than on a quiet machine."""
 BLIND_EVIDENCE_S = 0.45
 """Step time that is enough to lower where others do not explain the loss."""
+LAG_S = 0.3
+"""What is known of others is that old, or a little less."""
 BLIND_LOST_CORES = 0.5
 BLIND_SLOWDOWN = 1.3
 """Without an explanation, steps must also be that many times over their prediction."""
 HOLD_S = 0.25
 """How long the cores have to be free before more threads are used, at first."""
 MAX_HOLD_S = 2.0
+HOLD_GROWTH = 4
 RELAPSE_S = 1.5
-"""Cores lost again so soon were not free: next time they have to be so for twice as long."""
+"""Cores lost again so soon were not free: next time they have to be so for HOLD_GROWTH times as long."""
 TRIAL_S = 0.12
 TRIAL_STEPS = 3
 FIRST_TRIAL_AFTER_S = 1.0
@@ -145,6 +148,7 @@ class ThreadGovernor:
         self._last_s: float | None = None
         self._is_crowded = False
         self._free_since_s: float | None = None
+        self._lost_since_s: float | None = None
         self._hold_s = HOLD_S
         self._raised_at_s = -math.inf
         self._trials: _Trials | None = None
@@ -173,7 +177,7 @@ class ThreadGovernor:
     def forget(self) -> None:
         """Drop what was seen of steps: something has been done about it."""
         self._window.clear()
-        self._free_since_s = None
+        self._free_since_s = self._lost_since_s = None
 
     def observe(self, sample: StepSample, others_cores: float | None) -> Decision | None:
         """Judge a step that ended.
@@ -195,7 +199,7 @@ class ThreadGovernor:
         self._window.add(sample)
         if self._trials is not None and self._trials.is_running:
             return self._judge_trial(sample.at_s)
-        return self._lower(sample.at_s, others_cores) or self._raise(sample, others_cores)
+        return self._lower(sample, others_cores) or self._raise(sample, others_cores)
 
     def wake(self, now_s: float, others_cores: float | None) -> Decision | None:
         """A step begins, perhaps after a pause: then raise at once if the cores have become free.
@@ -215,7 +219,7 @@ class ThreadGovernor:
 
     # ------------------------------------------------------------ fewer
 
-    def _lower(self, now_s: float, others_cores: float | None) -> Decision | None:
+    def _lower(self, sample: StepSample, others_cores: float | None) -> Decision | None:
         lost = self._window.lost_cores
         self._is_crowded = False
         if others_cores is not None:
@@ -224,20 +228,30 @@ class ThreadGovernor:
             if fitting < self._num_threads:
                 if self._window.wall_s < EVIDENCE_S or lost < LOST_CORES:
                     return None
-                return self._lower_to(fitting, now_s, self._others_text(others_cores))
-        is_lost = self._window.wall_s >= BLIND_EVIDENCE_S and lost >= BLIND_LOST_CORES
-        is_slow = self._window.is_slow
-        if is_slow is None:  # cold weights that come from the disk look the same, on a machine at rest
-            is_slow = others_cores is None
-        if self._num_threads == 1 or not is_lost or not is_slow:
+                return self._lower_to(fitting, sample.at_s, self._others_text(others_cores))
+        if not self._is_lost_without_reason(sample, others_cores):
             return None
         got = self._num_threads - lost
         reason = f"this process gets {got:.1f} of {self._num_threads} cores"
-        return self._lower_blindly(max(1, int(got + 1 - BLIND_LOST_CORES)), now_s, reason)
+        return self._lower_blindly(max(1, int(got + 1 - BLIND_LOST_CORES)), sample.at_s, reason)
+
+    def _is_lost_without_reason(self, sample: StepSample, others_cores: float | None) -> bool:
+        """Whether cores are lost that nobody is seen to use, for longer than a reading of others may lag."""
+        window = self._window
+        is_lost = window.wall_s >= BLIND_EVIDENCE_S and window.lost_cores >= BLIND_LOST_CORES
+        is_slow = window.is_slow
+        if is_slow is None:  # cold weights that come from the disk look the same, on a machine at rest
+            is_slow = others_cores is None
+        if self._num_threads == 1 or not is_lost or not is_slow:
+            self._lost_since_s = None
+            return False
+        if self._lost_since_s is None:
+            self._lost_since_s = sample.at_s - sample.wall_s
+        return others_cores is None or sample.at_s - self._lost_since_s >= LAG_S
 
     def _lower_to(self, num_threads: int, now_s: float, reason: str) -> Decision:
         is_relapse = now_s - self._raised_at_s < RELAPSE_S
-        self._hold_s = min(MAX_HOLD_S, 2 * self._hold_s) if is_relapse else HOLD_S
+        self._hold_s = min(MAX_HOLD_S, HOLD_GROWTH * self._hold_s) if is_relapse else HOLD_S
         self._trials = None
         return self._change(num_threads, reason)
 

@@ -1,6 +1,7 @@
 """Why a step took many times its prediction (SPEC M7): each reason found is told once a minute.
 
-`why_slow` is pure. Reading what the machine counts is `read_hindrances`' business, logging the caller's.
+`why_slow` is pure. Reading what the machine counts is `HindranceCounters`' business, logging the
+caller's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 MANY_TIMES = 8.0
 """A step that many times over its prediction is told about."""
 AGAIN_AFTER_S = 60.0
-NOTE_EVERY_S = 0.25
+NOTE_EVERY_S = 1.0
+LONG_STEP_S = 0.5
+"""A step as long as that is known at its end: most of the last reading fell into it."""
 FEW_FAULTS = 16
 """Pages read from the disk that do not explain a slow step."""
 THROTTLED_PART = 0.2
@@ -67,9 +70,15 @@ class Hindrances:
         )
 
 
-def read_hindrances() -> Hindrances:
-    """Read the counters now; what this system does not count stays 0."""
-    return Hindrances(_num_faults(), _throttled_s(_stat_files()), _slept_s())
+class HindranceCounters:
+    """Reads the counters when called; what this system does not count stays 0."""
+
+    def __init__(self) -> None:
+        self._stat_files = [file for file in _candidates() if file.is_file()]
+
+    def __call__(self) -> Hindrances:
+        """The counters now."""
+        return Hindrances(_num_faults(), _throttled_s(self._stat_files), _slept_s())
 
 
 def why_slow(sample: StepSample, met: Hindrances, num_cores: int, others_cores: float | None) -> SlowReason:
@@ -100,18 +109,41 @@ def _who_had_the_cores(num_threads: int, num_cores: int, others_cores: float | N
     return SlowReason.SHARED_CORE if num_threads > 1 else SlowReason.LOST_CORES
 
 
+@dataclass(frozen=True, slots=True)
+class SlowStep:
+    """A step many times over its prediction, and why."""
+
+    sample: StepSample
+    reason: SlowReason
+    others_cores: float | None
+
+    def text(self, num_cores: int) -> str:
+        """A line for the log."""
+        sample, others = self.sample, self.others_cores
+        got = sample.cpu_s / sample.wall_s
+        used = "" if others is None else f", others use {others:.1f}"
+        return (
+            f"a step took {sample.wall_s:.2f} s instead of {sample.predicted_s or 0.0:.3f} s: {self.reason} "
+            f"({sample.num_threads} threads got {got:.1f} of {num_cores} cores{used})"
+        )
+
+
 class SlowSteps:
     """Finds the reason of each slow step and tells each reason once a minute.
+
+    What others use is known a quarter of a second at a time, so a shorter step is judged with what is known
+    after the next reading.
 
     Args:
         num_cores: cores this process may use.
         read: reads the counters; another one in tests.
     """
 
-    def __init__(self, num_cores: int, read: Callable[[], Hindrances] = read_hindrances) -> None:
+    def __init__(self, num_cores: int, read: Callable[[], Hindrances] | None = None) -> None:
         self._num_cores = num_cores
-        self._read = read
-        self._noted = (0.0, read())
+        self._read = read or HindranceCounters()
+        self._noted = (0.0, self._read())
+        self._waiting: tuple[SlowStep, Hindrances] | None = None
         self._told_at_s: dict[SlowReason, float] = {}
 
     def __repr__(self) -> str:
@@ -122,29 +154,35 @@ class SlowSteps:
         if now_s - self._noted[0] >= NOTE_EVERY_S:
             self._noted = now_s, self._read()
 
-    def find(self, sample: StepSample, others_cores: float | None) -> SlowReason | None:
-        """What kept a step that is MANY_TIMES over its prediction; None: it is not, or has none."""
-        if sample.predicted_s is None or sample.wall_s < MANY_TIMES * sample.predicted_s:
-            return None
-        met = self._read().since(self._noted[1])
-        return why_slow(sample, met, self._num_cores, others_cores)
+    def end(self, sample: StepSample, others_cores: float | None, read_at_s: float) -> SlowStep | None:
+        """A step ended; returns a slow one, this or one before it, once it can be judged.
 
-    def tell(self, sample: StepSample, reason: SlowReason, others_cores: float | None) -> str | None:
-        """The line to log; None if this reason was told less than AGAIN_AFTER_S ago."""
-        if sample.at_s - self._told_at_s.get(reason, -math.inf) < AGAIN_AFTER_S:
+        Args:
+            sample: the step.
+            others_cores: cores that others used lately; None: not known.
+            read_at_s: when that was read.
+        """
+        is_slow = sample.predicted_s is not None and sample.wall_s >= MANY_TIMES * sample.predicted_s
+        if is_slow and self._waiting is None:
+            met = self._read().since(self._noted[1])
+            self._waiting = SlowStep(sample, SlowReason.UNKNOWN, others_cores), met
+        if self._waiting is None:
             return None
-        self._told_at_s[reason] = sample.at_s
-        got = sample.cpu_s / sample.wall_s
-        others = "" if others_cores is None else f", others use {others_cores:.1f}"
-        return (
-            f"a step took {sample.wall_s:.2f} s instead of {sample.predicted_s or 0.0:.3f} s: {reason} "
-            f"({sample.num_threads} threads got {got:.1f} of {self._num_cores} cores{others})"
-        )
+        (found, met) = self._waiting
+        is_judged = found.sample.wall_s >= LONG_STEP_S or read_at_s > found.sample.at_s
+        if not is_judged and others_cores is not None:
+            return None
+        self._waiting = None
+        others = max((used for used in (found.others_cores, others_cores) if used is not None), default=None)
+        return SlowStep(found.sample, why_slow(found.sample, met, self._num_cores, others), others)
 
-    def explain(self, sample: StepSample, others_cores: float | None) -> str | None:
-        """`find` and `tell` in one: a line to log, or None."""
-        reason = self.find(sample, others_cores)
-        return None if reason is None else self.tell(sample, reason, others_cores)
+    def tell(self, slow: SlowStep) -> str | None:
+        """The line to log; None if its reason was told less than AGAIN_AFTER_S ago."""
+        now_s = slow.sample.at_s
+        if now_s - self._told_at_s.get(slow.reason, -math.inf) < AGAIN_AFTER_S:
+            return None
+        self._told_at_s[slow.reason] = now_s
+        return slow.text(self._num_cores)
 
 
 # ---------------------------------------------------------------- what the machine counts
@@ -181,11 +219,8 @@ def _read_throttled(file: Path) -> float:
     return int(values.get("throttled_time", 0)) / 1e9
 
 
-def _stat_files() -> list[Path]:
-    return [file for file in _candidates() if file.is_file()]
-
-
 def _candidates() -> Iterator[Path]:
+    """Where the groups this process is in may tell how often they were held back."""
     yield _CGROUPS / "cpu.stat"
     yield _CGROUPS / "cpu" / "cpu.stat"
     try:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHARED_S = 0.3
-"""Step time with threads on one core after which they are moved apart."""
+SHARED_S = 0.6
+"""Step time with threads on one core after which they are moved apart: by then, what is known of others is
+not from before."""
 SHARED_SLOWDOWN = 2.0
 BOUND_S = 10.0
 """How long they are held apart: the system's scheduler leaves threads that compute where they are."""
@@ -120,23 +121,24 @@ class ThreadKeeper:
 
     def _look_into(self, sample: StepSample, others: float | None) -> bool:
         """Tell about a slow step, mend a shared core; returns whether that has been done."""
-        reason = self._slow.find(sample, others)
-        line = self._slow.tell(sample, reason, others) if reason else None
+        slow = self._slow.end(sample, others, self._watch.read_at_s)
+        line = self._slow.tell(slow) if slow else None
         if line:
             log.warning("%s", line)
         if self._binder.is_bound:
             if others is None or others >= SPARE_CORES:
                 self._binder.unbind()
-        elif self._shares_a_core(sample, reason, others):
+        elif slow is not None and slow.reason not in {SlowReason.SHARED_CORE, SlowReason.UNKNOWN}:
+            self._shared_s = 0.0
+        elif self._shares_a_core(sample, others):
             return self._move_apart(sample)
         return False
 
-    def _shares_a_core(self, sample: StepSample, reason: SlowReason | None, others: float | None) -> bool:
+    def _shares_a_core(self, sample: StepSample, others: float | None) -> bool:
         """Whether that has been so for SHARED_S of step time."""
         is_slow = sample.predicted_s is not None and sample.wall_s >= SHARED_SLOWDOWN * sample.predicted_s
         is_alone = others is not None and others < SPARE_CORES
-        is_explained = reason not in {None, SlowReason.SHARED_CORE}
-        if not (is_slow and is_alone) or is_explained or sample.lost_cores < HALF_A_CORE:
+        if not (is_slow and is_alone) or sample.lost_cores < HALF_A_CORE:
             self._shared_s = 0.0
             return False
         is_first = self._shared_s == 0.0

@@ -6,6 +6,7 @@ when to follow it is the thread governor's business.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -100,6 +101,11 @@ class CoreWatch:
 
     def __repr__(self) -> str:
         return f"<CoreWatch others={self._others} of {self.num_cores} cores>"
+
+    @property
+    def read_at_s(self) -> float:
+        """When the machine was read last."""
+        return self._last[0] if self._last else -math.inf
 
     def read(self, now_s: float) -> float | None:
         """Cores that others used since the last reading; reads anew at most every READ_EVERY_S.

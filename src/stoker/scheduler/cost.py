@@ -81,7 +81,7 @@ class StepCost:
         if budget_s < last.took_s:
             return 0
         for point in points[1:]:
-            if budget_s < point.took_s:
+            if budget_s < point.took_s:  # so it is more than the last point's
                 share = (budget_s - last.took_s) / (point.took_s - last.took_s)
                 return min(most, int(last.num_tokens + share * (point.num_tokens - last.num_tokens)))
             last = point
@@ -93,8 +93,10 @@ class StepCost:
             return self._curve
         table = self._tables.get(self._num_threads) or next(iter(self._tables.values()), {})
         points: list[_Point] = []
-        for _, point in sorted(table.items()):
-            if not points or (point.num_tokens > points[-1].num_tokens and point.took_s >= points[-1].took_s):
-                points.append(point)
+        least_s = float("inf")
+        for _, point in sorted(table.items(), reverse=True):
+            least_s = min(least_s, point.took_s)  # more tokens never take less
+            points.append(_Point(point.num_tokens, least_s))
+        points.reverse()
         self._curve = points
         return points

@@ -93,7 +93,7 @@ class Scheduler:
         return self.forecast.waits_s(self.slots.running, self.waiting())
 
     def eta_s(self, position: int) -> float:
-        """The same for one place of the line; of a long line a rough figure, as arrivals must not cost much."""
+        """The same for one place of the line; far back a rough figure, as arrivals must not cost much."""
         if position < CLOSE_POSITIONS:
             return self.forecast.waits_s(self.slots.running, self.waiting()[: position + 1])[position]
         return self.forecast.rough_wait_s(position)

@@ -1,0 +1,365 @@
+"""Who gives way to whom, in which form the others are kept, and that background does not starve."""
+
+import pytest
+
+from stoker.request import FinishReason, Priority
+from stoker.scheduler.effects import Drop, Export, Fork, Import
+from stoker.scheduler.limits import SchedulerLimits
+from stoker.scheduler.room import Room
+from stoker.scheduler.scheduler import Scheduler
+from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey, SequenceState
+
+INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
+STATE_BYTES = 100
+
+
+def scheduler(**limits):
+    """Two slots and two spare sequences, 512 cells of ten bytes, room for snapshots."""
+    defaults = {
+        "num_slots": 2,
+        "num_sequences": 4,
+        "num_cells": 512,
+        "n_batch": 128,
+        "cell_bytes": 10,
+        "park_bytes": 2**20,
+    }
+    return Scheduler(SchedulerLimits(**defaults | limits))
+
+
+def sequence(name, num_tokens=40, priority=BACKGROUND, **fields):
+    """A queued sequence whose tokens are its own."""
+    tokens = [ord(name[0]) * 1000 + at for at in range(num_tokens)]
+    return Sequence(
+        key=SequenceKey(name, 0), tokens=tokens, num_prompt=num_tokens, priority=priority, **fields
+    )
+
+
+def person(name, num_tokens=40, **fields):
+    """An interactive one."""
+    return sequence(name, num_tokens, INTERACTIVE, **fields)
+
+
+def enter(machine, *sequences, now=0.0):
+    """Put them in the line, in this order."""
+    for member in sequences:
+        member.arrival_s = now
+        machine.enqueue(member, now)
+        now += 0.001
+
+
+def step(machine, now=0.0):
+    """One turn as the engine does it; exports give STATE_BYTES, draws token 7."""
+    turn = machine.schedule(now)
+    carry_out(machine, turn)
+    plan = machine.plan()
+    if plan is not None:
+        machine.computed(plan, now)
+        for part in plan.parts:
+            if part.sequence.num_pending == 0:
+                part.sequence.tokens.append(7)
+    machine.check()
+    return turn
+
+
+def carry_out(machine, turn):
+    """What the resident does about snapshots."""
+    for effect in turn.effects:
+        match effect:
+            case Export():
+                machine.room.exported(effect.sequence, bytes(STATE_BYTES))
+            case Import():
+                machine.room.imported(effect.sequence)
+
+
+def names(sequences):
+    """Request ids."""
+    return [member.key.request_id for member in sequences]
+
+
+def test_an_interactive_arrival_takes_the_place_of_the_youngest_background_at_the_next_step():
+    """Q3, Q4: its cells stay where they are, nothing is copied."""
+    machine = scheduler()
+    old, young = sequence("old"), sequence("young")
+    enter(machine, old, young)
+    step(machine)
+    step(machine)
+    arrival = person("me")
+    enter(machine, arrival, now=1.0)
+    turn = step(machine, 1.0)
+    assert [parking.sequence for parking in turn.parked] == [young]
+    assert turn.admitted == [arrival]
+    assert turn.effects == []
+    assert young.form is ParkForm.CELLS
+    assert young.num_computed == 40
+    assert young.num_generated == 1
+    machine.retire(arrival, FinishReason.STOP, 2.0)
+    turn = step(machine, 2.0)
+    assert turn.admitted == [young]
+    assert turn.effects == []
+    assert young.num_computed == 41
+
+
+def test_background_gives_way_in_the_middle_of_its_prompt():
+    """Q3: at a chunk's boundary, and it goes on from there."""
+    machine = scheduler(num_slots=1, num_sequences=2)
+    job = sequence("job", 200)
+    enter(machine, job)
+    step(machine)
+    assert 0 < job.num_computed < 200
+    computed = job.num_computed
+    arrival = person("me")
+    enter(machine, arrival, now=1.0)
+    step(machine, 1.0)
+    assert job.state is SequenceState.PARKED
+    assert job.num_computed == computed
+    machine.retire(arrival, FinishReason.STOP, 2.0)
+    step(machine, 2.0)
+    assert job.num_computed > computed
+
+
+def test_interactive_work_is_not_preempted_by_interactive_arrivals():
+    """Q3."""
+    machine = scheduler()
+    enter(machine, person("a"), person("b"))
+    step(machine)
+    enter(machine, person("c"), now=1.0)
+    turn = step(machine, 1.0)
+    assert turn.parked == []
+    assert names(machine.waiting()) == ["c"]
+
+
+def test_a_request_that_asked_for_it_is_ended_instead_of_parked():
+    """Q4: `preempt: "cancel"`."""
+    machine = scheduler(num_slots=1)
+    job = sequence("job", ends_if_preempted=True)
+    enter(machine, job)
+    step(machine)
+    enter(machine, person("me"), now=1.0)
+    turn = step(machine, 1.0)
+    assert turn.preempted == [job]
+    assert job.finish_reason is FinishReason.PREEMPTED
+    assert turn.parked == []
+    assert names(machine.slots.running) == ["me"]
+
+
+def test_room_freed_for_a_parked_one_is_not_taken_by_a_later_arrival_of_its_class():
+    """Q5."""
+    machine = scheduler(num_slots=1)
+    job, visitor = sequence("job"), person("me")
+    enter(machine, job)
+    step(machine)
+    enter(machine, visitor, now=1.0)
+    step(machine, 1.0)
+    enter(machine, sequence("later"), now=2.0)
+    machine.retire(visitor, FinishReason.STOP, 3.0)
+    assert step(machine, 3.0).admitted == [job]
+
+
+def test_cells_that_are_needed_move_to_a_snapshot_and_come_back():
+    """Q4: the second form, where host memory has room."""
+    machine = scheduler(num_slots=1, num_cells=128, n_batch=128)
+    job, visitor = sequence("job", 60), person("me", 100)
+    enter(machine, job)
+    step(machine)
+    enter(machine, visitor, now=1.0)
+    turn = step(machine, 1.0)
+    assert turn.effects == [Export(0, job), Drop(0)]
+    assert (job.form, job.snapshot_bytes) == (ParkForm.SNAPSHOT, STATE_BYTES)
+    assert machine.room.snapshot_bytes == STATE_BYTES
+    machine.retire(visitor, FinishReason.STOP, 2.0)
+    turn = step(machine, 2.0)
+    assert turn.effects[-1] == Import(job.slot, job)
+    assert job.num_computed == 61
+    assert machine.room.snapshot_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "limits", [{"park_bytes": 599}, {"cell_bytes": 0}], ids=["over the budget", "no export"]
+)
+def test_tokens_are_kept_where_no_snapshot_can_be(limits):
+    """Q4: the third form; the sequence is computed again."""
+    machine = scheduler(num_slots=1, num_cells=128, n_batch=128, **limits)
+    job, visitor = sequence("job", 60), person("me", 100)
+    enter(machine, job)
+    step(machine)
+    enter(machine, visitor, now=1.0)
+    assert step(machine, 1.0).effects == [Drop(0)]
+    assert (job.form, job.num_computed) == (ParkForm.TOKENS, 0)
+    machine.retire(visitor, FinishReason.STOP, 2.0)
+    step(machine, 2.0)
+    assert job.num_computed == 61
+
+
+def test_cells_move_out_of_the_way_of_those_who_run_before_anybody_is_parked():
+    """Q4, Q12: the one that will run last gives its cells first."""
+    machine = scheduler(num_slots=2, num_cells=200, n_batch=200)
+    jobs = [sequence("first", 50), sequence("last", 50)]
+    enter(machine, *jobs)
+    step(machine)
+    step(machine)
+    enter(machine, person("a", 40), person("b", 65), now=1.0)
+    step(machine, 1.0)
+    assert [job.form for job in jobs] == [ParkForm.CELLS, ParkForm.SNAPSHOT]
+
+
+def test_many_parked_cells_are_moved_before_attention_over_them_costs_much():
+    """Q4: by cost, not only by room."""
+    machine = scheduler(num_slots=2, num_sequences=8, num_cells=16_000, n_batch=8000)
+    jobs = [sequence("first", 1500), sequence("last", 1500)]
+    enter(machine, *jobs)
+    for _ in range(200):
+        step(machine)
+    enter(machine, person("a"), person("b"), now=1.0)
+    step(machine, 1.0)
+    enter(machine, person("c"), now=2.0)
+    step(machine, 2.0)
+    assert [job.form for job in jobs] == [ParkForm.CELLS, ParkForm.SNAPSHOT]
+
+
+def test_a_snapshot_that_was_ordered_but_not_yet_taken_stays_whole():
+    """Q4: given a place and put out of it within one turn, it is not exported a second time."""
+    limits = scheduler().limits
+    room, job, effects = Room(limits), sequence("job", 60), []
+    room.seat(job, room.placement(job), effects, 0.0)
+    room.cells.extend(job.slot, 60)
+    job.num_computed = 60
+    room.slots.lodge(job, 0.0)
+    room.demote(job, effects)
+    room.exported(job, bytes(STATE_BYTES))
+    coming = []
+    room.seat(job, room.placement(job), coming, 1.0)
+    room.slots.lodge(job, 1.0)
+    room.demote(job, coming)
+    assert coming == [Drop(0)]
+    assert (job.form, job.snapshot_bytes, room.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
+    room.check()
+
+
+def test_a_lost_snapshot_costs_time_and_no_token():
+    """Q4."""
+    machine = scheduler(num_slots=1, num_cells=128, n_batch=128)
+    job, visitor = sequence("job", 60), person("me", 100)
+    enter(machine, job)
+    step(machine)
+    enter(machine, visitor, now=1.0)
+    step(machine, 1.0)
+    machine.retire(visitor, FinishReason.STOP, 2.0)
+    machine.schedule(2.0)
+    machine.room.lost(job)  # the backend refused it
+    machine.check()
+    tokens = list(job.tokens)
+    machine.computed(machine.plan(), 2.0)
+    assert job.tokens == tokens
+    assert job.num_computed == 61
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "parked"])
+def test_a_paused_request_is_out_of_everybodys_way_and_comes_back_to_its_place(state):
+    """Q17."""
+    machine = scheduler(num_slots=1)
+    first, second = sequence("first"), sequence("second")
+    enter(machine, first, second)
+    step(machine)
+    paused = second if state == "queued" else first
+    if state == "parked":
+        enter(machine, person("me"), now=1.0)
+        step(machine, 1.0)
+    machine.pause(paused, 2.0)
+    machine.check()
+    assert paused not in machine.waiting()
+    assert paused not in machine.slots.running
+    enter(machine, sequence("third"), now=3.0)
+    machine.resume(paused, 4.0)
+    waiting = names(machine.waiting())
+    assert waiting.index(paused.key.request_id) < waiting.index("third")
+    for at in range(5, 9):
+        step(machine, float(at))
+    machine.check()
+
+
+def test_a_paused_request_passes_its_deadline_and_can_be_cancelled():
+    """Q6, Q17."""
+    machine = scheduler()
+    late, cancelled = person("late", deadline_s=9.0), person("cancelled")
+    enter(machine, late, cancelled)
+    step(machine)
+    machine.pause(late, 1.0)
+    machine.pause(cancelled, 1.0)
+    assert not machine.has_work
+    assert machine.next_deadline_s() == 9.0
+    machine.retire(cancelled, FinishReason.CANCELLED, 2.0)
+    assert machine.schedule(9.0).expired == [late]
+    machine.check()
+
+
+def endless(machine, now):
+    """Two interactive requests at any time, one waiting: somebody always wants the slots."""
+    people = [s for s in (*machine.slots.running, *machine.waiting()) if not s.is_background]
+    for number in range(3 - len(people)):
+        enter(machine, person(f"p{now}{number}", 8), now=now)
+    for running in list(machine.slots.running):
+        if not running.is_background and running.num_generated >= 5:
+            machine.retire(running, FinishReason.LENGTH, now)
+
+
+@pytest.mark.parametrize("num_spare", [0, 2])
+def test_background_gets_its_first_token_within_its_patience_and_twenty_steps(num_spare):
+    """Q7: also where no sequence is to spare, and it goes on and on."""
+    machine = scheduler(num_sequences=2 + num_spare, background_patience_s=3.0)
+    endless(machine, 0.0)
+    step(machine, 0.0)
+    job = sequence("job", 100)
+    enter(machine, job, now=0.01)
+    steps_over, token_times = 0, []
+    for at in range(1, 2500):
+        now = at / 100
+        endless(machine, now)
+        step(machine, now)
+        steps_over += now > 3.01 and not job.num_generated
+        if job.num_generated > len(token_times):
+            token_times.append(now)
+    assert steps_over <= 20
+    assert len(token_times) >= 5
+    assert all(later - former < 3.5 for former, later in zip(token_times, token_times[1:], strict=False))
+
+
+def test_one_step_in_ten_is_for_background_that_waited_and_not_more():
+    """Q7: ten jobs that waited do not take the machine over."""
+    machine = scheduler(num_sequences=16, num_cells=4000, background_patience_s=1.0)
+    endless(machine, 0.0)
+    step(machine, 0.0)
+    enter(machine, *(sequence(f"{name}job", 30) for name in "abcdefghij"), now=0.01)
+    shares = []
+    for at in range(1, 400):
+        now = 1.0 + at / 100
+        endless(machine, now)
+        turn = machine.schedule(now)
+        carry_out(machine, turn)
+        plan = machine.plan()
+        machine.computed(plan, now)
+        shares.append(any(part.sequence.is_background for part in plan.parts))
+        for part in plan.parts:
+            if part.sequence.num_pending == 0:
+                part.sequence.tokens.append(7)
+    assert 0.05 <= sum(shares) / len(shares) <= 0.11
+
+
+def test_completions_that_share_a_prompt_are_parked_and_resumed_as_one_would_be():
+    """Q16, Q4."""
+    machine = scheduler(num_slots=2, num_sequences=6)
+    leader = sequence("n", 60)
+    follower = sequence("n", 60, leader=leader)
+    follower.key = SequenceKey("n", 1)
+    enter(machine, leader, follower)
+    for _ in range(4):
+        step(machine)
+    assert follower.num_cached >= 59
+    visitors = [person("a"), person("b")]
+    enter(machine, *visitors, now=1.0)
+    turn = step(machine, 1.0)
+    assert {parking.sequence.key.index for parking in turn.parked} == {0, 1}
+    for visitor in visitors:
+        machine.retire(visitor, FinishReason.STOP, 2.0)
+    turn = step(machine, 2.0)
+    assert len(turn.admitted) == 2
+    assert not any(isinstance(effect, Fork) for effect in turn.effects)
