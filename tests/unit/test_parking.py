@@ -1,5 +1,7 @@
 """Who gives way to whom, in which form the others are kept, and that background does not starve."""
 
+import itertools
+
 import pytest
 
 from stoker.request import FinishReason, Priority
@@ -320,7 +322,7 @@ def test_background_gets_its_first_token_within_its_patience_and_twenty_steps(nu
             token_times.append(now)
     assert steps_over <= 20
     assert len(token_times) >= 5
-    assert all(later - former < 3.5 for former, later in zip(token_times, token_times[1:], strict=False))
+    assert all(later - former < 3.5 for former, later in itertools.pairwise(token_times))
 
 
 def test_one_step_in_ten_is_for_background_that_waited_and_not_more():

@@ -94,6 +94,7 @@ class Capabilities:
     can_trim: bool
     can_fork: bool
     has_vision: bool = False
+    computes_on_cpu: bool = True
 
 
 class Vocabulary(Protocol):
@@ -183,6 +184,14 @@ class Backend(Protocol):
 
     def drop(self, seq: int) -> None:
         """Forget the sequence and free its cells."""
+        ...
+
+    def close_up(self, seqs: Sequence[int]) -> None:
+        """Move the tokens of these sequences, which share none, to where others were dropped or cut.
+
+        Copies, computes nothing. Where sums are taken in the order of the cells, a sequence that grows into
+        a hole before its own tokens would get other last bits than alone.
+        """
         ...
 
     def length(self, seq: int) -> int:

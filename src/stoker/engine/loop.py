@@ -22,6 +22,7 @@ from stoker.engine.inbox import (
     Prepared,
     PrepareFailed,
 )
+from stoker.engine.pace import Pace
 from stoker.engine.resident import Resident
 from stoker.engine.residents import Residents
 from stoker.engine.step_clock import StepClock
@@ -80,7 +81,8 @@ class EngineLoop:
         self._publish = publish
         self._clock = StepClock(settings.watchdog_s)
         self._workers = Workers(inbox, settings.cache_dir)
-        self._residents = Residents(self._clock)
+        self._pace = Pace(self._clock)
+        self._residents = Residents()
         self._preparing: dict[str, Submit] = {}
         self._paused_early: set[str] = set()
         self._events: list[Event] = []
@@ -106,6 +108,7 @@ class EngineLoop:
         finally:
             self._workers.close()
             self._residents.close()
+            self._pace.close()
         self._events.append(Goodbye())
         self._flush()
 
@@ -280,7 +283,7 @@ class EngineLoop:
                 self._events.append(moved)
             case Loaded(spec, backend):
                 self._unload(spec.id)
-                resident = self._residents.add(Resident(spec, backend, self._clock))
+                resident = self._residents.add(Resident(spec, backend, self._pace))
                 ready = ModelState(model=spec.id, state="ready", fraction=1.0, info=resident.info())
                 self._events.append(ready)
             case LoadFailed(model, error):
@@ -315,6 +318,8 @@ class EngineLoop:
             queue=[s for r in residents for s in r.line_status(SequenceState.QUEUED, now)],
             parked=[s for r in residents for s in r.line_status(SequenceState.PARKED, now)],
             paused=[s for r in residents for s in r.paused_status(now)],
+            num_threads=self._pace.num_threads,
+            threads_reason=self._pace.reason,
             counters=counters,
             kv_cells_total=sum(r.scheduler.cells.total for r in residents),
             kv_cells_used=sum(r.scheduler.cells.used for r in residents),

@@ -18,19 +18,27 @@ log = logging.getLogger(__name__)
 
 
 def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
-    """Run the orders in their order. A snapshot that fails costs its sequence time, not its tokens."""
+    """Run the orders in their order. A snapshot that fails costs its sequence time, not its tokens.
+
+    Holes that they leave are closed up, before a running sequence grows into one (docs/adr/0006).
+    """
+    has_freed = False
     for effect in effects:
         match effect:
             case Fork(src, dst, length):
                 backend.fork(src, dst, length)
             case Trim(seq, length):
                 backend.trim(seq, length)
+                has_freed = True
             case Drop(seq):
                 backend.drop(seq)
+                has_freed = True
             case Export():
                 _export(effect, backend, room)
             case Import():
                 _import(effect, backend, room)
+    if has_freed and (seqs := room.movable()):
+        backend.close_up(seqs)
 
 
 def _export(order: Export, backend: Backend, room: Room) -> None:

@@ -15,7 +15,7 @@ from stoker.decode.workspace import Workspace
 from stoker.engine import report
 from stoker.engine.live import LiveRequest
 from stoker.engine.orders import carry_out
-from stoker.engine.step_clock import StepClock
+from stoker.engine.pace import Pace
 from stoker.engine.workers import PrepContext
 from stoker.errors import (
     ContextLengthError,
@@ -58,11 +58,11 @@ TELL_EVERY_S = 1.0
 class Resident:
     """A model in memory. Events of what happens are collected in `events`, for the loop to publish."""
 
-    def __init__(self, spec: ModelSpec, backend: Backend, clock: StepClock) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, pace: Pace) -> None:
         self.spec = spec
         self.backend = backend
         self.events: list[Event] = []
-        self._clock = clock
+        self._pace = pace
         self._told_s = 0.0
         self._live: dict[str, LiveRequest] = {}
         limits = backend.capabilities
@@ -83,6 +83,7 @@ class Resident:
                 background_patience_s=spec.background_patience_s,
             )
         )
+        self._runner = pace.join(backend, self.scheduler.cost)
         self.prep = PrepContext(backend.vocabulary, limits.n_vocab, limits.n_ctx, Workspace(limits.n_vocab))
 
     def __repr__(self) -> str:
@@ -198,6 +199,7 @@ class Resident:
 
     def close(self) -> None:
         """Free the native model."""
+        self._pace.leave(self._runner)
         self.backend.close()
 
     # ------------------------------------------------------------ a turn
@@ -250,14 +252,14 @@ class Resident:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
         batch = plan.batch()
         num_tokens = batch.num_tokens
-        self._clock.begin(num_tokens)
+        self._pace.begin(num_tokens)
         try:
             rows = self.backend.step(batch)
         except PoolFullError as error:
-            self._clock.abandon()
+            self._pace.abandon()
             self._relieve(plan, error, now)
         except StepFailedError as error:
-            self._clock.abandon()
+            self._pace.abandon()
             if len(plan.parts) == 1:
                 live = self._live[plan.parts[0].sequence.key.request_id]
                 log.warning("step failed for %r: %s", live, error)
@@ -269,9 +271,8 @@ class Resident:
                 if still:
                     self._run(StepPlan(still), now)
         else:
-            took_s = self._clock.end(num_tokens)
-            self.scheduler.cost.learn(num_tokens, took_s)
-            self.scheduler.computed(plan, self._clock.now())
+            self._pace.end(self._runner, num_tokens)
+            self.scheduler.computed(plan, self._pace.now())
             self._draw(plan, rows)
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
@@ -303,7 +304,7 @@ class Resident:
                 try:
                     self._digest(live, part, rows[at : at + num_rows])
                 except StokerError as error:
-                    self._fail(live, error, self._clock.now())
+                    self._fail(live, error, self._pace.now())
             at += num_rows
 
     def _digest(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
@@ -313,18 +314,18 @@ class Resident:
             if sequence.wants_prompt_logits:
                 self._note_prompt_logprobs(live, start, rows)
             if live.request.return_progress and sequence is live.leader:
-                self.events.append(live.progress(sequence, self._clock.now()))
+                self.events.append(live.progress(sequence, self._pace.now()))
         if sequence.num_pending:
             return
         index = sequence.key.index
         if live.request.max_tokens == 0:
-            self._end_choice(live, index, FinishReason.LENGTH, self._clock.now())
+            self._end_choice(live, index, FinishReason.LENGTH, self._pace.now())
             return
         self._take(live, sequence, live.choices[index].generation.advance(rows[-1]))
 
     def _take(self, live: LiveRequest, sequence: Sequence, drawn: Drawn) -> None:
         """Append the drawn token; end the choice if it is its last, or if no further one would fit."""
-        now = self._clock.now()
+        now = self._pace.now()
         index = sequence.key.index
         if live.first_token_s is None:
             live.first_token_s = now

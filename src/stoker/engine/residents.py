@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stoker.engine.resident import Resident
-from stoker.engine.step_clock import StepClock
 from stoker.errors import ModelNotFoundError
 from stoker.scheduler.patience import ONE_STEP_IN
 
@@ -18,8 +17,7 @@ from stoker.scheduler.patience import ONE_STEP_IN
 class Residents:
     """Loaded models by id, in the order of their last turn."""
 
-    def __init__(self, clock: StepClock) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         self._models: dict[str, Resident] = {}
         self._turns_since_owed = 0
 

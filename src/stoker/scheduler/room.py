@@ -25,6 +25,9 @@ GROWTH_CELLS = 64
 MIN_SNAPSHOT = 32
 """Tokens below which computing again is as quick as a snapshot."""
 
+MAX_MOVED_BYTES = 2**29
+"""Cells to be moved together at a time; copying them takes host memory and some milliseconds per 10 MB."""
+
 
 class Room:
     """Slots, cells and snapshots of one model."""
@@ -135,6 +138,16 @@ class Room:
             guest.form, guest.num_computed = ParkForm.TOKENS, 0
         self.cells.drop(slot.id)
         effects.append(Drop(slot.id))
+
+    def movable(self) -> list[int]:
+        """Sequences whose cells may be moved together: those that share none, unless they are very many."""
+        alone = [slot.id for slot in self.slots.slots if self._is_alone(slot.id)]
+        size = self.limits.cell_bytes * sum(map(self.cells.length, alone))
+        return alone if size <= MAX_MOVED_BYTES else []
+
+    def _is_alone(self, seq: int) -> bool:
+        length = self.cells.length(seq)
+        return length > 0 and self.cells.exclusive(seq) == length
 
     # ------------------------------------------------------------ snapshots
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 REST_SURPLUS_CELLS = 512
 """Cells that may be held for nobody who runs: attention walks over them, 7 % of a step each 1,000."""
 BUSY_SURPLUS_CELLS = 2048
-"""The same while others run, since freeing cells under them costs exactness (docs/adr/0006)."""
+"""The same while others run or wait in their cells: those left are moved together then (docs/adr/0006)."""
 
 CLOSE_POSITIONS = 32
 """Places of the line whose waits are simulated one by one at each arrival."""
@@ -306,7 +306,7 @@ class Scheduler:
         return False
 
     def _shed_surplus(self, turn: Schedule) -> None:
-        allowed = BUSY_SURPLUS_CELLS if self.slots.running else REST_SURPLUS_CELLS
+        allowed = BUSY_SURPLUS_CELLS if self.slots.has_cells_in_use else REST_SURPLUS_CELLS
         while self.slots.surplus_cells() > allowed and self._free_kept(turn):
             pass
 

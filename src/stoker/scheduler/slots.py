@@ -91,6 +91,11 @@ class SlotTable:
     def __getitem__(self, number: int) -> Slot:
         return self.slots[number]
 
+    @property
+    def has_cells_in_use(self) -> bool:
+        """Whether any sequence runs or waits in its cells: what is freed among them has to be closed up."""
+        return any(slot.sequence or slot.guest for slot in self.slots)
+
     def guests(self) -> list[Sequence]:
         """Sequences whose cells are kept while they wait."""
         return [slot.guest for slot in self.slots if slot.guest is not None]

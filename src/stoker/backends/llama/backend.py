@@ -21,7 +21,7 @@ from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.models.gguf import read_header
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from stoker.backends.llama.vocabulary import LlamaVocabulary
     from stoker.backends.protocol import Rows
@@ -113,6 +113,11 @@ class LlamaBackend:
     def drop(self, seq: int) -> None:
         """Forget the sequence and free its cells."""
         self._context.drop(seq)
+
+    def close_up(self, seqs: Sequence[int]) -> None:
+        """Move the tokens of these sequences together; only where the order of cells matters to the bit."""
+        if self._context.value_type is ValueType.BF16 and self._model.keeps_every_cell:
+            self._states.lay_anew(seqs)
 
     def length(self, seq: int) -> int:
         """Tokens the sequence holds."""
@@ -217,4 +222,5 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) 
         flash_attention=context.flash_attention,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,
+        computes_on_cpu=not device_names(),
     )

@@ -17,6 +17,10 @@ from stoker.backends.llama.binding import LIBRARY_VERSION, llama
 from stoker.errors import EngineError, InvalidRequestError, PoolFullError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
     from stoker.backends.llama.context import LlamaContext
     from stoker.backends.llama.model import LlamaModel
 
@@ -38,14 +42,9 @@ class SequenceStates:
     def export(self, seq: int) -> bytes:
         """The state of `seq`, bit-exact."""
         num_tokens = self._context.lengths[seq]
-        size = llama.llama_state_seq_get_size(self._context.handle, seq) if num_tokens else 0
-        payload = np.empty(size, np.uint8)
-        if size:
-            target = ctypes.cast(payload.ctypes.data, _BYTES_P)
-            written = llama.llama_state_seq_get_data(self._context.handle, target, size, seq)
-            if written != size:
-                raise EngineError(f"the state of sequence {seq} came as {written} of {size} bytes", seq=seq)
-        header = _HEADER.pack(_MAGIC, self._fingerprint, num_tokens, size, zlib.crc32(payload.data))
+        payload = self._payload(seq) if num_tokens else np.empty(0, np.uint8)
+        checksum = zlib.crc32(payload.data)
+        header = _HEADER.pack(_MAGIC, self._fingerprint, num_tokens, len(payload), checksum)
         return b"".join((header, payload.data))
 
     def restore(self, seq: int, data: bytes) -> None:
@@ -59,14 +58,40 @@ class SequenceStates:
         num_tokens = self._checked_tokens(data)
         if num_tokens == 0:
             return
-        payload = np.frombuffer(data, np.uint8, offset=_HEADER.size)
-        source = ctypes.cast(payload.ctypes.data, _BYTES_P)
-        if llama.llama_state_seq_set_data(self._context.handle, source, len(payload), seq) == 0:
+        if not self._put(seq, np.frombuffer(data, np.uint8, offset=_HEADER.size)):
             self._context.drop(seq)
             raise PoolFullError(
                 f"no cells for the {num_tokens} tokens of a saved state", num_tokens=num_tokens
             )
         self._context.lengths[seq] = num_tokens
+
+    def lay_anew(self, seqs: Sequence[int]) -> None:
+        """Take these sequences out and put them back one after the other, each in the order of its tokens.
+
+        Raises:
+            EngineError: one did not go back; what it held is lost.
+        """
+        held = [(seq, self._context.lengths[seq], self._payload(seq)) for seq in seqs]
+        for seq, _, _ in held:
+            self._context.drop(seq)
+        for seq, num_tokens, payload in held:
+            if not self._put(seq, payload):
+                raise EngineError(f"sequence {seq} of {num_tokens} tokens could not be moved", seq=seq)
+            self._context.lengths[seq] = num_tokens
+
+    def _payload(self, seq: int) -> npt.NDArray[np.uint8]:
+        """llama.cpp's own bytes of a sequence."""
+        size = llama.llama_state_seq_get_size(self._context.handle, seq)
+        payload = np.empty(size, np.uint8)
+        target = ctypes.cast(payload.ctypes.data, _BYTES_P)
+        written = llama.llama_state_seq_get_data(self._context.handle, target, size, seq)
+        if written != size:
+            raise EngineError(f"the state of sequence {seq} came as {written} of {size} bytes", seq=seq)
+        return payload
+
+    def _put(self, seq: int, payload: npt.NDArray[np.uint8]) -> bool:
+        source = ctypes.cast(payload.ctypes.data, _BYTES_P)
+        return bool(llama.llama_state_seq_set_data(self._context.handle, source, len(payload), seq))
 
     def _checked_tokens(self, data: bytes) -> int:
         """Tokens the state holds, if it is one of this model and whole."""

@@ -1,0 +1,125 @@
+"""SmolLM2 parked every twenty tokens in each form: the same tokens and the same text as undisturbed."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from conftest import MODEL
+from stoker.backends.llama import load
+from stoker.engine.orders import carry_out
+from stoker.engine.pace import Pace
+from stoker.engine.resident import Resident
+from stoker.engine.step_clock import StepClock
+from stoker.engine.workers import prepare
+from stoker.messages import Delta, Finished, ModelSpec, Submit
+from stoker.request import GenerateRequest, Sampling
+from stoker.scheduler.sequence import ParkForm, SequenceState
+
+NUM_TOKENS = 400
+PARK_EVERY = 20
+PROMPT = "Here is a long list of things that can be found in a kitchen, one after the other:"
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "seeded": Sampling(temperature=0.8, seed=7, repeat_penalty=1.1),
+    "mirostat": Sampling(mirostat=2, seed=7),
+}
+
+
+@dataclass
+class Outcome:
+    """What a request got."""
+
+    tokens: list[int]
+    text: str
+    reason: str
+    num_preemptions: int
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory):
+    """One model on this thread."""
+    spec = ModelSpec(id="smol", path=str(MODEL), num_slots=2, n_ctx=8192, num_threads=2)
+    backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
+    resident = Resident(spec, backend, Pace(StepClock(60.0)))
+    yield resident
+    resident.close()
+
+
+def run(resident, sampling, form=None, stop=()):
+    """400 tokens; with a form, parked in it each 20 tokens, and moved about in the pool by a visitor."""
+    request = GenerateRequest(
+        prompt=PROMPT, model="smol", max_tokens=NUM_TOKENS, sampling=sampling, ignore_eos=True, stop=stop
+    )
+    live = prepare(Submit(request_id="r", request=request), resident.prep, 0.0)
+    sequence = live.choices[0].sequence
+    resident.accept(live, 0.0)
+    parked_at = 0
+    while sequence.state is not SequenceState.DONE:
+        if form is not None and sequence.num_generated >= parked_at + PARK_EVERY and sequence.is_running:
+            parked_at = sequence.num_generated
+            park(resident, sequence, form)
+        turn(resident)
+    events, resident.events = resident.events, []
+    deltas = [event for event in events if isinstance(event, Delta) and event.request_id == "r"]
+    (finished,) = [event for event in events if isinstance(event, Finished) and event.request_id == "r"]
+    return Outcome(
+        [token for delta in deltas for token in delta.token_ids],
+        "".join(delta.text for delta in deltas),
+        deltas[-1].finish_reason,
+        finished.timings.num_preemptions,
+    )
+
+
+def park(resident, sequence, form):
+    """Out of its slot in that form; a visitor uses the cells meanwhile."""
+    scheduler = resident.scheduler
+    carry_out(scheduler.park(sequence, form, 0.0).effects, resident.backend, scheduler.room)
+    assert sequence.form is form
+    scheduler.pause(sequence, 0.0)
+    visit = GenerateRequest(
+        prompt="A visitor says:", model="smol", max_tokens=3, sampling=Sampling(temperature=0.0)
+    )
+    visitor = prepare(Submit(request_id="visitor", request=visit), resident.prep, 0.0)
+    resident.accept(visitor, 0.0)
+    while visitor.choices:
+        turn(resident)
+    scheduler.resume(sequence, 0.0)
+
+
+def turn(resident):
+    """One step."""
+    resident.schedule(0.0)
+    resident.step(0.0)
+    resident.scheduler.check()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(resident):
+    """Each sampling's tokens without any parking."""
+    return {name: run(resident, sampling) for name, sampling in SAMPLINGS.items()}
+
+
+@pytest.mark.parametrize("form", ParkForm)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_parked_every_twenty_tokens_the_text_is_the_undisturbed_one(resident, undisturbed, name, form):
+    """Q4: token-identical for cells and snapshots, and with quantised weights on a CPU for tokens too."""
+    outcome = run(resident, SAMPLINGS[name], form)
+    assert outcome.num_preemptions == NUM_TOKENS // PARK_EVERY - 1
+    assert outcome.tokens == undisturbed[name].tokens
+    assert outcome.text == undisturbed[name].text
+
+
+@pytest.mark.parametrize("form", ParkForm)
+def test_a_stop_string_half_matched_when_it_is_parked_still_matches_or_is_let_go(resident, undisturbed, form):
+    """Q4, D3: what was held back at the parking is held on, then cut or delivered."""
+    whole = undisturbed["greedy"]
+    pieces = [resident.backend.vocabulary.piece(token).decode() for token in whole.tokens]
+    ends = [sum(map(len, pieces[: at + 1])) for at in range(len(pieces))]
+    boundary = ends[10 * PARK_EVERY - 1]  # what was said when it is parked for the tenth time
+    straddling = whole.text[boundary - 6 : boundary + 6]
+    begun = whole.text[boundary - 6 : boundary] + "\x00 never said"
+    let_go = run(resident, SAMPLINGS["greedy"], form, stop=(begun,))
+    assert (let_go.text, let_go.reason) == (whole.text, "length")
+    cut = run(resident, SAMPLINGS["greedy"], form, stop=(begun, straddling))
+    assert cut.reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(straddling)]
