@@ -88,13 +88,13 @@ def test_values_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) ->
     """SPEC, Equal: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
     model = LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))
     options = ContextOptions(
-        num_cells=512, n_batch=128, num_sequences=3, num_threads=1, value_type=ValueType.BF16
+        num_cells=1024, n_batch=1024, num_sequences=3, num_threads=2, value_type=ValueType.BF16
     )
     context = LlamaContext(model, options)
     try:
         if device_names():
             pytest.skip("an accelerator adds up in its own ways")
-        tokens = list(range(1000, 1080))
+        tokens = list(range(1000, 1300))
         at_once = context.step(BatchPlan((PlanItem(0, 0, tokens, 1),))).copy()
         for index, token in enumerate(tokens):
             items = tuple(PlanItem(seq, index, [token], 1) for seq in (1, 2))
