@@ -27,7 +27,7 @@ from stoker.messages import (
     Submit,
     Tokenize,
 )
-from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
+from stoker.request import FinishReason, GenerateRequest, Sampling
 from stoker.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0.0)
@@ -322,25 +322,3 @@ def test_a_closed_inbox_ends_the_loop():
     engine.loop.run()
     assert engine.of(Hello)
     assert isinstance(engine.events[-1], Goodbye)
-
-
-def test_tokens_of_background_alone_come_in_few_frames_and_none_is_late_when_others_are_told():
-    """Q3: the front is not woken for each of them; what somebody waits for takes them along, in order."""
-    engine = Engine(n_ctx=4096)
-    frames = []
-    engine.loop._publish = lambda events: (frames.append(list(events)), engine.events.extend(events))
-    engine.submit("job", prompt=tuple(b"hello"), max_tokens=300, priority=Priority.BACKGROUND)
-    engine.run("job")
-    alone = [frame for frame in frames if any(isinstance(event, Delta) for event in frame)]
-    assert len(alone) < 100
-    assert engine.tokens("job") == greedy(b"hello", 300)
-    frames.clear()
-    engine.submit("other", prompt=tuple(b"hello"), max_tokens=300, priority=Priority.BACKGROUND)
-    engine.submit("me", prompt=tuple(b"abc"), max_tokens=20)
-    engine.run("me")
-    told = [event for frame in frames for event in frame if isinstance(event, Delta)]
-    mine = [frame for frame in frames if any(getattr(event, "request_id", "") == "me" for event in frame)]
-    assert len([event for event in told if event.request_id == "me"]) == 20
-    assert sum(isinstance(event, Delta) and event.request_id == "me" for event in mine[-1]) == 1
-    engine.run("other")
-    assert engine.tokens("other") == greedy(b"hello", 300)

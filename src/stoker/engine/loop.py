@@ -58,9 +58,6 @@ from stoker.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
-BACKGROUND_NEWS_S = 0.2
-"""How long tokens of background work may be kept back while nothing else is to be told."""
-
 
 class _Phase(Enum):
     RUNNING = "running"
@@ -89,7 +86,6 @@ class EngineLoop:
         self._preparing: dict[str, Submit] = {}
         self._paused_early: set[str] = set()
         self._events: list[Event] = []
-        self._published_s = 0.0
         self._phase = _Phase.RUNNING
         self._drain_until_s = 0.0
         self._num_turns = 0
@@ -152,16 +148,9 @@ class EngineLoop:
                 resident.schedule(now)
 
     def _flush(self) -> None:
-        """Publish what happened; what nobody waits for waits for company, as each frame wakes the front."""
-        num_patient = sum(resident.num_patient for resident in self._residents)
-        num_events = len(self._events) + sum(len(resident.events) for resident in self._residents)
-        now = self._clock.now()
-        can_wait = num_events == num_patient and now - self._published_s < BACKGROUND_NEWS_S
-        if can_wait and self._residents.has_work:
-            return
-        self._published_s = now
         for resident in self._residents:
-            self._events += resident.take_events()
+            self._events += resident.events
+            resident.events.clear()
         if self._events:
             self._publish(self._events)
             self._events = []
@@ -307,7 +296,7 @@ class EngineLoop:
         if resident is None:
             return
         resident.cancel_all(self._clock.now())
-        self._events += resident.take_events()
+        self._events += resident.events
         resident.close()
         self._events.append(ModelState(model=model, state="absent"))
 

@@ -56,16 +56,12 @@ TELL_EVERY_S = 1.0
 
 
 class Resident:
-    """A model in memory. Events of what happens are collected in `events`, for the loop to publish.
-
-    `num_patient` of them are tokens of background in the middle of its text: nobody waits for those.
-    """
+    """A model in memory. Events of what happens are collected in `events`, for the loop to publish."""
 
     def __init__(self, spec: ModelSpec, backend: Backend, pace: Pace) -> None:
         self.spec = spec
         self.backend = backend
         self.events: list[Event] = []
-        self.num_patient = 0
         self._pace = pace
         self._told_s = 0.0
         self._live: dict[str, LiveRequest] = {}
@@ -141,11 +137,6 @@ class Resident:
     def next_deadline_s(self) -> float | None:
         """When the first of its paused requests passes its deadline."""
         return self.scheduler.next_deadline_s()
-
-    def take_events(self) -> list[Event]:
-        """Everything collected since the last call."""
-        events, self.events, self.num_patient = self.events, [], 0
-        return events
 
     def slot_status(self, now: float) -> list[SlotStatus]:
         """Each slot as it is now."""
@@ -336,12 +327,11 @@ class Resident:
         """Append the drawn token; end the choice if it is its last, or if no further one would fit."""
         now = self._pace.now()
         index = sequence.key.index
-        is_first = live.first_token_s is None
-        if is_first:
+        if live.first_token_s is None:
             live.first_token_s = now
         sequence.tokens.append(drawn.token_id)
-        self.events.append(live.delta(index, drawn))
-        self.num_patient += sequence.is_background and not is_first and drawn.finish_reason is None
+        event = live.delta(index, drawn)
+        self.events.append(event)
         if drawn.finish_reason is not None:
             self.scheduler.retire(sequence, drawn.finish_reason, now)
             self._finish_if_done(live, now)
