@@ -286,14 +286,14 @@ def test_spare_sequences_let_a_newcomer_start_without_freeing_cells_under_those_
     running = sequence("a", [1] * 40)
     machine.enqueue(running, 0.0)
     for at in range(4):
-        member = sequence(f"m{at}", [at + 2] * 1000)
+        member = sequence(f"m{at}", [at + 2] * 500)
         machine.enqueue(member, float(at))
         assert step(machine, float(at))[0].effects == []
         machine.retire(member, FinishReason.STOP, float(at))
     newcomer = sequence("n", [9] * 4)
     machine.enqueue(newcomer, 9.0)
     assert step(machine, 9.0)[0].effects == [Drop(1)]
-    assert [len(slot.kept) for slot in machine.slots.slots] == [0, 0, 1000, 1000, 1000, 0]
+    assert [len(slot.kept) for slot in machine.slots.slots] == [0, 0, 500, 500, 500, 0]
     machine.retire(running, FinishReason.STOP, 10.0)
     machine.retire(newcomer, FinishReason.STOP, 10.5)
     machine.enqueue(sequence("last", [8] * 4), 11.0)

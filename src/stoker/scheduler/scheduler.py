@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 REST_SURPLUS_CELLS = 512
 """Cells that may be held for nobody who runs: attention walks over them, 7 % of a step each 1,000."""
-BUSY_SURPLUS_CELLS = 2048
+BUSY_SURPLUS_CELLS = 1024
 """The same while others run or wait in their cells: those left are moved together then (docs/adr/0006)."""
 
 CLOSE_POSITIONS = 32
@@ -52,6 +52,7 @@ class Scheduler:
         self._planner = Planner(StepBudget(limits.step_policy, self.cost), limits.max_prompt_rows)
         self._patience = Patience(limits.background_patience_s)
         self._favoured: Sequence | None = None
+        self._has_surplus = False
         self._num_parked_total = 0
         self._num_retired_total = 0
 
@@ -147,6 +148,7 @@ class Scheduler:
         else:
             self.forecast.note_end(sequence, now)
         self.room.release(sequence, now)
+        self._has_surplus = True
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
         self._num_retired_total += 1
@@ -186,8 +188,9 @@ class Scheduler:
         if self.cells.free < self.limits.n_batch:
             self._make_room(turn, now)
         self._favoured = self._patience.next_owed((*self.line, *self.slots.running), now)
-        if self.line:
+        if self._has_surplus:
             self._shed_surplus(turn)
+        if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
         return turn
@@ -254,6 +257,7 @@ class Scheduler:
             turn.preempted.append(victim)
             return
         self.slots.lodge(victim, now)
+        self._has_surplus = True
         victim.move(SequenceState.PARKED, now, why)
         self.line.rejoin(victim)
         turn.parked.append(Parking(victim, why))
@@ -309,6 +313,7 @@ class Scheduler:
         allowed = BUSY_SURPLUS_CELLS if self.slots.has_cells_in_use else REST_SURPLUS_CELLS
         while self.slots.surplus_cells() > allowed and self._free_kept(turn):
             pass
+        self._has_surplus = False
 
     # ------------------------------------------------------------ admission
 
