@@ -14,7 +14,7 @@ import pytest
 
 from stoker.backends.llama import LlamaBackend, load
 from stoker.backends.llama.binding import device_names, llama
-from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
+from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem
@@ -84,11 +84,11 @@ def decoded(backend: LlamaBackend, seq: int, tokens: list[int], num_rows: int) -
     return np.vstack(rows)
 
 
-def test_values_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> None:
+def test_keys_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> None:
     """SPEC, Equal: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
     model = LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))
     options = ContextOptions(
-        num_cells=1024, n_batch=1024, num_sequences=3, num_threads=2, value_type=ValueType.BF16
+        num_cells=1024, n_batch=1024, num_sequences=3, num_threads=2, key_type=KeyType.BF16
     )
     context = LlamaContext(model, options)
     try:

@@ -10,7 +10,7 @@ import numpy as np
 import platformdirs
 
 from stoker.backends.llama.binding import device_names, label
-from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
+from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.scoring import Scorer
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
@@ -41,7 +41,7 @@ class LlamaBackend:
         self._context = context
         self._capabilities = capabilities
         self._states = SequenceStates(model, context)
-        needs_scorer = context.value_type is not ValueType.F16
+        needs_scorer = context.key_type is not KeyType.F16
         self._scorer = Scorer(model, context.n_batch) if needs_scorer else None
         self._is_closed = False
 
@@ -116,7 +116,7 @@ class LlamaBackend:
 
     def close_up(self, seqs: Sequence[int]) -> None:
         """Move the tokens of these sequences together; only where the order of cells matters to the bit."""
-        if self._context.value_type is ValueType.BF16 and self._model.keeps_every_cell:
+        if self._context.key_type is KeyType.BF16 and self._model.keeps_every_cell:
             self._states.lay_anew(seqs)
 
     def length(self, seq: int) -> int:
@@ -200,7 +200,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
         n_batch=spec.n_batch,
         num_sequences=min(wanted, MAX_SEQUENCES),
         num_threads=spec.num_threads or num_physical_cores(),
-        value_type=ValueType.F16 if device_names() else ValueType.BF16,
+        key_type=KeyType.F16 if device_names() else KeyType.BF16,
     )
 
 
@@ -218,7 +218,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) 
         num_sequences=context.num_sequences,
         num_params=model.num_params,
         size_bytes=model.size_bytes,
-        kv_type="f16" if context.value_type is ValueType.F16 else f"f16/{context.value_type}",
+        kv_type="f16" if context.key_type is KeyType.F16 else f"{context.key_type}/f16",
         flash_attention=context.flash_attention,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,

@@ -31,18 +31,19 @@ _BUFFER_LINES = {"KV": "kv", "RS": "kv", "compute": "compute", "output": "comput
 _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")  # its resolve_fused_ops
 
 
-class ValueType(StrEnum):
-    """Element type of the cached values; keys are f16.
+class KeyType(StrEnum):
+    """Element type of the cached keys; values are f16.
 
-    BF16 takes the same bytes. On a CPU it makes llama.cpp add up attention in one fixed way, in float32:
-    results no longer depend on the shape of the batch and long decodes are quicker, long prefills slower.
+    BF16 takes the same bytes. On a CPU, where it differs from the values' type, llama.cpp adds attention up
+    in one fixed way: results do not depend on the shape of the batch, long prefills are slower
+    (docs/adr/0006).
     """
 
     F16 = "f16"
     BF16 = "bf16"
 
 
-_NATIVE_TYPES = {ValueType.F16: 1, ValueType.BF16: 30}  # enum ggml_type
+_NATIVE_TYPES = {KeyType.F16: 1, KeyType.BF16: 30}  # enum ggml_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +55,14 @@ class ContextOptions:
         n_batch: tokens one step may carry.
         num_sequences: sequences that may exist at once, at most 256.
         num_threads: CPU threads of a step.
-        value_type: element type of the cached values.
+        key_type: element type of the cached keys.
     """
 
     num_cells: int
     n_batch: int
     num_sequences: int
     num_threads: int
-    value_type: ValueType = ValueType.F16
+    key_type: KeyType = KeyType.F16
 
 
 class LlamaContext:
@@ -75,7 +76,7 @@ class LlamaContext:
         self._model = model
         self.num_sequences = options.num_sequences
         self.num_threads = options.num_threads
-        self.value_type = options.value_type
+        self.key_type = options.key_type
         with capture_log() as lines:
             handle = llama.llama_init_from_model(model.handle, _native_params(options))
         if handle is None:
@@ -193,7 +194,7 @@ def _native_params(options: ContextOptions) -> object:
     params.n_seq_max = options.num_sequences
     params.n_outputs_max_per_seq = 0  # prompt logprobs ask for a row a token
     params.n_threads = params.n_threads_batch = options.num_threads
-    params.type_v = _NATIVE_TYPES[options.value_type]
+    params.type_k = _NATIVE_TYPES[options.key_type]
     params.flash_attn_type = _FLASH_ATTENTION_AUTO
     params.kv_unified = True  # one pool, cells shared between sequences
     params.swa_full = False  # a windowed model cannot go back in either case: its old cells are reused

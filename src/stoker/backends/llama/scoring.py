@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.llama.context import ContextOptions, LlamaContext, ValueType
+from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.errors import ModelLoadError, StepFailedError
 
@@ -64,5 +64,5 @@ class Scorer:
             n_batch=self._n_batch,
             num_sequences=1,
             num_threads=num_threads,
-            value_type=ValueType.F16,
+            key_type=KeyType.F16,
         )

@@ -117,6 +117,6 @@ def _fingerprint(model: LlamaModel, context: LlamaContext) -> bytes:
         model.metadata("general.name"),
         model.shape,
         context.flash_attention,
-        context.value_type,
+        context.key_type,
     )
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
