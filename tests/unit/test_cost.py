@@ -94,6 +94,14 @@ def test_prefill_beside_an_interactive_row_is_cut_to_the_policys_time(policy, nu
     assert budget.prefill(0, 1) == 512
 
 
+def test_many_prompts_beside_one_row_may_take_longer_steps():
+    """Q9: eight who wait for a first token are not kept by one who waits for the next."""
+    budget = StepBudget(StepPolicy(512), taught())
+    assert budget.prefill(1, 2) == 8
+    assert budget.prefill(1, 8) == 38  # 200 ms
+    assert budget.prefill(4, 8) == 8
+
+
 def test_a_prompt_goes_on_even_where_decoding_takes_the_whole_target():
     """Q9: never below a token for each ready prefill."""
     planner = Planner(StepBudget(StepPolicy(512), taught()), 64)
