@@ -27,8 +27,8 @@ def runtime() -> Runtime:
     return Runtime(
         FAKE,
         slots=8,
-        ctx_size=1024,
-        park_bytes=2000,
+        ctx_size=640,
+        park_bytes=4000,
         background_patience_s=0.1,
         watchdog_s=5.0,
     )
