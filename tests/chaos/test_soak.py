@@ -15,7 +15,7 @@ from soak import Client, Crowd, clients
 
 from stoker import Runtime
 
-FAKE = "fake:eog_period=0,step_delay_s=0.002"
+FAKE = "fake:eog_period=0,step_delay_s=0.001"
 NUM_REQUESTS = 500
 NUM_AT_ONCE = 40
 KILL_AT = [80, 180, 280, 380]

@@ -97,9 +97,9 @@ def test_prefill_beside_an_interactive_row_is_cut_to_the_policys_time(policy, nu
 def test_many_prompts_beside_one_row_may_take_longer_steps():
     """Q9: eight who wait for a first token are not kept by one who waits for the next."""
     budget = StepBudget(StepPolicy(512), taught())
-    assert budget.prefill(1, 2) == 8
-    assert budget.prefill(1, 8) == 38  # 200 ms
-    assert budget.prefill(4, 8) == 8
+    assert budget.prefill(1, 1) == 8
+    assert budget.prefill(1, 4) == 38  # 200 ms
+    assert budget.prefill(4, 4) == 8
 
 
 def test_a_prompt_goes_on_even_where_decoding_takes_the_whole_target():

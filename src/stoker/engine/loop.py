@@ -313,6 +313,7 @@ class EngineLoop:
         for resident in residents:
             for name, value in resident.scheduler.stats().items():
                 counters[name] = counters.get(name, 0.0) + value
+        counters["step_target_ms"] = max((r.spec.target_step_ms for r in residents), default=0.0)
         return EngineStatus(
             slots=[status for resident in residents for status in resident.slot_status(now)],
             queue=[s for r in residents for s in r.line_status(SequenceState.QUEUED, now)],

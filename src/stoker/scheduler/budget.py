@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 BALANCED_TARGETS = 3
 """Targets that a step with interactive prefill may take under the policy `balanced`."""
-CROWD = 2
-"""Prompts for each decoding row; where more wait, their first tokens count for more than its next ones."""
 MIN_PREFILL_TOKENS = 8
 """An interactive prompt gets that many tokens a step even where decoding alone takes the whole target."""
 JOBS_TARGETS = 4
@@ -67,7 +65,8 @@ class StepBudget:
         if not num_rows or self.policy is Policy.THROUGHPUT:
             return room
         targets = BALANCED_TARGETS if self.policy is Policy.BALANCED else 1.0
-        targets = max(targets, num_prefilling / (CROWD * num_rows))
+        # where more prompts wait than rows decode, their first tokens count for more than its next ones
+        targets = max(targets, num_prefilling / num_rows)
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
         return min(room, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
