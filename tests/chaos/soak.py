@@ -92,13 +92,17 @@ def _plan(tokens: list[int] | tuple[int, ...], start: int) -> BatchPlan:
 
 @dataclass
 class Client:
-    """One request, what is done to it and what it got."""
+    """One request, what is done to it and what it got.
+
+    Its fate meets it once it has `acts_at` tokens, or when it is parked if `acts_when_parked`.
+    """
 
     request_id: str
     request: GenerateRequest
     shape: Shape
     fate: Fate
     acts_at: int
+    acts_when_parked: bool
     tokens: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     usage: Usage | None = None
@@ -148,7 +152,8 @@ def client(random: Random, request_id: str, shape: Shape) -> Client:
         preempt=Preempt.CANCEL if fate is Fate.PREEMPT_CANCEL else Preempt.PARK,
         timeout_s=random.uniform(0.02, 1.0) if fate is Fate.TIMEOUT else None,
     )
-    return Client(request_id, request, shape, fate, acts_at=random.randint(0, max_tokens))
+    acts_at = random.randint(0, max_tokens)
+    return Client(request_id, request, shape, fate, acts_at, acts_when_parked=random.random() < 0.5)
 
 
 class Crowd:
@@ -213,7 +218,8 @@ class Crowd:
             try:
                 async for event in events:
                     self._note(client, event)
-                    if not has_acted and client.num_tokens >= client.acts_at:
+                    is_time = client.num_tokens >= client.acts_at
+                    if not has_acted and (is_time or (client.acts_when_parked and isinstance(event, Parked))):
                         has_acted = True
                         if client.fate is Fate.DISCONNECT:
                             return

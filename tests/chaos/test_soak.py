@@ -18,7 +18,7 @@ from stoker import Runtime
 FAKE = "fake:eog_period=0,step_delay_s=0.001"
 NUM_REQUESTS = 500
 NUM_AT_ONCE = 40
-KILL_AT = [80, 180, 280, 380]
+KILL_AT = [60, 140, 220, 300]
 SLACK_BYTES = 64 * 2**20
 
 
@@ -72,13 +72,15 @@ def _front_bytes() -> int:
 async def check_soak(seed: int) -> None:
     """One soak and its books."""
     crowd_of = clients(Random(seed), NUM_REQUESTS)
-    tasks, processes = asyncio.all_tasks(), psutil.Process().children(recursive=True)
+    front = psutil.Process()
+    tasks, processes, num_files = asyncio.all_tasks(), front.children(recursive=True), front.num_fds()
     forms = await soak(crowd_of)
     for client in crowd_of:
         client.check()
     assert set(forms) == {"cells", "snapshot", "tokens"}
     assert asyncio.all_tasks() == tasks
-    assert psutil.Process().children(recursive=True) == processes
+    assert front.children(recursive=True) == processes
+    assert front.num_fds() <= num_files
 
 
 @pytest.mark.parametrize("seed", range(2))
