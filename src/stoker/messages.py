@@ -184,7 +184,7 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadModel(msgspec.Struct, frozen=True, tag=True):
-    """Free a model; its requests end with `not_ready`."""
+    """Free a model; its requests are cancelled."""
 
     model: str
 

@@ -105,7 +105,8 @@ class RequestStream:
 
     def _push_notice(self, notice: Notice) -> None:
         if len(self._waiting) >= MAX_WAITING:
-            self._waiting = deque(entry for entry in self._waiting if not isinstance(entry, Notice))
+            passing = (Notice, PrefillProgress)
+            self._waiting = deque(entry for entry in self._waiting if not isinstance(entry, passing))
         self._waiting.append(notice)
 
     def _push_delta(self, delta: Delta) -> None:

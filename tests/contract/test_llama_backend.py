@@ -257,7 +257,7 @@ def test_files_that_are_no_models_are_refused(open_llama: OpenLlama, tmp_path: P
 def test_the_default_thread_count_is_the_cores_this_process_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """FACTS: two spinning threads on one core are slow; a quota bounds the cores, at least one is used."""
+    """M7: two spinning threads on one core are slow; a quota bounds the cores, at least one is used."""
     found = num_physical_cores()
     assert found >= 1
     (tmp_path / "cpu.max").write_text("150000 100000\n")

@@ -61,8 +61,8 @@ def test_held_sent_and_queued_requests_wait() -> None:
     assert waiting(replay) == 3
 
 
-def test_parked_and_paused_requests_do_not_wait() -> None:
-    """Q11, Q17: they had their turn, or want none now."""
+def test_parked_requests_do_not_wait_and_paused_ones_keep_their_places() -> None:
+    """Q11, Q17: else pausing would be a way round the bound."""
     replay = replay_of("parked", "paused", "held")
     admit(replay, "parked", "paused")
     park(replay, "parked")
@@ -71,7 +71,7 @@ def test_parked_and_paused_requests_do_not_wait() -> None:
         assert live is not None
         replay.pause(live)
     replay.record(Paused("paused"))
-    assert waiting(replay) == 0
+    assert waiting(replay) == 2
 
 
 def test_free_slots_take_waiting_requests_at_once() -> None:

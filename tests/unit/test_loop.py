@@ -6,6 +6,7 @@ from stoker.backends.fake import FakeBackend
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
+from stoker.errors import PoolFullError
 from stoker.messages import (
     Admitted,
     Cancel,
@@ -27,7 +28,7 @@ from stoker.messages import (
     Submit,
     Tokenize,
 )
-from stoker.request import FinishReason, GenerateRequest, Sampling
+from stoker.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling
 from stoker.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0.0)
@@ -322,3 +323,38 @@ def test_a_closed_inbox_ends_the_loop():
     engine.loop.run()
     assert engine.of(Hello)
     assert isinstance(engine.events[-1], Goodbye)
+
+
+def test_a_request_that_is_ended_to_relieve_a_full_pool_gets_its_terminal_event():
+    """L6, Q12: the native pool is fuller than counted, and the one that may be parked asked to be ended."""
+    engine = Engine(n_ctx=512)
+    backend = engine.loop._residents.get("m").backend
+    for name, preempt in (("me", Preempt.PARK), ("job", Preempt.CANCEL)):
+        fields = {"priority": Priority.BACKGROUND, "preempt": preempt, "max_tokens": 60}
+        engine.submit(name, prompt=tuple(name.encode()), **fields)
+    engine.until(lambda: len(engine.tokens("me")) > 3 and len(engine.tokens("job")) > 3)
+    compute, failures = backend.step, iter([PoolFullError("no cells", num_tokens=1, num_cells=1)])
+
+    def step(plan):
+        for error in failures:
+            raise error
+        return compute(plan)
+
+    backend.step = step
+    engine.run("job", "me")
+    assert engine.of(Delta, "job")[-1].finish_reason is FinishReason.PREEMPTED
+    assert engine.tokens("me") == greedy(b"me", 60)
+    assert len(engine.of((Finished, Failed), "job")) == len(engine.of((Finished, Failed), "me")) == 1
+
+
+def test_deadlines_pass_in_a_model_that_gets_no_turns():
+    """Q6, Q13: another model's people are more urgent; waiting and paused requests still end in time."""
+    engine = Engine("fake:eog_period=0,step_delay_s=0.01", n_ctx=4096)
+    engine.inbox.put(LoadModel(ModelSpec(id="other", path="fake:eog_period=0", n_ctx=512)))
+    engine.until(lambda: [e.model for e in engine.of(ModelState) if e.state == "ready"] == ["m", "other"])
+    engine.submit("me", prompt=tuple(b"me"), max_tokens=2000)
+    engine.until(lambda: engine.tokens("me"))
+    engine.submit("late", model="other", prompt=tuple(b"x"), priority=Priority.BACKGROUND, timeout_s=0.1)
+    engine.run("late")
+    assert engine.of(Failed, "late")[0].error.code == "request_timeout"
+    assert not engine.of(Finished, "me")

@@ -294,10 +294,10 @@ def test_a_paused_request_passes_its_deadline_and_can_be_cancelled():
     machine.check()
 
 
-def endless(machine, now):
-    """Two interactive requests at any time, one waiting: somebody always wants the slots."""
+def endless(machine, now, num_people=3):
+    """Interactive requests at any time, some waiting: somebody always wants the slots."""
     people = [s for s in (*machine.slots.running, *machine.waiting()) if not s.is_background]
-    for number in range(3 - len(people)):
+    for number in range(num_people - len(people)):
         enter(machine, person(f"p{now}{number}", 8), now=now)
     for running in list(machine.slots.running):
         if not running.is_background and running.num_generated >= 5:
@@ -365,3 +365,53 @@ def test_completions_that_share_a_prompt_are_parked_and_resumed_as_one_would_be(
     turn = step(machine, 2.0)
     assert len(turn.admitted) == 2
     assert not any(isinstance(effect, Fork) for effect in turn.effects)
+
+
+def test_owed_background_that_needs_cells_gets_them_from_the_youngest_for_its_step():
+    """Q7: within its patience and twenty steps also where people fill the pool."""
+    machine = scheduler(num_cells=400, background_patience_s=1.0)
+    enter(machine, person("a", 110), person("b", 110))
+    step(machine, 0.0)
+    job = sequence("job", 200)
+    enter(machine, job, now=0.01)
+    steps_over = 0
+    for at in range(1, 80):
+        now = at * 0.05
+        for running in list(machine.slots.running):
+            if not running.is_background and running.num_generated >= 60:
+                machine.retire(running, FinishReason.LENGTH, now)
+                enter(machine, person(f"p{at}", 110), now=now)
+        step(machine, now)
+        steps_over += now > 1.01 and not job.num_generated
+    assert job.num_generated
+    assert steps_over <= 20
+
+
+def test_a_step_in_ten_that_is_over_is_told():
+    """Q7, L3: the front must know that it is in no step any more."""
+    machine = scheduler(background_patience_s=1.0)
+    endless(machine, 0.0, num_people=6)
+    step(machine, 0.0)
+    job = sequence("job", 20)
+    enter(machine, job, now=0.01)
+    told = []
+    for at in range(1, 200):
+        endless(machine, at / 100, num_people=6)
+        told += [parking.reason for parking in step(machine, at / 100).parked if parking.sequence is job]
+    assert "its step in ten is over" in told
+    assert job.num_preemptions == 0
+
+
+def test_what_paused_requests_hold_is_bounded_like_what_idle_slots_keep():
+    """Q17, adr/0006."""
+    machine = scheduler(num_slots=4, num_sequences=8, num_cells=8000, n_batch=4000)
+    jobs = [sequence(name, 700) for name in ("first", "second", "third")]
+    enter(machine, *jobs)
+    for _ in range(40):
+        step(machine)
+    for job in jobs:
+        machine.pause(job, 1.0)
+    enter(machine, person("me"), now=2.0)
+    step(machine, 2.0)
+    assert machine.slots.surplus_cells() <= 1024
+    assert {job.form for job in jobs} == {ParkForm.CELLS, ParkForm.SNAPSHOT}

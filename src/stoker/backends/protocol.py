@@ -94,7 +94,7 @@ class Capabilities:
     can_trim: bool
     can_fork: bool
     has_vision: bool = False
-    computes_on_cpu: bool = True
+    computes_on_cpu: bool = False
 
 
 class Vocabulary(Protocol):

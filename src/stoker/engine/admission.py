@@ -26,7 +26,7 @@ SMOOTHING = 0.2
 
 
 def num_waiting(live: Iterable[LiveRequest], model: str, num_slots: int) -> int:
-    """How many requests of `model` wait, less those that a free slot will take at once.
+    """How many requests of `model` wait or are paused, less those that a free slot will take at once.
 
     Args:
         live: every live request.

@@ -118,12 +118,11 @@ class EngineLoop:
         for item in self._inbox.take(wait_s):
             self._handle(item)
         resident = self._residents.next_with_work(self._clock.now())
+        self._expire_without(resident)
         if resident is not None:
             resident.schedule(self._clock.now())
             self._flush()  # who is admitted must be known before a step that may crash
             resident.step(self._clock.now())
-        else:
-            self._expire_paused()
         if self._phase is _Phase.DRAINING:
             self._drain()
         self._flush()
@@ -139,13 +138,14 @@ class EngineLoop:
         deadline_s = self._residents.next_deadline_s()
         return None if deadline_s is None else max(0.0, deadline_s - self._clock.now())
 
-    def _expire_paused(self) -> None:
-        """Models of which every request is paused get no turns, but deadlines pass there too."""
+    def _expire_without(self, chosen: Resident | None) -> None:
+        """Deadlines pass also in models that get no turn: all is paused there, or others are more urgent."""
         now = self._clock.now()
         for resident in self._residents:
-            deadline_s = resident.next_deadline_s()
-            if deadline_s is not None and deadline_s <= now:
-                resident.schedule(now)
+            if resident is not chosen:
+                deadline_s = resident.next_deadline_s()
+                if deadline_s is not None and deadline_s <= now:
+                    resident.expire(now)
 
     def _flush(self) -> None:
         for resident in self._residents:

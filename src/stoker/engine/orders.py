@@ -38,7 +38,10 @@ def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
             case Import():
                 _import(effect, backend, room)
     if has_freed and (seqs := room.movable()):
-        backend.close_up(seqs)
+        try:
+            backend.close_up(seqs)
+        except MemoryError:
+            log.warning("no memory to close up %d sequences: last bits of their logits may differ", len(seqs))
 
 
 def _export(order: Export, backend: Backend, room: Room) -> None:
@@ -58,7 +61,7 @@ def _import(order: Import, backend: Backend, room: Room) -> None:
         return
     try:
         backend.import_state(order.seq, sequence.snapshot)
-    except StokerError as error:
+    except (StokerError, MemoryError) as error:
         log.warning("the snapshot of %r was not taken, its tokens are computed again: %s", sequence, error)
         backend.drop(order.seq)
         room.lost(sequence)

@@ -101,8 +101,9 @@ class Pace:
         if keeper is None or not runner.backend.capabilities.computes_on_cpu:
             runner.cost.learn(num_tokens, took_s)
             return
-        decision = keeper.end(runner.backend.num_threads, runner.cost.predict(num_tokens))
-        if not keeper.governor.is_disturbed:
+        predicted_s = runner.cost.predict(num_tokens)
+        decision = keeper.end(runner.backend.num_threads, predicted_s)
+        if predicted_s is None or not keeper.governor.is_disturbed:
             runner.cost.learn(num_tokens, took_s)
         self._follow(decision)
 

@@ -130,7 +130,7 @@ class LiveRequest:
     @property
     def is_waiting(self) -> bool:
         """Whether it wants its first slot of this life."""
-        return not self.is_paused and self.stage in {Stage.HELD, Stage.SENT, Stage.QUEUED}
+        return self.stage in {Stage.HELD, Stage.SENT, Stage.QUEUED, Stage.PAUSED}
 
     @property
     def is_at_rest(self) -> bool:

@@ -135,7 +135,7 @@ class Resident:
         return self.scheduler.is_owed(now)
 
     def next_deadline_s(self) -> float | None:
-        """When the first of its paused requests passes its deadline."""
+        """When the first of its requests passes its deadline."""
         return self.scheduler.next_deadline_s()
 
     def slot_status(self, now: float) -> list[SlotStatus]:
@@ -209,6 +209,10 @@ class Resident:
         self._carry_out(self.scheduler.schedule(now), now)
         self._tell_positions(now)
 
+    def expire(self, now: float) -> None:
+        """End who is past its deadline, without a turn."""
+        self._carry_out(self.scheduler.expire(now), now)
+
     def step(self, now: float) -> None:
         """Plan one step over who runs, compute it and draw from its rows."""
         plan = self.scheduler.plan()
@@ -278,7 +282,7 @@ class Resident:
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
         """The native pool is fuller than counted: free something and let the next turn try again."""
         relief = self.scheduler.relieve(now)
-        if relief.effects:
+        if relief.effects or relief.preempted:
             self._carry_out(relief, now)
             return
         live = self._live[plan.parts[0].sequence.key.request_id]

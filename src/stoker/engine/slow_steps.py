@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stoker.engine.governor import StepSample
 
 MANY_TIMES = 8.0
+MIN_SLOW_S = 0.05
+"""A shorter step disturbs nobody, whatever was predicted."""
 """A step that many times over its prediction is told about."""
 AGAIN_AFTER_S = 60.0
 NOTE_EVERY_S = 1.0
@@ -162,7 +164,8 @@ class SlowSteps:
             others_cores: cores that others used lately; None: not known.
             read_at_s: when that was read.
         """
-        is_slow = sample.predicted_s is not None and sample.wall_s >= MANY_TIMES * sample.predicted_s
+        bound_s = None if sample.predicted_s is None else max(MIN_SLOW_S, MANY_TIMES * sample.predicted_s)
+        is_slow = bound_s is not None and sample.wall_s >= bound_s
         if is_slow and self._waiting is None:
             met = self._read().since(self._noted[1])
             self._waiting = SlowStep(sample, SlowReason.UNKNOWN, others_cores), met

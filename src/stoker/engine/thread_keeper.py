@@ -1,7 +1,7 @@
 """What the loop asks around each native step: whether the next ones should use more or fewer threads.
 
 Measures steps and the machine, and acts on what the thread governor decides and slow steps show: it logs,
-and moves threads apart that share a core. Setting the backend's thread count is the loop's business.
+and moves threads apart that share a core. Setting the backend's thread count is `pace`'s business.
 """
 
 from __future__ import annotations

@@ -32,11 +32,12 @@ class Forecast:
 
     def note_end(self, sequence: Sequence, now: float) -> None:
         """A sequence that ran has ended."""
+        started_s = sequence.arrival_s if sequence.started_s is None else sequence.started_s
         self._answer_tokens += FOLLOW * (sequence.num_generated - self._answer_tokens)
-        self._service_s += FOLLOW * ((now - sequence.arrival_s) / self._num_slots - self._service_s)
+        self._service_s += FOLLOW * ((now - started_s) / self._num_slots - self._service_s)
 
     def retry_after_s(self) -> float:
-        """When a refused caller may find room: the measured time between two endings."""
+        """When a refused caller may find room: the time an answer takes, over the slots."""
         return max(MIN_RETRY_AFTER_S, self._service_s)
 
     def needs_s(self, sequence: Sequence) -> float:
@@ -46,10 +47,6 @@ class Forecast:
         step_s = self._cost.predict(self._num_slots) or 0.0
         prefill_s = self._cost.predict(sequence.num_pending) or 0.0
         return prefill_s + num_left * step_s
-
-    def rough_wait_s(self, position: int) -> float:
-        """About when the place `position` of the line is reached; cheap, for a long line."""
-        return (position + 1) * self._service_s
 
     def waits_s(self, running: Line[Sequence], waiting: Line[Sequence]) -> list[float]:
         """Seconds until each of the line runs. Interactive work takes the places of background at once."""

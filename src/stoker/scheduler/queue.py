@@ -80,7 +80,3 @@ class WaitingLine:
     def remove(self, sequence: Sequence) -> None:
         """Leave the line."""
         self._line.remove(sequence)
-
-    def position(self, sequence: Sequence) -> int:
-        """Place in the line, 0 is next."""
-        return self._line.index(sequence)

@@ -52,6 +52,7 @@ class Scheduler:
         self._planner = Planner(StepBudget(limits.step_policy, self.cost), limits.max_prompt_rows)
         self._patience = Patience(limits.background_patience_s)
         self._favoured: Sequence | None = None
+        self._is_beyond = False
         self._has_surplus = False
         self._num_parked_total = 0
         self._num_retired_total = 0
@@ -97,12 +98,13 @@ class Scheduler:
         """The same for one place of the line; far back a rough figure, as arrivals must not cost much."""
         if position < CLOSE_POSITIONS:
             return self.forecast.waits_s(self.slots.running, self.waiting()[: position + 1])[position]
-        return self.forecast.rough_wait_s(position)
+        close_s = self.forecast.waits_s(self.slots.running, self.waiting()[:CLOSE_POSITIONS])[-1]
+        return close_s * (position + 1) / CLOSE_POSITIONS
 
     def next_deadline_s(self) -> float | None:
-        """When the first of the paused passes its deadline: nothing else would wake the loop for it."""
-        deadlines = [s.deadline_s for s in self.paused if s.deadline_s is not None]
-        return min(deadlines, default=None)
+        """When the first sequence passes its deadline: it may be paused, or the model get no turns."""
+        everybody = (*self.line, *self.paused, *self.slots.running)
+        return min((s.deadline_s for s in everybody if s.deadline_s is not None), default=None)
 
     def num_waiting_requests(self) -> int:
         """Requests of which a choice waits for its first place."""
@@ -157,6 +159,7 @@ class Scheduler:
         """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
         if sequence.slot is not None:
             self.slots.lodge(sequence, now)
+            self._has_surplus = True
         else:
             self.line.remove(sequence)
         sequence.move(SequenceState.PAUSED, now, "asked to")
@@ -171,7 +174,10 @@ class Scheduler:
         return self.line.rejoin(sequence)
 
     def park(self, sequence: Sequence, form: ParkForm, now: float) -> Schedule:
-        """Park a running sequence in that form whatever the room, as tokens where no snapshot can be had."""
+        """Park a running sequence in that form whatever the room, as tokens where no snapshot can be had.
+
+        What tests force, and a shortage of memory will.
+        """
         turn = Schedule()
         self._park(sequence, "asked to", turn, now)
         if form is not ParkForm.CELLS and sequence.home is not None:
@@ -184,7 +190,7 @@ class Scheduler:
         """Let go who is past its deadline, make room for the next step, give places to the line."""
         turn = Schedule()
         self._expire(turn, now)
-        self._return_favoured(now)
+        self._return_favoured(turn, now)
         if self.cells.free < self.limits.n_batch:
             self._make_room(turn, now)
         self._favoured = self._patience.next_owed((*self.line, *self.slots.running), now)
@@ -195,12 +201,21 @@ class Scheduler:
             self._make_room(turn, now)
         return turn
 
+    def expire(self, now: float) -> Schedule:
+        """End who is past its deadline, and nothing else."""
+        turn = Schedule()
+        self._expire(turn, now)
+        return turn
+
     def plan(self) -> StepPlan | None:
         """The next step; `schedule` has made sure that there are cells for it."""
         favoured = self._favoured
-        return self._planner.plan(
-            self.slots.running, favoured if favoured is not None and favoured.is_running else None
-        )
+        if favoured is not None and not favoured.is_running:
+            favoured = None
+        plan = self._planner.plan(self.slots.running, favoured)
+        if plan is not None:
+            self._patience.stepped(favoured)
+        return plan
 
     def computed(self, plan: StepPlan, now: float) -> None:
         """The step of `plan` succeeded: its tokens are in the backend."""
@@ -213,8 +228,6 @@ class Scheduler:
                 sequence.is_owed = False  # its row is about to become a token
                 if sequence.state is SequenceState.PREFILL:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
-        has_favoured = any(part.sequence is self._favoured for part in plan.parts)
-        self._patience.stepped(self._favoured if has_favoured else None)
 
     def relieve(self, now: float) -> Schedule:
         """The backend found no room where the count saw some: free one thing more, if there is one."""
@@ -256,19 +269,22 @@ class Scheduler:
             self.retire(victim, FinishReason.PREEMPTED, now)
             turn.preempted.append(victim)
             return
-        self.slots.lodge(victim, now)
-        self._has_surplus = True
-        victim.move(SequenceState.PARKED, now, why)
-        self.line.rejoin(victim)
-        turn.parked.append(Parking(victim, why))
+        self._lodge(victim, why, turn, now)
 
-    def _return_favoured(self, now: float) -> None:
+    def _lodge(self, sequence: Sequence, why: str, turn: Schedule, now: float) -> None:
+        self.slots.lodge(sequence, now)
+        self._has_surplus = True
+        sequence.move(SequenceState.PARKED, now, why)
+        self.line.rejoin(sequence)
+        turn.parked.append(Parking(sequence, why))
+
+    def _return_favoured(self, turn: Schedule, now: float) -> None:
         """Background that had a step beyond the slots waits on; its cells stay."""
         favoured, self._favoured = self._favoured, None
-        if favoured is not None and favoured.is_running and len(self.slots.running) > self.limits.num_slots:
-            self.slots.lodge(favoured, now)
-            favoured.move(SequenceState.PARKED, now, "its step in ten is over")
-            self.line.rejoin(favoured)
+        is_beyond, self._is_beyond = self._is_beyond, False
+        is_guest = is_beyond and favoured is not None and favoured.is_running
+        if favoured is not None and is_guest and len(self.slots.running) > self.limits.num_slots:
+            self._lodge(favoured, "its step in ten is over", turn, now)
 
     def _youngest(self, running: list[Sequence]) -> Sequence:
         return max(running, key=lambda s: (s.is_background, s.arrival_s, s.key.index))
@@ -342,14 +358,17 @@ class Scheduler:
 
     def _has_place(self) -> bool:
         """Whether one more may run; the one that is owed a step takes nobody's place."""
-        favoured = self._favoured
-        num_beyond = favoured is not None and favoured.is_running
-        return len(self.slots.running) - num_beyond < self.limits.num_slots
+        return len(self.slots.running) - self._is_beyond < self.limits.num_slots
 
     def _seat_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
-        """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7)."""
-        if self._fits(sequence, turn):
-            self._seat(sequence, turn, now)
+        """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7).
+
+        Where there are no cells for it, the youngest give way: it has waited for longer.
+        """
+        while not self._fits(sequence, turn):
+            self._park(self._youngest(self.slots.running), f"no cells for {sequence.key}", turn, now)
+        self._seat(sequence, turn, now)
+        self._is_beyond = True
 
     def _placement(self, sequence: Sequence, turn: Schedule) -> Placement | None:
         """Where it would go; a slot that is only somebody's home is cleared for it. None: all are busy."""
@@ -365,6 +384,8 @@ class Scheduler:
         placement = self._placement(sequence, turn)
         assert placement is not None, f"no slot for {sequence!r}"
         self.line.remove(sequence)
+        if sequence.started_s is None:
+            sequence.started_s = now
         told = self.room.seat(sequence, placement, turn.effects, now)
         if sequence.num_cached is None:
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)

@@ -80,6 +80,7 @@ class Sequence:
         snapshot: its state as bytes, opaque here, for the form SNAPSHOT; None until it was exported.
         snapshot_bytes: what it takes, or is reckoned to take.
         num_preemptions: times it was parked or ended for somebody else.
+        started_s: when it first got a slot.
         last_step_s: when it last was in a step, at first its arrival.
         is_owed: background that waited over its patience and has not had a token since (SPEC Q7).
     """
@@ -102,6 +103,7 @@ class Sequence:
     snapshot: bytes | None = None
     snapshot_bytes: int = 0
     num_preemptions: int = 0
+    started_s: float | None = None
     last_step_s: float = 0.0
     is_owed: bool = False
     state: SequenceState = SequenceState.QUEUED
