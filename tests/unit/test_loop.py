@@ -327,10 +327,10 @@ def test_a_closed_inbox_ends_the_loop():
 
 def test_a_request_that_is_ended_to_relieve_a_full_pool_gets_its_terminal_event():
     """L6, Q12: the native pool is fuller than counted, and the one that may be parked asked to be ended."""
-    engine = Engine(n_ctx=512)
+    engine = Engine("fake:eog_period=0,step_delay_s=0.002", n_ctx=512)
     backend = engine.loop._residents.get("m").backend
     for name, preempt in (("me", Preempt.PARK), ("job", Preempt.CANCEL)):
-        fields = {"priority": Priority.BACKGROUND, "preempt": preempt, "max_tokens": 60}
+        fields = {"priority": Priority.BACKGROUND, "preempt": preempt, "max_tokens": 200}
         engine.submit(name, prompt=tuple(name.encode()), **fields)
     engine.until(lambda: len(engine.tokens("me")) > 3 and len(engine.tokens("job")) > 3)
     compute, failures = backend.step, iter([PoolFullError("no cells", num_tokens=1, num_cells=1)])
@@ -343,7 +343,7 @@ def test_a_request_that_is_ended_to_relieve_a_full_pool_gets_its_terminal_event(
     backend.step = step
     engine.run("job", "me")
     assert engine.of(Delta, "job")[-1].finish_reason is FinishReason.PREEMPTED
-    assert engine.tokens("me") == greedy(b"me", 60)
+    assert engine.tokens("me") == greedy(b"me", 200)
     assert len(engine.of((Finished, Failed), "job")) == len(engine.of((Finished, Failed), "me")) == 1
 
 

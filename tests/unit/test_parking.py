@@ -219,7 +219,7 @@ def test_many_parked_cells_are_moved_before_attention_over_them_costs_much():
 
 
 def test_a_snapshot_that_was_ordered_but_not_yet_taken_stays_whole():
-    """Q4: given a place and put out of it within one turn, it is not exported a second time."""
+    """Q4: given a place and put out of it within one turn, it is counted once."""
     limits = scheduler().limits
     room, job, effects = Room(limits), sequence("job", 60), []
     room.seat(job, room.placement(job), effects, 0.0)
@@ -232,7 +232,9 @@ def test_a_snapshot_that_was_ordered_but_not_yet_taken_stays_whole():
     room.seat(job, room.placement(job), coming, 1.0)
     room.slots.lodge(job, 1.0)
     room.demote(job, coming)
-    assert coming == [Drop(0)]
+    assert coming == [Import(0, job), Export(0, job), Drop(0)]
+    room.imported(job)
+    room.exported(job, bytes(STATE_BYTES))
     assert (job.form, job.snapshot_bytes, room.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
     room.check()
 

@@ -126,10 +126,9 @@ class Room:
         size = self.limits.cell_bytes * guest.num_computed
         is_worth_it = best is ParkForm.SNAPSHOT and guest.num_computed >= MIN_SNAPSHOT and size > 0
         slot = self.slots.clear(guest, [])
-        coming = Import(slot.id, guest)
-        if coming in effects:  # it was given this place in the same turn: its snapshot is still whole
-            effects.remove(coming)
+        if Import(slot.id, guest) in effects:  # given this place in the same turn; others may share it by now
             guest.form = ParkForm.SNAPSHOT
+            effects.append(Export(slot.id, guest))
         elif is_worth_it and self.snapshot_bytes + size <= self.limits.park_bytes:
             guest.form, guest.snapshot_bytes = ParkForm.SNAPSHOT, size
             self.snapshot_bytes += size
@@ -153,6 +152,8 @@ class Room:
 
     def exported(self, sequence: Sequence, data: bytes) -> None:
         """The answer to an Export."""
+        if sequence.form is not ParkForm.SNAPSHOT and sequence.slot is None:
+            return  # its state was lost before, in the same turn
         sequence.snapshot = data
         self.snapshot_bytes += len(data) - sequence.snapshot_bytes
         sequence.snapshot_bytes = len(data)

@@ -180,6 +180,8 @@ class SlotTable:
 
     @staticmethod
     def _usable(slot: Slot, tokens: Tokens[int], reuse: Reuse) -> int:
+        if slot.sequence is not None and slot.sequence.snapshot_bytes:
+            return 0  # its snapshot is not back in its cells yet, and might not get there
         held = slot.tokens
         length = min(common_prefix(held, tokens), len(tokens) - 1)
         if length < reuse.min_length or (not reuse.can_trim and length != len(held)):
