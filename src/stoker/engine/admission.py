@@ -1,7 +1,7 @@
 """Whether one more request may wait, decided in the front (SPEC Q11).
 
 The engine has the last word, but it listens only between two steps; here a full line is refused at once.
-Owns the pace at which the requests of each model end, which `Retry-After` is made of. The bound itself is
+Owns how fast the requests of each model end, which `Retry-After` is made of. The bound itself is
 the waiting line's. Pure: time arrives as an argument.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 120.0
-"""Past this the pace says little about when there is room."""
+"""Past this the past says little about when there is room."""
 SMOOTHING = 0.2
 """Weight of the newest interval in the mean."""
 
@@ -39,7 +39,7 @@ def num_waiting(live: Iterable[LiveRequest], model: str, num_slots: int) -> int:
 
 
 @dataclass(slots=True)
-class _Pace:
+class _Ends:
     """How fast the requests of one model end, as long as there are any.
 
     `since_s` is the last end, or the arrival that ended an idle time; `interval_s` 0: not known yet.
@@ -69,10 +69,10 @@ class Admission:
 
     def __init__(self, max_queue: int) -> None:
         self._line = WaitingLine(max_queue)
-        self._paces: dict[str, _Pace] = {}
+        self._ends: dict[str, _Ends] = {}
 
     def __repr__(self) -> str:
-        return f"<Admission {self._line.max_queue} {self._paces}>"
+        return f"<Admission {self._line.max_queue} {self._ends}>"
 
     def check(self, request: GenerateRequest, num_waiting: int, now: float) -> None:
         """Refuse a newcomer that finds the line at the bound of its class.
@@ -93,15 +93,15 @@ class Admission:
 
     def arrived(self, model: str, now: float) -> None:
         """A request was taken in."""
-        pace = self._paces.setdefault(model, _Pace(now))
-        if pace.num_live == 0:
-            pace.since_s = now  # nothing ran meanwhile: that says nothing of the pace
-        pace.num_live += 1
+        ends = self._ends.setdefault(model, _Ends(now))
+        if ends.num_live == 0:
+            ends.since_s = now  # nothing ran meanwhile: that time says nothing
+        ends.num_live += 1
 
     def ended(self, model: str, now: float) -> None:
         """One of them ended, however it did."""
-        self._paces[model].ended(now)
+        self._ends[model].ended(now)
 
     def _interval_s(self, model: str, now: float) -> float:
-        pace = self._paces.get(model)
-        return pace.next_s(now) if pace else 0.0
+        ends = self._ends.get(model)
+        return ends.next_s(now) if ends else 0.0

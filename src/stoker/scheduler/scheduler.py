@@ -282,11 +282,13 @@ class Scheduler:
         """Background that had a step beyond the slots waits on; its cells stay."""
         favoured, self._favoured = self._favoured, None
         is_beyond, self._is_beyond = self._is_beyond, False
-        is_guest = is_beyond and favoured is not None and favoured.is_running
-        if favoured is not None and is_guest and len(self.slots.running) > self.limits.num_slots:
+        if favoured is None or not favoured.is_running or not is_beyond:
+            return
+        if len(self.slots.running) > self.limits.num_slots:
             self._lodge(favoured, "its step in ten is over", turn, now)
 
-    def _youngest(self, running: list[Sequence]) -> Sequence:
+    @staticmethod
+    def _youngest(running: list[Sequence]) -> Sequence:
         return max(running, key=lambda s: (s.is_background, s.arrival_s, s.key.index))
 
     # ------------------------------------------------------------ room
@@ -337,7 +339,7 @@ class Scheduler:
         if self._favoured is not None and not self._favoured.is_running:
             self._seat_favoured(self._favoured, turn, now)
         for sequence in self.line:
-            if sequence.is_held or sequence.state is SequenceState.DONE:
+            if sequence.is_held:
                 continue
             if not self._can_place(sequence, turn, now):
                 return

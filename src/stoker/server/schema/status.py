@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from stoker.messages import EngineStatus, ModelInfo, SlotStatus, WaitStatus
     from stoker.runtime import RuntimeStatus
 
-Story = list[tuple[float, str]]
-
 
 def status_document(status: RuntimeStatus, models: list[ModelInfo]) -> dict[str, Any]:
     """Engine, slots, everybody who does not run, models and memory."""
@@ -44,7 +42,7 @@ def _slot(slot: SlotStatus) -> dict[str, Any]:
         "class": slot.priority,
         "model": slot.model,
         "num_tokens": slot.num_tokens,
-        "story": _story(slot.story),
+        "story": slot.story,
     }
 
 
@@ -58,13 +56,8 @@ def _waiting(waiting: WaitStatus) -> dict[str, Any]:
         "eta_s": waiting.eta_s,
         "num_tokens": waiting.num_tokens,
         "form": waiting.form,
-        "story": _story(waiting.story),
+        "story": waiting.story,
     }
-
-
-def _story(story: Story) -> Story:
-    """What happened, oldest first, with the seconds since, to the millisecond."""
-    return [(round(seconds_ago, 3), what) for seconds_ago, what in story]
 
 
 def _memory(status: RuntimeStatus) -> dict[str, int | None]:
