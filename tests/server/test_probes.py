@@ -91,7 +91,7 @@ def test_the_runtime_shows_engine_slots_queue_and_memory(http):
 
 def test_the_runtime_shows_who_runs_waits_and_stands_still_with_their_stories(scripted, scripted_http):
     """I4, Q4, Q14, Q17: everything the engine says of slots, line, parked and paused sequences."""
-    story = [(1.23456, "queued: arrived"), (0.5, "prefill: slot 0")]
+    story = [(1.235, "queued: arrived"), (0.5, "prefill: slot 0")]
     told = [[1.235, "queued: arrived"], [0.5, "prefill: slot 0"]]
     person, job = Priority.INTERACTIVE, Priority.BACKGROUND
     scripted.runtime.engine = EngineStatus(
