@@ -29,6 +29,36 @@ class Policy(StrEnum):
     THROUGHPUT = "throughput"
 
 
+class CacheMode(StrEnum):
+    """What is kept of finished work (SPEC C10): nothing, cells, snapshots in memory and on disk, or both."""
+
+    OFF = "off"
+    LIVE = "live"
+    SNAPSHOT = "snapshot"
+    BOTH = "live+snapshot"
+
+    @property
+    def keeps_cells(self) -> bool:
+        """Whether cells are shared and kept for reuse."""
+        return self in {CacheMode.LIVE, CacheMode.BOTH}
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether states are kept as bytes."""
+        return self in {CacheMode.SNAPSHOT, CacheMode.BOTH}
+
+
+class CacheSource(StrEnum):
+    """Where a request's cached tokens came from (SPEC C13): cells of an ended request, a snapshot in host
+    memory or on disk, or cells of a request that still ran.
+    """
+
+    LIVE = "live"
+    RAM = "ram"
+    DISK = "disk"
+    SHARED = "shared"
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model to load and how.
 
@@ -43,6 +73,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         target_step_ms: how long a step may take while an interactive request decodes (SPEC Q8).
         background_patience_s: how long background work may go without a step (SPEC Q7).
         park_bytes: host memory that states of parked requests may take (SPEC Q4).
+        cache_mode: what is kept of finished work (SPEC C10).
     """
 
     id: str
@@ -56,6 +87,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     target_step_ms: float = 50.0
     background_patience_s: float = 30.0
     park_bytes: int = 2**30
+    cache_mode: CacheMode = CacheMode.BOTH
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,11 +132,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request, over all its choices."""
+    """Token counts of a request, over all its choices.
+
+    Attributes:
+        cached_tokens: prompt tokens that were not computed for this request.
+        cache_source: where they came from; None: there were none.
+        dropped_tokens: what a context shift dropped (SPEC C12).
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cache_source: CacheSource | None = None
+    dropped_tokens: int = 0
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +196,36 @@ class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
     story: list[tuple[float, str]] = []
 
 
+class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefix cache now (SPEC C14).
+
+    Attributes:
+        num_entries: stored prefixes, in host memory or on disk.
+        ram_bytes, disk_bytes: what they take there; parked requests' states are counted apart.
+        ram_limit_bytes, disk_limit_bytes: what they may take; 0: the tier is off.
+        num_unsaved: stored prefixes that are not on disk yet.
+        disk_problem: why the disk tier is not used although it is wanted; empty: it is used.
+    """
+
+    num_entries: int = 0
+    ram_bytes: int = 0
+    ram_limit_bytes: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    num_ram: int = 0
+    num_disk: int = 0
+    num_unsaved: int = 0
+    disk_problem: str = ""
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A named array of little-endian float32, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
@@ -170,6 +240,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     threads_reason: str = ""
     counters: dict[str, float]
+    cache: CacheStatus = CacheStatus()
     kv_cells_total: int
     kv_cells_used: int
 
@@ -296,9 +367,14 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A choice of the request got a slot; it will be in the next step."""
+    """A choice of the request got a slot; it will be in the next step.
+
+    `cached_tokens` of the request's prompt were not computed for it, but came from `cache_source` (SPEC C13).
+    """
 
     request_id: str
+    cached_tokens: int = 0
+    cache_source: CacheSource | None = None
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -341,6 +417,19 @@ class PromptEcho(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     request_id: str
     text: str
     logprobs: list[TokenLogprob] | None = None
+
+
+class StateReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What `state_output` asked for (SPEC K5, D8), once, before the terminal event.
+
+    Attributes:
+        num_tokens: tokens the state has seen.
+        tensors: a recurrent model's state by layer; of other models the last hidden state alone.
+    """
+
+    request_id: str
+    num_tokens: int
+    tensors: list[Tensor]
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
@@ -407,6 +496,7 @@ Event = (
     | Resumed
     | PrefillProgress
     | PromptEcho
+    | StateReady
     | Delta
     | Finished
     | Failed
@@ -416,6 +506,16 @@ Event = (
 )
 
 RequestEvent = (
-    Queued | Admitted | Parked | Paused | Resumed | PrefillProgress | PromptEcho | Delta | Finished | Failed
+    Queued
+    | Admitted
+    | Parked
+    | Paused
+    | Resumed
+    | PrefillProgress
+    | PromptEcho
+    | StateReady
+    | Delta
+    | Finished
+    | Failed
 )
 """What happens to one request; each carries its `request_id`."""

@@ -18,6 +18,7 @@ MAX_STOP_CHARS = 256
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
+MAX_SALT_CHARS = 256
 
 
 class Priority(StrEnum):
@@ -32,6 +33,13 @@ class Preempt(StrEnum):
 
     PARK = "park"
     CANCEL = "cancel"
+
+
+class StateOutput(StrEnum):
+    """What a request wants of the model's state after its prompt (SPEC K5, D8)."""
+
+    SAVE = "save"
+    EMBED = "embed"
 
 
 class FinishReason(StrEnum):
@@ -128,6 +136,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             request with `preempted` and keeps its partial text.
         timeout_s: seconds from submission after which the request ends with `request_timeout`.
         return_progress: ask for `PrefillProgress` events (SPEC S2).
+        cache: reuse what was computed before, and keep this for others (SPEC C10).
+        cache_salt: only requests of the same salt share what was computed (SPEC C1).
+        context_shift: where the context is full, drop the oldest tokens after the first 100 and go on (SPEC
+            C12), rather than end.
+        initial_state: a recurrent model's state to begin from, as a safetensors file (SPEC K5); None: the
+            model's own.
+        state_output: deliver the state after the prompt; with `max_tokens` 0.
     """
 
     prompt: str | tuple[int, ...]
@@ -146,6 +161,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     preempt: Preempt = Preempt.PARK
     timeout_s: float | None = None
     return_progress: bool = False
+    cache: bool = True
+    cache_salt: str = ""
+    context_shift: bool = False
+    initial_state: bytes | None = None
+    state_output: StateOutput | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -158,6 +178,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 _check(name, value, 0, MAX_LOGPROBS)
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequestError(
+                f"cache_salt has {len(self.cache_salt)} characters, at most {MAX_SALT_CHARS} are taken",
+                param="cache_salt",
+            )
+        if self.state_output is not None and self.max_tokens != 0:
+            raise InvalidRequestError("a state is delivered with max_tokens 0 only", param="max_tokens")
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequestError(
                 f"stop has {len(self.stop)} strings, at most {MAX_STOPS} are taken", param="stop"

@@ -24,6 +24,7 @@ from stoker.engine.state import EngineState
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
 from stoker.fields import request_of, sealed
 from stoker.messages import (
+    CacheMode,
     Delta,
     Detokenize,
     EngineStatus,
@@ -379,6 +380,7 @@ def _specs(settings: EngineSettings) -> list[ModelSpec]:
             target_step_ms=settings.target_step_ms,
             background_patience_s=settings.background_patience_s,
             park_bytes=settings.park_bytes,
+            cache_mode=CacheMode(settings.cache_mode),
         )
     return list(specs.values())
 

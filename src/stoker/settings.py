@@ -130,6 +130,10 @@ class EngineSettings(_Frozen):
         target_step_ms: how long a step may take while an interactive request decodes.
         background_patience_s: how long background work may go without a step before it gets one in ten.
         park_bytes: host memory that the states of parked requests may take, per model.
+        cache_mode: what is kept of finished work: "off", "live" (cells), "snapshot" (states in host memory
+            and on disk) or "live+snapshot".
+        cache_ram_bytes: host memory that kept states may take, over all models; 0: none.
+        cache_disk_bytes: what they may take on disk, under `cache_dir`; 0: none.
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
         watchdog_s: silence of the engine after which it counts as hung; a step may take this long, or ten
             times what it is predicted to take, whichever is more.
@@ -150,6 +154,9 @@ class EngineSettings(_Frozen):
     target_step_ms: float = Field(default=50.0, gt=0, le=60_000)
     background_patience_s: float = Field(default=30.0, ge=0, le=86_400)
     park_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 2**30
+    cache_mode: Literal["off", "live", "snapshot", "live+snapshot"] = "live+snapshot"
+    cache_ram_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 2**30
+    cache_disk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 4 * 2**30
     isolation: Literal["process", "thread"] = "process"
     watchdog_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=10.0, ge=0)

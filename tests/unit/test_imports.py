@@ -21,21 +21,24 @@ ALLOWED = {
     "messages": {"errors", "request"},
     "settings": {"errors"},
     "backends.protocol": WORDS,
-    "scheduler": WORDS | {"backends.protocol"},
+    "memory.ledger": set[str](),
+    "cache": WORDS | {"memory.ledger"},
+    "scheduler": WORDS | {"backends.protocol", "cache", "memory.ledger"},
     "memory": WORDS,
     "decode": WORDS | {"backends.protocol"},
     "chat": {"errors"},
     "models": WORDS | {"backends.protocol"},
     "backends": WORDS | {"backends.protocol", "models"},
     "engine": WORDS
-    | {"backends.protocol", "backends", "scheduler", "memory", "decode", "models"}
+    | {"backends.protocol", "backends", "scheduler", "cache", "memory", "memory.ledger", "decode", "models"}
     | {"settings", "streams"},
     "streams": WORDS,
     "fields": WORDS,
     "runtime": WORDS | {"settings", "engine", "chat", "models", "streams", "fields"},
     "sync": WORDS | {"settings", "runtime", "streams"},
     "server": WORDS | {"", "settings", "runtime", "streams", "chat"},
-    "cli": WORDS | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "chat"},
+    "cli": WORDS
+    | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "cache", "chat"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = ("scheduler", "cache", "memory.policy", "engine.governor")
