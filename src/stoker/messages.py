@@ -49,8 +49,9 @@ class CacheMode(StrEnum):
 
 
 class CacheSource(StrEnum):
-    """Where a request's cached tokens came from (SPEC C13): cells of an ended request, a snapshot in host
-    memory or on disk, or cells of a request that still ran.
+    """Where a request's cached tokens came from (SPEC C13).
+
+    Cells of an ended request, a snapshot in host memory or on disk, or cells of a request that still ran.
     """
 
     LIVE = "live"
