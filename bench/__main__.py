@@ -18,6 +18,7 @@ import uvloop
 from rich.console import Console
 
 from bench import publication
+from bench.ending import cancel_on_sigterm
 from bench.errors import BenchError
 from bench.install_peer import install_peer
 from bench.peers import Shape
@@ -75,6 +76,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
 async def run(options: argparse.Namespace, console: Console) -> Report:
     """Measure what the options ask for."""
+    cancel_on_sigterm()
     plan = plan_of(options)
     if options.url:
         return await compare_running(plan, options.url, options.label, console)
@@ -96,6 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = uvloop.run(run(options, console))
     except (BenchError, OSError) as error:
         console.print(f"error: {error}", style="bold red", markup=False)
+        return 1
+    except asyncio.CancelledError:
+        console.print("ended before its time", style="bold red")
         return 1
     publication.show(report, console)
     for path in publication.write(report, options.out):

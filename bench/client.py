@@ -65,6 +65,13 @@ class Stream:
     completion_tokens: int
     cached_tokens: int
     text: str
+    timed_tokens: int | None = None
+    """Prompt tokens by the server's own timings (llama-server's `prompt_n`); None: it has no such number."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were computed for this request."""
+        return self.prompt_tokens - self.cached_tokens if self.timed_tokens is None else self.timed_tokens
 
     @property
     def ttft_s(self) -> float:
@@ -116,9 +123,14 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _CachedTokens | None = None
 
 
+class _Timings(msgspec.Struct):
+    prompt_n: int | None = None
+
+
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
+    timings: _Timings | None = None
     error: dict[str, Any] | None = None
 
 
@@ -183,6 +195,7 @@ class _TokenStream(_Exchange):
         self.last_s = 0.0
         self.texts: list[str] = []
         self.usage: _Usage | None = None
+        self.timings: _Timings | None = None
         self.refusal = bytearray()
         self._events = SseDecoder()
         self._decoder = msgspec.json.Decoder(_Chunk)
@@ -200,6 +213,7 @@ class _TokenStream(_Exchange):
         if chunk.error is not None:
             raise BenchError(f"the stream carried an error: {chunk.error}")
         self.usage = chunk.usage or self.usage
+        self.timings = chunk.timings or self.timings
         for choice in chunk.choices:
             self.last_s = now_s
             if choice.text:
@@ -224,6 +238,7 @@ class _TokenStream(_Exchange):
             completion_tokens=self.usage.completion_tokens,
             cached_tokens=(details and details.cached_tokens) or 0,
             text="".join(self.texts),
+            timed_tokens=None if self.timings is None else self.timings.prompt_n,
         )
 
     def broken(self, error: Exception) -> BrokenStream:

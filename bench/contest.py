@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from bench.client import Completion
-from bench.prompts import random_prompt
 from bench.results import Comparison, Series
+from bench.stages import medians
 from bench.timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -18,15 +17,6 @@ if TYPE_CHECKING:
 
 # OpenMP threads spin for a while after their last work; the other server should not pay for that
 SETTLE_S = 0.5
-WARM_UP_SEED = 999_999_937
-WARM_UP_WORDS = 100
-WARM_UP_TOKENS = 8
-
-
-async def warm_up(target: Target) -> None:
-    """One small request whose time is not taken: first touches of memory belong to no repetition."""
-    prompt = random_prompt(WARM_UP_WORDS, WARM_UP_SEED)
-    await target.client.complete(Completion(prompt=prompt, max_tokens=WARM_UP_TOKENS))
 
 
 async def alternate(
@@ -47,7 +37,8 @@ async def alternate(
         Series(metric, _values(first, metric.key), _values(second, metric.key)) for metric in workload.metrics
     )
     timelines = tuple(timeline_of(outcomes[-1].traces) for outcomes in both if outcomes[-1].traces)
-    return Comparison(workload.name, workload.title, series, timelines)
+    stages = tuple(medians(o.stages for o in outcomes) for outcomes in both)
+    return Comparison(workload.name, workload.title, series, timelines, stages if any(stages) else ())
 
 
 def _values(outcomes: list[Outcome], key: str) -> tuple[float, ...]:

@@ -63,9 +63,13 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StokerServer:
-    """`stoker serve` of this environment. It picks its own port and says so in its readiness line."""
+    """`stoker serve` of this environment. It picks its own port and says so in its readiness line.
+
+    `cache_dir` is what it keeps from one start to the next; None: the user's own folder.
+    """
 
     model: str | None = None
+    cache_dir: Path | None = None
     label: ClassVar[str] = "stoker"
 
     def command(self, shape: Shape, port: int) -> list[str]:  # noqa: ARG002 - it is told to choose a port itself
@@ -75,6 +79,7 @@ class StokerServer:
             *(str(Path(sys.executable).with_name("stoker")), "serve", *model),
             *("--host", LOOPBACK, "--port", "0"),
             *("--slots", str(shape.num_slots), "--ctx-size", str(shape.ctx_size)),
+            *(["--cache-dir", str(self.cache_dir)] if self.cache_dir else []),
             *_threads("--threads", shape),
         ]
 
@@ -192,6 +197,14 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    async def kill(self) -> None:
+        """End it and its children without asking; idempotent."""
+        process, self._process, self._client = self._process, None, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(process.wait)
 
     async def restart(self) -> None:
         """Stop it and start it again with the same command."""

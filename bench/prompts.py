@@ -26,5 +26,16 @@ def random_prompt(num_words: int, seed: int | str) -> str:
 
     Of one seed, a shorter prompt is the beginning of a longer one.
     """
-    chosen = random.Random(seed).choices(WORDS, k=num_words)
-    return "Notes: " + " ".join(chosen)
+    return "Notes: " + random_words(num_words, seed)
+
+
+def random_words(num_words: int, seed: int | str) -> str:
+    """The words alone, to go on with after a space."""
+    return " ".join(random.Random(seed).choices(WORDS, k=num_words))
+
+
+def shuffled(prompt: str, seed: int | str) -> str:
+    """Another prompt of as many tokens: its words, but for the first, in another order."""
+    first, *others = prompt.split(" ")
+    random.Random(seed).shuffle(others)
+    return " ".join([first, *others])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bench.tables import figure_table, markdown, ratio_table, timeline_name
+from bench.tables import CACHE_PICTURE, figure_table, markdown, ratio_table, timeline_name
 from bench.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -31,15 +31,21 @@ def write(report: Report, folder: Path) -> list[Path]:
     page, data, picture = (folder / f"report.{kind}" for kind in ("md", "json", "png"))
     page.write_text(markdown(report), encoding="utf-8")
     data.write_bytes(msgspec.json.format(msgspec.json.encode(report.document()), indent=2) + b"\n")
-    for old in (picture, *(folder / timeline_name(workload) for workload in WORKLOADS)):
+    cache_picture = folder / CACHE_PICTURE
+    for old in (picture, cache_picture, *(folder / timeline_name(workload) for workload in WORKLOADS)):
         old.unlink(missing_ok=True)
     if not report.comparisons:
         return [page, data]
-    from bench.chart import draw_chart  # noqa: PLC0415 - drawing takes a second to import
+    from bench.cache_chart import draw_cache_chart  # noqa: PLC0415 - drawing takes a second to import
+    from bench.chart import draw_chart  # noqa: PLC0415 - likewise
     from bench.timeline_chart import draw_timelines  # noqa: PLC0415 - likewise
 
     draw_chart(report, picture)
+    pictures = [picture]
+    if any(comparison.stages for comparison in report.comparisons):
+        draw_cache_chart(report, cache_picture)
+        pictures.append(cache_picture)
     timelines = [comparison for comparison in report.comparisons if comparison.timelines]
     for comparison in timelines:
         draw_timelines(comparison, report.labels, folder / timeline_name(comparison.workload))
-    return [page, data, picture, *(folder / timeline_name(comparison.workload) for comparison in timelines)]
+    return [page, data, *pictures, *(folder / timeline_name(comparison.workload) for comparison in timelines)]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median_high, median_low
 from typing import Any
 
+from bench.stages import Stage
 from bench.timeline import Timeline
 from bench.workloads.workload import Better, Judged, Metric
 
@@ -78,12 +79,16 @@ def _ratio(value: float, by: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A workload's outcome on two servers. `timelines`: one a server, of the last repetition, or none."""
+    """A workload's outcome on two servers.
+
+    `timelines`: one a server, of the last repetition, or none. `stages`: those of each server, or none.
+    """
 
     workload: str
     title: str
     series: tuple[Series, ...]
     timelines: tuple[Timeline, ...] = ()
+    stages: tuple[tuple[Stage, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +158,5 @@ def _comparison_document(comparison: Comparison) -> dict[str, Any]:
             for series in comparison.series
         ],
         "timelines": [asdict(timeline) for timeline in comparison.timelines],
+        "stages": [[asdict(stage) for stage in stages] for stages in comparison.stages],
     }

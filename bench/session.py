@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.client import Client
-from bench.contest import alternate, warm_up
+from bench.contest import alternate
 from bench.errors import BenchError
 from bench.idle import IDLE_S, idle_cpu_percent
 from bench.machine import binary_version, describe_machine
@@ -97,8 +97,11 @@ async def compare_running(plan: Plan, urls: Sequence[str], labels: Sequence[str]
     machine = describe_machine()
     first, second = (Target(label, Client(url)) for url, label in zip(urls, labels, strict=True))
     for target in (first, second):
-        await warm_up(target)
-    comparisons = await _run_workloads(plan.workloads, (first, second), plan.seeds, console)
+        await target.warm_up()
+    workloads = [workload for workload in plan.workloads if not workload.ends_servers]
+    for workload in set(plan.workloads) - set(workloads):
+        console.print(f"{workload.name} is left out: it would have to end servers that somebody else started")
+    comparisons = await _run_workloads(workloads, (first, second), plan.seeds, console)
     return Report((first.label, second.label), machine, _plan_settings(plan), tuple(comparisons), ())
 
 
@@ -138,12 +141,17 @@ def _overhead_figures(way: dict[str, float | str]) -> list[Figure]:
 async def _start_pair(
     contestants: Contestants, shape: Shape, logs: Path, stack: AsyncExitStack
 ) -> tuple[Target, Target]:
-    servers = (StokerServer(str(contestants.model)), LlamaServer(contestants.binary, contestants.model))
+    # a folder of its own: what an earlier run kept on disk must not answer this one
+    cache_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="cache-", dir=logs))
+    servers = (
+        StokerServer(str(contestants.model), Path(cache_dir)),
+        LlamaServer(contestants.binary, contestants.model),
+    )
     targets = []
     for server in servers:
         process = await stack.enter_async_context(ServerProcess(server, shape, logs))
         targets.append(Target(server.label, process.client, process))
-        await warm_up(targets[-1])
+        await targets[-1].warm_up()
     first, second = targets
     return first, second
 

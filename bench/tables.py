@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 VERDICTS = {None: "", True: "good", False: "MISSED"}
 STYLES = {None: "", True: "green", False: "bold red"}
 LARGE = 100
+CACHE_PICTURE = "cache.png"
+"""File name of the picture of hit rates and first tokens, beside the page."""
 
 
 def number(value: float) -> str:
@@ -111,6 +113,8 @@ def markdown(report: Report) -> str:
     if report.comparisons:
         lines += ["![ratios by workload](report.png)", ""]
         lines += _markdown_table(_heads(report), [cells for cells, _ in _rows(report)])
+    if any(comparison.stages for comparison in report.comparisons):
+        lines += [f"![hit rate and first token by workload]({CACHE_PICTURE})", ""]
     for comparison in report.comparisons:
         if comparison.timelines:
             title = f"who ran when: {comparison.title}"

@@ -7,7 +7,6 @@ arrivals come at fixed times, whether the former are answered or not, so a slow 
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -22,6 +21,7 @@ from bench.workloads.workload import (
     Metric,
     Outcome,
     Workload,
+    percentile,
     require_tokens,
     trace_of,
     wall_s,
@@ -195,8 +195,3 @@ def _values(alone: Sequence[Stream], crowd: _Crowd) -> Mapping[str, float]:
         "alone_tokens_per_s": alone_speed,
         "step_ms": step_s * 1e3,
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The least of `values` that at least `percent` of them do not exceed (of few values: the greatest)."""
-    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from bench.client import BrokenStream, Stream
 from bench.errors import BenchError
+from bench.stages import Stage
 from bench.timeline import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from bench.peers import Shape
     from bench.target import Target
@@ -60,10 +62,17 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one repetition gave: a value for each metric by key; who ran when, if that is worth a picture."""
+    """What one repetition gave.
+
+    Attributes:
+        values: one for each metric by key.
+        traces: who ran when, if that is worth a picture.
+        stages: what a cache did, if that is.
+    """
 
     values: Mapping[str, float]
     traces: tuple[Trace, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
 
 class Workload(ABC):
@@ -76,6 +85,8 @@ class Workload(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]
+    ends_servers: ClassVar[bool] = False
+    """Whether it stops and starts its server, so that only one the benchmark started will do."""
 
     @abstractmethod
     async def run(self, target: Target, seed: int) -> Outcome:
@@ -108,3 +119,8 @@ def wall_s(traces: Iterable[Trace]) -> float:
     """Seconds from the first request sent to the last one ended."""
     seen = list(traces)
     return max(trace.ended_s for trace in seen) - min(trace.sent_s for trace in seen)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least of `values` that at least `percent` of them do not exceed (of few values: the greatest)."""
+    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]

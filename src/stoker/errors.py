@@ -9,11 +9,13 @@
     │   ├── ForbiddenError            403  its Host or Origin is not allowed here
     │   ├── RequestTooLargeError      413  the body is over the limit
     │   ├── ModelNotFoundError        404  no model of that name is served or on disk
-    │   └── RequestNotFoundError      404  no live request has that id
+    │   ├── RequestNotFoundError      404  no live request has that id
+    │   └── StateNotFoundError        404  no saved state has that id
     ├── MachineError              the machine cannot now; repeating it later may help
     │   ├── QueueFullError            429  the waiting line is at its bound
     │   ├── RequestTimeoutError       408  the deadline of the request passed
     │   ├── NotReadyError             503  starting, restarting, stopping or loading
+    │   ├── CacheFileError            500  a file of the prefix cache is damaged, gone or too large
     │   └── MachineSetupError         500  a port in use, a folder that cannot be written, no compiler, ...
     ├── ModelError                the model file is at fault
     │   ├── ModelFileError            422  missing, truncated, corrupt or foreign file
@@ -146,6 +148,13 @@ class RequestNotFoundError(CallerError):
     http_status = 404
 
 
+class StateNotFoundError(CallerError):
+    """No saved state of the caller has that id."""
+
+    code = "state_not_found"
+    http_status = 404
+
+
 class MachineError(StokerError):
     """The machine cannot now."""
 
@@ -171,6 +180,13 @@ class NotReadyError(MachineError):
     """Starting, restarting, stopping or loading."""
 
     code = "not_ready"
+
+
+class CacheFileError(MachineError):
+    """One file of the prefix cache is damaged, gone or too large; the others are not concerned."""
+
+    code = "cache_file"
+    http_status = 500
 
 
 class MachineSetupError(MachineError):

@@ -22,7 +22,7 @@ from stoker.chat.template import ChatTemplate
 from stoker.engine.host import EngineHost
 from stoker.engine.state import EngineState
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
-from stoker.fields import request_of, sealed
+from stoker.fields import sealed
 from stoker.messages import (
     CacheMode,
     Delta,
@@ -43,6 +43,7 @@ from stoker.messages import (
 from stoker.models.store import ModelStore
 from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
+from stoker.states import GivenState, States
 from stoker.streams import RequestStream, StreamEvent
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Runtime:
 
     Attributes:
         on_load: called with each state a model reports while it loads; set it before `start`.
+        states: saved states of recurrent models, and embeddings by state.
 
     Raises:
         InvalidRequestError: a setting is unknown or out of range.
@@ -113,6 +115,7 @@ class Runtime:
         self._settings = settings
         self._host: EngineHost | None = None
         self._templates: dict[str, ChatTemplate] = {}
+        self.states = States(settings.states_dir, self)
         self.on_load: Callable[[ModelState], None] = _ignore
 
     def __repr__(self) -> str:
@@ -236,18 +239,23 @@ class Runtime:
                 yield event
 
     async def generate(
-        self, prompt: str | Sequence[int] | GenerateRequest, **fields: Any
+        self,
+        prompt: str | Sequence[int] | GenerateRequest,
+        *,
+        state: GivenState | None = None,
+        **fields: Any,
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt.
 
         Args:
             prompt: text, token ids or a whole request.
+            state: what a recurrent model begins from: the id of a saved state, a file or its bytes.
             fields: of `GenerateRequest` and `Sampling`, by name.
 
         Raises:
             StokerError: the request was refused or failed.
         """
-        request = request_of(prompt, fields)
+        request = await self.states.request(prompt, state=state, **fields)
         num_open = request.n
         last: Delta | None = None
         async with aclosing(self.stream(request)) as events:

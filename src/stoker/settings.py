@@ -141,6 +141,7 @@ class EngineSettings(_Frozen):
         memory_limit: bytes to stay under; so far only `doctor` looks at it. None: the machine's own.
         cache_dir: verdicts and files that can be made again.
         models_dir: where pulled models lie.
+        states_dir: where saved states of recurrent models lie.
     """
 
     models: Names = ()
@@ -163,6 +164,7 @@ class EngineSettings(_Frozen):
     memory_limit: Bytes | None = None
     cache_dir: Location = Field(default_factory=lambda: platformdirs.user_cache_path(APP))
     models_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "models")
+    states_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "states")
 
 
 class ServerSettings(_Frozen):

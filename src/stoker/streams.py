@@ -1,8 +1,9 @@
 """The stream of one request: filled by the host, read by one consumer, bounded however slow that one is.
 
 Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and of the notices
-(its place in the line, parked, paused, resumed) only the newest stays. Progress replaces progress, a place in
-the line the one before it. Nothing of the text is lost, and what waits is at most the request's own tokens.
+(its place in the line, admitted, parked, paused, resumed) only the newest stays. Progress replaces progress,
+a place in the line the one before it; of admissions only the first is passed on. Nothing of the text is lost,
+and what waits is at most the request's own tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from stoker.errors import error_from_info
 from stoker.messages import (
+    Admitted,
     Delta,
     Failed,
     Finished,
@@ -23,6 +25,7 @@ from stoker.messages import (
     PromptEcho,
     Queued,
     Resumed,
+    StateReady,
 )
 
 if TYPE_CHECKING:
@@ -32,10 +35,10 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 256
 
-Notice = Queued | Parked | Paused | Resumed
-"""How a request stands that gets no tokens now; true when it was sent."""
+Notice = Queued | Admitted | Parked | Paused | Resumed
+"""How a request stands between its tokens; true when it was sent."""
 
-StreamEvent = Notice | PrefillProgress | PromptEcho | Delta | Finished
+StreamEvent = Notice | PrefillProgress | PromptEcho | StateReady | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,10 @@ class RequestStream:
     def __init__(self, request_id: str, on_abandon: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._on_abandon = on_abandon
-        self._waiting: deque[_Run | Notice | PrefillProgress | PromptEcho | Finished | Failed] = deque()
+        self._waiting: deque[_Run | StreamEvent | Failed] = deque()
         self._runs: dict[int, _Run] = {}  # the last waiting run of each choice
         self._has_news = asyncio.Event()
+        self._is_admitted = False
         self._is_ended = False  # the terminal event was pushed
         self._is_over = False  # the consumer has read it, or has left
 
@@ -94,12 +98,15 @@ class RequestStream:
                 self._push_delta(event)
             case Queued() | PrefillProgress() if self._waiting and type(self._waiting[-1]) is type(event):
                 self._waiting[-1] = event
-            case Queued() | Parked() | Paused() | Resumed():
+            case Admitted() if self._is_admitted:
+                return  # of another choice, or of one that comes back: what the first one found counts
+            case Queued() | Admitted() | Parked() | Paused() | Resumed():
+                self._is_admitted |= type(event) is Admitted
                 self._push_notice(event)
             case Finished() | Failed():
                 self._is_ended = True
                 self._waiting.append(event)
-            case PrefillProgress() | PromptEcho():
+            case PrefillProgress() | PromptEcho() | StateReady():
                 self._waiting.append(event)
         self._has_news.set()
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.backends.fake import FakeBackend
+from stoker.backends.fake import FakeBackend, FakeFaults
 from stoker.backends.llama import LlamaBackend, load
 from stoker.messages import ModelSpec
+from tiny_models import TINY
 
 SHARED_MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
 NUM_CELLS = 512  # llama.cpp rounds to multiples of 256
@@ -85,10 +86,76 @@ def backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     return emptied(chosen)
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> SharedModel:
+    """A function from a name in `TINY` to the path of that model, written once."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def path_of(name: str) -> Path:
+        path = folder / f"{name}.gguf"
+        return path if path.is_file() else TINY[name](path)
+
+    return path_of
+
+
+@pytest.fixture(scope="session")
+def loaded_tiny(open_llama: OpenLlama, tiny_model: SharedModel) -> Iterator[Callable[[str], LlamaBackend]]:
+    """A function from a name in `TINY` to that model, loaded once."""
+    loaded: dict[str, LlamaBackend] = {}
+
+    def backend_of(name: str) -> LlamaBackend:
+        if name not in loaded:
+            loaded[name] = open_llama(tiny_model(name))
+        return loaded[name]
+
+    yield backend_of
+    for backend in loaded.values():
+        backend.close()
+
+
+@pytest.fixture(params=["fake", "smollm2", "stories260K", "fake-recurrent", *TINY])
+def any_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
+    """As `backend`, and those that cannot go back: recurrent, hybrid, with a sliding window."""
+    match request.param:
+        case "fake":
+            return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128)
+        case "fake-recurrent":
+            faults = FakeFaults(recurrent=True)
+            return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128, faults=faults)
+        case "smollm2" | "stories260K":
+            chosen = request.getfixturevalue(f"loaded_{request.param.removesuffix('260K')}")
+        case name:
+            chosen = request.getfixturevalue("loaded_tiny")(name)
+    return emptied(chosen)
+
+
+@pytest.fixture(params=["fake", "mamba", "rwkv7", "shared-rwkv7", "shared-rwkv6"])
+def recurrent(request: pytest.FixtureRequest) -> Iterator[FakeBackend | LlamaBackend]:
+    """Each recurrent backend in turn, with every sequence empty."""
+    match request.param:
+        case "fake":
+            yield FakeBackend(faults=FakeFaults(recurrent=True))
+        case "mamba" | "rwkv7":
+            yield emptied(request.getfixturevalue("loaded_tiny")(request.param))
+        case name:
+            file = {"shared-rwkv7": "tiny-rwkv7-834K-f32.gguf", "shared-rwkv6": "tiny-rwkv6-3m-f32.gguf"}[
+                name
+            ]
+            path = request.getfixturevalue("shared_model")(file)
+            with request.getfixturevalue("open_llama")(path) as backend:
+                yield backend
+
+
 @pytest.fixture
 def smollm2(loaded_smollm2: LlamaBackend) -> LlamaBackend:
     """The embedded model with every sequence empty."""
     return emptied(loaded_smollm2)
+
+
+@pytest.fixture
+def stories(loaded_stories: LlamaBackend) -> LlamaBackend:
+    """The decoder of 260 thousand parameters with every sequence empty."""
+    return emptied(loaded_stories)
 
 
 def emptied(backend: LlamaBackend) -> LlamaBackend:

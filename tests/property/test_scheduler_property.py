@@ -6,11 +6,14 @@ from random import Random
 import numpy as np
 import pytest
 
-from stoker.backends.fake import FakeBackend
+from stoker.backends.fake import FakeBackend, FakeFaults
 from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.cache.disk_tier import Read, Remove, Write
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.orders import carry_out
 from stoker.errors import EngineError
-from stoker.messages import Policy
+from stoker.memory.ledger import Ledger
+from stoker.messages import CacheMode, Policy
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.scheduler import Scheduler
@@ -19,6 +22,7 @@ from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey, SequenceS
 NUM_CELLS = 124
 CELL_BYTES = 8
 STEM = [65 + at % 26 for at in range(60)]
+SPACES = [b"a" * 32, b"b" * 32]
 PAUSED_STEPS = 15
 """After so many steps a paused sequence is resumed, lest a history never ends."""
 
@@ -48,7 +52,8 @@ def arguments_of(name, random):
             tail = [random.randint(97, 122) for _ in range(random.randint(1, 30))]
             num_tokens = random.randint(1, 50)
             priority = random.choice(list(Priority))
-            return random.randint(0, 40), tail, num_tokens, priority, random.random() < 0.2
+            habits = random.random() < 0.2, random.random() < 0.9, random.choice(SPACES)
+            return random.randint(0, 43), tail, num_tokens, priority, habits
         case "steps":
             return (random.randint(1, 12),)
         case "park":
@@ -65,13 +70,17 @@ def make_options(random):
         "policy": random.choice(list(Policy)),
         "background_patience_s": random.choice([0.0, 5.0, 1000.0]),
         "can_export": random.random() < 0.8,
+        "is_recurrent": random.random() < 0.4,
+        "cache_mode": random.choice([*CacheMode, CacheMode.BOTH]),
+        "ram_bytes": random.choice([0, 300 * CELL_BYTES, 2**20]),
+        "disk_bytes": random.choice([0, 400 * CELL_BYTES, 2**20]),
     }
 
 
 @cache
 def alone(prompt, num_tokens):
     """Greedy continuation of `prompt` with nobody else around."""
-    backend = FakeBackend(num_cells=NUM_CELLS, n_batch=NUM_CELLS)
+    backend = FakeBackend(num_cells=2 * NUM_CELLS, n_batch=2 * NUM_CELLS)
     tokens = list(prompt)
     for _ in range(num_tokens):
         start = backend.length(0)
@@ -88,12 +97,59 @@ class Forgetful(FakeBackend):
         raise EngineError(f"no memory for the state of {seq}")
 
 
+class Shelf:
+    """A disk that answers when it likes, and now and then has lost what it held."""
+
+    def __init__(self, cache, random):
+        self.cache = cache
+        self.random = random
+        self.files = {}
+        self.waiting = []
+
+    def turn(self, now):
+        """Take new orders, and end some of those that wait."""
+        self.cache.tend(now)
+        self.waiting += self.cache.disk.take_orders()
+        while self.waiting and self.random.random() < 0.5:
+            self.end(self.waiting.pop(0), now)
+
+    def end(self, order, now):
+        """One order, well or not."""
+        match order:
+            case Write(entry):
+                self.write(entry)
+            case Read(entry):
+                data = self.files.get(entry.file)
+                if data is None or self.random.random() < 0.2:
+                    self.cache.unreadable(entry)
+                else:
+                    self.cache.fetched(entry, data, now)
+            case Remove(file):
+                self.files.pop(file, None)
+
+    def write(self, entry):
+        """A file of the state and a head, or none."""
+        if self.random.random() < 0.1:
+            self.cache.unwritten(entry, self.random.choice(["", "", "the disk is full"]))
+            return
+        name = f"file {self.random.random()}"
+        self.files[name] = bytes(entry.data)
+        self.cache.written(entry, name, len(entry.data) + 10)
+
+
 class Machine:
     """Scheduler and backend, driven synchronously; a step takes a second, so that patience counts steps."""
 
-    def __init__(self, options):
+    def __init__(self, options, random):
         kind = FakeBackend if options["can_export"] else Forgetful
-        self.backend = kind(num_sequences=options["num_sequences"], num_cells=NUM_CELLS, n_batch=24)
+        faults = FakeFaults(recurrent=options["is_recurrent"])
+        self.backend = kind(
+            num_sequences=options["num_sequences"], num_cells=NUM_CELLS, n_batch=24, faults=faults
+        )
+        self.cache = PrefixCache(
+            CacheLimits(ram_bytes=options["ram_bytes"], disk_bytes=options["disk_bytes"]), Ledger()
+        )
+        self.shelf = Shelf(self.cache, random)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 num_slots=3,
@@ -106,7 +162,11 @@ class Machine:
                 policy=options["policy"],
                 target_step_s=0.012,
                 background_patience_s=options["background_patience_s"],
-            )
+                can_trim=not options["is_recurrent"],
+                can_fork=not options["is_recurrent"],
+                cache_mode=options["cache_mode"],
+            ),
+            self.cache,
         )
         self.sequences = []
         self.wanted = {}
@@ -118,8 +178,9 @@ class Machine:
         """Those that have not ended."""
         return [s for s in self.sequences if s.state is not SequenceState.DONE]
 
-    def arrive(self, stem, tail, num_tokens, priority, ends_if_preempted):
+    def arrive(self, stem, tail, num_tokens, priority, habits):
         """A request for `num_tokens` after a shared stem and its own tail."""
+        ends_if_preempted, shares, space = habits
         prompt = STEM[:stem] + tail
         sequence = Sequence(
             key=SequenceKey(f"r{len(self.sequences)}", 0),
@@ -129,6 +190,8 @@ class Machine:
             priority=priority,
             arrival_s=self.now,
             ends_if_preempted=ends_if_preempted,
+            namespace=space,
+            shares=shares and self.scheduler.limits.cache_mode is not CacheMode.OFF,
         )
         self.sequences.append(sequence)
         self.wanted[sequence.key] = num_tokens
@@ -185,6 +248,11 @@ class Machine:
     def step(self):
         """One turn: effects, step, greedy draw."""
         self.now += 1
+        self.shelf.turn(self.now)
+        if not self.scheduler.has_work:
+            carry_out(self.scheduler.rest(self.now).effects, self.backend, self.scheduler.room)
+            self.check()
+            return
         turn = self.scheduler.schedule(self.now)
         carry_out(turn.effects, self.backend, self.scheduler.room)
         if not self.scheduler.has_work:
@@ -211,7 +279,9 @@ class Machine:
         assert self.backend.num_cells_used == self.scheduler.cells.used
         for slot in self.scheduler.slots.slots:
             assert list(self.backend.tokens(slot.id)) == slot.tokens
-        assert self.scheduler.room.snapshot_bytes <= max(self.scheduler.limits.park_bytes, 0) * 1.5
+        assert self.cache.parked_bytes <= self.scheduler.limits.park_bytes * 1.5
+        assert self.cache.ram_bytes <= self.cache.limits.ram_bytes * 1.2
+        assert self.cache.disk.used_bytes <= self.cache.limits.disk_bytes * 1.2
         line = self.scheduler.waiting()
         assert [s.is_background for s in line] == sorted(s.is_background for s in line)
         for state in (SequenceState.QUEUED, SequenceState.PARKED):
@@ -223,7 +293,7 @@ class Machine:
 def run(seed):
     """One history to its end; every request has ended, with the tokens it gets alone."""
     random = Random(seed)
-    machine = Machine(make_options(random))
+    machine = Machine(make_options(random), random)
     for event, *arguments in [*make_history(random), ("steps", 5000)]:
         getattr(machine, event)(*arguments)
     for sequence in machine.sequences:
@@ -233,7 +303,8 @@ def run(seed):
         if sequence.finish_reason is FinishReason.LENGTH:
             assert sequence.num_generated == machine.wanted[sequence.key]
         assert sequence.finish_reason is not FinishReason.PREEMPTED or sequence.ends_if_preempted
-    assert machine.scheduler.room.snapshot_bytes == 0
+    assert machine.cache.parked_bytes == 0
+    assert not any(set(entry.leases) - {"disk"} for entry in machine.cache.entries())
     assert not machine.scheduler.slots.guests()
 
 

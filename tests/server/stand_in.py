@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.messages import (
+    Admitted,
     Delta,
     EngineStatus,
     Finished,
@@ -29,7 +30,8 @@ from stoker.messages import (
 )
 from stoker.request import FinishReason, GenerateRequest
 
-Step = Queued | Parked | Paused | Resumed | PrefillProgress | PromptEcho | Delta | Finished | Exception | str
+Notice = Queued | Admitted | Parked | Paused | Resumed
+Step = Notice | PrefillProgress | PromptEcho | Delta | Finished | Exception | str
 HOLD = "hold"  # a step that lasts until `release`
 
 INFO = ModelInfo(

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import HOLD, StandInRuntime, delta
 
-from stoker.messages import EngineStatus, SlotStatus, WaitStatus
+from stoker.messages import CacheStatus, EngineStatus, SlotStatus, WaitStatus
 from stoker.request import Priority
 
 HELLO = [{"role": "user", "content": "Say hello"}]
@@ -191,6 +191,95 @@ def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
         "step_target_seconds": 0.05,
         "num_threads": 2,
     }
+
+
+CACHE = CacheStatus(
+    num_entries=7,
+    ram_bytes=100,
+    ram_limit_bytes=1000,
+    disk_bytes=200,
+    disk_limit_bytes=2000,
+    num_ram=3,
+    num_disk=5,
+    num_unsaved=2,
+    disk_problem="no space left",
+)
+
+
+def engine_with(cache, counters):
+    """An idle engine with this cache."""
+    return EngineStatus(
+        slots=[],
+        queue=[],
+        parked=[],
+        counters=counters,
+        cache=cache,
+        kv_cells_total=64,
+        kv_cells_used=48,
+    )
+
+
+def test_the_runtime_shows_the_cache_by_tier_and_every_counter(scripted, scripted_http):
+    """C14, I4: bytes, limits and entries; how many prompt tokens were computed."""
+    counters = {"prompt_tokens_total": 900.0, "prompt_tokens_computed_total": 260.0}
+    scripted.runtime.engine = engine_with(CACHE, counters)
+    status = scripted_http.get("/v1/runtime").json()
+    assert status["cache"] == {
+        "entries": 7,
+        "unsaved": 2,
+        "live": {"cells_used": 48, "cells_total": 64},
+        "ram": {"bytes": 100, "limit": 1000, "entries": 3},
+        "disk": {"bytes": 200, "limit": 2000, "entries": 5, "problem": "no space left"},
+    }
+    assert status["counters"] == counters
+
+
+def test_metrics_show_what_the_cache_saves_and_holds(scripted, scripted_http):
+    """O1, C13, C14: tokens and requests by source, bytes and entries by tier."""
+    counters = {
+        "prompt_tokens_total": 900.0,
+        "prompt_tokens_computed_total": 260.0,
+        "cache_misses_total": 4.0,
+    }
+    counters |= {"cache_stored_total": 8.0, "cache_evicted_total": 6.0, "cache_damaged_total": 1.0}
+    sources = ("live", "ram", "disk", "shared")
+    for number, source in enumerate(sources, start=1):
+        counters |= {f"cached_tokens_{source}_total": 64.0 * number, f"cache_hits_{source}_total": number}
+    scripted.runtime.engine = engine_with(CACHE, counters)
+    assert {
+        name: metric(scripted_http, f"stoker:{name}_total")
+        for name in (
+            "prefix_cache_queries",
+            "prefix_cache_hits",
+            "prompt_tokens_computed",
+            "cache_misses",
+            "cache_stored",
+            "cache_evicted",
+            "cache_damaged",
+        )
+    } == {
+        "prefix_cache_queries": 900,
+        "prefix_cache_hits": 640,
+        "prompt_tokens_computed": 260,
+        "cache_misses": 4,
+        "cache_stored": 8,
+        "cache_evicted": 6,
+        "cache_damaged": 1,
+    }
+    for number, source in enumerate(sources, start=1):
+        assert metric(scripted_http, "stoker:cached_tokens_total", source=source) == 64 * number
+        assert metric(scripted_http, "stoker:cache_hits_total", source=source) == number
+    for tier, size, entries in (("ram", 100, 3), ("disk", 200, 5)):
+        assert metric(scripted_http, "stoker:cache_bytes", tier=tier) == size
+        assert metric(scripted_http, "stoker:cache_entries", tier=tier) == entries
+
+
+def test_an_engine_that_has_counted_nothing_shows_zeroes(scripted, scripted_http):
+    """O1: as after a restart, from where counters begin anew."""
+    scripted.runtime.engine = engine_with(CacheStatus(), {})
+    assert metric(scripted_http, "stoker:prompt_tokens_computed_total") == 0
+    assert metric(scripted_http, "stoker:cached_tokens_total", source="disk") == 0
+    assert metric(scripted_http, "stoker:cache_bytes", tier="ram") == 0
 
 
 @pytest.mark.parametrize("by", ["header", "answer"])

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.client import Client
+
 
 @dataclass
 class StandIn:
@@ -75,3 +77,26 @@ async def serving(stand_in: StandIn) -> AsyncIterator[str]:
     server = await asyncio.start_server(stand_in.answer, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+class StandInProcess:
+    """What the benchmark started, as far as a target needs it; notes what is done to it."""
+
+    def __init__(self, url: str, pid: int = 0) -> None:
+        self.pid = pid
+        self.client = Client(url)
+        self.deeds: list[str] = []
+
+    async def restart(self) -> None:
+        """Another client, as a server started anew has another address."""
+        self.deeds.append("restart")
+        self.client = Client(self.client.url)
+
+    async def kill(self) -> None:
+        """Nothing ends."""
+        self.deeds.append("kill")
+
+    async def start(self) -> None:
+        """Another client."""
+        self.deeds.append("start")
+        self.client = Client(self.client.url)

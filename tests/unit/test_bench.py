@@ -32,8 +32,8 @@ from bench.results import Comparison, Figure, Report, Series
 from bench.sse import SseDecoder
 from bench.step_overhead import Turn, summarise
 from bench.target import Target
-from bench.workloads import WORKLOADS, Better, Metric, Outcome, Workload, noisy, priority
-from bench_stand_in import StandIn, serving
+from bench.workloads import WORKLOADS, Better, Metric, Outcome, Workload, noisy, priority, shared
+from bench_stand_in import StandIn, StandInProcess, serving
 
 SHAPE = Shape(num_slots=8, ctx_size=4096, num_threads=2)
 SPEED = Metric("speed", "decode", "tok/s", Better.HIGHER, bar=0.95)
@@ -116,6 +116,7 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         (noisy, "BEFORE_QUIET_S"),
         (noisy, "AFTER_START_S"),
         (noisy, "AFTER_STOP_S"),
+        (shared, "HEAD_START_S"),
     ):
         monkeypatch.setattr(module, name, 0)
 
@@ -124,18 +125,22 @@ def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_workload_yields_every_metric_it_names(kind: type[Workload]) -> None:
     """Q9: each workload drives a server over HTTP and returns its numbers by key."""
     async with serving(StandIn()) as url:
-        outcome = await kind().run(Target("x", Client(url)), seed=3)
+        outcome = await kind().run(Target("x", Client(url), StandInProcess(url)), seed=3)
     assert set(outcome.values) == {metric.key for metric in kind.metrics}
-    # a stand-in has answered its background before anybody can arrive beside it
-    assert {key for key, value in outcome.values.items() if value <= 0} <= {"arrivals_beside"}
+    # a stand-in has answered before anybody can arrive beside it or leave
+    early = {"arrivals_beside", "left_early"}
+    assert {key for key, value in outcome.values.items() if value <= 0} <= early
 
 
-@pytest.mark.parametrize("name", sorted(set(WORKLOADS) - {"exhaustion"}))  # which counts them
+COUNTING = {"exhaustion", "turns", "turns_tight"}
+
+
+@pytest.mark.parametrize("name", sorted(set(WORKLOADS) - COUNTING))
 async def test_an_answer_with_a_token_missing_fails_the_workload(name: str) -> None:
     """L6: a server that stops early is not faster."""
     async with serving(StandIn(num_missing=1)) as url:
         with pytest.raises(BenchError, match=r"asked for|without tokens"):
-            await WORKLOADS[name]().run(Target("x", Client(url)), seed=3)
+            await WORKLOADS[name]().run(Target("x", Client(url), StandInProcess(url)), seed=3)
 
 
 async def test_both_servers_get_the_same_prompts_and_none_twice() -> None:

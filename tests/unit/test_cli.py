@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
 from stoker.cli import examination, stdin
+from stoker.cli.activity import Activity
 from stoker.cli.main import app
 from stoker.cli.reader import TerminalReader
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
@@ -124,6 +125,17 @@ def test_run_streams_the_answer_to_stdout(runtime: RuntimeStandIn) -> None:
     assert runtime.requests[0].prompt == "[user] Hi\n"
     assert runtime.requests[0].is_chat
     assert runtime.is_closed
+
+
+@pytest.mark.parametrize(("cached", "shown"), [(320, ", 320 from the cache"), (0, "")])
+def test_reading_a_prompt_shows_what_was_cached(cached: int, shown: str) -> None:
+    """SPEC C13: a person sees why a long prompt is read so soon."""
+    with Activity() as activity:
+        activity.on_prefill(
+            PrefillProgress(request_id="r", total=400, cached=cached, processed=350, time_ms=1.0)
+        )
+        bar = activity._progress.tasks[0]
+    assert bar.description == f"reading the prompt: 350 of 400 tokens{shown}"
 
 
 def test_run_takes_the_sampling_it_is_told(runtime: RuntimeStandIn) -> None:
@@ -342,7 +354,8 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "--model a --model b --host ::1 --port 1 --slots 2 --ctx-size 3 --threads auto --kv-cells 4 "
         f"--memory-limit 4GiB --cache-dir {tmp_path} --api-key-file k --isolation thread --watchdog-s 5 "
         "--max-queue 6 --allowed-host x --allowed-host y --policy balanced --target-step-ms 40 "
-        "--background-patience-s 7 --park-bytes 2MiB"
+        "--background-patience-s 7 --park-bytes 2MiB "
+        "--cache-mode snapshot --cache-ram-bytes 3MiB --cache-disk-bytes 0"
     )
     assert invoke("serve", *options.split()).exit_code == 0
     engine, server = seen[0]
@@ -362,8 +375,19 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         target_step_ms=40.0,
         background_patience_s=7.0,
         park_bytes=2 * 1024**2,
+        cache_mode="snapshot",
+        cache_ram_bytes=3 * 1024**2,
+        cache_disk_bytes=0,
     )
     assert server == ServerSettings(host="::1", port=1, api_key_file=Path("k"), allowed_hosts=("x", "y"))
+
+
+def test_serve_names_the_modes_of_the_cache_to_who_invents_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPEC C10, I2: nothing is served; the error lists what there is."""
+    seen = stand_in_server(monkeypatch)
+    result = invoke("serve", "--cache-mode", "everything")
+    assert (result.exit_code, seen) == (2, [])
+    assert all(mode in result.stderr for mode in ("off", "live", "snapshot", "live+snapshot"))
 
 
 def test_serve_reads_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from stoker.backends.fake import FakeBackend, FakeFaults, load
 from stoker.backends.fake_cells import FakeCells
 from stoker.backends.fake_vocabulary import BOS, EOS, IM_END, IM_START, FakeVocabulary
-from stoker.backends.protocol import BatchPlan, PlanItem, Rows
-from stoker.errors import ModelFileError, PoolFullError, StepFailedError
+from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem, Rows
+from stoker.errors import ModelFileError, PoolFullError, StepFailedError, UnsupportedError
 from stoker.messages import ModelSpec
 
 
@@ -104,6 +104,59 @@ def test_a_path_orders_limits_and_faults() -> None:
     for path in ("fake:nonsense=1", "fake:bad_tokens=x", "model.gguf"):
         with pytest.raises(ModelFileError):
             load(ModelSpec(id="m", path=path))
+
+
+def recurrent() -> FakeBackend:
+    """A fake that cannot go back."""
+    return FakeBackend(faults=FakeFaults(recurrent=True))
+
+
+def test_a_path_orders_a_recurrent_model() -> None:
+    """SPEC K5: "fake:recurrent=1" cannot trim or share, and names the tensors of its state."""
+    backend = load(ModelSpec(id="m", path="fake:recurrent=1,eog_period=0"))
+    found = backend.capabilities
+    assert (found.model_class, found.can_trim, found.can_fork) == (ModelClass.RECURRENT, False, False)
+    assert found.state_layout
+    assert found.fingerprint != FakeBackend(faults=FakeFaults(eog_period=0)).capabilities.fingerprint
+    step(backend, (0, [65, 66]))
+    with pytest.raises(UnsupportedError):
+        backend.trim(0, 1)
+    with pytest.raises(UnsupportedError):
+        backend.fork(0, 1, 2)
+    backend.trim(0, 0)
+    backend.check()
+
+
+def test_a_recurrent_fake_goes_on_from_a_state_as_from_the_tokens_it_saw() -> None:
+    """SPEC K5: a saved state stands for the prompt it was made of, also after export and import."""
+    backend = recurrent()
+    expected = step(backend, (0, [65, 66, 67, 68])).copy()
+    step(backend, (1, [65, 66]))
+    backend.write_state(2, backend.read_state(1))
+    assert backend.length(2) == 0
+    data = backend.export_state(2)
+    backend.drop(2)
+    assert not np.array_equal(step(backend, (2, [67, 68])), expected)
+    backend.drop(2)
+    backend.import_state(2, data)
+    assert np.array_equal(step(backend, (2, [67, 68])), expected)
+    backend.check()
+
+
+def test_a_decoder_fake_has_a_last_hidden_state_and_no_other() -> None:
+    """SPEC D8: the hidden state follows from the tokens; a decoder has no state to begin from."""
+    backend = FakeBackend()
+    step(backend, (0, [65, 66]), (1, [65, 67]))
+    hidden = backend.last_hidden(0, [65, 66])
+    assert hidden.shape == (8,)
+    assert hidden.data != backend.last_hidden(1, [65, 67]).data
+    step(backend, (2, [65]))
+    assert backend.last_hidden(2, [65, 66]) == hidden
+    assert backend.length(2) == 2
+    backend.drop(2)
+    for refused in (lambda: backend.read_state(0), lambda: backend.write_state(2, [])):
+        with pytest.raises(UnsupportedError):
+            refused()
 
 
 def test_bytes_and_control_tokens_are_the_vocabulary() -> None:

@@ -34,9 +34,10 @@ ALLOWED = {
     | {"settings", "streams"},
     "streams": WORDS,
     "fields": WORDS,
-    "runtime": WORDS | {"settings", "engine", "chat", "models", "streams", "fields"},
+    "states": WORDS | {"models", "streams", "fields"},
+    "runtime": WORDS | {"settings", "engine", "chat", "models", "streams", "fields", "states"},
     "sync": WORDS | {"settings", "runtime", "streams"},
-    "server": WORDS | {"", "settings", "runtime", "streams", "chat"},
+    "server": WORDS | {"", "settings", "runtime", "streams", "chat", "states"},
     "cli": WORDS
     | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "cache", "chat"},
 }

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.memory.ledger import Ledger
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.effects import Drop, Export, Fork, Import
 from stoker.scheduler.limits import SchedulerLimits
@@ -25,7 +27,7 @@ def scheduler(**limits):
         "cell_bytes": 10,
         "park_bytes": 2**20,
     }
-    return Scheduler(SchedulerLimits(**defaults | limits))
+    return Scheduler(SchedulerLimits(**defaults | limits), PrefixCache(CacheLimits(), Ledger()))
 
 
 def sequence(name, num_tokens=40, priority=BACKGROUND, **fields):
@@ -68,7 +70,7 @@ def carry_out(machine, turn):
     for effect in turn.effects:
         match effect:
             case Export():
-                machine.room.exported(effect.sequence, bytes(STATE_BYTES))
+                machine.room.exported(effect.entry, bytes(STATE_BYTES))
             case Import():
                 machine.room.imported(effect.sequence)
 
@@ -165,14 +167,15 @@ def test_cells_that_are_needed_move_to_a_snapshot_and_come_back():
     step(machine)
     enter(machine, visitor, now=1.0)
     turn = step(machine, 1.0)
-    assert turn.effects == [Export(0, job), Drop(0)]
-    assert (job.form, job.snapshot_bytes) == (ParkForm.SNAPSHOT, STATE_BYTES)
-    assert machine.room.snapshot_bytes == STATE_BYTES
+    assert turn.effects == [Export(0, job.entry, job), Drop(0)]
+    entry = job.entry
+    assert (job.form, job.entry.size_bytes) == (ParkForm.SNAPSHOT, STATE_BYTES)
+    assert machine.room.cache.parked_bytes == STATE_BYTES
     machine.retire(visitor, FinishReason.STOP, 2.0)
     turn = step(machine, 2.0)
-    assert turn.effects[-1] == Import(job.slot, job)
+    assert turn.effects[-1] == Import(job.slot, entry, job, 60)
     assert job.num_computed == 61
-    assert machine.room.snapshot_bytes == 0
+    assert machine.room.cache.parked_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -218,24 +221,25 @@ def test_many_parked_cells_are_moved_before_attention_over_them_costs_much():
     assert [job.form for job in jobs] == [ParkForm.CELLS, ParkForm.SNAPSHOT]
 
 
-def test_a_snapshot_that_was_ordered_but_not_yet_taken_stays_whole():
-    """Q4: given a place and put out of it within one turn, it is counted once."""
+def test_a_place_that_is_given_and_taken_within_one_turn_leaves_the_snapshot_whole():
+    """Q4: its state is not put back, and it is counted once."""
     limits = scheduler().limits
-    room, job, effects = Room(limits), sequence("job", 60), []
-    room.seat(job, room.placement(job), effects, 0.0)
+    room = Room(limits, PrefixCache(CacheLimits(), Ledger()))
+    job, effects = sequence("job", 60), []
+    room.seat(job, room.placement(job), effects)
     room.cells.extend(job.slot, 60)
     job.num_computed = 60
     room.slots.lodge(job, 0.0)
     room.demote(job, effects)
-    room.exported(job, bytes(STATE_BYTES))
+    room.exported(job.entry, bytes(STATE_BYTES))
     coming = []
-    room.seat(job, room.placement(job), coming, 1.0)
+    room.seat(job, room.placement(job), coming)
+    assert coming == [Import(0, job.entry, job, 60)]
     room.slots.lodge(job, 1.0)
     room.demote(job, coming)
-    assert coming == [Import(0, job), Export(0, job), Drop(0)]
-    room.imported(job)
-    room.exported(job, bytes(STATE_BYTES))
-    assert (job.form, job.snapshot_bytes, room.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
+    assert coming == []
+    assert (job.form, job.entry.size_bytes, room.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
+    assert room.cache.parked_bytes == STATE_BYTES
     room.check()
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.errors import QueueFullError
+from stoker.memory.ledger import Ledger
 from stoker.messages import Policy
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.budget import StepBudget, StepPolicy
@@ -20,7 +22,8 @@ INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 
 def scheduler(**limits):
     """A small one: 2 slots, 256 cells, batches of 64."""
-    return Scheduler(SchedulerLimits(**{"num_slots": 2, "num_cells": 256, "n_batch": 64} | limits))
+    cache = PrefixCache(CacheLimits(), Ledger())
+    return Scheduler(SchedulerLimits(**{"num_slots": 2, "num_cells": 256, "n_batch": 64} | limits), cache)
 
 
 def sequence(name, tokens, **fields):

@@ -46,6 +46,15 @@ def test_defaults_are_those_of_the_specification() -> None:
     assert (engine.kv_cells, engine.memory_limit, server.api_key_file) == (None, None, None)
 
 
+def test_the_cache_is_on_unless_it_is_turned_off() -> None:
+    """SPEC C10: cells and snapshots, in host memory and on disk; no bytes turn a tier off."""
+    engine = EngineSettings()
+    assert engine.cache_mode == "live+snapshot"
+    assert (engine.cache_ram_bytes, engine.cache_disk_bytes) == (2**30, 4 * 2**30)
+    off = engine.replace(cache_mode="off", cache_ram_bytes=0, cache_disk_bytes="0")
+    assert (off.cache_mode, off.cache_ram_bytes, off.cache_disk_bytes) == ("off", 0, 0)
+
+
 def test_flags_beat_the_environment_beats_the_file(
     write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +72,7 @@ def test_every_option_can_come_from_the_file(write_config: Callable[[str], Path]
         'model = ["a", "b"]\nhost = "::1"\nport = 1\nslots = 2\nctx-size = 3\n'
         'threads = "auto"\nkv_cells = 4\n'
         'memory-limit = "4GiB"\ncache-dir = "~/c"\napi-key-file = "k"\nisolation = "thread"\n'
-        "watchdog-s = 1.5\n"
+        'watchdog-s = 1.5\ncache-mode = "live"\ncache-ram-bytes = "2GiB"\ncache_disk_bytes = 0\n'
         'max-queue = 5\nallowed-host = "x.example, y.example"\n'
     )
     engine, server = load_settings({}, config)
@@ -77,6 +86,7 @@ def test_every_option_can_come_from_the_file(write_config: Callable[[str], Path]
     )
     assert (engine.memory_limit, engine.cache_dir) == (4 * 1024**3, Path.home() / "c")
     assert (engine.isolation, engine.watchdog_s) == ("thread", 1.5)
+    assert (engine.cache_mode, engine.cache_ram_bytes, engine.cache_disk_bytes) == ("live", 2 * 1024**3, 0)
     assert (server.host, server.port, server.api_key_file) == ("::1", 1, Path("k"))
     assert server.allowed_hosts == ("x.example", "y.example")
 
@@ -136,6 +146,9 @@ def test_other_sizes_are_refused_with_an_example(text: str) -> None:
         ({"watchdog_s": 0}, "watchdog_s"),
         ({"memory_limit": 0}, "memory_limit"),
         ({"max_queue": 0}, "max_queue"),
+        ({"cache_mode": "both"}, "cache_mode"),
+        ({"cache_ram_bytes": -1}, "cache_ram_bytes"),
+        ({"cache_disk_bytes": "lots"}, "cache_disk_bytes"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name_and_source(flags: dict[str, object], param: str) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from stoker.errors import QueueFullError
 from stoker.messages import (
+    Admitted,
+    CacheSource,
     Delta,
     Event,
     Failed,
@@ -115,6 +117,21 @@ async def test_interruptions_are_told_in_their_order() -> None:
     events = [token(1), parked, Queued("r", 0), token(2), Paused("r"), Resumed("r"), token(3), FINISHED]
     stream, _ = stream_of(*events)
     assert [event async for event in stream] == events
+
+
+async def test_the_first_admission_is_told_and_no_other() -> None:
+    """C13: what the prompt found then counts; a choice that comes back and a fresh engine say it again."""
+    first = Admitted("r", 640, CacheSource.RAM)
+    again = [Admitted("r"), Admitted("r", 64, CacheSource.LIVE)]
+    stream, _ = stream_of(Queued("r", 0), first, again[0], token(1), again[1], token(2), FINISHED)
+    events = [event async for event in stream]
+    assert events == [Queued("r", 0), first, token(1), token(2), FINISHED]
+
+
+async def test_an_admission_without_cached_tokens_counts_as_the_first() -> None:
+    """C13: a miss is a finding too."""
+    stream, _ = stream_of(Admitted("r"), Admitted("r", 64, CacheSource.LIVE), FINISHED)
+    assert [event async for event in stream] == [Admitted("r"), FINISHED]
 
 
 async def test_a_slow_reader_is_told_the_newest_interruption_only() -> None:

@@ -7,41 +7,49 @@ token changes all that follows. Cells are accounted exactly, shared ones once.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stoker.backends.fake_cells import FakeCells
+from stoker.backends.fake_history import (
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    STATE_LAYOUT,
+    FakeHistory,
+    hidden_of,
+    state_of,
+    tensors_of,
+    unpacked,
+)
 from stoker.backends.fake_vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.lengths import Lengths
-from stoker.backends.protocol import Capabilities, ModelClass
-from stoker.errors import InvalidRequestError, ModelFileError, StepFailedError
+from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
+from stoker.errors import InvalidRequestError, ModelFileError, StepFailedError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stoker.backends.protocol import BatchPlan, PlanItem, Rows
-    from stoker.messages import ModelSpec
+    from stoker.backends.protocol import Buffer, Rows
+    from stoker.messages import ModelSpec, Tensor
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # increment and multipliers of splitmix64 (Steele, Lea, Flood 2014)
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-_SEED = 0x5EED
 _MAGIC = b"STKF"
 _HEADER = struct.Struct("<4sII")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeFaults:
-    """Failures to order.
+    """Failures to order, and the class of model.
 
     Attributes:
+        recurrent: it cannot go back or share, and begins from initial states, as a recurrent model.
         bad_sequences: a step that holds one of these raises StepFailedError.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
         abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
@@ -54,6 +62,7 @@ class FakeFaults:
     abort_tokens: frozenset[int] = frozenset()
     step_delay_s: float = 0.0
     eog_period: int = 256
+    recurrent: bool = False
 
     @classmethod
     def parse(cls, text: str) -> FakeFaults:
@@ -67,6 +76,8 @@ class FakeFaults:
                         faults[name] = float(value)
                     case "eog_period":
                         faults[name] = int(value)
+                    case "recurrent":
+                        faults[name] = bool(int(value))
                     case "bad_sequences" | "bad_tokens" | "abort_tokens":
                         faults[name] = frozenset(int(number) for number in value.split("+"))
                     case _:
@@ -74,39 +85,6 @@ class FakeFaults:
             except ValueError as error:
                 raise ModelFileError(f"{value!r} is no value for the fault {name!r}") from error
         return cls(**faults)
-
-
-@dataclass(slots=True)
-class _History:
-    """One sequence: its tokens, the hash of the history after each of them, and their cells."""
-
-    tokens: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    cells: list[int] = field(default_factory=list)
-
-    def append(self, tokens: Sequence[int], cells: list[int]) -> None:
-        state = self.hashes[-1] if self.hashes else _SEED
-        for token in tokens:
-            state = _mixed(state ^ ((token + 1) * _GOLDEN & _MASK))
-            self.hashes.append(state)
-        self.tokens.extend(tokens)
-        self.cells.extend(cells)
-
-    def cut(self, length: int) -> list[int]:
-        """Forget what follows `length`; the cells that were there."""
-        gone = self.cells[length:]
-        del self.tokens[length:], self.hashes[length:], self.cells[length:]
-        return gone
-
-    def prefix(self, length: int) -> _History:
-        return _History(self.tokens[:length], self.hashes[:length], self.cells[:length])
-
-
-def _mixed(value: int) -> int:
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
-    return value ^ (value >> 31)
 
 
 def _bias() -> Rows:
@@ -142,10 +120,10 @@ class FakeBackend:
         self.num_threads = 1
         self.num_steps = 0
         self._vocabulary = FakeVocabulary()
-        self._capabilities = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch)
+        self._capabilities = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults)
         self._lengths = Lengths(num_sequences, N_VOCAB, n_batch)
         self._pool = FakeCells(num_cells)
-        self._histories = [_History() for _ in range(num_sequences)]
+        self._histories = [FakeHistory() for _ in range(num_sequences)]
         self._rows = np.empty((n_batch, N_VOCAB), np.float32)
         self._bias = _bias()
         self._is_closed = False
@@ -155,7 +133,7 @@ class FakeBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """A decoder that can do everything with sequences."""
+        """A decoder that can do everything with sequences, or a recurrent model."""
         return self._capabilities
 
     @property
@@ -196,14 +174,19 @@ class FakeBackend:
         """Let the empty `dst` share the first `length` tokens of `src`."""
         assert self._lengths[dst] == 0, f"sequence {dst} is not empty"
         assert 0 < length <= self._lengths[src], f"{length} of {self._lengths[src]} tokens to share"
+        if not self._capabilities.can_fork:
+            raise UnsupportedError("the fake recurrent model keeps a state that cannot be shared")
         history = self._histories[src].prefix(length)
         self._pool.share(history.cells)
         self._histories[dst] = history
         self._lengths[dst] = length
 
     def trim(self, seq: int, length: int) -> None:
-        """Keep the first `length` tokens."""
-        assert 0 <= length <= self._lengths[seq], f"{length} of {self._lengths[seq]} tokens to keep"
+        """Keep the first `length` tokens. Raises UnsupportedError where the model cannot go back."""
+        held = self._lengths[seq]
+        assert 0 <= length <= held, f"{length} of {held} tokens to keep"
+        if 0 < length < held and not self._capabilities.can_trim:
+            raise UnsupportedError(f"the fake recurrent model cannot go back from {held} to {length} tokens")
         self._pool.release(self._histories[seq].cut(length))
         self._lengths[seq] = length
 
@@ -218,17 +201,38 @@ class FakeBackend:
         """Tokens the sequence holds."""
         return self._lengths[seq]
 
-    def export_state(self, seq: int) -> bytes:
-        """The tokens: all else follows from them."""
-        payload = np.array(self._histories[seq].tokens, np.int32).tobytes()
+    def export_state(self, seq: int) -> Buffer:
+        """The tokens and where they began: all else follows from them."""
+        payload = self._histories[seq].packed()
         return _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
 
-    def import_state(self, seq: int, data: bytes) -> None:
-        """Put exported tokens into the empty sequence `seq`."""
+    def import_state(self, seq: int, data: Buffer) -> None:
+        """Put an exported sequence into the empty sequence `seq`."""
         assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
-        tokens = _tokens_of(data)
-        self._histories[seq].append(tokens, self._pool.take(len(tokens)))
+        start, tokens = _history_of(data)
+        cells = self._pool.take(len(tokens))
+        self._histories[seq] = FakeHistory(start=start)
+        self._histories[seq].append(tokens, cells)
         self._lengths[seq] = len(tokens)
+
+    def read_state(self, seq: int) -> list[Tensor]:
+        """The hash of the history, as tensors of `STATE_LAYOUT`."""
+        self._refuse_without_state()
+        return tensors_of(self._histories[seq].state)
+
+    def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
+        """Let the empty sequence `seq` begin from that hash."""
+        self._refuse_without_state()
+        assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
+        self._histories[seq].start = state_of(tensors)
+
+    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
+        """Eight numbers that follow from the history."""
+        held = self._lengths[seq]
+        assert held in {len(tokens), len(tokens) - 1}, f"sequence {seq} holds {held} of {len(tokens)} tokens"
+        if held < len(tokens):
+            self.step(BatchPlan((PlanItem(seq, held, tokens[-1:], 0),)))
+        return hidden_of(self._histories[seq].state)
 
     def memory(self) -> dict[str, int]:
         """Eight bytes a cell, as if."""
@@ -250,6 +254,10 @@ class FakeBackend:
         for seq, history in enumerate(self._histories):
             assert self._lengths[seq] == len(history.tokens) == len(history.hashes) == len(history.cells)
 
+    def _refuse_without_state(self) -> None:
+        if not self._capabilities.state_layout:
+            raise UnsupportedError("the fake model is a decoder: it has no recurrent state", param="state")
+
     def _meet_faults(self, item: PlanItem) -> None:
         if not self.faults.abort_tokens.isdisjoint(item.tokens):
             os.abort()
@@ -260,9 +268,9 @@ class FakeBackend:
         """float32 (len(hashes), n_vocab): splitmix64 seeded with the hashes, in [0, 10), plus the bias."""
         rows = self._rows[: len(hashes)]
         seeds = np.array(hashes, np.uint64)[:, None]
-        values = seeds + np.arange(1, N_VOCAB + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_1)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
+        values = seeds + np.arange(1, N_VOCAB + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
         rows[:] = (values >> np.uint64(40)).astype(np.float32) * np.float32(10 / 2**24)
         rows += self._bias
         if self.faults.eog_period:
@@ -289,18 +297,21 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
     )
 
 
-def _tokens_of(data: bytes) -> list[int]:
+def _history_of(data: Buffer) -> tuple[int, list[int]]:
     if len(data) >= _HEADER.size:
         magic, size, crc = _HEADER.unpack_from(data)
-        payload = data[_HEADER.size :]
+        payload = bytes(memoryview(data)[_HEADER.size :])
         if magic == _MAGIC and size == len(payload) and crc == zlib.crc32(payload):
-            return [int(token) for token in np.frombuffer(payload, np.int32)]
+            return unpacked(payload)
     raise InvalidRequestError(f"{len(data)} bytes are not an exported state of this model", param="state")
 
 
-def _capabilities(num_sequences: int, num_cells: int, n_ctx: int, n_batch: int) -> Capabilities:
+def _capabilities(
+    num_sequences: int, num_cells: int, n_ctx: int, n_batch: int, faults: FakeFaults
+) -> Capabilities:
+    is_recurrent, kind = faults.recurrent, f"fake {faults.recurrent} {faults.eog_period}"
     return Capabilities(
-        model_class=ModelClass.DECODER,
+        model_class=ModelClass.RECURRENT if is_recurrent else ModelClass.DECODER,
         architecture="fake",
         description="deterministic stand-in",
         label="fake · CPU",
@@ -314,6 +325,8 @@ def _capabilities(num_sequences: int, num_cells: int, n_ctx: int, n_batch: int) 
         size_bytes=0,
         kv_type="none",
         flash_attention="off",
-        can_trim=True,
-        can_fork=True,
+        can_trim=not is_recurrent,
+        can_fork=not is_recurrent,
+        fingerprint=hashlib.blake2b(kind.encode(), digest_size=16).hexdigest(),
+        state_layout=STATE_LAYOUT if is_recurrent else (),
     )

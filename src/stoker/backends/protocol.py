@@ -8,7 +8,8 @@ Contract (tests/contract runs it on every backend):
 - a step that raises leaves every sequence as it was before the step;
 - rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `step`;
 - `fork`, `trim`, `drop` cost no computation; `drop` of an empty sequence is allowed;
-- `export_state` then `import_state` restores bit-exactly.
+- `export_state` then `import_state` restores bit-exactly, an initial state included;
+- `write_state` leaves the length at 0: an initial state counts as no token, and only `drop` removes it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ if TYPE_CHECKING:  # the front imports this module and computes nothing
     import numpy as np
     import numpy.typing as npt
 
+    from stoker.messages import Tensor
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 Rows: TypeAlias = "npt.NDArray[np.float32]"
 
 
@@ -75,6 +79,10 @@ class Capabilities:
 
     `n_ctx` is the most tokens one sequence may hold, `num_cells` what all sequences share:
     a pool may be larger than the context the model was trained on.
+
+    `fingerprint` is hexadecimal and differs wherever an exported state would not fit: another file, library,
+    key type or attention. `state_layout` names the tensors of a recurrent model's state with their shapes
+    (SPEC K5); it is empty where there is no such state.
     """
 
     model_class: ModelClass
@@ -95,6 +103,8 @@ class Capabilities:
     can_fork: bool
     has_vision: bool = False
     computes_on_cpu: bool = False
+    fingerprint: str = ""
+    state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 class Vocabulary(Protocol):
@@ -183,7 +193,7 @@ class Backend(Protocol):
         ...
 
     def drop(self, seq: int) -> None:
-        """Forget the sequence and free its cells."""
+        """Forget the sequence and its initial state, and free its cells."""
         ...
 
     def close_up(self, seqs: Sequence[int]) -> None:
@@ -198,12 +208,47 @@ class Backend(Protocol):
         """Tokens the sequence holds."""
         ...
 
-    def export_state(self, seq: int) -> bytes:
+    def export_state(self, seq: int) -> Buffer:
         """The sequence's state, bit-exact."""
         ...
 
-    def import_state(self, seq: int, data: bytes) -> None:
-        """Put exported state into the empty sequence `seq`. Raises InvalidRequestError on foreign bytes."""
+    def import_state(self, seq: int, data: Buffer) -> None:
+        """Put exported state into the empty sequence `seq`.
+
+        Raises:
+            InvalidRequestError: the bytes are foreign or damaged.
+            PoolFullError: no cells for it; nothing changed.
+        """
+        ...
+
+    def read_state(self, seq: int) -> list[Tensor]:
+        """A recurrent model's state after the sequence's tokens, as `Capabilities.state_layout` names it.
+
+        Raises:
+            UnsupportedError: the model has no such state.
+        """
+        ...
+
+    def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
+        """Let the empty sequence `seq` begin from a state of `Capabilities.state_layout`.
+
+        Raises:
+            UnsupportedError: the model has no such state.
+            PoolFullError: no room for it; nothing changed.
+        """
+        ...
+
+    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
+        """What the model made of the last of `tokens`, float32 (width,), before the output matrix (SPEC D8).
+
+        The sequence holds `tokens`, or all but the last of them; afterwards it holds them all. Holding all of
+        them costs a step of one token where the model can trim, and else a step of each.
+
+        Raises:
+            UnsupportedError: the model gives none.
+            PoolFullError: no cell for the last token.
+            StepFailedError: the native decode failed, or there is no memory for it.
+        """
         ...
 
     def memory(self) -> dict[str, int]:

@@ -49,9 +49,11 @@ class Activity:
         self._show(f"load {state.model}", f"{state.state} {state.model}{stage}", state.fraction)
 
     def on_prefill(self, progress: PrefillProgress) -> None:
-        """Show how much of a prompt has been read."""
+        """Show how much of a prompt has been read, and how much of it did not have to be."""
         if progress.total >= LONG_PROMPT_TOKENS:
             text = f"reading the prompt: {progress.processed} of {progress.total} tokens"
+            if progress.cached:
+                text += f", {progress.cached} from the cache"
             self._show("prefill", text, progress.processed / progress.total)
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 """The command `stoker`: which subcommands there are and how an error ends one.
 
-Owns exit codes: 0 done, 1 `doctor` found something broken, 2 the input or the machine is at fault,
-130 Ctrl-C, 141 the reader of a pipe left. What a command does is its own module's business; such a module
-imports what is heavy when it runs, so that `stoker --help` answers at once.
+Owns exit codes: 0 done, 1 `doctor` or `cache verify` found something broken, 2 the input or the machine is
+at fault, 130 Ctrl-C, 141 the reader of a pipe left. What a command does is its own module's business; such
+a module imports what is heavy when it runs, so that `stoker --help` answers at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stoker.cli import chat, doctor, models, pull, run, serve
+from stoker.cli import cache, chat, doctor, models, pull, run, serve
 from stoker.errors import StokerError
 
 EXIT_BAD_INPUT = 2
@@ -75,6 +75,7 @@ app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("pull")(pull.pull)
 app.command("doctor")(doctor.doctor)
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:

@@ -37,6 +37,26 @@ ParkBytes = Annotated[
         "--park-bytes", help="Host memory for states of parked requests, a model. \\[1GiB]", metavar="SIZE"
     ),
 ]
+CacheMode = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-mode",
+        help="What is kept of finished work. \\[live+snapshot]",
+        metavar="off|live|snapshot|live+snapshot",
+    ),
+]
+CacheRamBytes = Annotated[
+    str | None,
+    typer.Option("--cache-ram-bytes", help="Host memory for kept states; 0: none. \\[1GiB]", metavar="SIZE"),
+]
+CacheDiskBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--cache-disk-bytes",
+        help="Disk for kept states, under --cache-dir; 0: none. \\[4GiB]",
+        metavar="SIZE",
+    ),
+]
 
 
 def serve(
@@ -78,6 +98,9 @@ def serve(
     target_step_ms: TargetStepMs = None,
     background_patience_s: BackgroundPatienceS = None,
     park_bytes: ParkBytes = None,
+    cache_mode: CacheMode = None,
+    cache_ram_bytes: CacheRamBytes = None,
+    cache_disk_bytes: CacheDiskBytes = None,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option("--allowed-host", help="Further name accepted in the Host header; repeat for more."),

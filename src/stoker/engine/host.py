@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
-EXIT_LIMIT_S = 5.0
-"""What an engine may take, after its drain, to free everything and leave."""
+EXIT_LIMIT_S = 10.0
+"""What an engine may take, after its drain, to save what it computed, free everything and leave."""
 
 OnModelState = Callable[[ModelState], None]
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from stoker.backends.protocol import Backend
+from stoker.cache.entry import Entry
+from stoker.cache.snapshot import Snapshot
 from stoker.engine.live import LiveRequest
 from stoker.errors import StokerError
 from stoker.messages import Command, ModelSpec, Reply
@@ -63,7 +65,47 @@ class LoadFailed:
     error: StokerError
 
 
-Posted = Prepared | PrepareFailed | LoadMoved | Loaded | LoadFailed | Reply
+@dataclass(frozen=True, slots=True)
+class DiskFound:
+    """Disk's post: what the prefix folder held; a `problem`: it cannot be used."""
+
+    entries: list[Entry]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLost:
+    """Disk's post: these files are no more."""
+
+    files: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWritten:
+    """Disk's post: a write has ended, in a file or not; with a `problem` no other will go better.
+
+    Attributes:
+        removed: files that had to go for it.
+    """
+
+    entry: Entry
+    file: str | None = None
+    file_bytes: int = 0
+    problem: str = ""
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """Disk's post: a read has ended; no data: why."""
+
+    entry: Entry
+    data: Snapshot | None
+    reason: str = ""
+
+
+DiskPost = DiskFound | DiskLost | DiskWritten | DiskRead
+Posted = DiskPost | Prepared | PrepareFailed | LoadMoved | Loaded | LoadFailed | Reply
 Item = Command | Posted | Closed
 
 

@@ -10,7 +10,17 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from stoker.decode.generation import Drawn, Generation
-from stoker.messages import Delta, Finished, PrefillProgress, PromptEcho, Timings, TokenLogprob, Usage
+from stoker.messages import (
+    Admitted,
+    CacheSource,
+    Delta,
+    Finished,
+    PrefillProgress,
+    PromptEcho,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 from stoker.request import FinishReason, GenerateRequest
 from stoker.scheduler.sequence import Sequence
 
@@ -31,6 +41,7 @@ class LiveRequest:
         choices: the choices that still run, by index.
         num_preemptions: times that choices which have ended gave their places up.
         position: place in the line as last told.
+        num_dropped: tokens that shifts of the context dropped, over all choices.
         num_generated: tokens of all choices, those delivered before a restart included.
         arrival_s, admitted_s, first_token_s: on the engine's clock.
     """
@@ -47,6 +58,8 @@ class LiveRequest:
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_cached: int = 0
+    cache_source: CacheSource | None = None
+    num_dropped: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -57,11 +70,13 @@ class LiveRequest:
         """The sequence that computes the prompt for all choices."""
         return next((choice.sequence for choice in self.choices.values()), None)
 
-    def admitted(self, sequence: Sequence, now: float) -> None:
-        """Note that a choice got a slot; the first time counts as the end of its waiting."""
+    def admitted(self, sequence: Sequence, now: float) -> Admitted:
+        """The event for a choice that got a slot; the first time counts as the end of the waiting."""
         if self.admitted_s is None:
             self.admitted_s = now
             self.num_cached = sequence.num_cached or 0
+            self.cache_source = sequence.cache_source if self.num_cached else None
+        return Admitted(self.request_id, self.num_cached, self.cache_source)
 
     def delta(self, index: int, drawn: Drawn) -> Delta:
         """The event for one drawn token; ends the choice when it carries a finish reason."""
@@ -125,6 +140,8 @@ class LiveRequest:
                 prompt_tokens=len(self.prompt),
                 completion_tokens=self.num_generated,
                 cached_tokens=self.num_cached,
+                cache_source=self.cache_source,
+                dropped_tokens=self.num_dropped,
             ),
             timings=Timings(
                 queue_s=admitted_s - self.arrival_s,

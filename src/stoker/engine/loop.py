@@ -14,6 +14,11 @@ from enum import Enum
 
 from stoker.engine.inbox import (
     Closed,
+    DiskFound,
+    DiskLost,
+    DiskPost,
+    DiskRead,
+    DiskWritten,
     Inbox,
     Item,
     Loaded,
@@ -23,10 +28,12 @@ from stoker.engine.inbox import (
     PrepareFailed,
 )
 from stoker.engine.pace import Pace
+from stoker.engine.prefix_store import PrefixStore
+from stoker.engine.preparation import arrival_of
 from stoker.engine.resident import Resident
 from stoker.engine.residents import Residents
 from stoker.engine.step_clock import StepClock
-from stoker.engine.workers import Workers, arrival_of
+from stoker.engine.workers import Workers
 from stoker.errors import NotReadyError, StokerError
 from stoker.messages import (
     Cancel,
@@ -59,6 +66,10 @@ from stoker.settings import EngineSettings
 log = logging.getLogger(__name__)
 
 
+SAVE_LIMIT_S = 4.0
+"""What writing down what was computed may take at the end."""
+
+
 class _Phase(Enum):
     RUNNING = "running"
     DRAINING = "draining"
@@ -82,6 +93,7 @@ class EngineLoop:
         self._clock = StepClock(settings.watchdog_s)
         self._workers = Workers(inbox, settings.cache_dir)
         self._pace = Pace(self._clock)
+        self._store = PrefixStore(inbox, settings)
         self._residents = Residents()
         self._preparing: dict[str, Submit] = {}
         self._paused_early: set[str] = set()
@@ -102,11 +114,14 @@ class EngineLoop:
         """Serve until Shutdown has drained or the inbox is closed; frees everything before it returns."""
         self._events.append(Hello(os.getpid()))
         self._flush()
+        self._store.open()
         try:
             while self._phase is not _Phase.CLOSED:
                 self.turn(self._wait_s())
+            self._save()
         finally:
             self._workers.close()
+            self._store.close()
             self._residents.close()
             self._pace.close()
         self._events.append(Goodbye())
@@ -123,6 +138,9 @@ class EngineLoop:
             resident.schedule(self._clock.now())
             self._flush()  # who is admitted must be known before a step that may crash
             resident.step(self._clock.now())
+        else:
+            self._rest()
+        self._store.tend(self._clock.now())
         if self._phase is _Phase.DRAINING:
             self._drain()
         self._flush()
@@ -131,12 +149,35 @@ class EngineLoop:
 
     def _wait_s(self) -> float | None:
         """Nothing to compute: sleep until something arrives, a deadline passes or a drain's time is up."""
-        if self._residents.has_work:
+        if self._residents.has_work or self._residents.has_unstored:
             return 0
+        due = [self._residents.next_deadline_s(), self._store.next_due_s()]
         if self._phase is _Phase.DRAINING:
-            return max(0.0, self._drain_until_s - self._clock.now())
-        deadline_s = self._residents.next_deadline_s()
-        return None if deadline_s is None else max(0.0, deadline_s - self._clock.now())
+            due.append(self._drain_until_s)
+        soonest = min((at for at in due if at is not None), default=None)
+        return None if soonest is None else max(0.0, soonest - self._clock.now())
+
+    def _rest(self) -> None:
+        """Nothing is to be computed: what is only in cells is stored, one sequence a turn."""
+        for resident in self._residents:
+            if resident.has_unstored:
+                resident.rest(self._clock.now())
+                return
+
+    def _save(self) -> None:
+        """Before the end: what was computed goes to disk, as far as that is quick."""
+        while self._residents.has_unstored:
+            self._rest()
+        self._store.hurry()
+        until_s = self._clock.now() + SAVE_LIMIT_S
+        while True:
+            self._store.tend(self._clock.now())
+            wait_s = until_s - self._clock.now()
+            if self._store.is_saved or wait_s <= 0:
+                return
+            for item in self._inbox.take(wait_s):
+                if isinstance(item, DiskPost):
+                    self._store.handle(item, self._clock.now())
 
     def _expire_without(self, chosen: Resident | None) -> None:
         """Deadlines pass also in models that get no turn: all is paused there, or others are more urgent."""
@@ -182,6 +223,8 @@ class EngineLoop:
                 self._model(item)
             case Tokenize() | Detokenize():
                 self._text(item)
+            case DiskFound() | DiskLost() | DiskWritten() | DiskRead():
+                self._store.handle(item, self._clock.now())
             case GetStatus(call_id):
                 self._events.append(Reply(call_id=call_id, value={"status": self._status()}))
             case Reply():
@@ -283,7 +326,8 @@ class EngineLoop:
                 self._events.append(moved)
             case Loaded(spec, backend):
                 self._unload(spec.id)
-                resident = self._residents.add(Resident(spec, backend, self._pace))
+                resident = self._residents.add(Resident(spec, backend, self._pace, self._store.cache))
+                self._store.model_loaded(spec.path, backend.capabilities.fingerprint)
                 ready = ModelState(model=spec.id, state="ready", fraction=1.0, info=resident.info())
                 self._events.append(ready)
             case LoadFailed(model, error):
@@ -313,6 +357,7 @@ class EngineLoop:
         for resident in residents:
             for name, value in resident.scheduler.stats().items():
                 counters[name] = counters.get(name, 0.0) + value
+        counters |= self._store.cache.stats()
         counters["step_target_ms"] = max((r.spec.target_step_ms for r in residents), default=0.0)
         return EngineStatus(
             slots=[status for resident in residents for status in resident.slot_status(now)],
@@ -322,6 +367,7 @@ class EngineLoop:
             num_threads=self._pace.num_threads,
             threads_reason=self._pace.reason,
             counters=counters,
+            cache=self._store.cache.status(),
             kv_cells_total=sum(r.scheduler.cells.total for r in residents),
             kv_cells_used=sum(r.scheduler.cells.used for r in residents),
         )

@@ -288,6 +288,7 @@ class Replay:
                     live.stage = Stage.QUEUED
                 is_shown = not (live.is_quiet or live.is_at_rest)
             case Admitted():
+                is_shown = live.num_generated == 0  # afterwards it tells of a return, which is our business
                 live.was_accepted = True
                 live.stage = Stage.ADMITTED
                 live.parked.clear()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from stoker.backends.protocol import Backend, Rows
+from stoker.backends.protocol import Backend, ModelClass, Rows
+from stoker.cache.prefix_cache import PrefixCache
 from stoker.decode.generation import Drawn
 from stoker.decode.logprobs import token_logprob
 from stoker.decode.workspace import Workspace
@@ -16,7 +17,7 @@ from stoker.engine import report
 from stoker.engine.live import LiveRequest
 from stoker.engine.orders import carry_out
 from stoker.engine.pace import Pace
-from stoker.engine.workers import PrepContext
+from stoker.engine.preparation import PrepContext
 from stoker.errors import (
     ContextLengthError,
     PoolFullError,
@@ -26,7 +27,6 @@ from stoker.errors import (
     StokerError,
 )
 from stoker.messages import (
-    Admitted,
     Event,
     Failed,
     ModelInfo,
@@ -36,10 +36,11 @@ from stoker.messages import (
     Queued,
     Resumed,
     SlotStatus,
+    StateReady,
     TokenLogprob,
     WaitStatus,
 )
-from stoker.request import FinishReason
+from stoker.request import FinishReason, StateOutput
 from stoker.scheduler.effects import Parking, Schedule
 from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.plan import Planned, StepPlan
@@ -58,7 +59,7 @@ TELL_EVERY_S = 1.0
 class Resident:
     """A model in memory. Events of what happens are collected in `events`, for the loop to publish."""
 
-    def __init__(self, spec: ModelSpec, backend: Backend, pace: Pace) -> None:
+    def __init__(self, spec: ModelSpec, backend: Backend, pace: Pace, cache: PrefixCache) -> None:
         self.spec = spec
         self.backend = backend
         self.events: list[Event] = []
@@ -66,25 +67,18 @@ class Resident:
         self._told_s = 0.0
         self._live: dict[str, LiveRequest] = {}
         limits = backend.capabilities
-        self.scheduler = Scheduler(
-            SchedulerLimits(
-                num_slots=min(spec.num_slots, limits.num_sequences),
-                num_sequences=limits.num_sequences,
-                num_cells=limits.num_cells,
-                n_batch=limits.n_batch,
-                max_queue=spec.max_queue,
-                max_prompt_rows=max(1, PROMPT_ROWS_BYTES // (4 * limits.n_vocab)),
-                can_trim=limits.can_trim,
-                can_fork=limits.can_fork,
-                cell_bytes=backend.memory().get("kv", 0) // limits.num_cells,
-                park_bytes=spec.park_bytes,
-                policy=spec.policy,
-                target_step_s=spec.target_step_ms / 1000,
-                background_patience_s=spec.background_patience_s,
-            )
-        )
+        self.scheduler = Scheduler(_limits(spec, backend), cache)
         self._runner = pace.join(backend, self.scheduler.cost)
-        self.prep = PrepContext(backend.vocabulary, limits.n_vocab, limits.n_ctx, Workspace(limits.n_vocab))
+        self.prep = PrepContext(
+            backend.vocabulary,
+            limits.n_vocab,
+            limits.n_ctx,
+            Workspace(limits.n_vocab),
+            model=spec.id,
+            fingerprint=limits.fingerprint,
+            state_layout=limits.state_layout,
+            cache_mode=spec.cache_mode,
+        )
 
     def __repr__(self) -> str:
         return f"<Resident {self.spec.id} {self.scheduler!r} {len(self._live)} live>"
@@ -209,6 +203,15 @@ class Resident:
         self._carry_out(self.scheduler.schedule(now), now)
         self._tell_positions(now)
 
+    @property
+    def has_unstored(self) -> bool:
+        """Whether cells of what has ended are stored nowhere else yet."""
+        return self.scheduler.room.has_unstored
+
+    def rest(self, now: float) -> None:
+        """There is time: store something that is only in cells."""
+        self._carry_out(self.scheduler.rest(now), now)
+
     def expire(self, now: float) -> None:
         """End who is past its deadline, without a turn."""
         self._carry_out(self.scheduler.expire(now), now)
@@ -236,8 +239,7 @@ class Resident:
             self.events.append(_parked(parking))
         for sequence in schedule.admitted:
             live = self._live[sequence.key.request_id]
-            live.admitted(sequence, now)
-            self.events.append(Admitted(live.request_id))
+            self.events.append(live.admitted(sequence, now))
 
     def _tell_positions(self, now: float) -> None:
         """Those whose place in the line has changed hear of it, now and then (SPEC Q14)."""
@@ -317,12 +319,14 @@ class Resident:
         if start < sequence.num_prompt:
             if sequence.wants_prompt_logits:
                 self._note_prompt_logprobs(live, start, rows)
-            if live.request.return_progress and sequence is live.leader:
+            if live.request.return_progress and sequence is live.leader and live.first_token_s is None:
                 self.events.append(live.progress(sequence, self._pace.now()))
         if sequence.num_pending:
             return
         index = sequence.key.index
         if live.request.max_tokens == 0:
+            if live.request.state_output is not None:
+                self.events.append(self._state_of(live, sequence))
             self._end_choice(live, index, FinishReason.LENGTH, self._pace.now())
             return
         self._take(live, sequence, live.choices[index].generation.advance(rows[-1]))
@@ -340,7 +344,20 @@ class Resident:
             self.scheduler.retire(sequence, drawn.finish_reason, now)
             self._finish_if_done(live, now)
         elif len(sequence.tokens) >= self.prep.n_ctx:
-            self._end_choice(live, index, FinishReason.LENGTH, now)
+            if live.request.context_shift:
+                live.num_dropped += self.scheduler.shift(sequence, self.prep.n_ctx, now)
+            else:
+                self._end_choice(live, index, FinishReason.LENGTH, now)
+
+    def _state_of(self, live: LiveRequest, sequence: Sequence) -> StateReady:
+        """What the model has made of the prompt (SPEC K5, D8)."""
+        assert sequence.slot is not None, f"{sequence!r} does not run"
+        has_state = bool(self.backend.capabilities.state_layout)
+        if live.request.state_output is StateOutput.SAVE or has_state:
+            tensors = self.backend.read_state(sequence.slot)
+        else:
+            tensors = [self.backend.last_hidden(sequence.slot, sequence.tokens)]
+        return StateReady(request_id=live.request_id, num_tokens=sequence.num_computed, tensors=tensors)
 
     def _note_prompt_logprobs(self, live: LiveRequest, start: int, rows: Rows) -> None:
         noted, prompt, vocabulary = live.prompt_logprobs, live.prompt, self.backend.vocabulary
@@ -376,6 +393,31 @@ class Resident:
                 self.scheduler.retire(choice.sequence, FinishReason.ERROR, now)
         live.close()
         self.events.append(Failed(live.request_id, error.info()))
+
+
+def _limits(spec: ModelSpec, backend: Backend) -> SchedulerLimits:
+    """What the loaded model and the settings allow its scheduler."""
+    limits, kv_bytes = backend.capabilities, backend.memory().get("kv", 0)
+    is_recurrent = limits.model_class is ModelClass.RECURRENT
+    return SchedulerLimits(
+        num_slots=min(spec.num_slots, limits.num_sequences),
+        num_sequences=limits.num_sequences,
+        num_cells=limits.num_cells,
+        n_batch=limits.n_batch,
+        max_queue=spec.max_queue,
+        max_prompt_rows=max(1, PROMPT_ROWS_BYTES // (4 * limits.n_vocab)),
+        can_trim=limits.can_trim,
+        can_fork=limits.can_fork,
+        cell_bytes=0 if is_recurrent else kv_bytes // limits.num_cells,
+        state_bytes=kv_bytes // limits.num_sequences if is_recurrent else 0,
+        park_bytes=spec.park_bytes,
+        policy=spec.policy,
+        target_step_s=spec.target_step_ms / 1000,
+        background_patience_s=spec.background_patience_s,
+        cache_mode=spec.cache_mode,
+        model=limits.fingerprint,
+        source=spec.path,
+    )
 
 
 def _parked(parking: Parking) -> Parked:

@@ -32,6 +32,11 @@ class Residents:
         """Whether any model has something to compute."""
         return any(resident.has_work for resident in self._models.values())
 
+    @property
+    def has_unstored(self) -> bool:
+        """Whether any model keeps in cells what is stored nowhere else yet."""
+        return any(resident.has_unstored for resident in self._models.values())
+
     def get(self, model: str) -> Resident:
         """The model of that id; raises ModelNotFoundError."""
         resident = self._models.get(model)

@@ -1,40 +1,24 @@
-"""Slow work off the loop: tokenising requests and loading models.
+"""Slow work off the loop: tokenising requests, loading models, reading and writing prefix files.
 
-Workers hold no state. They get values, and post values back to the inbox; the loop decides what becomes of
-them. One thread each, so that requests reach the line in the order they arrived.
+Workers hold no state of the engine. They get values, and post values back to the inbox; the loop decides what
+becomes of them. One thread each, so that requests reach the line in the order they arrived.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from stoker.backends.fake import load as load_fake
 from stoker.backends.llama import load as load_llama
 from stoker.backends.protocol import Vocabulary
-from stoker.decode.generation import Generation
-from stoker.decode.workspace import Workspace
 from stoker.engine.inbox import Inbox, Loaded, LoadFailed, LoadMoved, Posted, Prepared, PrepareFailed
-from stoker.engine.live import Choice, LiveRequest
-from stoker.errors import ContextLengthError, EngineError, InvalidRequestError, StokerError
+from stoker.engine.preparation import PrepContext, check_tokens, prepare
+from stoker.errors import EngineError, StokerError
 from stoker.messages import Detokenize, ModelSpec, Reply, Submit, Tokenize
-from stoker.request import GenerateRequest, Preempt
-from stoker.scheduler.sequence import Sequence, SequenceKey
 
 FAKE_PREFIX = "fake:"
-
-
-@dataclass(frozen=True, slots=True)
-class PrepContext:
-    """What preparing for a model takes: its tokenizer, its limits, the loop's scratch space."""
-
-    vocabulary: Vocabulary
-    n_vocab: int
-    n_ctx: int
-    workspace: Workspace
 
 
 class Workers:
@@ -73,7 +57,7 @@ class Workers:
         """Answer a Detokenize command; posts Reply."""
 
         def answer() -> Reply:
-            _check_tokens(ask.tokens, context.n_vocab, "tokens")
+            check_tokens(ask.tokens, context.n_vocab, "tokens")
             text = b"".join(map(context.vocabulary.special_piece, ask.tokens)).decode("utf-8", "replace")
             return Reply(call_id=ask.call_id, value={"text": text})
 
@@ -112,97 +96,3 @@ class Workers:
                 self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
 
         pool.submit(run)
-
-
-def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveRequest:
-    """Turn a submitted request into a live one: tokens, sequences, decode state.
-
-    Args:
-        submit: the request, with what was delivered before a restart.
-        context: of the model it asks for.
-        arrival_s: when the caller submitted it, on the engine's clock.
-
-    Raises:
-        ContextLengthError: the prompt leaves no room for a token.
-        InvalidRequestError: the prompt is empty or holds token ids the model does not have.
-    """
-    request = submit.request
-    prompt = _prompt_tokens(request, context)
-    if len(prompt) >= context.n_ctx:
-        raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens, the context holds {context.n_ctx} (with the answer)",
-            param="prompt",
-            num_tokens=len(prompt),
-            n_ctx=context.n_ctx,
-        )
-    choices: dict[int, Choice] = {}
-    leader: Sequence | None = None
-    for index in range(request.n):
-        if submit.is_finished and submit.is_finished[index]:
-            continue
-        choice = _choice(submit, index, prompt, context)
-        choice.sequence.arrival_s = arrival_s
-        if request.timeout_s is not None:
-            choice.sequence.deadline_s = arrival_s + request.timeout_s
-        choice.sequence.leader, leader = leader, leader or choice.sequence
-        choices[index] = choice
-    return LiveRequest(
-        request_id=submit.request_id,
-        request=request,
-        prompt=prompt,
-        prompt_text=_prompt_text(request, prompt, context.vocabulary) if request.echo else "",
-        choices=choices,
-        arrival_s=arrival_s,
-        num_generated=sum(len(tokens) for tokens in submit.generated),
-    )
-
-
-def arrival_of(submit: Submit) -> float:
-    """When the caller submitted it, on this process's clock."""
-    return time.monotonic() - submit.age_s
-
-
-def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> Choice:
-    request = submit.request
-    generation = Generation(request, index, context.vocabulary, prompt, context.workspace)
-    delivered = submit.generated[index] if submit.generated else []
-    if delivered:
-        generation.replay(delivered, submit.mirostat_mu[index] if submit.mirostat_mu else None)
-    sequence = Sequence(
-        key=SequenceKey(submit.request_id, index),
-        tokens=[*prompt, *delivered],
-        num_prompt=len(prompt),
-        priority=request.priority,
-        num_wanted=request.max_tokens,
-        ends_if_preempted=request.preempt is Preempt.CANCEL,
-        wants_prompt_logits=request.prompt_logprobs is not None and index == 0,
-    )
-    return Choice(sequence, generation)
-
-
-def _prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
-    vocabulary = context.vocabulary
-    if not isinstance(request.prompt, str):
-        tokens = list(request.prompt)
-        _check_tokens(tokens, context.n_vocab, "prompt")
-    else:
-        tokens = vocabulary.tokenize(request.prompt, add_special=not request.is_chat, parse_special=True)
-    if not tokens and vocabulary.bos_text:
-        tokens = vocabulary.tokenize(vocabulary.bos_text, add_special=False, parse_special=True)
-    if not tokens:
-        raise InvalidRequestError("the prompt is empty and the model has no BOS token", param="prompt")
-    return tokens
-
-
-def _prompt_text(request: GenerateRequest, prompt: list[int], vocabulary: Vocabulary) -> str:
-    if isinstance(request.prompt, str):
-        return request.prompt
-    return b"".join(map(vocabulary.special_piece, prompt)).decode("utf-8", "replace")
-
-
-def _check_tokens(tokens: list[int], n_vocab: int, param: str) -> None:
-    for token in tokens:
-        if not 0 <= token < n_vocab:
-            raise InvalidRequestError(
-                f"token id {token} is outside the vocabulary of {n_vocab} tokens", param=param
-            )

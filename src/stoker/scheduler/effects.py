@@ -6,8 +6,11 @@ Values only. The resident carries the orders out, in their order, before the ste
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from stoker.scheduler.sequence import Sequence
+if TYPE_CHECKING:
+    from stoker.cache.entry import Entry
+    from stoker.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +39,32 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Backend: the state of `seq` as bytes, to be kept as the snapshot of `sequence`."""
+    """Backend: the state of `seq` as bytes, to be kept by `entry`; for `sequence`, if it is parked on it."""
 
     seq: int
-    sequence: Sequence
+    entry: Entry
+    sequence: Sequence | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """Backend: put the snapshot of `sequence` into the empty `seq`."""
+    """Backend: put the state that `entry` keeps into the empty `seq`, and of it keep `length` tokens."""
+
+    seq: int
+    entry: Entry
+    sequence: Sequence
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Backend: put a recurrent model's state into the empty `seq`, for `sequence` to begin from."""
 
     seq: int
     sequence: Sequence
 
 
-Effect = Fork | Trim | Drop | Export | Import
+Effect = Fork | Trim | Drop | Export | Import | Begin
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stoker.messages import Policy
+from stoker.messages import CacheMode, Policy
 from stoker.scheduler.budget import StepPolicy
 
 
@@ -18,8 +18,11 @@ class SchedulerLimits:
         num_cells: tokens that all sequences may hold together.
         n_batch: tokens a step may carry.
         max_prompt_rows: rows of logits one prompt may ask for in a step.
-        cell_bytes: what a token takes in a snapshot, about; 0: the backend exports no state.
+        cell_bytes: what a token takes in a snapshot, about.
+        state_bytes: what a snapshot takes besides; both 0: the backend exports no state.
         park_bytes: what snapshots of waiting sequences may take together.
+        cache_mode: what is kept of sequences that have ended.
+        model, source: fingerprint of the model, and the path of its file.
     """
 
     num_slots: int
@@ -31,12 +34,30 @@ class SchedulerLimits:
     can_trim: bool = True
     can_fork: bool = True
     cell_bytes: int = 0
+    state_bytes: int = 0
     park_bytes: int = 0
     policy: Policy = Policy.LATENCY
     target_step_s: float = 0.05
     background_patience_s: float = 30.0
+    cache_mode: CacheMode = CacheMode.BOTH
+    model: str = ""
+    source: str = ""
 
     @property
     def step_policy(self) -> StepPolicy:
         """The part of them that bounds a step."""
         return StepPolicy(self.n_batch, self.policy, self.target_step_s)
+
+    @property
+    def can_export(self) -> bool:
+        """Whether a sequence's state can be had as bytes."""
+        return self.cell_bytes > 0 or self.state_bytes > 0
+
+    @property
+    def can_share_cells(self) -> bool:
+        """Whether sequences of several requests share cells."""
+        return self.can_fork and self.cache_mode.keeps_cells
+
+    def snapshot_bytes(self, num_tokens: int) -> int:
+        """What the state of so many tokens takes, about."""
+        return self.state_bytes + self.cell_bytes * num_tokens

@@ -67,7 +67,7 @@ class Planner:
         `favoured` is background whose turn this step is (SPEC Q7): no target of time keeps it out.
         """
         self._turn += 1
-        people = [s for s in running if not s.is_background]
+        people = [s for s in running if not s.is_background and s is not favoured]
         jobs = [s for s in running if s.is_background and s is not favoured]
         if favoured is not None:
             people.append(favoured)
@@ -109,12 +109,12 @@ class Planner:
             return []
         parts: list[Planned] = []
         for sequence in filter(_asks_all, sequences):
-            wanted = min(sequence.num_pending, self.max_prompt_rows)
+            wanted = min(sequence.num_in_reach, self.max_prompt_rows)
             if wanted <= batch_room or not parts:
                 parts.append(Planned(sequence, _item(sequence, min(wanted, batch_room))))
                 batch_room -= len(parts[-1].item.tokens)
         others = [sequence for sequence in sequences if not _asks_all(sequence)]
-        shares = fair_shares([s.num_pending for s in others], min(budget, batch_room))
+        shares = fair_shares([s.num_in_reach for s in others], min(budget, batch_room))
         return parts + [Planned(s, _item(s, n)) for s, n in zip(others, shares, strict=True) if n]
 
     def _rotated(self, sequences: list[Sequence]) -> list[Sequence]:

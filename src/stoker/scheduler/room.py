@@ -1,20 +1,27 @@
-"""Where sequences and their cells are, and how room is made.
+"""Where sequences and their tokens' states are, and how room is made.
 
-Owns the slots, the count of cells and what is kept of those that wait: cells in their home slot while that
-costs nobody, else a snapshot in host memory while there is a budget for it, else their tokens (SPEC Q4).
-Who has to give way to whom is the scheduler's to decide.
+Owns the slots and the count of cells, and says what the prefix cache keeps of them: of those that wait cells in
+their home slot while that costs nobody, else a snapshot while there is a budget for it, else their tokens
+(SPEC Q4); of those that have ended cells, then a snapshot (SPEC C6, C7). Who gives way to whom is the
+scheduler's to decide.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stoker.cache.entry import Entry, EntryState
+from stoker.cache.keys import key_of
+from stoker.messages import CacheSource
 from stoker.scheduler.cells import CellPool
-from stoker.scheduler.effects import Drop, Export, Fork, Import, Trim
+from stoker.scheduler.checkpoints import Checkpoints
+from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, Trim
 from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, SlotTable
 
 if TYPE_CHECKING:
+    from stoker.cache.prefix_cache import Hit, PrefixCache
+    from stoker.cache.snapshot import Snapshot
     from stoker.scheduler.effects import Effect
     from stoker.scheduler.limits import SchedulerLimits
     from stoker.scheduler.sequence import Sequence
@@ -24,22 +31,31 @@ GROWTH_CELLS = 64
 """Cells beyond its own that each running sequence should find; fewer where the pool is small."""
 MIN_SNAPSHOT = 32
 """Tokens below which computing again is as quick as a snapshot."""
-
+MIN_GAIN = 16
+"""Tokens more that a stored state has to save than cells at hand."""
+MAX_IMPORT = 64
+"""A state may be so many times as long as what is used of it: a token's copy costs a hundredth of computing it."""
 MAX_MOVED_BYTES = 2**29
 """Cells to be moved together at a time; copying them takes host memory and some milliseconds per 10 MB."""
 
 
 class Room:
-    """Slots, cells and snapshots of one model."""
+    """Slots, cells and stored states of one model.
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    Attributes:
+        now: the time of the turn, set by the scheduler.
+    """
+
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
+        self.cache = cache
         self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
-        self.snapshot_bytes = 0
+        self.now = 0.0
+        self._late: list[Effect] = []
 
     def __repr__(self) -> str:
-        return f"<Room {self.slots!r} {self.cells!r} {self.snapshot_bytes} bytes of snapshots>"
+        return f"<Room {self.slots!r} {self.cells!r} {self.cache!r}>"
 
     # ------------------------------------------------------------ questions
 
@@ -51,9 +67,10 @@ class Room:
         idle = [slot for slot in self.slots.slots if slot.sequence is None]
         kept = sum(self.cells.exclusive(slot.id) for slot in idle)
         promised = self.cells.used - kept + sum(s.num_pending for s in running)
-        shared = placement.length if self.slots[placement.source].sequence is not None else 0
+        is_shared = placement.entry is None and self.slots[placement.source].sequence is not None
         growth = sum(map(self._growth, (*running, sequence)))
-        return promised + len(sequence.tokens) - shared + growth <= self.cells.total
+        wanted = len(sequence.tokens) - (placement.length if is_shared else 0)
+        return promised + wanted + growth <= self.cells.total
 
     def _growth(self, sequence: Sequence) -> int:
         """Cells it should find beyond the tokens it has, lest those who come back park each other in turn."""
@@ -62,141 +79,341 @@ class Room:
         return most if wanted is None else min(most, max(1, wanted - sequence.num_generated))
 
     def placement(self, sequence: Sequence) -> Placement | None:
-        """Where it would go: home, to its snapshot's cells, or where the most of its tokens are."""
+        """Where it would go: home, to its snapshot's cells, or with the most of its tokens; None: all are busy."""
         if sequence.home is not None:
             return Placement(sequence.home, sequence.home, sequence.num_computed)
-        reuse = self._reuse(sequence)
-        shares_nothing = sequence.wants_prompt_logits or sequence.form is ParkForm.SNAPSHOT
-        return self.slots.place(sequence.tokens[:1] if shares_nothing else sequence.tokens, reuse)
+        if sequence.form is ParkForm.SNAPSHOT:
+            vacant = self.slots.vacant()
+            return None if vacant is None else Placement(vacant.id, vacant.id, sequence.num_computed)
+        live = self.slots.source(self._reuse(sequence))
+        hit = self.stored(sequence, 0 if live is None else live[1])
+        if hit is None:
+            return self.slots.place(live)
+        vacant = self.slots.vacant()
+        return None if vacant is None else Placement(vacant.id, vacant.id, hit.num_tokens, hit.entry)
+
+    def num_available(self, sequence: Sequence) -> int:
+        """Tokens it would find if it got a slot now."""
+        live = self.slots.source(self._reuse(sequence))
+        length = 0 if live is None else live[1]
+        hit = self.stored(sequence, length)
+        return length if hit is None else hit.num_tokens
+
+    def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
+        """A stored state that saves it more than `num_live` tokens in cells do."""
+        limits = self.limits
+        if not (limits.cache_mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
+            return None
+        hit = self.cache.find(sequence.namespace, key_of(sequence.tokens), is_exact=not limits.can_trim)
+        if hit is None or hit.num_tokens < num_live + MIN_GAIN:
+            return None
+        length = hit.entry.num_tokens
+        is_too_long = length > hit.num_tokens * MAX_IMPORT or length > self._cells_at_hand()
+        return None if is_too_long else hit
+
+    def _cells_at_hand(self) -> int:
+        """Free cells, and those held for nobody who runs or waits."""
+        idle = [slot for slot in self.slots.slots if slot.kept]
+        return self.cells.free + sum(self.cells.exclusive(slot.id) for slot in idle)
 
     def _reuse(self, sequence: Sequence) -> Reuse:
         limits = self.limits
-        return Reuse(limits.can_trim, limits.can_fork, MIN_REUSE if sequence.leader is None else 1)
+        return Reuse(sequence, limits.can_trim, limits.can_fork, limits.cache_mode.keeps_cells)
 
     # ------------------------------------------------------------ coming and going
 
-    def seat(self, sequence: Sequence, placement: Placement, effects: list[Effect], now: float) -> str:
+    def seat(self, sequence: Sequence, placement: Placement, effects: list[Effect]) -> str:
         """Give it the slot, with what is kept of it or shared with it; returns what happened in words."""
         slot = self.slots[placement.slot]
-        form = sequence.form
-        if form is ParkForm.CELLS:
+        if sequence.form is ParkForm.CELLS:
             told = f"{sequence.num_computed} tokens still in their cells"
-        elif form is ParkForm.SNAPSHOT:
-            self._drop_kept(slot, effects)
-            self.cells.extend(slot.id, sequence.num_computed)
-            effects.append(Import(slot.id, sequence))
+        elif sequence.form is ParkForm.SNAPSHOT:
+            self._bring_back(sequence, slot, placement, effects)
             told = f"{sequence.num_computed} tokens from their snapshot"
+        elif placement.entry is not None:
+            self._bring_back(sequence, slot, placement, effects)
+            told = f"{placement.length} tokens from {sequence.cache_source}"
         else:
-            self._share(slot, placement, effects)
-            sequence.num_computed = placement.length
-            told = f"{placement.length} tokens reused"
-        self.slots.occupy(slot, sequence, now)
+            told = self._take_live(sequence, slot, placement, effects)
+        self.slots.occupy(slot, sequence, self.now)
         return f"slot {slot.id}, {told}"
 
-    def _share(self, slot: Slot, placement: Placement, effects: list[Effect]) -> None:
-        if placement.source == placement.slot:
-            self._trim(slot, placement.length, effects)
-            return
-        self._drop_kept(slot, effects)
-        self.cells.fork(placement.source, slot.id, placement.length)
-        effects.append(Fork(placement.source, slot.id, placement.length))
+    def take_up(self, sequence: Sequence, placement: Placement) -> None:
+        """Lease the stored state it is about to go on from, if it does, so that it stays until it is used."""
+        if placement.entry is not None:
+            is_fetched = sequence.entry is placement.entry
+            self._note_source(sequence, CacheSource.DISK if is_fetched else CacheSource.RAM)
+            self.cache.lease(placement.entry, sequence.key)
+            if not is_fetched:
+                self.let_go(sequence)
+            sequence.entry = placement.entry
+        elif sequence.form is not ParkForm.SNAPSHOT:
+            self.let_go(sequence)  # what it had fetched is superfluous by now
 
-    def release(self, sequence: Sequence, now: float) -> None:
+    @staticmethod
+    def num_to_import(sequence: Sequence) -> int:
+        """Cells its stored state takes while it is put back: all of it goes in before it is cut."""
+        return 0 if sequence.entry is None else sequence.entry.num_tokens
+
+    def _bring_back(
+        self, sequence: Sequence, slot: Slot, placement: Placement, effects: list[Effect]
+    ) -> None:
+        assert sequence.entry is not None, f"{sequence!r} has no state to bring back"
+        self._clear(slot, effects)
+        self.cells.extend(slot.id, placement.length)
+        sequence.num_computed = placement.length
+        sequence.is_importing = True
+        effects.append(Import(slot.id, sequence.entry, sequence, placement.length))
+
+    def _take_live(self, sequence: Sequence, slot: Slot, placement: Placement, effects: list[Effect]) -> str:
+        source = self.slots[placement.source]
+        if placement.length:
+            is_shared = source.sequence is not None
+            self._note_source(sequence, CacheSource.SHARED if is_shared else CacheSource.LIVE)
+        if source is slot:
+            self._cut(slot, placement.length, effects)
+        else:
+            self._clear(slot, effects)
+            self.cells.fork(source.id, slot.id, placement.length)
+            effects.append(Fork(source.id, slot.id, placement.length))
+        sequence.num_computed = placement.length
+        if placement.length == 0 and sequence.initial_state is not None:
+            effects.append(Begin(slot.id, sequence))
+        return f"{placement.length} tokens reused"
+
+    @staticmethod
+    def _note_source(sequence: Sequence, source: CacheSource) -> None:
+        if sequence.num_cached is None:
+            sequence.cache_source = source
+
+    def release(self, sequence: Sequence) -> None:
         """It ends: what was computed of it stays for reuse until the cells are needed."""
         kept = sequence.tokens[: sequence.num_computed]
         if sequence.slot is not None:
-            self.slots.vacate(sequence, kept, now)
+            self.slots.vacate(sequence, kept, self.now)
         elif sequence.home is not None:
             self.slots.clear(sequence, kept)
         sequence.form = None
-        self._forget_snapshot(sequence)
+        self.let_go(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """It needs its stored state no longer."""
+        entry, sequence.entry = sequence.entry, None
+        if entry is not None:
+            self.cache.settle(entry, sequence.key, self.now)
+
+    def shift(self, sequence: Sequence, tokens: list[int], num_kept: int) -> None:
+        """A running sequence goes on with other tokens, of which the first `num_kept` are as before (SPEC C12)."""
+        assert sequence.slot is not None, f"{sequence!r} does not run"
+        seq = sequence.slot
+        num_kept = num_kept if self.limits.can_trim else 0
+        self.cells.trim(seq, num_kept)
+        self._late.append(Trim(seq, num_kept) if num_kept else Drop(seq))
+        sequence.tokens, sequence.num_computed = tokens, num_kept
+        if num_kept == 0 and sequence.initial_state is not None:
+            self._late.append(Begin(seq, sequence))
+
+    def take_late(self) -> list[Effect]:
+        """Effects of what happened since the last turn, to be carried out before anything else."""
+        late, self._late = self._late, []
+        return late
 
     # ------------------------------------------------------------ making room
 
     def evict_oldest(self, effects: list[Effect]) -> bool:
-        """Drop what the idle slot unused for longest keeps; False: none keeps anything."""
+        """Drop what the idle slot unused for longest keeps, stored if it is worth it; False: none keeps any."""
         slot = self.slots.oldest_kept()
         if slot is None:
             return False
-        self._drop_kept(slot, effects)
+        self._empty(slot, effects)
         return True
+
+    def tidy(self, effects: list[Effect]) -> None:
+        """Drop what idle slots may not keep."""
+        for slot in self.slots.slots:
+            owner = slot.last
+            if slot.kept and owner is not None:
+                may_stay = owner.shares and self.limits.cache_mode.keeps_cells
+                if not may_stay:
+                    self._empty(slot, effects)
+
+    @property
+    def has_unstored(self) -> bool:
+        """Whether an idle slot keeps what nobody has looked at to be stored."""
+        return any(slot.kept and not slot.is_stored for slot in self.slots.slots)
+
+    def store_kept(self, effects: list[Effect]) -> None:
+        """Store what one idle slot keeps, if it is worth it (SPEC C6)."""
+        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_stored), None)
+        if slot is not None:
+            self._store(slot, effects)
 
     def demote(self, guest: Sequence, effects: list[Effect], best: ParkForm = ParkForm.SNAPSHOT) -> None:
         """Free a guest's cells: into a snapshot if it is worth one and the budget has room, else for good."""
-        size = self.limits.cell_bytes * guest.num_computed
-        is_worth_it = best is ParkForm.SNAPSHOT and guest.num_computed >= MIN_SNAPSHOT and size > 0
         slot = self.slots.clear(guest, [])
-        if Import(slot.id, guest) in effects:  # given this place in the same turn; others may share it by now
-            guest.form = ParkForm.SNAPSHOT
-            effects.append(Export(slot.id, guest))
-        elif is_worth_it and self.snapshot_bytes + size <= self.limits.park_bytes:
-            guest.form, guest.snapshot_bytes = ParkForm.SNAPSHOT, size
-            self.snapshot_bytes += size
-            effects.append(Export(slot.id, guest))
+        if guest.is_importing:
+            self._call_back(guest, effects)
         else:
-            guest.form, guest.num_computed = ParkForm.TOKENS, 0
+            self._snapshot(guest, slot, effects, best)
+            effects.append(Drop(slot.id))
         self.cells.drop(slot.id)
-        effects.append(Drop(slot.id))
+
+    def _call_back(self, guest: Sequence, effects: list[Effect]) -> None:
+        """It was given this place in the same turn and its state is not there yet: it does not come."""
+        effects[:] = [e for e in effects if not (isinstance(e, Import) and e.sequence is guest)]
+        guest.is_importing = False
+        guest.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
+
+    def _snapshot(self, guest: Sequence, slot: Slot, effects: list[Effect], best: ParkForm) -> None:
+        is_long_enough = guest.num_computed >= MIN_SNAPSHOT
+        entry = None
+        if best is ParkForm.SNAPSHOT and is_long_enough and self.limits.can_export:
+            new = self._new_entry(guest, guest.num_computed)
+            entry = self.cache.park(new, guest.key, self.limits.park_bytes, self.now)
+        if entry is None:
+            guest.form, guest.num_computed = ParkForm.TOKENS, 0
+            return
+        guest.form, guest.entry = ParkForm.SNAPSHOT, entry
+        if entry.state is EntryState.PENDING:
+            effects.append(Export(slot.id, entry, guest))
 
     def movable(self) -> list[int]:
         """Sequences whose cells may be moved together: those that share none, unless they are very many."""
         alone = [slot.id for slot in self.slots.slots if self._is_alone(slot.id)]
-        size = self.limits.cell_bytes * sum(map(self.cells.length, alone))
+        size = self.limits.snapshot_bytes(sum(map(self.cells.length, alone)))
         return alone if size <= MAX_MOVED_BYTES else []
 
     def _is_alone(self, seq: int) -> bool:
         length = self.cells.length(seq)
         return length > 0 and self.cells.exclusive(seq) == length
 
-    # ------------------------------------------------------------ snapshots
+    # ------------------------------------------------------------ stored states
 
-    def exported(self, sequence: Sequence, data: bytes) -> None:
+    def begin_checkpoints(self, sequence: Sequence) -> None:
+        """A model that cannot go back leaves states behind on the way (SPEC C8)."""
+        limits = self.limits
+        if (
+            not limits.can_trim
+            and limits.cache_mode.keeps_snapshots
+            and sequence.shares
+            and limits.can_export
+        ):
+            sequence.checkpoints = Checkpoints(sequence.num_prompt)
+
+    def leave_checkpoint(self, sequence: Sequence) -> None:
+        """A step has brought it to a place where its state is to be stored: before it moves on, that is done."""
+        checkpoints, at = sequence.checkpoints, sequence.num_computed
+        if checkpoints is None or sequence.slot is None or not checkpoints.is_at(at) or at < MIN_REUSE:
+            return
+        new = self._new_entry(sequence, at)
+        entry = self.cache.store(new, self.now, is_wanted=checkpoints.is_marked(at))
+        if entry is not None:
+            self._late.append(Export(sequence.slot, entry))
+            for dropped in checkpoints.left(at):
+                self.cache.drop(sequence.namespace, key_of(sequence.tokens[:dropped]))
+
+    def fetch(self, sequence: Sequence, entry: Entry) -> None:
+        """Have a state read from disk for it; it waits in the line until that has ended."""
+        self.let_go(sequence)
+        sequence.entry = entry
+        self.cache.fetch(entry, sequence.key)
+
+    @staticmethod
+    def is_fetching(sequence: Sequence) -> bool:
+        """Whether its state is still on its way from disk."""
+        return sequence.entry is not None and sequence.entry.state is EntryState.READING
+
+    def _store(self, slot: Slot, effects: list[Effect]) -> None:
+        """Store what an idle slot keeps, if it may and is worth it."""
+        owner = slot.last
+        assert owner is not None, f"{slot!r} keeps what nobody left"
+        slot.is_stored = True
+        if owner.shares and self.limits.cache_mode.keeps_snapshots and self.limits.can_export:
+            entry = self.cache.store(self._new_entry(owner, len(slot.kept)), self.now)
+            if entry is not None:
+                effects.append(Export(slot.id, entry))
+
+    def _new_entry(self, sequence: Sequence, num_tokens: int) -> Entry:
+        mode = self.limits.cache_mode
+        return Entry(
+            namespace=sequence.namespace,
+            model=self.limits.model,
+            source=self.limits.source,
+            key=key_of(sequence.tokens[:num_tokens]),
+            size_bytes=self.limits.snapshot_bytes(num_tokens),
+            is_private=not (sequence.shares and mode.keeps_snapshots),
+            is_exact=not self.limits.can_trim,
+            is_background=sequence.is_background,
+        )
+
+    # ------------------------------------------------------------ answers
+
+    def exported(self, entry: Entry, data: Snapshot) -> None:
         """The answer to an Export."""
-        if sequence.form is not ParkForm.SNAPSHOT and sequence.slot is None:
-            return  # its state was lost before, in the same turn
-        sequence.snapshot = data
-        self.snapshot_bytes += len(data) - sequence.snapshot_bytes
-        sequence.snapshot_bytes = len(data)
+        self.cache.filled(entry, data, self.now)
+
+    def not_exported(self, entry: Entry, sequence: Sequence | None) -> None:
+        """An Export failed: whoever parked on it goes on from its tokens."""
+        if entry.state is EntryState.PENDING:
+            self.cache.failed(entry)
+        if sequence is not None and sequence.entry is entry:
+            self.lost(sequence)
 
     def imported(self, sequence: Sequence) -> None:
-        """The answer to an Import: the backend has it, the snapshot is not needed any more."""
-        self._forget_snapshot(sequence)
+        """The answer to an Import: the backend has it."""
+        sequence.is_importing = False
+        if sequence.entry is not None:
+            self.cache.used(sequence.entry, self.now)
+        self.let_go(sequence)
 
     def lost(self, sequence: Sequence) -> None:
-        """Its Export or Import failed: it goes on from its tokens."""
-        self._forget_snapshot(sequence)
+        """Its state could not be had: it goes on from its tokens."""
+        self.let_go(sequence)
+        sequence.is_importing = False
         sequence.num_computed = 0
+        if sequence.started_s == self.now:
+            sequence.num_cached, sequence.cache_source = 0, None
         if sequence.slot is None:
             sequence.form = ParkForm.TOKENS
         else:
             self.cells.drop(sequence.slot)
 
-    def _forget_snapshot(self, sequence: Sequence) -> None:
-        self.snapshot_bytes -= sequence.snapshot_bytes
-        sequence.snapshot, sequence.snapshot_bytes = None, 0
-
     # ------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Assert that slots, cells and snapshots tell one story."""
+        """Assert that slots, cells and states tell one story."""
         self.cells.check()
+        self.cache.check()
         for slot in self.slots.slots:
-            assert self.cells.length(slot.id) == len(slot.tokens), f"slot {slot.id} and its cells differ"
+            assert self.cells.length(slot.id) == slot.num_tokens, f"slot {slot.id} and its cells differ"
             assert slot.sequence is None or slot.sequence.slot == slot.id, f"{slot!r}"
             assert slot.guest is None or slot.guest.home == slot.id, f"{slot!r}"
             assert slot.sequence is None or slot.guest is None, f"{slot!r} is busy and a home"
-        assert self.snapshot_bytes >= 0, repr(self)
+            assert (slot.last is not None) == bool(slot.kept), f"{slot!r} keeps what nobody left"
 
-    def _drop_kept(self, slot: Slot, effects: list[Effect]) -> None:
+    def _empty(self, slot: Slot, effects: list[Effect]) -> None:
+        """Free what an idle slot keeps, stored first if it is worth it."""
         if slot.kept:
-            slot.kept = []
+            if not slot.is_stored:
+                self._store(slot, effects)
+            slot.keep([])
             self.cells.drop(slot.id)
             effects.append(Drop(slot.id))
 
-    def _trim(self, slot: Slot, length: int, effects: list[Effect]) -> None:
+    def _clear(self, slot: Slot, effects: list[Effect]) -> None:
+        """Make an idle slot ready for something new, also where an initial state was left without a token."""
+        if slot.kept:
+            self._empty(slot, effects)
+        elif not self.limits.can_trim:
+            effects.append(Drop(slot.id))
+
+    def _cut(self, slot: Slot, length: int, effects: list[Effect]) -> None:
+        """Keep the first tokens of an idle slot; if many more go, they are stored first."""
         if length == 0:
-            self._drop_kept(slot, effects)
+            self._clear(slot, effects)
         elif length < len(slot.kept):
-            slot.kept = slot.kept[:length]
+            if not slot.is_stored and len(slot.kept) - length >= MIN_REUSE:
+                self._store(slot, effects)
+            slot.keep(slot.kept[:length])
             self.cells.trim(slot.id, length)
             effects.append(Trim(slot.id, length))

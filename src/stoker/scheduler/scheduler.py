@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.request import FinishReason, Priority
+from stoker.scheduler.arrivals import Arrivals
 from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.effects import Parking, Schedule
@@ -24,8 +25,11 @@ from stoker.scheduler.plan import Planner, StepPlan
 from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.room import Room
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
+from stoker.scheduler.shift import num_kept, shifted
+from stoker.scheduler.tally import Tally
 
 if TYPE_CHECKING:
+    from stoker.cache.prefix_cache import PrefixCache
     from stoker.scheduler.cells import CellPool
     from stoker.scheduler.limits import SchedulerLimits
     from stoker.scheduler.slots import Placement, SlotTable
@@ -42,11 +46,13 @@ CLOSE_POSITIONS = 32
 class Scheduler:
     """Who runs, who waits, what is kept."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
         self.line = WaitingLine(limits.max_queue)
         self.paused: list[Sequence] = []
-        self.room = Room(limits)
+        self.room = Room(limits, cache)
+        self.tally = Tally()
+        self._arrivals = Arrivals(self.room)
         self.cost = StepCost()
         self.forecast = Forecast(self.cost, limits.num_slots)
         self._planner = Planner(StepBudget(limits.step_policy, self.cost), limits.max_prompt_rows)
@@ -74,8 +80,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence waits for a place or runs; those that are paused want nothing."""
-        return len(self.line) > 0 or len(self.slots.running) > 0
+        """Whether a turn would do something: nobody runs, or waits for anything but the disk."""
+        return len(self.slots.running) > 0 or any(not self.room.is_fetching(s) for s in self.line)
 
     @property
     def has_people(self) -> bool:
@@ -122,9 +128,9 @@ class Scheduler:
             "num_slots": self.limits.num_slots,
             "cells_total": self.cells.total,
             "cells_used": self.cells.used,
-            "parked_bytes": self.room.snapshot_bytes,
             "num_preemptions_total": self._num_parked_total,
             "num_retired_total": self._num_retired_total,
+            **self.tally.stats(),
         }
 
     # ------------------------------------------------------------ commands
@@ -139,6 +145,7 @@ class Scheduler:
         """Put a new sequence in the line; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
+        self.room.begin_checkpoints(sequence)
         return self.line.push(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
@@ -149,7 +156,8 @@ class Scheduler:
             self.line.remove(sequence)
         else:
             self.forecast.note_end(sequence, now)
-        self.room.release(sequence, now)
+        self.room.now = now
+        self.room.release(sequence)
         self._has_surplus = True
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
@@ -162,6 +170,8 @@ class Scheduler:
             self._has_surplus = True
         else:
             self.line.remove(sequence)
+            if sequence.form is not ParkForm.SNAPSHOT:
+                self.room.let_go(sequence)  # what it waited for from disk
         sequence.move(SequenceState.PAUSED, now, "asked to")
         self.paused.append(sequence)
 
@@ -178,7 +188,7 @@ class Scheduler:
 
         What tests force, and a shortage of memory will.
         """
-        turn = Schedule()
+        turn = self._begin(now)
         self._park(sequence, "asked to", turn, now)
         if form is not ParkForm.CELLS and sequence.home is not None:
             self.room.demote(sequence, turn.effects, best=form)
@@ -188,7 +198,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Schedule:
         """Let go who is past its deadline, make room for the next step, give places to the line."""
-        turn = Schedule()
+        turn = self._begin(now)
         self._expire(turn, now)
         self._return_favoured(turn, now)
         if self.cells.free < self.limits.n_batch:
@@ -199,11 +209,34 @@ class Scheduler:
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
+        self.room.tidy(turn.effects)
         return turn
+
+    def rest(self, now: float) -> Schedule:
+        """Nothing is to be computed: store something that is only in cells, if anything is (SPEC C6)."""
+        turn = self._begin(now)
+        self.room.store_kept(turn.effects)
+        return turn
+
+    def shift(self, sequence: Sequence, n_ctx: int, now: float) -> int:
+        """Its context is full: drop its oldest tokens after the first ones (SPEC C12); returns how many."""
+        tokens = shifted(sequence.tokens, n_ctx)
+        count, kept = len(sequence.tokens) - len(tokens), num_kept(n_ctx)
+        dropped_of_prompt = max(0, min(sequence.num_prompt, kept + count) - kept)
+        sequence.num_prompt -= dropped_of_prompt
+        sequence.num_forgotten += count - dropped_of_prompt
+        sequence.wants_prompt_logits = False
+        self.room.shift(sequence, tokens, min(kept, sequence.num_computed))
+        sequence.move(SequenceState.PREFILL, now, f"context full: {count} tokens dropped")
+        return count
+
+    def _begin(self, now: float) -> Schedule:
+        self.room.now = now
+        return Schedule(effects=self.room.take_late())
 
     def expire(self, now: float) -> Schedule:
         """End who is past its deadline, and nothing else."""
-        turn = Schedule()
+        turn = self._begin(now)
         self._expire(turn, now)
         return turn
 
@@ -219,10 +252,13 @@ class Scheduler:
 
     def computed(self, plan: StepPlan, now: float) -> None:
         """The step of `plan` succeeded: its tokens are in the backend."""
+        self.room.now = now
         for part in plan.parts:
             sequence, count = part.sequence, len(part.item.tokens)
             self.cells.extend(part.item.seq, count)
+            self.tally.computed(sequence, count)
             sequence.num_computed += count
+            self.room.leave_checkpoint(sequence)
             sequence.last_step_s = now
             if sequence.num_pending == 0:
                 sequence.is_owed = False  # its row is about to become a token
@@ -231,7 +267,7 @@ class Scheduler:
 
     def relieve(self, now: float) -> Schedule:
         """The backend found no room where the count saw some: free one thing more, if there is one."""
-        turn = Schedule()
+        turn = self._begin(now)
         self._free_something(turn, now)
         return turn
 
@@ -250,7 +286,11 @@ class Scheduler:
             assert sequence.state in (SequenceState.QUEUED, SequenceState.PARKED), repr(sequence)
         waiting = [*self.line, *self.paused]
         assert {id(guest) for guest in self.slots.guests()} <= {id(s) for s in waiting}, "a guest is gone"
-        assert self.room.snapshot_bytes == sum(s.snapshot_bytes for s in everybody), "snapshots leak"
+        for sequence in everybody:
+            assert sequence.entry is None or sequence.key in sequence.entry.leases, (
+                f"{sequence!r} has no lease"
+            )
+            assert sequence.form is not ParkForm.SNAPSHOT or sequence.entry is not None, repr(sequence)
 
     def _expire(self, turn: Schedule, now: float) -> None:
         for sequence in (*self.line, *self.paused, *self.slots.running):
@@ -338,17 +378,29 @@ class Scheduler:
     def _admit(self, turn: Schedule, now: float) -> None:
         if self._favoured is not None and not self._favoured.is_running:
             self._seat_favoured(self._favoured, turn, now)
+        self._arrivals.raise_leaders(self.line)
+        num_ahead = 0  # those that will run as soon as what they wait for is there: their places are theirs
         for sequence in self.line:
-            if sequence.is_held:
-                continue
-            if not self._can_place(sequence, turn, now):
+            if not (self._has_place(num_ahead) or self._may_displace(sequence)):
                 return
-            self._seat(sequence, turn, now)
+            if self._arrivals.is_awaiting(sequence):
+                num_ahead += 1
+            elif self._can_place(sequence, num_ahead, turn, now):
+                self._seat(sequence, turn, now)
+            else:
+                return
 
-    def _can_place(self, sequence: Sequence, turn: Schedule, now: float) -> bool:
+    def _may_displace(self, sequence: Sequence) -> bool:
+        """Whether background would give way to it (SPEC Q3)."""
+        return not sequence.is_background and bool(self._displaceable())
+
+    def _displaceable(self) -> list[Sequence]:
+        return [s for s in self.slots.running if s.is_background and s is not self._favoured]
+
+    def _can_place(self, sequence: Sequence, num_ahead: int, turn: Schedule, now: float) -> bool:
         """Whether there is a slot and cells for it; interactive makes background give way (SPEC Q3)."""
-        while not (self._has_place() and self._fits(sequence, turn)):
-            jobs = [s for s in self.slots.running if s.is_background and s is not self._favoured]
+        while not (self._has_place(num_ahead) and self._fits(sequence, turn)):
+            jobs = self._displaceable()
             if sequence.is_background or not jobs:
                 return False
             self._park(self._youngest(jobs), f"gives way to {sequence.key}", turn, now)
@@ -358,9 +410,9 @@ class Scheduler:
         placement = self._placement(sequence, turn)
         return placement is not None and self.room.fits(sequence, placement)
 
-    def _has_place(self) -> bool:
+    def _has_place(self, num_ahead: int) -> bool:
         """Whether one more may run; the one that is owed a step takes nobody's place."""
-        return len(self.slots.running) - self._is_beyond < self.limits.num_slots
+        return len(self.slots.running) - self._is_beyond + num_ahead < self.limits.num_slots
 
     def _seat_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
         """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7).
@@ -380,16 +432,18 @@ class Scheduler:
         return placement
 
     def _seat(self, sequence: Sequence, turn: Schedule, now: float) -> None:
-        if sequence.form is ParkForm.SNAPSHOT:
-            while self.cells.free < sequence.num_computed:
-                assert self._free_kept(turn), f"no cells for {sequence!r} in {self.cells!r}"
         placement = self._placement(sequence, turn)
         assert placement is not None, f"no slot for {sequence!r}"
+        self.room.take_up(sequence, placement)
+        while self.cells.free < self.room.num_to_import(sequence) and self._free_kept(turn):
+            pass
         self.line.remove(sequence)
-        if sequence.started_s is None:
-            sequence.started_s = now
-        told = self.room.seat(sequence, placement, turn.effects, now)
+        is_new = sequence.started_s is None
+        sequence.started_s = now if sequence.started_s is None else sequence.started_s
+        told = self.room.seat(sequence, placement, turn.effects)
         if sequence.num_cached is None:
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        if is_new:
+            self.tally.admitted(sequence)
         sequence.move(SequenceState.PREFILL, now, told)
         turn.admitted.append(sequence)

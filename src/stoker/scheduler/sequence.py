@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from stoker.messages import CacheSource
 from stoker.request import FinishReason, Priority
+
+if TYPE_CHECKING:
+    from stoker.cache.entry import Entry
+    from stoker.messages import Tensor
+    from stoker.scheduler.checkpoints import Checkpoints
+    from stoker.scheduler.flight import Following
 
 
 class SequenceState(StrEnum):
@@ -27,7 +35,7 @@ _S = SequenceState
 MOVES: dict[SequenceState, frozenset[SequenceState]] = {
     _S.QUEUED: frozenset({_S.PREFILL, _S.PAUSED, _S.DONE}),
     _S.PREFILL: frozenset({_S.DECODE, _S.PARKED, _S.PAUSED, _S.DONE}),
-    _S.DECODE: frozenset({_S.PARKED, _S.PAUSED, _S.DONE}),
+    _S.DECODE: frozenset({_S.PREFILL, _S.PARKED, _S.PAUSED, _S.DONE}),
     _S.PARKED: frozenset({_S.PREFILL, _S.PAUSED, _S.DONE}),
     _S.PAUSED: frozenset({_S.QUEUED, _S.PARKED, _S.DONE}),
     _S.DONE: frozenset(),
@@ -77,8 +85,17 @@ class Sequence:
         slot: where it runs.
         form: what is kept of it while it waits to go on; None: it runs or has not begun.
         home: the slot that keeps its cells, for the form CELLS.
-        snapshot: its state as bytes, opaque here, for the form SNAPSHOT; None until it was exported.
-        snapshot_bytes: what it takes, or is reckoned to take.
+        entry: the stored state it goes on from, leased by it: its own of the form SNAPSHOT, or another's that
+            is being read or put into its slot.
+        is_importing: its slot gets its tokens from `entry` before the next step, if all goes well.
+        namespace: who may share what is computed for it (SPEC C1).
+        shares: whether it uses what others computed, and they use its own (SPEC C10).
+        initial_state: what a recurrent model begins from; None: its own.
+        follows: who computes a prefix that it waits for (SPEC C4).
+        is_raised: somebody who waits for an answer follows it, so it is not background for now.
+        cache_source: where the cached tokens came from.
+        checkpoints: where it leaves states behind; None: its model can go back.
+        num_forgotten: generated tokens that a shift of the context dropped (SPEC C12).
         num_preemptions: times it was parked or ended for somebody else.
         started_s: when it first got a slot.
         last_step_s: when it last was in a step, at first its arrival.
@@ -100,8 +117,16 @@ class Sequence:
     slot: int | None = None
     form: ParkForm | None = None
     home: int | None = None
-    snapshot: bytes | None = None
-    snapshot_bytes: int = 0
+    entry: Entry | None = None
+    is_importing: bool = False
+    namespace: bytes = b""
+    shares: bool = True
+    initial_state: list[Tensor] | None = None
+    follows: Following | None = None
+    is_raised: bool = False
+    cache_source: CacheSource | None = None
+    checkpoints: Checkpoints | None = None
+    num_forgotten: int = 0
     num_preemptions: int = 0
     started_s: float | None = None
     last_step_s: float = 0.0
@@ -136,9 +161,16 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def num_in_reach(self) -> int:
+        """How many of them a step may carry: up to the next checkpoint, if it leaves any."""
+        if self.checkpoints is None:
+            return self.num_pending
+        return min(self.num_pending, self.checkpoints.next_after(self.num_computed) - self.num_computed)
+
+    @property
     def num_generated(self) -> int:
         """Tokens drawn so far."""
-        return len(self.tokens) - self.num_prompt
+        return len(self.tokens) - self.num_prompt + self.num_forgotten
 
     @property
     def is_running(self) -> bool:
@@ -148,7 +180,7 @@ class Sequence:
     @property
     def is_background(self) -> bool:
         """Whether nobody waits for it."""
-        return self.priority is Priority.BACKGROUND
+        return self.priority is Priority.BACKGROUND and not self.is_raised
 
     @property
     def is_held(self) -> bool:

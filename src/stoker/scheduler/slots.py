@@ -11,18 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from stoker.scheduler.sequence import ParkForm, Sequence
+
+if TYPE_CHECKING:
+    from stoker.cache.entry import Entry
 
 MIN_REUSE = 32
 """Tokens below which a stored prefix is not worth taking over (SPEC C2)."""
 
 
-def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:
-    """How many leading tokens are the same: bisection over slice comparisons, which run in C."""
-    low, high = 0, min(len(left), len(right))
+_FIRST_LOOK = 32
+
+
+def common_prefix(left: Tokens[int], right: Tokens[int], limit: int | None = None) -> int:
+    """How many leading tokens (of the first `limit`) are the same.
+
+    Bisection over slice comparisons, which run in C; most pairs differ at a first look.
+    """
+    most = min(len(left), len(right), len(left) if limit is None else limit)
+    low, high = 0, min(most, _FIRST_LOOK)
     if left[:high] == right[:high]:
-        return high
+        low, high = high, most
+        if left[low:high] == right[low:high]:
+            return high
     while low < high - 1:
         middle = (low + high) // 2
         if left[low:middle] == right[low:middle]:
@@ -34,12 +47,19 @@ def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:
 
 @dataclass(slots=True)
 class Slot:
-    """One place to run: `sequence` while busy, `guest` while home to one that waits, else `kept` tokens."""
+    """One place to run: `sequence` while busy, `guest` while home to one that waits, else `kept` tokens.
+
+    Attributes:
+        last: who ran here last, if its tokens are kept.
+        is_stored: what is kept is stored as well, or was not worth it.
+    """
 
     id: int
     sequence: Sequence | None = None
     guest: Sequence | None = None
     kept: list[int] = field(default_factory=list)
+    last: Sequence | None = None
+    is_stored: bool = False
     last_used_s: float = 0.0
 
     @property
@@ -50,26 +70,80 @@ class Slot:
     @property
     def tokens(self) -> list[int]:
         """What the backend holds under this slot's number."""
-        sequence = self.sequence or self.guest
+        sequence = self.holder
         return self.kept if sequence is None else sequence.tokens[: sequence.num_computed]
+
+    @property
+    def holder(self) -> Sequence | None:
+        """Whose cells they are while it runs or waits."""
+        return self.sequence or self.guest
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the backend holds under this slot's number."""
+        sequence = self.holder
+        return len(self.kept) if sequence is None else sequence.num_computed
+
+    def keep(self, tokens: list[int]) -> None:
+        """Hold these for reuse; none: it is empty."""
+        self.kept = tokens
+        if not tokens:
+            self.last, self.is_stored = None, False
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a sequence goes: `slot`, sharing `length` tokens that `source` holds (0: none)."""
+    """Where a sequence goes: `slot`, with `length` tokens that `source` holds (0: none), or that are stored.
+
+    Attributes:
+        entry: the stored state they come from; None: from cells.
+    """
 
     slot: int
     source: int
     length: int
+    entry: Entry | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What may be shared: whether the backend can cut sequences and share cells; from which length on."""
+    """What of the slots' cells a sequence may take over.
 
+    Attributes:
+        sequence: who asks.
+        can_trim: the backend can cut sequences.
+        can_fork: it can share cells.
+        keeps_cells: cells of other requests may be used at all (SPEC C10).
+    """
+
+    sequence: Sequence
     can_trim: bool
     can_fork: bool
-    min_length: int = MIN_REUSE
+    keeps_cells: bool
+
+    def length(self, slot: Slot) -> int:
+        """How many of a slot's tokens it can go on from; at least its own last one stays to be computed."""
+        owner = slot.holder or slot.last
+        if owner is None or not self._may_take(owner):
+            return 0
+        if not self.can_fork and slot.holder is not None:
+            return 0
+        held = slot.kept if slot.holder is None else slot.holder.tokens
+        tokens = self.sequence.tokens
+        length = min(common_prefix(held, tokens, slot.num_tokens), len(tokens) - 1)
+        least = MIN_REUSE if self.sequence.leader is None else 1
+        if length < least or (not self.can_trim and length != slot.num_tokens):
+            return 0
+        return length
+
+    def _may_take(self, owner: Sequence) -> bool:
+        asker = self.sequence
+        if owner.is_importing or asker.wants_prompt_logits:
+            return False  # its tokens are not in its cells yet, and might not get there
+        if owner.key.request_id == asker.key.request_id:
+            return True  # choices of one request share their prompt (SPEC Q16)
+        may_share = self.keeps_cells and owner.shares and asker.shares
+        return may_share and owner.namespace == asker.namespace
 
 
 class SlotTable:
@@ -108,7 +182,8 @@ class SlotTable:
     def occupy(self, slot: Slot, sequence: Sequence, now: float) -> None:
         """Put a sequence in an idle slot, or its home; what the slot kept is the sequence's from here on."""
         assert slot.guest in (None, sequence), f"slot {slot.id} is home to {slot.guest!r}"
-        slot.sequence, slot.guest, slot.kept, slot.last_used_s = sequence, None, [], now
+        slot.sequence, slot.guest, slot.last_used_s = sequence, None, now
+        slot.keep([])
         sequence.slot, sequence.home, sequence.form = slot.id, None, None
         self._running.append(sequence)
 
@@ -116,8 +191,9 @@ class SlotTable:
         """Take a sequence out of its slot, which keeps `kept` of its tokens."""
         assert sequence.slot is not None, f"{sequence!r} holds no slot"
         slot = self.slots[sequence.slot]
-        slot.sequence, slot.kept, slot.last_used_s = None, kept, now
-        sequence.slot = None
+        slot.sequence, slot.last, slot.last_used_s = None, sequence, now
+        slot.keep(kept)
+        sequence.slot, sequence.is_raised = None, False
         self._running.remove(sequence)
         return slot
 
@@ -130,7 +206,8 @@ class SlotTable:
         """End a guest's stay; its home is idle from here on and keeps `kept` of its tokens."""
         assert guest.home is not None, f"{guest!r} has no home"
         slot = self.slots[guest.home]
-        slot.guest, slot.kept = None, kept
+        slot.guest, slot.last = None, guest
+        slot.keep(kept)
         guest.home, guest.form = None, None
         return slot
 
@@ -154,36 +231,28 @@ class SlotTable:
         kept = [slot for slot in self.slots if slot.is_idle and slot.kept]
         return min(kept, key=lambda slot: slot.last_used_s, default=None)
 
-    def place(self, tokens: Tokens[int], reuse: Reuse) -> Placement | None:
-        """Choose for a sequence of `tokens`: longest idle prefix > empty slot > idle slot unused for longest.
+    def source(self, reuse: Reuse) -> tuple[Slot, int] | None:
+        """The slot that holds the most of a sequence's tokens, and how many; None: none holds enough."""
+        best: tuple[Slot, int] | None = None
+        for slot in self.slots:
+            length = reuse.length(slot)
+            if length and (best is None or (length, slot.is_idle) > (best[1], best[0].is_idle)):
+                best = slot, length
+        return best
 
-        At least the last token stays to be computed, for its logits. A busy slot with a longer prefix is
-        the source of a fork.
-        """
+    def vacant(self) -> Slot | None:
+        """The idle slot to start in from nothing: an empty one, else the one unused for longest."""
         idle = [slot for slot in self.slots if slot.is_idle]
-        if not idle:
+        return min(idle, key=lambda slot: (bool(slot.kept), slot.last_used_s, slot.id), default=None)
+
+    def place(self, source: tuple[Slot, int] | None) -> Placement | None:
+        """Where it goes, given the best source: there if it is idle, else beside it; None: all are busy."""
+        if source is not None and source[0].is_idle:
+            slot, length = source
+            return Placement(slot.id, slot.id, length)
+        vacant = self.vacant()
+        if vacant is None:
             return None
-        lengths = {slot.id: self._usable(slot, tokens, reuse) for slot in self.slots}
-        best_idle = max(idle, key=lambda slot: lengths[slot.id])
-        best = max(self.slots, key=lambda slot: lengths[slot.id])
-        if reuse.can_fork and lengths[best.id] > lengths[best_idle.id]:
-            others = [slot for slot in idle if slot is not best]
-            return Placement(self._vacant(others).id, best.id, lengths[best.id])
-        if lengths[best_idle.id]:
-            return Placement(best_idle.id, best_idle.id, lengths[best_idle.id])
-        vacant = self._vacant(idle)
+        if source is not None:
+            return Placement(vacant.id, source[0].id, source[1])
         return Placement(vacant.id, vacant.id, 0)
-
-    @staticmethod
-    def _vacant(idle: list[Slot]) -> Slot:
-        return min(idle, key=lambda slot: (bool(slot.kept), slot.last_used_s, slot.id))
-
-    @staticmethod
-    def _usable(slot: Slot, tokens: Tokens[int], reuse: Reuse) -> int:
-        if slot.sequence is not None and slot.sequence.snapshot_bytes:
-            return 0  # its snapshot is not back in its cells yet, and might not get there
-        held = slot.tokens
-        length = min(common_prefix(held, tokens), len(tokens) - 1)
-        if length < reuse.min_length or (not reuse.can_trim and length != len(held)):
-            return 0
-        return length

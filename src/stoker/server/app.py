@@ -16,9 +16,10 @@ from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
 from stoker.server.gate import Gate
 from stoker.server.metrics import Metrics
-from stoker.server.routes import chat, completions, models, probes, runtime, tokens
+from stoker.server.routes import chat, completions, models, probes, runtime, states, tokens
 from stoker.server.schema.chat import ChatRequest, Conversation
 from stoker.server.schema.completion import CompletionRequest
+from stoker.server.schema.states import SaveStateRequest, StateEmbeddingRequest
 from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from stoker.server.security import HostList, KeyRing
 
@@ -26,8 +27,24 @@ if TYPE_CHECKING:
     from stoker.runtime import Runtime
     from stoker.settings import ServerSettings
 
-_BODIES = (ChatRequest, CompletionRequest, Conversation, TokenizeRequest, DetokenizeRequest)
-_ROUTERS = (chat.router, completions.router, models.router, tokens.router, probes.router, runtime.router)
+_BODIES = (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    TokenizeRequest,
+    DetokenizeRequest,
+    SaveStateRequest,
+    StateEmbeddingRequest,
+)
+_ROUTERS = (
+    chat.router,
+    completions.router,
+    states.router,
+    models.router,
+    tokens.router,
+    probes.router,
+    runtime.router,
+)
 
 
 def create_app(context: ServerContext) -> FastAPI:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from stoker.messages import Queued
+from stoker.messages import Admitted, Finished, Queued, Usage
 from stoker.server.disconnect import while_connected
+from stoker.server.generation import total_usage
 from stoker.server.sse import EventStream, comment
 from stoker.streams import Notice
 
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from stoker.messages import CacheSource
     from stoker.server.generation import Generation
     from stoker.streams import StreamEvent
 
 POSITION_HEADER = "X-Stoker-Queue-Position"
 ETA_HEADER = "X-Stoker-Eta"
+CACHE_HEADER = "X-Stoker-Cache"
 
 
 class ChunkWriter(Protocol):
@@ -56,20 +59,28 @@ def streamed(generation: Generation, writer: ChunkWriter, keepalive_s: float) ->
 
     The headers tell the place in the line at arrival and, where known, the seconds to go (SPEC Q14); what
     changes while it waits or stands still comes as comments, which clients ignore unless they know them.
+    X-Stoker-Cache tells what the first prompt to get a slot found in the cache (SPEC C13); a stream that had
+    to begin while it still waited has no such header, only the usage at its end.
     """
     headers: dict[str, str] = {}
     return EventStream(_frames(generation, writer, headers), headers, keepalive_s)
 
 
 async def collected(generation: Generation, writer: WholeWriter, request: Request) -> Response:
-    """The generation as one JSON body.
+    """The generation as one JSON body; X-Stoker-Cache says what the usage in it does (SPEC C13).
 
     Raises:
         ClientGoneError: the client left while it ran.
         StokerError: what ended it.
     """
-    body = await while_connected(_collect(generation, writer), request.receive)
-    return Response(body, media_type="application/json")
+    body, usage = await while_connected(_collect(generation, writer), request.receive)
+    headers = {CACHE_HEADER: _cache_header(usage.cache_source, usage.cached_tokens)}
+    return Response(body, headers=headers, media_type="application/json")
+
+
+def _cache_header(source: CacheSource | None, num_tokens: int) -> str:
+    """`ram; tokens=640`, or `miss; tokens=0`."""
+    return f"{source or 'miss'}; tokens={num_tokens}"
 
 
 async def _frames(
@@ -85,7 +96,14 @@ async def _frames(
 
 
 def _notice(event: Notice, headers: dict[str, str]) -> bytes:
-    """How a client hears of it: of its first place by headers, and if it is not the next by a comment too."""
+    """How a client hears of it: of its first place by headers, and if it is not the next by a comment too.
+
+    Of the cache it hears by a header alone. An empty frame lets it have the headers now, not with its first
+    token.
+    """
+    if isinstance(event, Admitted):
+        headers.setdefault(CACHE_HEADER, _cache_header(event.cache_source, event.cached_tokens))
+        return b""
     if not isinstance(event, Queued):
         return comment(type(event).__name__.lower())
     eta = "" if event.eta_s is None else f"{event.eta_s:.1f}"
@@ -95,12 +113,15 @@ def _notice(event: Notice, headers: dict[str, str]) -> bytes:
         if eta:
             headers[ETA_HEADER] = eta
     if is_first and event.position == 0:
-        return b""  # the client learns its place now, not with its first token
+        return b""
     return comment(f"queued position={event.position}" + (f" eta_s={eta}" if eta else ""))
 
 
-async def _collect(generation: Generation, writer: WholeWriter) -> bytes:
+async def _collect(generation: Generation, writer: WholeWriter) -> tuple[bytes, Usage]:
+    usages: list[Usage] = []
     async with aclosing(generation.events()) as events:
         async for prompt, event in events:
             writer.add(prompt, event)
-    return writer.whole()
+            if isinstance(event, Finished):
+                usages.append(event.usage)
+    return writer.whole(), total_usage(usages)

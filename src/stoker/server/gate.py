@@ -48,10 +48,11 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
         answer = _Answer(send, request_id)
         try:
-            self._admit(scope)
+            state["key_digest"] = self._admit(scope)
             await self._app(scope, self._bounded(receive), answer.send)
         except CallerError as error:
             await answer.fail(scope, error.info())
@@ -59,14 +60,17 @@ class Gate:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             await answer.fail(scope, INTERNAL_ERROR)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope) -> str:
+        """Let it in or raise; the digest of its API key, empty where none is asked for."""
         self._hosts.check(_header(scope, b"host"), _header(scope, b"origin"))
+        key_digest = ""
         if scope["path"] not in _OPEN_PATHS:
             keys = [*_header(scope, b"authorization"), None], [*_header(scope, b"x-api-key"), None]
-            self._keys.check(keys[0][0], keys[1][0])
+            key_digest = self._keys.check(keys[0][0], keys[1][0])
         for declared in _header(scope, b"content-length"):
             if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
                 raise self._too_large()
+        return key_digest
 
     def _bounded(self, receive: Receive) -> Receive:
         """`receive` that counts: a chunked body declares no length."""

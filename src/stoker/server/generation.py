@@ -96,9 +96,12 @@ class Generation:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """The sum over the prompts of one HTTP request."""
+    """The sum over the prompts of one HTTP request; the cache's source is that of the most cached tokens."""
+    most = max(usages, key=lambda usage: usage.cached_tokens, default=Usage())
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        cache_source=most.cache_source,
+        dropped_tokens=sum(usage.dropped_tokens for usage in usages),
     )

@@ -15,12 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stoker.errors import StokerError
-from stoker.messages import Delta, Finished
+from stoker.messages import CacheSource, Delta, Finished
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from stoker.messages import Event
+    from stoker.messages import CacheStatus, Event
     from stoker.runtime import RuntimeStatus
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
@@ -127,6 +127,8 @@ class _StatusCollector(Collector):
         yield GaugeMetricFamily("stoker:kv_cache_usage_perc", "Used KV cells, 0 to 1.", used)
         yield GaugeMetricFamily("stoker:num_threads", "CPU threads a step uses.", status.threads)
         yield from _counted(engine.counters)
+        yield from _cached(engine.counters)
+        yield from _stored(engine.cache)
         yield CounterMetricFamily("stoker:engine_restarts", "Restarts of the engine.", status.restarts)
 
 
@@ -140,3 +142,40 @@ def _counted(counters: dict[str, float]) -> Iterable[Metric]:
     yield GaugeMetricFamily("stoker:parked_bytes", "Host memory of parked sequences' states.", parked)
     target_s = counters.get("step_target_ms", 0.0) / _MILLISECONDS
     yield GaugeMetricFamily("stoker:step_target_seconds", "How long a step may take; 0: no target.", target_s)
+
+
+def _cached(counters: dict[str, float]) -> Iterable[Metric]:
+    """What the cache saved, by where it came from (SPEC C13); after a restart it counts from 0."""
+    tokens = {source: counters.get(f"cached_tokens_{source}_total", 0.0) for source in CacheSource}
+    hits = {source: counters.get(f"cache_hits_{source}_total", 0.0) for source in CacheSource}
+    for name, text, key in (
+        ("prefix_cache_queries", "Prompt tokens of admitted requests.", "prompt_tokens_total"),
+        ("prompt_tokens_computed", "Prompt tokens that steps computed.", "prompt_tokens_computed_total"),
+        ("cache_misses", "Admitted requests that the cache had nothing for.", "cache_misses_total"),
+        ("cache_stored", "Prefixes that were stored.", "cache_stored_total"),
+        ("cache_evicted", "Stored prefixes that were given up for room.", "cache_evicted_total"),
+        ("cache_damaged", "Stored prefixes that were found damaged.", "cache_damaged_total"),
+    ):
+        yield CounterMetricFamily(f"stoker:{name}", text, counters.get(key, 0.0))
+    yield CounterMetricFamily(
+        "stoker:prefix_cache_hits", "Prompt tokens that were not computed.", sum(tokens.values())
+    )
+    for name, text, values in (
+        ("cached_tokens", "Prompt tokens that were not computed, by where they came from.", tokens),
+        ("cache_hits", "Admitted requests that the cache had something for, by where it was.", hits),
+    ):
+        family = CounterMetricFamily(f"stoker:{name}", text, labels=["source"])
+        for source, value in values.items():
+            family.add_metric([source], value)
+        yield family
+
+
+def _stored(cache: CacheStatus) -> Iterable[Metric]:
+    """What the cache holds now."""
+    num_bytes = GaugeMetricFamily("stoker:cache_bytes", "Bytes of stored prefixes.", labels=["tier"])
+    entries = GaugeMetricFamily("stoker:cache_entries", "Stored prefixes.", labels=["tier"])
+    num_bytes.add_metric(["ram"], cache.ram_bytes)
+    num_bytes.add_metric(["disk"], cache.disk_bytes)
+    entries.add_metric(["ram"], cache.num_ram)
+    entries.add_metric(["disk"], cache.num_disk)
+    yield from (num_bytes, entries)

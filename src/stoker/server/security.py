@@ -1,10 +1,12 @@
 """Who may talk to the server (SPEC S4): the Host allow-list, the same-origin rule and the API keys.
 
-Pure checks on header values; `gate` applies them to each request.
+Pure checks on header values, and what keeps callers of different keys apart; `gate` applies them to each
+request.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _BEARER = b"bearer "
+_DIGEST_BYTES = 32  # 64 hexadecimal digits: no longer than a salt or a BLAKE2b key may be
 
 
 class HostList:
@@ -87,18 +90,21 @@ class KeyRing:
             raise MachineSetupError(f"the API key file {path} holds no key; write one a line")
         return cls(keys)
 
-    def check(self, authorization: bytes | None, x_api_key: bytes | None) -> None:
+    def check(self, authorization: bytes | None, x_api_key: bytes | None) -> str:
         """Compare in constant time with every key.
 
         Args:
             authorization: value of that header, `Bearer KEY`.
             x_api_key: value of that header, the key itself.
 
+        Returns:
+            A digest that tells the keys apart; empty where none is asked for.
+
         Raises:
             AuthenticationError: no key came, or none that is on the ring.
         """
         if not self._keys:
-            return
+            return ""
         given = x_api_key
         if authorization is not None and authorization[: len(_BEARER)].lower() == _BEARER:
             given = authorization[len(_BEARER) :].strip()
@@ -106,3 +112,23 @@ class KeyRing:
             raise AuthenticationError("an API key is needed: send it as `Authorization: Bearer KEY`")
         if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - compare with all
             raise AuthenticationError("the API key is not one that this server accepts")
+        return hashlib.blake2b(given, digest_size=_DIGEST_BYTES, person=b"stoker-key").hexdigest()
+
+
+def salt_of(key_digest: str, cache_salt: str) -> str:
+    """The salt under which a request is cached: callers of different API keys never share (SPEC C1).
+
+    A prompt whose beginning was computed before answers sooner and says so in its usage. Whoever shares that
+    with another caller can try beginnings and learn from the clock what the other has asked. One key with one
+    salt shares; where no key is asked for, the caller's salt alone counts.
+
+    Args:
+        key_digest: from `KeyRing.check`; neither it nor the key can be read from the result.
+        cache_salt: the request's own.
+    """
+    if not key_digest:
+        return cache_salt
+    digest = hashlib.blake2b(
+        cache_salt.encode(), digest_size=_DIGEST_BYTES, key=key_digest.encode(), person=b"stoker-salt"
+    )
+    return digest.hexdigest()

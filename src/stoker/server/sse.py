@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+GRACE_S = 0.02  # longer than an engine's events take to come, too short to be noticed
 
 
 def frame(data: bytes) -> bytes:
@@ -43,13 +44,14 @@ KEEP_ALIVE = comment("keep-alive")
 class EventStream(Response):
     """A streamed answer made of the frames that a generator yields.
 
-    The answer begins with the first thing yielded, so an error raised before that is an ordinary HTTP error;
-    an empty frame begins it without saying anything. If nothing comes for `keepalive_s` it begins anyway.
+    The answer begins with the first data frame, so an error raised before that is an ordinary HTTP error. An
+    empty frame or a comment begins it GRACE_S later, as what comes right behind it may be a header: a request
+    that finds a free slot is queued and admitted at once. If nothing comes for `keepalive_s` it begins too.
     A client that leaves cancels the generator at once.
 
     Args:
         frames: complete SSE frames; closed by this class.
-        headers: sent with the beginning; the generator may add to it before its first frame.
+        headers: sent with the beginning; the generator may add to it until then.
         keepalive_s: seconds of silence after which a comment is sent.
     """
 
@@ -60,7 +62,9 @@ class EventStream(Response):
         self._frames = frames
         self._late_headers = headers
         self._keepalive_s = keepalive_s
+        self._held = b""  # comments that came before the beginning
         self._opening = asyncio.Lock()
+        self._opener: asyncio.Future[None] | None = None
         self._is_open = False
         self._was_silent = True
 
@@ -71,29 +75,44 @@ class EventStream(Response):
             with contextlib.suppress(ClientGoneError):
                 await while_connected(self._pump(send), receive)
         finally:
-            beat.cancel()
-            await asyncio.gather(beat, return_exceptions=True)
+            timers = [beat, *([self._opener] if self._opener else [])]
+            for timer in timers:
+                timer.cancel()
+            await asyncio.gather(*timers, return_exceptions=True)
 
     async def _pump(self, send: Send) -> None:
         try:
             async with aclosing(self._frames) as frames:
                 async for data in frames:
                     self._was_silent = False
-                    if not self._is_open:
-                        await self._open(send)
-                    if data:
-                        await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await self._pass_on(data, send)
         except Exception as error:
-            async with self._opening:  # the beat may be sending the headers
+            async with self._opening:  # the beat or the opener may be sending the headers
                 if not self._is_open:
+                    if self._opener is not None:
+                        self._opener.cancel()
                     raise
             failed = frame(error_body(_info(error)))
             await send({"type": "http.response.body", "body": failed, "more_body": True})
         await self._open(send)
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
+    async def _pass_on(self, data: bytes, send: Send) -> None:
+        if not self._is_open:
+            if not data or data.startswith(b":"):
+                self._held += data
+                self._opener = self._opener or asyncio.ensure_future(self._open_soon(send))
+                return
+            await self._open(send)
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _open_soon(self, send: Send) -> None:
+        await asyncio.sleep(GRACE_S)
+        await self._open(send)
+
     async def _open(self, send: Send) -> None:
-        """Send status and headers once; the pump and the beat may both come here."""
+        """Send status, headers and what was held once; the pump, the beat and the opener may come here."""
         async with self._opening:
             if self._is_open:
                 return
@@ -102,6 +121,9 @@ class EventStream(Response):
             self.headers["X-Accel-Buffering"] = "no"
             del self.headers["Content-Length"]
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            while self._held:  # more may come while it is sent
+                held, self._held = self._held, b""
+                await send({"type": "http.response.body", "body": held, "more_body": True})
             self._is_open = True
 
     async def _beat(self, send: Send) -> None:

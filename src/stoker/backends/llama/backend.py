@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -11,21 +12,24 @@ import platformdirs
 
 from stoker.backends.llama.binding import device_names, label
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.hidden import HiddenStates
 from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.recurrent import RecurrentStates
 from stoker.backends.llama.scoring import Scorer
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
 from stoker.errors import ModelLoadError, UnsupportedError
+from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.backends.llama.vocabulary import LlamaVocabulary
-    from stoker.backends.protocol import Rows
-    from stoker.messages import ModelSpec
+    from stoker.backends.protocol import Buffer, Rows
+    from stoker.messages import ModelSpec, Tensor
     from stoker.models.gguf import GgufHeader
 
 MAX_SEQUENCES = 256  # llama_max_parallel_sequences()
@@ -34,13 +38,24 @@ _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
 
 class LlamaBackend:
-    """One loaded model with its one context, both its own from here on; made by `load`."""
+    """One loaded model with its one context, both its own from here on; made by `load`.
 
-    def __init__(self, model: LlamaModel, context: LlamaContext, capabilities: Capabilities) -> None:
+    Raises:
+        ModelFileError: the file is gone.
+        ModelLoadError: a recurrent model's state has a layout that is not known here.
+    """
+
+    def __init__(self, model: LlamaModel, context: LlamaContext, header: GgufHeader) -> None:
         self._model = model
         self._context = context
-        self._capabilities = capabilities
-        self._states = SequenceStates(model, context)
+        self._states = SequenceStates(model, context, fingerprint(header.path))
+        self._recurrent = RecurrentStates(model, context, self._states) if model.is_recurrent else None
+        self._hidden = HiddenStates(model, context)
+        self._capabilities = dataclasses.replace(
+            _capabilities(header, model, context),
+            fingerprint=self._states.fingerprint,
+            state_layout=self._recurrent.layout if self._recurrent else (),
+        )
         needs_scorer = context.key_type is not KeyType.F16
         self._scorer = Scorer(model, context.n_batch) if needs_scorer else None
         self._is_closed = False
@@ -123,13 +138,35 @@ class LlamaBackend:
         """Tokens the sequence holds."""
         return self._context.lengths[seq]
 
-    def export_state(self, seq: int) -> bytes:
+    def export_state(self, seq: int) -> Buffer:
         """The sequence's state, bit-exact."""
         return self._states.export(seq)
 
-    def import_state(self, seq: int, data: bytes) -> None:
+    def import_state(self, seq: int, data: Buffer) -> None:
         """Put exported state into the empty sequence `seq`; InvalidRequestError, PoolFullError."""
         self._states.restore(seq, data)
+
+    def read_state(self, seq: int) -> list[Tensor]:
+        """A recurrent model's state after the sequence's tokens; UnsupportedError."""
+        return self._recurrent_states().read(seq)
+
+    def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
+        """Let the empty sequence `seq` begin from a state; UnsupportedError, PoolFullError."""
+        self._recurrent_states().write(seq, tensors)
+
+    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
+        """What the model made of the last of the sequence's tokens; see `Backend.last_hidden`."""
+        return self._hidden.last(seq, tokens)
+
+    def _recurrent_states(self) -> RecurrentStates:
+        if self._recurrent is None:
+            found = self._capabilities
+            raise UnsupportedError(
+                f"{found.description} is a {found.model_class} model ({found.architecture}):"
+                " it has no recurrent state to begin from or to save",
+                param="state",
+            )
+        return self._recurrent
 
     def memory(self) -> dict[str, int]:
         """Bytes by line: weights, kv, compute."""
@@ -189,7 +226,12 @@ def load(
     except BaseException:
         model.close()
         raise
-    return LlamaBackend(model, context, _capabilities(header, model, context))
+    try:
+        return LlamaBackend(model, context, header)
+    except BaseException:
+        context.close()
+        model.close()
+        raise
 
 
 def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:

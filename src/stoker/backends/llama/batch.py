@@ -16,14 +16,18 @@ if TYPE_CHECKING:
 
 
 class TokenBatch:
-    """Room for `capacity` tokens, each of one sequence. `native` is what llama_decode takes."""
+    """Room for `capacity` tokens, each of one sequence. `native` is what llama_decode takes.
 
-    def __init__(self, capacity: int) -> None:
+    `first_position` is the native position of a sequence's first token.
+    """
+
+    def __init__(self, capacity: int, first_position: int = 0) -> None:
+        self._first_position = first_position
         self._token = np.zeros(capacity, np.int32)
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
         self._wants_logits = np.zeros(capacity, np.int8)
-        self._positions = np.arange(capacity, dtype=np.int32)
+        self._positions = np.arange(first_position, first_position + capacity, dtype=np.int32)
         self._num_seqs = np.ones(capacity, np.int32)
         addresses = self._seq.ctypes.data + self._seq.itemsize * np.arange(capacity)
         self._seq_pointers = addresses.astype(np.uintp)
@@ -45,7 +49,7 @@ class TokenBatch:
             count = len(item.tokens)
             if count == 1:  # a decode row: plain stores are quicker than slices
                 self._token[begin] = item.tokens[0]
-                self._pos[begin] = item.start
+                self._pos[begin] = item.start + self._first_position
                 self._seq[begin] = item.seq
                 self._wants_logits[begin] = item.num_logits
             else:

@@ -16,16 +16,20 @@ import numpy as np
 from stoker.backends.lengths import Lengths
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import capture_log, error_text, llama
+from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from stoker.backends.llama.binding import LogLine
     from stoker.backends.llama.model import LlamaModel
-    from stoker.backends.protocol import BatchPlan, Rows
+    from stoker.backends.protocol import Rows
 
 _NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
 _TO_THE_END = -1
 _FLASH_ATTENTION_AUTO = -1
+_POOLING_NONE = 0  # a hidden state is one token's
 _BUFFER_SIZE = re.compile(r"(KV|RS|compute|output) buffer size = +([\d.]+) MiB")
 _BUFFER_LINES = {"KV": "kv", "RS": "kv", "compute": "compute", "output": "compute"}
 _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")  # its resolve_fused_ops
@@ -68,6 +72,9 @@ class ContextOptions:
 class LlamaContext:
     """Sequences of `model`. One thread drives it; close it before the model.
 
+    Attributes:
+        with_initial_state: sequences that began from a state put there, and not from the model's own.
+
     Raises:
         ModelLoadError: llama.cpp could not make it, e.g. for want of memory.
     """
@@ -92,7 +99,10 @@ class LlamaContext:
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
         self.flash_attention = _flash_attention(lines)
         self._buffer_bytes = _buffer_bytes(lines)
-        self._batch = TokenBatch(self.n_batch)
+        # A state that no token made needs a position of its own; recurrent models do not look at positions.
+        self._first_position = 1 if model.is_recurrent else 0
+        self.with_initial_state: set[int] = set()
+        self._batch = TokenBatch(self.n_batch, self._first_position)
         self._n_vocab = model.vocabulary.n_vocab
         self._rows = np.empty((0, self._n_vocab), np.float32)
         self._rows_address = 0
@@ -110,6 +120,23 @@ class LlamaContext:
         self.lengths.advance(plan)
         return self._logits(plan.num_rows)
 
+    def step_hidden(self, seq: int, token: int) -> npt.NDArray[np.float32]:
+        """Append a token; what the model made of it, float32 (width,), a copy.
+
+        Raises:
+            PoolFullError: no cell for it; nothing changed.
+            StepFailedError: the native decode failed; nothing changed.
+        """
+        llama.llama_set_embeddings(self.handle, True)
+        try:
+            self.step(BatchPlan((PlanItem(seq, self.lengths[seq], (token,), 1),)))
+            pointer = llama.llama_get_embeddings_ith(self.handle, 0)
+        finally:
+            llama.llama_set_embeddings(self.handle, False)
+        if not pointer:
+            raise UnsupportedError(f"{self._model.description} gives no hidden state")
+        return np.ctypeslib.as_array(pointer, (self._model.n_embd,)).copy()
+
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty sequence `dst` share the first `length` tokens of `src`."""
         assert self.lengths[dst] == 0, f"sequence {dst} is not empty"
@@ -123,9 +150,11 @@ class LlamaContext:
         """Keep the first `length` tokens. Raises UnsupportedError where the model cannot go back."""
         held = self.lengths[seq]
         assert 0 <= length <= held, f"{length} of {held} tokens to keep"
-        if length == held:
+        if length == 0:
+            self.drop(seq)
+        if length in {0, held}:
             return
-        if length > 0 and not self._model.keeps_every_cell:
+        if not self._model.keeps_every_cell:
             raise UnsupportedError(
                 f"{self._model.description} cannot go back from {held} to {length} tokens, only to none"
             )
@@ -135,6 +164,7 @@ class LlamaContext:
     def drop(self, seq: int) -> None:
         """Forget the sequence and free its cells, also such as a failed import may have left."""
         self._remove(seq, 0)
+        self.with_initial_state.discard(seq)
         self.lengths[seq] = 0
 
     def set_threads(self, num_threads: int) -> None:
@@ -167,7 +197,8 @@ class LlamaContext:
     def _undo(self, plan: BatchPlan, code: int) -> NoReturn:
         """Take every sequence back to where it was and raise what the return code means."""
         for item in plan.items:
-            self._remove(item.seq, item.start)
+            is_begun = item.start > 0 or item.seq in self.with_initial_state
+            self._remove(item.seq, item.start + self._first_position if is_begun else 0)
         if code == _NO_CELLS:
             raise PoolFullError(
                 f"no cells for {plan.num_tokens} more tokens among {self.num_cells}",
@@ -180,7 +211,7 @@ class LlamaContext:
         )
 
     def _remove(self, seq: int, start: int) -> None:
-        """Remove positions `start` and up."""
+        """Remove native positions `start` and up."""
         if not llama.llama_memory_seq_rm(self._memory, seq, start, _TO_THE_END):
             raise EngineError(f"the state of sequence {seq} before position {start} is lost", seq=seq)
 
@@ -197,6 +228,7 @@ def _native_params(options: ContextOptions) -> object:
     params.type_k = _NATIVE_TYPES[options.key_type]
     params.flash_attn_type = _FLASH_ATTENTION_AUTO
     params.kv_unified = True  # one pool, cells shared between sequences
+    params.pooling_type = _POOLING_NONE
     params.swa_full = False  # a windowed model cannot go back in either case: its old cells are reused
     return params
 

@@ -76,6 +76,7 @@ class LlamaModel:
             self.close()
             raise
         self.description = self._text(llama.llama_model_desc)
+        self.n_embd: int = llama.llama_model_n_embd(self.handle)
         self.n_ctx_train: int = llama.llama_model_n_ctx_train(self.handle)
         self.num_params: int = llama.llama_model_n_params(self.handle)
         self.size_bytes: int = llama.llama_model_size(self.handle)
@@ -95,7 +96,7 @@ class LlamaModel:
         """Numbers that differ between models: vocabulary, width, layers, parameters, bytes."""
         return (
             self.vocabulary.n_vocab,
-            llama.llama_model_n_embd(self.handle),
+            self.n_embd,
             llama.llama_model_n_layer(self.handle),
             self.num_params,
             self.size_bytes,

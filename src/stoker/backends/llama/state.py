@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from stoker.backends.llama.context import LlamaContext
     from stoker.backends.llama.model import LlamaModel
+    from stoker.backends.protocol import Buffer
+
+    Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"STKL"
 _HEADER = struct.Struct("<4s16sIQI")  # magic, fingerprint, tokens, payload bytes, CRC-32 of the payload
@@ -30,24 +33,36 @@ _BYTES_P = ctypes.POINTER(ctypes.c_uint8)
 
 
 class SequenceStates:
-    """Exports and imports sequences of one context."""
+    """Exports and imports sequences of one context.
 
-    def __init__(self, model: LlamaModel, context: LlamaContext) -> None:
+    Args:
+        file_fingerprint: what tells the model's file from every other and from its own later versions.
+    """
+
+    def __init__(self, model: LlamaModel, context: LlamaContext, file_fingerprint: str) -> None:
         self._context = context
-        self._fingerprint = _fingerprint(model, context)
+        self._fingerprint = _fingerprint(model, context, file_fingerprint)
 
     def __repr__(self) -> str:
-        return f"<SequenceStates {self._fingerprint.hex()}>"
+        return f"<SequenceStates {self.fingerprint}>"
 
-    def export(self, seq: int) -> bytes:
-        """The state of `seq`, bit-exact."""
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal; differs between files, libraries and layouts of the cache."""
+        return self._fingerprint.hex()
+
+    def export(self, seq: int) -> memoryview:
+        """The state of `seq`, bit-exact, in memory of its own."""
         num_tokens = self._context.lengths[seq]
-        payload = self._payload(seq) if num_tokens else np.empty(0, np.uint8)
-        checksum = zlib.crc32(payload.data)
-        header = _HEADER.pack(_MAGIC, self._fingerprint, num_tokens, len(payload), checksum)
-        return b"".join((header, payload.data))
+        is_empty = num_tokens == 0 and seq not in self._context.with_initial_state
+        data = np.empty(_HEADER.size, np.uint8) if is_empty else self.payload(seq, _HEADER.size)
+        payload = data[_HEADER.size :]
+        _HEADER.pack_into(
+            data.data, 0, _MAGIC, self._fingerprint, num_tokens, len(payload), zlib.crc32(payload.data)
+        )
+        return data.data
 
-    def restore(self, seq: int, data: bytes) -> None:
+    def restore(self, seq: int, data: Buffer) -> None:
         """Put an exported state into the empty sequence `seq`.
 
         Raises:
@@ -56,14 +71,25 @@ class SequenceStates:
         """
         assert self._context.lengths[seq] == 0, f"sequence {seq} is not empty"
         num_tokens = self._checked_tokens(data)
-        if num_tokens == 0:
+        payload = np.frombuffer(data, np.uint8)[_HEADER.size :]
+        if len(payload) == 0:
             return
-        if not self._put(seq, np.frombuffer(data, np.uint8, offset=_HEADER.size)):
+        self.put(seq, payload, num_tokens)
+        self._context.lengths[seq] = num_tokens
+
+    def put(self, seq: int, payload: Bytes, num_tokens: int) -> None:
+        """Put llama.cpp's own bytes of `num_tokens` tokens into the empty sequence `seq`.
+
+        Raises:
+            PoolFullError: its cells do not fit; nothing changed.
+        """
+        if not self._put(seq, payload):
             self._context.drop(seq)
             raise PoolFullError(
                 f"no cells for the {num_tokens} tokens of a saved state", num_tokens=num_tokens
             )
-        self._context.lengths[seq] = num_tokens
+        if num_tokens == 0:
+            self._context.with_initial_state.add(seq)
 
     def lay_anew(self, seqs: Sequence[int]) -> None:
         """Take these sequences out and put them back one after the other, each in the order of its tokens.
@@ -71,7 +97,7 @@ class SequenceStates:
         Raises:
             EngineError: one did not go back; what it held is lost.
         """
-        held = [(seq, self._context.lengths[seq], self._payload(seq)) for seq in seqs]
+        held = [(seq, self._context.lengths[seq], self.payload(seq)) for seq in seqs]
         for seq, _, _ in held:
             self._context.drop(seq)
         for seq, num_tokens, payload in held:
@@ -79,23 +105,23 @@ class SequenceStates:
                 raise EngineError(f"sequence {seq} of {num_tokens} tokens could not be moved", seq=seq)
             self._context.lengths[seq] = num_tokens
 
-    def _payload(self, seq: int) -> npt.NDArray[np.uint8]:
-        """llama.cpp's own bytes of a sequence."""
+    def payload(self, seq: int, num_before: int = 0) -> Bytes:
+        """llama.cpp's own bytes of a sequence, after `num_before` bytes for the caller."""
         size = llama.llama_state_seq_get_size(self._context.handle, seq)
-        payload = np.empty(size, np.uint8)
-        target = ctypes.cast(payload.ctypes.data, _BYTES_P)
+        data = np.empty(num_before + size, np.uint8)
+        target = ctypes.cast(data.ctypes.data + num_before, _BYTES_P)
         written = llama.llama_state_seq_get_data(self._context.handle, target, size, seq)
         if written != size:
             raise EngineError(f"the state of sequence {seq} came as {written} of {size} bytes", seq=seq)
-        return payload
+        return data
 
-    def _put(self, seq: int, payload: npt.NDArray[np.uint8]) -> bool:
+    def _put(self, seq: int, payload: Bytes) -> bool:
         source = ctypes.cast(payload.ctypes.data, _BYTES_P)
         return bool(llama.llama_state_seq_set_data(self._context.handle, source, len(payload), seq))
 
-    def _checked_tokens(self, data: bytes) -> int:
+    def _checked_tokens(self, data: Buffer) -> int:
         """Tokens the state holds, if it is one of this model and whole."""
-        if len(data) < _HEADER.size or data[:4] != _MAGIC:
+        if len(data) < _HEADER.size or bytes(data[:4]) != _MAGIC:
             raise InvalidRequestError(f"{len(data)} bytes are not an exported state", param="state")
         _, fingerprint, num_tokens, size, crc = _HEADER.unpack_from(data)
         if fingerprint != self._fingerprint:
@@ -109,9 +135,10 @@ class SequenceStates:
         return int(num_tokens)
 
 
-def _fingerprint(model: LlamaModel, context: LlamaContext) -> bytes:
+def _fingerprint(model: LlamaModel, context: LlamaContext, file_fingerprint: str) -> bytes:
     """Sixteen bytes that differ between models and between layouts of the cache."""
     parts = (
+        file_fingerprint,
         LIBRARY_VERSION,
         model.description,
         model.metadata("general.name"),

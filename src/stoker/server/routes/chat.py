@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +12,9 @@ from stoker.server.context import ServerContext
 from stoker.server.delivery import collected, streamed
 from stoker.server.generation import Generation
 from stoker.server.routes.headers import header_fields
+from stoker.server.routes.states import initial_state
 from stoker.server.schema.chat import ChatRequest
+from stoker.server.schema.fields import state_bytes
 from stoker.server.writers.chat import ChatChunks, WholeChat
 from stoker.server.writers.head import Head
 
@@ -28,6 +31,8 @@ def router(context: ServerContext) -> APIRouter:
         context.require_ready()
         info = context.runtime.resolve(body.model)
         asked = _to_request(context, info, body, request)
+        initial = await initial_state(context, request, state_bytes(body.state), info.id)
+        asked = msgspec.structs.replace(asked, **initial)
         generation = Generation(context, "chatcmpl", request.state.request_id, [asked])
         head = Head(generation.id, info.id, asked.n, body.wants_usage)
         if body.stream:
@@ -42,7 +47,7 @@ def _to_request(
     context: ServerContext, info: ModelInfo, body: ChatRequest, request: Request
 ) -> GenerateRequest:
     fields = {
-        **body.common(info.n_vocab),
+        **body.common(info.n_vocab, request.state.key_digest),
         "max_tokens": body.token_limit(),
         "logprobs": body.num_logprobs(),
         **header_fields(request),

@@ -10,7 +10,9 @@ from stoker.server.context import ServerContext
 from stoker.server.delivery import collected, streamed
 from stoker.server.generation import Generation
 from stoker.server.routes.headers import header_fields
+from stoker.server.routes.states import initial_state
 from stoker.server.schema.completion import CompletionRequest
+from stoker.server.schema.fields import state_bytes
 from stoker.server.writers.head import Head
 from stoker.server.writers.text import TextChunks, WholeText
 
@@ -26,7 +28,8 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, CompletionRequest)
         context.require_ready()
         info = context.runtime.resolve(body.model)
-        shared = body.to_shared(info.n_vocab) | header_fields(request)
+        shared = body.to_shared(info.n_vocab, request.state.key_digest) | header_fields(request)
+        shared |= await initial_state(context, request, state_bytes(body.state), info.id)
         prompts = body.prompts(info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.id, **shared) for prompt in prompts]
         generation = Generation(context, "cmpl", request.state.request_id, asked)

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from stoker.messages import Timings, Usage
+from stoker.messages import CacheSource, Timings, Usage
 from stoker.server.schema.logprobs import ChatLogprobs, TextLogprobs
 
 FINGERPRINT = f"stoker-{version('stoker')}"
@@ -18,9 +18,10 @@ MILLISECONDS = 1000.0
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Where prompt tokens came from."""
+    """Prompt tokens that were not computed and where they came from (SPEC C13)."""
 
     cached_tokens: int
+    cache_source: CacheSource | UnsetType = UNSET
 
 
 class UsageAnswer(msgspec.Struct, frozen=True):
@@ -39,6 +40,12 @@ class TimingsAnswer(msgspec.Struct, frozen=True):
     prefill_ms: float
     decode_ms: float
     num_preemptions: int
+
+
+class ContextShift(msgspec.Struct, frozen=True):
+    """`context_shift`: how many of the oldest tokens a full context cost (SPEC C12)."""
+
+    dropped_tokens: int
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -103,6 +110,7 @@ class Answer(msgspec.Struct, frozen=True):
     system_fingerprint: str = FINGERPRINT
     usage: UsageAnswer | UnsetType | None = UNSET
     timings: TimingsAnswer | UnsetType = UNSET
+    context_shift: ContextShift | UnsetType = UNSET
     prompt_progress: Progress | UnsetType = UNSET
 
 
@@ -115,8 +123,13 @@ def usage_answer(usage: Usage) -> UsageAnswer:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens, usage.cache_source or UNSET),
     )
+
+
+def shift_answer(usage: Usage) -> ContextShift | UnsetType:
+    """`context_shift` of a count; left out where nothing was dropped."""
+    return ContextShift(usage.dropped_tokens) if usage.dropped_tokens else UNSET
 
 
 def timings_answer(timings: Timings) -> TimingsAnswer:

@@ -57,10 +57,10 @@ class CompletionRequest(GenerationFields):
             return [tuple(given)]
         return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given]
 
-    def to_shared(self, n_vocab: int) -> dict[str, Any]:
+    def to_shared(self, n_vocab: int, key_digest: str) -> dict[str, Any]:
         """Keyword arguments that every prompt's `GenerateRequest` gets."""
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.common(n_vocab) | {
+        return self.common(n_vocab, key_digest) | {
             "max_tokens": limit,
             "logprobs": self.logprobs,
             "prompt_logprobs": self.logprobs if self.echo else None,

@@ -5,13 +5,16 @@ Names are those of OpenAI, llama-server and vLLM; ranges are checked by `stoker.
 
 from __future__ import annotations
 
+import base64
+import binascii
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Preempt, Priority, Sampling
+from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SALT_CHARS, Preempt, Priority, Sampling
 from stoker.server.body import Body
+from stoker.server.security import salt_of
 
 # Wide enough for every range of `stoker.request`, narrow enough to be a machine's number.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -23,10 +26,8 @@ _REFUSED = (
     "regex",
     "choice",
     "json_schema",
-    "state",
     "guided_json",
     "guided_grammar",
-    "context_shift",
 )
 
 
@@ -89,6 +90,25 @@ def _logit_bias(given: dict[str, float], n_vocab: int) -> dict[int, float]:
     return bias
 
 
+class InlineState(Body):
+    """A recurrent model's state in the request itself: a safetensors file in base64."""
+
+    data: str
+
+
+def state_bytes(state: str | InlineState | None) -> str | bytes | None:
+    """The id of a saved state, or the bytes of an inline one. Raises InvalidRequestError."""
+    return decoded(state.data, "state") if isinstance(state, InlineState) else state
+
+
+def decoded(text: str, param: str) -> bytes:
+    """The bytes of base64. Raises InvalidRequestError."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError(f"{param} is not base64: {error}", param=param) from None
+
+
 class GenerationFields(SamplingFields):
     """What all generating routes share."""
 
@@ -103,13 +123,15 @@ class GenerationFields(SamplingFields):
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     preempt: Literal["park", "cancel"] | None = None
     return_progress: bool | None = None
-    # Constraints and states are later work; taking them silently would return unconstrained text.
+    cache: bool | None = Field(None, validation_alias=AliasChoices("cache", "cache_prompt"))
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
+    context_shift: bool | None = None
+    state: str | InlineState | None = None
+    # Constraints are later work; taking them silently would return unconstrained text.
     grammar: Any = None
-    context_shift: Any = None
     regex: Any = None
     choice: Any = None
     json_schema: Any = None
-    state: Any = None
     guided_json: Any = None
     guided_grammar: Any = None
 
@@ -128,8 +150,12 @@ class GenerationFields(SamplingFields):
             if value not in ("", [], {}, False):
                 raise UnsupportedError(f"{name} is not supported by this server", param=name)
 
-    def common(self, n_vocab: int) -> dict[str, Any]:
+    def common(self, n_vocab: int, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of a `GenerateRequest` that come from these fields.
+
+        Args:
+            n_vocab: tokens of the model's vocabulary.
+            key_digest: of the caller's API key, which its salt is bound to; empty: none is asked for.
 
         Raises:
             InvalidRequestError: a value is out of range.
@@ -143,6 +169,9 @@ class GenerationFields(SamplingFields):
             "ignore_eos": self.ignore_eos,
             "timeout_s": self.timeout_s,
             "return_progress": self.return_progress,
+            "cache": self.cache,
+            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
+            "context_shift": self.context_shift,
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
             "preempt": None if self.preempt is None else Preempt(self.preempt),
         }

@@ -73,4 +73,17 @@ def _memory(status: RuntimeStatus) -> dict[str, int | None]:
 
 
 def _cache(engine: EngineStatus) -> dict[str, Any]:
-    return {"live": {"cells_used": engine.kv_cells_used, "cells_total": engine.kv_cells_total}}
+    """Tier by tier; bytes and how many stored prefixes (SPEC C14)."""
+    cache = engine.cache
+    return {
+        "entries": cache.num_entries,
+        "unsaved": cache.num_unsaved,
+        "live": {"cells_used": engine.kv_cells_used, "cells_total": engine.kv_cells_total},
+        "ram": {"bytes": cache.ram_bytes, "limit": cache.ram_limit_bytes, "entries": cache.num_ram},
+        "disk": {
+            "bytes": cache.disk_bytes,
+            "limit": cache.disk_limit_bytes,
+            "entries": cache.num_disk,
+            "problem": cache.disk_problem,
+        },
+    }

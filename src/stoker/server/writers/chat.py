@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from stoker.messages import Delta, Finished, PrefillProgress
-from stoker.server.schema.answers import Answer, ChatChoice, ChatChunkChoice, ChatDelta, ChatMessage, encode
+from stoker.server.schema.answers import (
+    Answer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    encode,
+    shift_answer,
+    usage_answer,
+)
 from stoker.server.schema.logprobs import chat_logprobs
 from stoker.server.sse import frame
-from stoker.server.writers.head import Head, Totals, progress
+from stoker.server.writers.head import Head, Totals, closing, progress
 
 if TYPE_CHECKING:
     from stoker.messages import TokenLogprob
@@ -49,11 +58,7 @@ class ChatChunks:
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        if not self._head.wants_usage:
-            return b""
-        head, totals = self._head, self._totals
-        last = Answer(head.id, _CHUNK, head.created, head.model, [], usage=totals.usage())
-        return frame(encode(last))
+        return closing(self._head, _CHUNK, self._totals.usage(), [ChatChunkChoice(0, _NOTHING)])
 
     def _delta(self, event: Delta) -> bytes:
         opening = b""
@@ -111,7 +116,16 @@ class WholeChat:
             )
             for index in range(head.n)
         ]
-        usage, timings = totals.usage(), totals.timings()
+        usage = totals.usage()
         return encode(
-            Answer(head.id, _WHOLE, head.created, head.model, choices, usage=usage, timings=timings)
+            Answer(
+                head.id,
+                _WHOLE,
+                head.created,
+                head.model,
+                choices,
+                usage=usage_answer(usage),
+                timings=totals.timings(),
+                context_shift=shift_answer(usage),
+            )
         )

@@ -6,18 +6,27 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stoker.messages import Timings
+from msgspec import UNSET
+
+from stoker.messages import Timings, Usage
 from stoker.server.generation import total_usage
 from stoker.server.schema.answers import (
+    Answer,
+    ChatChunkChoice,
     Progress,
+    TextChoice,
     TimingsAnswer,
-    UsageAnswer,
+    encode,
+    shift_answer,
     timings_answer,
     usage_answer,
 )
+from stoker.server.sse import frame
 
 if TYPE_CHECKING:
     from stoker.messages import Finished, PrefillProgress
+
+    _Choices = list[ChatChunkChoice] | list[TextChoice]
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,9 @@ class Totals:
         """Take in the end of one prompt."""
         self._finished.append(event)
 
-    def usage(self) -> UsageAnswer:
+    def usage(self) -> Usage:
         """The sum of all prompts."""
-        return usage_answer(total_usage([event.usage for event in self._finished]))
+        return total_usage([event.usage for event in self._finished])
 
     def timings(self) -> TimingsAnswer:
         """The longest of each stage: prompts run side by side. Preemptions are added up."""
@@ -64,6 +73,28 @@ class Totals:
                 num_preemptions=sum(timings.num_preemptions for timings in every),
             )
         )
+
+
+def closing(head: Head, kind: str, usage: Usage, nothing: _Choices) -> bytes:
+    """Frames after the last event: usage where it was asked for, a context shift in any case (SPEC C12).
+
+    Args:
+        head: of the answer.
+        kind: the chunk's `object`.
+        usage: over all prompts.
+        nothing: one choice without text, for clients that look at the first of every chunk; who asked for
+            usage expects a chunk without choices.
+    """
+    shift = shift_answer(usage)
+    if head.wants_usage:
+        last = Answer(
+            head.id, kind, head.created, head.model, [], usage=usage_answer(usage), context_shift=shift
+        )
+    elif shift is not UNSET:
+        last = Answer(head.id, kind, head.created, head.model, nothing, context_shift=shift)
+    else:
+        return b""
+    return frame(encode(last))
 
 
 def progress(event: PrefillProgress) -> Progress:

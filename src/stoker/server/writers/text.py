@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from stoker.messages import Delta, Finished, PrefillProgress, PromptEcho
-from stoker.server.schema.answers import Answer, TextChoice, encode
+from stoker.server.schema.answers import Answer, TextChoice, encode, shift_answer, usage_answer
 from stoker.server.schema.logprobs import TextLogprobs, TextLogprobsWriter
 from stoker.server.sse import frame
-from stoker.server.writers.head import Head, Totals, progress
+from stoker.server.writers.head import Head, Totals, closing, progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,10 +65,7 @@ class TextChunks:
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        if not self._head.wants_usage:
-            return b""
-        head, usage = self._head, self._totals.usage()
-        return frame(encode(Answer(head.id, _OBJECT, head.created, head.model, [], usage=usage)))
+        return closing(self._head, _OBJECT, self._totals.usage(), [TextChoice(0, "")])
 
     def _echo(self, index: int, event: PromptEcho) -> bytes:
         lists = self._logprobs[index].write_prompt(event.logprobs, event.text) if event.logprobs else None
@@ -126,7 +123,16 @@ class WholeText:
             TextChoice(index, "".join(texts), self._logprobs[index], self._reasons[index])
             for index, texts in enumerate(self._texts)
         ]
-        usage, timings = totals.usage(), totals.timings()
+        usage = totals.usage()
         return encode(
-            Answer(head.id, _OBJECT, head.created, head.model, choices, usage=usage, timings=timings)
+            Answer(
+                head.id,
+                _OBJECT,
+                head.created,
+                head.model,
+                choices,
+                usage=usage_answer(usage),
+                timings=totals.timings(),
+                context_shift=shift_answer(usage),
+            )
         )

@@ -1,0 +1,175 @@
+"""Which stored prefixes go to disk, and when; the files themselves are `disk`'s (SPEC C7, C9).
+
+An entry is written once it has stood for a moment: the next turn of a conversation replaces the one before
+it, which then never wears the disk out. One write is on its way at a time. What has to be done leaves as
+orders; nothing here touches a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stoker.cache.entry import EntryState, Line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.cache.entry import Entry
+    from stoker.memory.ledger import Ledger
+
+SETTLE_S = 1.0
+"""Seconds an entry stands in host memory before it is written."""
+RETRY_S = 30.0
+"""Seconds after which one that was worth less than every file is looked at again."""
+HOLDER = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Disk: write the bytes of `entry`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Disk: read the bytes of `entry`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Disk: remove a file."""
+
+    file: str
+
+
+DiskOrder = Write | Read | Remove
+
+
+class DiskTier:
+    """What is saved, what waits for it, and what was ordered and not yet taken.
+
+    Attributes:
+        limit_bytes: what all files may take.
+        problem: why nothing is written although it is wanted; empty: all is well.
+    """
+
+    def __init__(self, limit_bytes: int, ledger: Ledger) -> None:
+        self.limit_bytes = limit_bytes
+        self.problem = ""
+        self._ledger = ledger
+        self._orders: list[DiskOrder] = []
+        self._due_s: dict[Entry, float] = {}
+        self._is_writing = False
+
+    def __repr__(self) -> str:
+        return f"<DiskTier {self.used_bytes} of {self.limit_bytes} bytes, {len(self._due_s)} to write>"
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def used_bytes(self) -> int:
+        """What the known files take."""
+        return self._ledger.used(Line.DISK)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether entries are written."""
+        return self.limit_bytes > 0 and not self.problem
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written and nothing wants to be."""
+        return not self._is_writing and not self._due_s
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether an entry should be saved and is not."""
+        return entry in self._due_s
+
+    def next_due_s(self) -> float | None:
+        """When the next entry wants to be written; None: none does, or one is on its way."""
+        return None if self._is_writing else min(self._due_s.values(), default=None)
+
+    # ------------------------------------------------------------ entries
+
+    def note(self, entry: Entry, now: float) -> None:
+        """An entry stands in host memory: it will be written, if it is not saved and can be."""
+        is_wanted = entry.file is None and not entry.is_private and entry.line is Line.CACHE
+        if self.is_on and is_wanted and entry.size_bytes <= self.limit_bytes:
+            self._due_s[entry] = now + SETTLE_S
+
+    def forget(self, entry: Entry) -> None:
+        """An entry is gone from host memory, or at all: it is not written."""
+        self._due_s.pop(entry, None)
+
+    def next_to_write(self, now: float) -> Entry | None:
+        """The entry whose time has come, the first noted first."""
+        if self._is_writing or not self._due_s:
+            return None
+        entry = next(iter(self._due_s))
+        return entry if self._due_s[entry] <= now and not entry.leases else None
+
+    def hurry(self) -> None:
+        """Everything is due now: the engine is about to end."""
+        self._due_s = dict.fromkeys(self._due_s, 0.0)
+
+    def put_off(self, entry: Entry, now: float) -> None:
+        """It is worth less than every file there is."""
+        self._due_s.pop(entry, None)
+        self._due_s[entry] = now + RETRY_S
+
+    # ------------------------------------------------------------ orders
+
+    def take_orders(self) -> list[DiskOrder]:
+        """What is to be done, in order; taken once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def write(self, entry: Entry) -> None:
+        """Order a write; the entry stays where it is until it has ended."""
+        self._due_s.pop(entry, None)
+        self._is_writing = True
+        entry.leases.add(HOLDER)
+        self._orders.append(Write(entry))
+
+    def read(self, entry: Entry) -> None:
+        """Order a read."""
+        entry.move(EntryState.READING)
+        self._orders.append(Read(entry))
+
+    def remove(self, entry: Entry) -> None:
+        """Order the removal of its file."""
+        if entry.file is not None:
+            self._orders.append(Remove(entry.file))
+            self.lost(entry)
+
+    # ------------------------------------------------------------ answers
+
+    def added(self, entry: Entry, file: str, file_bytes: int) -> None:
+        """It has a file from here on."""
+        entry.file, entry.file_bytes = file, file_bytes
+        self._ledger.add(Line.DISK, file_bytes)
+
+    def write_ended(self, entry: Entry) -> None:
+        """However it ended."""
+        self._is_writing = False
+        entry.leases.discard(HOLDER)
+
+    def lost(self, entry: Entry) -> None:
+        """Its file is no more."""
+        self._ledger.add(Line.DISK, -entry.file_bytes)
+        entry.file, entry.file_bytes = None, 0
+
+    def disable(self, problem: str) -> None:
+        """Write no more: the disk is full, or cannot be written (SPEC C9)."""
+        self.problem = problem
+        self._due_s.clear()
+
+    def check(self, entries: Sequence[Entry]) -> None:
+        """Assert that the ledger counts the files of these, all there are."""
+        assert self.used_bytes == sum(entry.file_bytes for entry in entries), repr(self)
+        assert all((entry.file is None) == (entry.file_bytes == 0) for entry in entries)
+        assert self._due_s.keys() <= {e for e in entries if e.state is EntryState.RAM and e.file is None}

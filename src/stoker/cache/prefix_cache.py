@@ -1,0 +1,452 @@
+"""Every stored prefix of every model: which there are, where their bytes are, who has to go (SPEC C).
+
+Pure and synchronous: time is an argument; what has to happen on disk leaves as orders, and how they ended
+comes back by `written`, `fetched` and their like. Owns the entries, their trees and what the ledger says of
+them. Cells are not its business: the scheduler looks them up in its slots, of which there are few.
+
+An entry that is used or on its way is leased, and neither moves nor goes. What parked sequences have to find
+again is an entry too, leased by them and counted apart (SPEC Q4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stoker.cache.disk_tier import DiskTier
+from stoker.cache.entry import Entry, EntryState, Line
+from stoker.cache.eviction import Candidate, victim
+from stoker.cache.keys import num_tokens
+from stoker.cache.radix import RadixTree
+from stoker.messages import CacheStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    from stoker.cache.snapshot import Snapshot
+    from stoker.memory.ledger import Ledger
+
+MIN_TOKENS = 32
+"""Tokens below which nothing is stored or reused (SPEC C2)."""
+MAX_ENTRIES = 256
+"""Entries of a namespace (SPEC C7)."""
+MIN_NEW_PART = 16
+"""A branch is stored if it adds at least a sixteenth of its tokens: its state repeats those before them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    """What stored prefixes may take, in bytes; 0: nothing is kept there."""
+
+    ram_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A stored prefix that serves the first `num_tokens` of what was asked for."""
+
+    entry: Entry
+    num_tokens: int
+
+
+class PrefixCache:
+    """The stored prefixes of one engine, over all its models."""
+
+    def __init__(self, limits: CacheLimits, ledger: Ledger) -> None:
+        self.limits = limits
+        self.disk = DiskTier(limits.disk_bytes, ledger)
+        self._ledger = ledger
+        self._trees: dict[bytes, RadixTree[Entry]] = {}
+        self._private: set[Entry] = set()
+        self._now = 0.0
+        self._num_stored_total = 0
+        self._num_evicted_total = 0
+        self._num_damaged_total = 0
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache {len(self)} entries, {self.ram_bytes} bytes, {self.disk!r}>"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._trees.values()))
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def ram_bytes(self) -> int:
+        """Host memory of what is stored, parked sequences not counted."""
+        return self._ledger.used(Line.CACHE)
+
+    @property
+    def parked_bytes(self) -> int:
+        """Host memory of what parked sequences have to find again."""
+        return self._ledger.used(Line.PARKED)
+
+    def entries(self) -> Iterable[Entry]:
+        """Every entry that others may use."""
+        for tree in self._trees.values():
+            yield from tree
+
+    def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> Hit | None:
+        """The entry that saves the most tokens of `key`, all but the last of them at most (SPEC C2, C5)."""
+        tree = self._trees.get(namespace)
+        if tree is None:
+            return None
+        most = num_tokens(key) - 1
+        if is_exact:
+            found = [Hit(entry, length) for length, entry in tree.on_path(key) if length <= most]
+            best = found[-1] if found else None
+        else:
+            match = tree.longest_shared(key)
+            nearest = min(match.values, key=lambda e: (not e.is_in_ram, e.num_tokens), default=None)
+            best = None if nearest is None else Hit(nearest, min(match.num_tokens, most))
+        return best if best is not None and best.num_tokens >= MIN_TOKENS else None
+
+    def stats(self) -> dict[str, float]:
+        """Every counter, for status pages and bug reports."""
+        return {
+            "cache_stored_total": self._num_stored_total,
+            "cache_evicted_total": self._num_evicted_total,
+            "cache_damaged_total": self._num_damaged_total,
+            "parked_bytes": self.parked_bytes,
+        }
+
+    def status(self) -> CacheStatus:
+        """What it holds now."""
+        entries = list(self.entries())
+        return CacheStatus(
+            num_entries=len(entries),
+            ram_bytes=self.ram_bytes,
+            ram_limit_bytes=self.limits.ram_bytes,
+            disk_bytes=self.disk.used_bytes,
+            disk_limit_bytes=self.limits.disk_bytes,
+            num_ram=sum(entry.is_in_ram for entry in entries),
+            num_disk=sum(entry.file is not None for entry in entries),
+            num_unsaved=sum(self.disk.wants(entry) for entry in entries),
+            disk_problem=self.disk.problem,
+        )
+
+    # ------------------------------------------------------------ storing
+
+    def store(self, new: Entry, now: float, *, is_wanted: bool = False) -> Entry | None:
+        """Take in an entry whose bytes are about to come (`filled`, `failed`).
+
+        Args:
+            new: what is known of it.
+            now: the time.
+            is_wanted: somebody waits for it, so it is taken however little it adds.
+
+        Returns:
+            The entry to fill; None: it is there already, is not worth its bytes, or has no room.
+        """
+        self._now = now
+        if new.num_tokens < MIN_TOKENS or new.size_bytes > self.limits.ram_bytes:
+            return None
+        known = self._get(new)
+        if known is not None and known.state is not EntryState.DISK:
+            known.used_s = now
+            return None
+        if known is None and not is_wanted and not self._is_worth_it(new):
+            return None
+        if not self._make_room(new.size_bytes):
+            return None
+        return self._take_in(new, known, Line.CACHE)
+
+    def park(self, new: Entry, holder: Hashable, limit_bytes: int, now: float) -> Entry | None:
+        """Take in what a parked sequence has to find again, leased by `holder`.
+
+        `limit_bytes` is what parked states may take; stored ones do not count against it.
+
+        Returns:
+            An entry to fill, or one that has the bytes already; None: there is no room.
+        """
+        self._now = now
+        known = None if new.is_private else self._get(new)
+        if known is not None and known.is_in_ram:
+            known.leases.add(holder)
+            known.used_s = now
+            return known
+        if self.parked_bytes + new.size_bytes > limit_bytes:
+            return None
+        if known is not None and known.state is EntryState.READING:
+            known, new.is_private = None, True
+        entry = self._take_in(new, known, Line.PARKED)
+        entry.leases.add(holder)
+        return entry
+
+    def _take_in(self, new: Entry, known: Entry | None, line: Line) -> Entry:
+        if known is not None:  # it is on disk: its bytes come from the backend sooner than from there
+            known.move(EntryState.PENDING)
+            known.size_bytes, new = new.size_bytes, known
+        elif new.is_private:
+            self._private.add(new)
+        else:
+            self._keep_count(new.namespace)
+            self._trees.setdefault(new.namespace, RadixTree()).insert(new.key, new)
+        new.line, new.used_s = line, self._now
+        self._ledger.add(line, new.size_bytes)
+        return new
+
+    def filled(self, entry: Entry, data: Snapshot, now: float) -> None:
+        """Its bytes have come; those of shorter entries that it serves as well are given up."""
+        self._now = now
+        self._recount(entry, memoryview(data).nbytes)
+        entry.data, entry.stored_s = data, now
+        entry.move(EntryState.RAM)
+        self._num_stored_total += 1
+        for shorter in self._superseded_by(entry):
+            if shorter.state is EntryState.RAM:
+                self._let_go_of_bytes(shorter)
+        self.disk.note(entry, now)
+        self._make_room(0)
+
+    def failed(self, entry: Entry) -> None:
+        """Its bytes will not come."""
+        self._let_go_of_bytes(entry)
+
+    def settle(self, entry: Entry, holder: Hashable, now: float) -> None:
+        """A holder needs it no longer; what was parked becomes an ordinary entry, if there is room."""
+        self._now = now
+        entry.leases.discard(holder)
+        if entry.line is not Line.PARKED or entry.leases or entry.state is not EntryState.RAM:
+            return
+        is_of_use = not entry.is_private and entry.num_tokens >= MIN_TOKENS
+        if not (is_of_use and self._make_room(entry.size_bytes)):
+            self._let_go_of_bytes(entry)
+            return
+        self._ledger.add(entry.line, -entry.size_bytes)
+        entry.line, entry.used_s = Line.CACHE, now
+        self._ledger.add(entry.line, entry.size_bytes)
+        self.disk.note(entry, now)
+
+    def lease(self, entry: Entry, holder: Hashable) -> None:
+        """Keep it where it is until `release`."""
+        assert entry.state is not EntryState.GONE, f"{entry!r} cannot be leased"
+        entry.leases.add(holder)
+
+    def release(self, entry: Entry, holder: Hashable) -> None:
+        """End a lease; one that is not there is ignored."""
+        entry.leases.discard(holder)
+
+    def used(self, entry: Entry, now: float) -> None:
+        """It saved somebody time."""
+        self._now = entry.used_s = now
+        entry.num_hits += 1
+
+    def drop(self, namespace: bytes, key: bytes) -> None:
+        """Give up an entry that others make superfluous, unless somebody needs it."""
+        tree = self._trees.get(namespace)
+        entry = tree.get(key) if tree is not None else None
+        if entry is not None and entry.is_free:
+            self._forget(entry)
+
+    def damaged(self, entry: Entry) -> None:
+        """The backend did not take its bytes: nobody shall be offered them again."""
+        self._num_damaged_total += 1
+        entry.leases.clear()
+        if entry.state in {EntryState.RAM, EntryState.DISK}:
+            self._forget(entry)
+
+    # ------------------------------------------------------------ disk
+
+    def found(self, entries: Iterable[Entry]) -> None:
+        """What the folder held at the start; what is known already is better."""
+        for entry in entries:
+            assert entry.file is not None, f"{entry!r} was not found on disk"
+            file, size = entry.file, entry.file_bytes
+            entry.file, entry.file_bytes = None, 0
+            if self._get(entry) is None:
+                self._keep_count(entry.namespace)
+                self._trees.setdefault(entry.namespace, RadixTree()).insert(entry.key, entry)
+                entry.move(EntryState.DISK)
+                self.disk.added(entry, file, size)
+
+    def tend(self, now: float) -> None:
+        """Order the next write, if one is due."""
+        self._now = now
+        entry = self.disk.next_to_write(now)
+        if entry is None:
+            return
+        while self.disk.used_bytes + entry.size_bytes > self.disk.limit_bytes:
+            chosen = victim(
+                (e, self._candidate(e)) for e in (*self.entries(), entry) if e.file is not None or e is entry
+            )
+            if chosen is None or chosen is entry or not chosen.is_free:
+                self.disk.put_off(entry, now)
+                return
+            self._let_go_of_file(chosen)
+        self.disk.write(entry)
+
+    def fetch(self, entry: Entry, holder: Hashable) -> None:
+        """Have its bytes read for `holder`; `fetched` or `unreadable` ends the wait."""
+        entry.leases.add(holder)
+        if entry.state is EntryState.DISK:
+            self.disk.read(entry)
+
+    def written(self, entry: Entry, file: str, file_bytes: int) -> None:
+        """A write has ended well; the files of shorter entries that it serves as well can go."""
+        self.disk.write_ended(entry)
+        self.disk.added(entry, file, file_bytes)
+        if entry.state is EntryState.GONE:
+            self.disk.remove(entry)
+            return
+        for shorter in self._superseded_by(entry):
+            self._forget(shorter)
+
+    def unwritten(self, entry: Entry, problem: str) -> None:
+        """A write has failed; with a `problem` none is tried again."""
+        self.disk.write_ended(entry)
+        if problem:
+            self.disk.disable(problem)
+
+    def files_lost(self, files: Iterable[str]) -> None:
+        """These files are no more: removed for room, or by somebody else."""
+        names = set(files)
+        for entry in [entry for entry in self.entries() if entry.file in names]:
+            self.disk.lost(entry)
+            if entry.state is EntryState.DISK:
+                self._take_out(entry)
+
+    def fetched(self, entry: Entry, data: Snapshot, now: float) -> None:
+        """Its bytes came from disk."""
+        self._now = now
+        entry.size_bytes = memoryview(data).nbytes
+        self._make_room(entry.size_bytes)
+        self._ledger.add(entry.line, entry.size_bytes)
+        entry.data, entry.stored_s, entry.used_s = data, now, now
+        entry.move(EntryState.RAM)
+
+    def unreadable(self, entry: Entry) -> None:
+        """Its file is damaged or gone."""
+        self._num_damaged_total += 1
+        self.disk.lost(entry)
+        self._take_out(entry)
+
+    # ------------------------------------------------------------ room
+
+    def shed(self, size_bytes: int, now: float) -> int:
+        """Free about so many bytes of host memory, saved ones first (SPEC C14); returns how many it was."""
+        self._now = now
+        before = self.ram_bytes
+        while before - self.ram_bytes < size_bytes and self._evict_one():
+            pass
+        return before - self.ram_bytes
+
+    def _make_room(self, size_bytes: int) -> bool:
+        while self.ram_bytes + size_bytes > self.limits.ram_bytes:
+            if not self._evict_one():
+                return False
+        return True
+
+    def _evict_one(self) -> bool:
+        """Free the bytes that are missed least: of those on disk too, else of any (SPEC C7)."""
+        counted = [entry for entry in self.entries() if entry.data is not None and entry.line is Line.CACHE]
+        free = [entry for entry in counted if entry.is_free]
+        saved = [entry for entry in free if entry.file is not None]
+        chosen = victim((entry, self._candidate(entry)) for entry in saved or free)
+        if chosen is None:
+            return False
+        self._num_evicted_total += 1
+        self._let_go_of_bytes(chosen)
+        return True
+
+    def _keep_count(self, namespace: bytes) -> None:
+        """Make room for one entry more of a namespace."""
+        tree = self._trees.get(namespace)
+        while tree is not None and len(tree) >= MAX_ENTRIES:
+            chosen = victim((entry, self._candidate(entry)) for entry in tree if entry.is_free)
+            if chosen is None:
+                return
+            self._num_evicted_total += 1
+            self._forget(chosen)
+
+    def _candidate(self, entry: Entry) -> Candidate:
+        tree = self._trees[entry.namespace]
+        own = tree.own_tokens_exact(entry.key) if entry.is_exact else tree.own_tokens(entry.key)
+        idle_s = max(0.0, self._now - entry.used_s)
+        return Candidate(own, max(1, entry.size_bytes), idle_s, entry.is_background)
+
+    def _is_worth_it(self, new: Entry) -> bool:
+        """Whether it adds enough to what is stored: of a branch, the state repeats the tokens before it."""
+        tree = self._trees.get(new.namespace)
+        if tree is None or new.is_exact:
+            return True
+        match = tree.longest_shared(new.key)
+        if match.num_tokens == new.num_tokens:
+            return False  # one that is stored goes on from it
+        grows = any(entry.num_tokens == match.num_tokens for entry in match.values)
+        least = 1 if grows else max(MIN_TOKENS, new.num_tokens // MIN_NEW_PART)
+        return new.num_tokens - match.num_tokens >= least
+
+    # ------------------------------------------------------------ bookkeeping
+
+    def _get(self, like: Entry) -> Entry | None:
+        tree = self._trees.get(like.namespace)
+        return None if tree is None else tree.get(like.key)
+
+    def _superseded_by(self, entry: Entry) -> list[Entry]:
+        """Shorter entries that nobody needs now: a model that can go back takes the longer one."""
+        if entry.is_private or entry.is_exact:
+            return []
+        on_path = self._trees[entry.namespace].on_path(entry.key)
+        return [shorter for _, shorter in on_path if shorter is not entry and shorter.is_free]
+
+    def _recount(self, entry: Entry, size_bytes: int) -> None:
+        self._ledger.add(entry.line, size_bytes - entry.size_bytes)
+        entry.size_bytes = size_bytes
+
+    def _let_go_of_bytes(self, entry: Entry) -> None:
+        """Free its host memory; without a file it is gone."""
+        self._ledger.add(entry.line, -entry.size_bytes)
+        self.disk.forget(entry)
+        entry.data, entry.line = None, Line.CACHE
+        if entry.file is not None:
+            entry.move(EntryState.DISK)
+        else:
+            self._take_out(entry)
+
+    def _let_go_of_file(self, entry: Entry) -> None:
+        self.disk.remove(entry)
+        if entry.state is EntryState.DISK:
+            self._take_out(entry)
+        else:
+            self.disk.note(entry, self._now)
+
+    def _forget(self, entry: Entry) -> None:
+        """It is gone from everywhere."""
+        self.disk.remove(entry)
+        if entry.state is EntryState.RAM:
+            self._let_go_of_bytes(entry)
+        else:
+            self._take_out(entry)
+
+    def _take_out(self, entry: Entry) -> None:
+        entry.move(EntryState.GONE)
+        entry.data = None
+        if entry.is_private:
+            self._private.discard(entry)
+            return
+        tree = self._trees[entry.namespace]
+        tree.remove(entry.key)
+        if not len(tree):
+            del self._trees[entry.namespace]
+
+    # ------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Assert that entries, trees, tiers and ledger tell one story."""
+        for tree in self._trees.values():
+            tree.check()
+        entries = [*self.entries(), *self._private]
+        held = {Line.CACHE: 0, Line.PARKED: 0}
+        for entry in entries:
+            assert entry.is_private or self._get(entry) is entry, f"{entry!r} is not in its tree"
+            assert (entry.state is EntryState.RAM) == (entry.data is not None), repr(entry)
+            assert entry.state not in {EntryState.DISK, EntryState.READING} or entry.file, repr(entry)
+            if entry.is_in_ram:
+                held[entry.line] += entry.size_bytes
+            if entry.data is not None:
+                assert memoryview(entry.data).nbytes == entry.size_bytes, repr(entry)
+        assert all(self._ledger.used(line) == size for line, size in held.items()), f"{self!r} {held}"
+        assert all(len(tree) <= MAX_ENTRIES for tree in self._trees.values())
+        self.disk.check(entries)

@@ -1,0 +1,275 @@
+"""One file of the disk tier: its layout, and everything that is asked of it before it is believed (SPEC C9).
+
+Numbers are little-endian. A fixed head, then the model's fingerprint and its path as text, then the token
+ids (`cache.keys`), then the state as the native library gave it out:
+
+    magic 8, byte-order mark 4, version 2, flags 2, size of head and texts 4, namespace 32,
+    length of fingerprint 2, length of path 2, number of tokens 4, size of state 8, SHA-256 of state 32,
+    CRC-32 of all before the state (the CRC itself as 0) 4
+
+The mark is in the order of the machine that wrote it, as the state is. The salt of a namespace is in its
+digest only. No length is believed before it fits the size that the file really has. Which files there are,
+and which have to go, is `cache.disk`'s business.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import struct
+import sys
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from stoker.cache.keys import TOKEN_BYTES, num_tokens
+from stoker.cache.namespace import DIGEST_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAGIC = b"STKPREFX"
+VERSION = 1
+MAX_TOKENS = 1 << 24
+"""More than any context; what a listing may have to hold for one file."""
+_MARK = (0x01020304).to_bytes(4, sys.byteorder)
+_HEAD = struct.Struct(f"<8s4sHHI{DIGEST_BYTES}sHHIQ32sI")
+_CRC_BYTES = 4
+_BACKGROUND, _EXACT = 1, 2  # flags
+_PIECE_BYTES = 1 << 20
+
+
+class DamagedError(ValueError):
+    """The file is not one of ours, or no longer what was written; it can only be removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewPrefix:
+    """What a file is to be made for.
+
+    Attributes:
+        namespace: digest of who may share it.
+        model: fingerprint of the model.
+        source: path of the model, by which the files of a replaced model are known.
+        tokens: key of its tokens.
+        is_background: nobody waited for what it was made for.
+        is_exact: its model cannot go back, so it serves only those who have all of its tokens.
+    """
+
+    namespace: bytes
+    model: str
+    source: str
+    tokens: bytes
+    is_background: bool = False
+    is_exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFile:
+    """A file of the folder whose head was found right.
+
+    Attributes:
+        name: its name in the folder.
+        namespace, model, source, tokens, is_background, is_exact: as in `NewPrefix`.
+        size_bytes: of the whole file.
+        payload_bytes: of the state in it.
+        used_s: seconds since the epoch of its last use or of its making.
+    """
+
+    name: str
+    namespace: bytes
+    model: str
+    source: str
+    tokens: bytes
+    size_bytes: int
+    payload_bytes: int
+    is_background: bool
+    is_exact: bool
+    used_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it stands for."""
+        return num_tokens(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The fixed head, its lengths checked against the size of the file."""
+
+    flags: int
+    size: int
+    namespace: bytes
+    model_size: int
+    num_tokens: int
+    payload_bytes: int
+    checksum: bytes
+    crc: int
+
+
+def head_of(new: NewPrefix, payload: memoryview) -> bytes:
+    """Everything that stands before the state in its file."""
+    model, source = _encode(new.model), _encode(new.source)
+    assert len(new.namespace) == DIGEST_BYTES, f"a namespace of {len(new.namespace)} bytes"
+    assert len(new.tokens) % TOKEN_BYTES == 0, f"{len(new.tokens)} bytes are no whole number of tokens"
+    assert 0 < num_tokens(new.tokens) <= MAX_TOKENS, f"{num_tokens(new.tokens)} tokens"
+    fields = (
+        MAGIC,
+        _MARK,
+        VERSION,
+        _BACKGROUND * new.is_background | _EXACT * new.is_exact,
+        _HEAD.size + len(model) + len(source),
+        new.namespace,
+        len(model),
+        len(source),
+        num_tokens(new.tokens),
+        payload.nbytes,
+        hashlib.sha256(payload).digest(),
+    )
+    rest = model + source + new.tokens
+    return _HEAD.pack(*fields, _crc(_HEAD.pack(*fields, 0), rest)) + rest
+
+
+class PrefixReader:
+    """An open prefix file with its head read and checked.
+
+    Raises:
+        DamagedError: it is not to be believed.
+        OSError: it is gone or cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:  # a pipe must not be waited for, a link not be followed
+            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.ENXIO, errno.EOPNOTSUPP}:
+                raise DamagedError("it is no regular file") from error
+            raise
+        try:
+            found = os.fstat(self._fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedError("it is no regular file")  # noqa: TRY301 - closed below
+            head, rest = self._read_head(found.st_size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._checksum = head.checksum
+        texts = head.size - _HEAD.size
+        self.file = PrefixFile(
+            name=path.name,
+            namespace=head.namespace,
+            model=_decode(rest[: head.model_size]),
+            source=_decode(rest[head.model_size : texts]),
+            tokens=rest[texts:],
+            size_bytes=found.st_size,
+            payload_bytes=head.payload_bytes,
+            is_background=bool(head.flags & _BACKGROUND),
+            is_exact=bool(head.flags & _EXACT),
+            used_s=found.st_mtime,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def __repr__(self) -> str:
+        return f"<PrefixReader {self.file.name}>"
+
+    def payload(self) -> bytearray:
+        """The state. Raises DamagedError: it is not what was written."""
+        data = bytearray(self.file.payload_bytes)
+        room = memoryview(data)
+        start = 0
+        while start < len(data):
+            count = os.preadv(self._fd, [room[start:]], self._payload_start + start)
+            if count == 0:
+                raise DamagedError(f"its state ends after {start} of {len(data)} bytes")
+            start += count
+        self._compare(hashlib.sha256(data).digest())
+        return data
+
+    def verify(self) -> None:
+        """As `payload`, a piece at a time, keeping nothing."""
+        digest = hashlib.sha256()
+        for piece in self._pieces():
+            digest.update(piece)
+        self._compare(digest.digest())
+
+    def touch(self) -> None:
+        """Note that it was used now; a file system that will not be written is left alone."""
+        with suppress(OSError):
+            os.utime(self._fd)
+
+    @property
+    def _payload_start(self) -> int:
+        return self.file.size_bytes - self.file.payload_bytes
+
+    def _pieces(self) -> Iterator[bytes]:
+        start, end = self._payload_start, self.file.size_bytes
+        while start < end and (piece := os.pread(self._fd, min(_PIECE_BYTES, end - start), start)):
+            yield piece
+            start += len(piece)
+
+    def _compare(self, checksum: bytes) -> None:
+        if checksum != self._checksum:
+            raise DamagedError("its state has another checksum than was written")
+
+    def _read_head(self, file_size: int) -> tuple[_Head, bytes]:
+        """The head and what stands between it and the state."""
+        raw = os.pread(self._fd, _HEAD.size, 0)
+        head = _parse(raw, file_size)
+        wanted = head.size - _HEAD.size + head.num_tokens * TOKEN_BYTES
+        rest = os.pread(self._fd, wanted, _HEAD.size)
+        if _crc(raw[:-_CRC_BYTES] + bytes(_CRC_BYTES), rest) != head.crc:
+            raise DamagedError("its head has another checksum than was written")
+        return head, rest
+
+
+def _parse(raw: bytes, file_size: int) -> _Head:
+    if len(raw) < _HEAD.size:
+        raise DamagedError(f"it has {file_size} bytes, a head takes {_HEAD.size}")
+    (
+        magic,
+        mark,
+        version,
+        flags,
+        size,
+        namespace,
+        model_size,
+        source_size,
+        count,
+        payload_bytes,
+        checksum,
+        crc,
+    ) = _HEAD.unpack(raw)
+    if magic != MAGIC:
+        raise DamagedError("it is no prefix file")
+    if mark != _MARK:
+        raise DamagedError("it was written on a machine of another byte order")
+    if version != VERSION:
+        raise DamagedError(f"it is of version {version}, this is {VERSION}")
+    if size != _HEAD.size + model_size + source_size or not 0 < count <= MAX_TOKENS:
+        raise DamagedError(f"its lengths cannot be: {size} bytes of head, {count} tokens")
+    if size + count * TOKEN_BYTES + payload_bytes != file_size:
+        raise DamagedError(
+            f"it has {file_size} bytes, its head tells of {size + count * TOKEN_BYTES + payload_bytes}"
+        )
+    return _Head(flags, size, namespace, model_size, count, payload_bytes, checksum, crc)
+
+
+def _crc(head: bytes, rest: bytes) -> int:
+    return zlib.crc32(rest, zlib.crc32(head))
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
+
+
+def _decode(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape")

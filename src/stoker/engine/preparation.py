@@ -1,0 +1,178 @@
+"""Turns a submitted request into a live one: tokens, sequences, decode state.
+
+Runs on the prep thread and touches nothing of the engine's; what is wrong with a request shows here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+
+from stoker.backends.protocol import Vocabulary
+from stoker.cache.namespace import Namespace
+from stoker.decode.generation import Generation
+from stoker.decode.workspace import Workspace
+from stoker.engine.live import Choice, LiveRequest
+from stoker.errors import ContextLengthError, InvalidRequestError
+from stoker.messages import CacheMode, Submit, Tensor
+from stoker.models.state_file import parse_state
+from stoker.request import GenerateRequest, Preempt
+from stoker.scheduler.sequence import Sequence, SequenceKey
+from stoker.scheduler.shift import num_kept, replayed
+
+
+@dataclass(frozen=True, slots=True)
+class PrepContext:
+    """What preparing for a model takes: its tokenizer, its limits, the loop's scratch space.
+
+    Attributes:
+        model: its id.
+        fingerprint, state_layout: as in `Capabilities`.
+        cache_mode: what is kept of its finished work.
+    """
+
+    vocabulary: Vocabulary
+    n_vocab: int
+    n_ctx: int
+    workspace: Workspace
+    model: str = ""
+    fingerprint: str = ""
+    state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    cache_mode: CacheMode = CacheMode.BOTH
+
+
+def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveRequest:
+    """Turn a submitted request into a live one: tokens, sequences, decode state.
+
+    Args:
+        submit: the request, with what was delivered before a restart.
+        context: of the model it asks for.
+        arrival_s: when the caller submitted it, on the engine's clock.
+
+    Raises:
+        ContextLengthError: the prompt leaves no room for a token.
+        InvalidRequestError: the prompt is empty or holds token ids the model does not have.
+    """
+    request = submit.request
+    prompt = _prompt_tokens(request, context)
+    _check_length(request, prompt, context)
+    initial = _initial_state(request, context)
+    choices: dict[int, Choice] = {}
+    leader: Sequence | None = None
+    for index in range(request.n):
+        if submit.is_finished and submit.is_finished[index]:
+            continue
+        choice = _choice(submit, index, prompt, context)
+        choice.sequence.arrival_s = arrival_s
+        choice.sequence.initial_state = initial
+        if request.timeout_s is not None:
+            choice.sequence.deadline_s = arrival_s + request.timeout_s
+        choice.sequence.leader, leader = leader, leader or choice.sequence
+        choices[index] = choice
+    return LiveRequest(
+        request_id=submit.request_id,
+        request=request,
+        prompt=prompt,
+        prompt_text=_prompt_text(request, prompt, context.vocabulary) if request.echo else "",
+        choices=choices,
+        arrival_s=arrival_s,
+        num_generated=sum(len(tokens) for tokens in submit.generated),
+        num_dropped=sum(_num_dropped(choice.sequence, prompt) for choice in choices.values()),
+    )
+
+
+def arrival_of(submit: Submit) -> float:
+    """When the caller submitted it, on this process's clock."""
+    return time.monotonic() - submit.age_s
+
+
+def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> Choice:
+    request = submit.request
+    generation = Generation(request, index, context.vocabulary, prompt, context.workspace)
+    delivered = submit.generated[index] if submit.generated else []
+    if delivered:
+        generation.replay(delivered, submit.mirostat_mu[index] if submit.mirostat_mu else None)
+    tokens, num_prompt = [*prompt, *delivered], len(prompt)
+    if request.context_shift:
+        tokens = replayed(prompt, delivered, context.n_ctx)
+        kept = num_kept(context.n_ctx)
+        num_dropped = len(prompt) + len(delivered) - len(tokens)
+        num_prompt -= min(num_dropped, max(0, len(prompt) - kept))
+    sequence = Sequence(
+        key=SequenceKey(submit.request_id, index),
+        tokens=tokens,
+        num_prompt=num_prompt,
+        num_forgotten=num_prompt + len(delivered) - len(tokens),
+        namespace=_namespace(request, context),
+        shares=request.cache and context.cache_mode is not CacheMode.OFF,
+        priority=request.priority,
+        num_wanted=request.max_tokens,
+        ends_if_preempted=request.preempt is Preempt.CANCEL,
+        wants_prompt_logits=request.prompt_logprobs is not None and index == 0,
+    )
+    return Choice(sequence, generation)
+
+
+def _num_dropped(sequence: Sequence, prompt: list[int]) -> int:
+    return len(prompt) - sequence.num_prompt + sequence.num_forgotten
+
+
+def _check_length(request: GenerateRequest, prompt: list[int], context: PrepContext) -> None:
+    if len(prompt) < context.n_ctx:
+        return
+    if request.context_shift and request.prompt_logprobs is None and request.state_output is None:
+        return
+    raise ContextLengthError(
+        f"the prompt has {len(prompt)} tokens, the context holds {context.n_ctx} (with the answer)",
+        param="prompt",
+        num_tokens=len(prompt),
+        n_ctx=context.n_ctx,
+    )
+
+
+def _initial_state(request: GenerateRequest, context: PrepContext) -> list[Tensor] | None:
+    """The state to begin from (SPEC K5); a bad one is refused, never replaced by the model's own."""
+    if request.initial_state is None:
+        return None
+    if not context.state_layout:
+        raise InvalidRequestError(
+            f"{context.model} is no recurrent model: it has no state to begin from", param="state"
+        )
+    return parse_state(request.initial_state, context.state_layout)
+
+
+def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
+    """Digest of who may share what is computed for it (SPEC C1)."""
+    given = request.initial_state
+    state = "" if given is None else hashlib.blake2b(given, digest_size=32).hexdigest()
+    return Namespace(context.fingerprint, initial_state=state, salt=request.cache_salt).digest
+
+
+def _prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
+    vocabulary = context.vocabulary
+    if not isinstance(request.prompt, str):
+        tokens = list(request.prompt)
+        check_tokens(tokens, context.n_vocab, "prompt")
+    else:
+        tokens = vocabulary.tokenize(request.prompt, add_special=not request.is_chat, parse_special=True)
+    if not tokens and vocabulary.bos_text:
+        tokens = vocabulary.tokenize(vocabulary.bos_text, add_special=False, parse_special=True)
+    if not tokens:
+        raise InvalidRequestError("the prompt is empty and the model has no BOS token", param="prompt")
+    return tokens
+
+
+def _prompt_text(request: GenerateRequest, prompt: list[int], vocabulary: Vocabulary) -> str:
+    if isinstance(request.prompt, str):
+        return request.prompt
+    return b"".join(map(vocabulary.special_piece, prompt)).decode("utf-8", "replace")
+
+
+def check_tokens(tokens: list[int], n_vocab: int, param: str) -> None:
+    """Raises InvalidRequestError for an id that the model does not have."""
+    for token in tokens:
+        if not 0 <= token < n_vocab:
+            raise InvalidRequestError(
+                f"token id {token} is outside the vocabulary of {n_vocab} tokens", param=param
+            )

@@ -1,0 +1,83 @@
+"""Prefixes that are on their way: computed by somebody who runs, or read from disk (SPEC C4, C7).
+
+Owns who of the line waits for which. They keep their place and hold no cells meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.scheduler.flight import leader_for
+from stoker.scheduler.sequence import ParkForm, SequenceState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stoker.scheduler.flight import Following
+    from stoker.scheduler.room import Room
+    from stoker.scheduler.sequence import Sequence
+
+
+class Arrivals:
+    """Who waits for a prefix that comes sooner than it could compute it."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+
+    def __repr__(self) -> str:
+        return f"<Arrivals of {self._room!r}>"
+
+    def raise_leaders(self, line: Iterable[Sequence]) -> None:
+        """Whom somebody who waits for an answer follows is not background meanwhile."""
+        for sequence in self._room.slots.running:
+            sequence.is_raised = False
+        for sequence in line:
+            follows = sequence.follows
+            if follows is not None and not follows.is_over and not sequence.is_background:
+                follows.leader.is_raised = True
+
+    def is_awaiting(self, sequence: Sequence) -> bool:
+        """Whether what it goes on from is on its way."""
+        if sequence.is_held or self._room.is_fetching(sequence):
+            return True
+        if sequence.follows is not None:
+            if not sequence.follows.is_over:
+                return True
+            sequence.follows = None
+        has_its_own = sequence.form in {ParkForm.CELLS, ParkForm.SNAPSHOT}
+        if has_its_own or sequence.wants_prompt_logits or not sequence.shares:
+            return False
+        return self._follow(sequence) or self._fetch(sequence)
+
+    def _follow(self, sequence: Sequence) -> bool:
+        """Wait for somebody's prefill of a common prefix, if anybody is at it."""
+        limits, running = self._room.limits, self._room.slots.running
+        by_states = limits.cache_mode.keeps_snapshots and limits.can_export
+        if not (limits.can_share_cells or by_states):
+            return False
+        if not any(other.state is SequenceState.PREFILL for other in running):
+            return False
+        following = leader_for(sequence, running, self._room.num_available(sequence))
+        if following is None or not (limits.can_share_cells or _leaves_state(following)):
+            return False
+        sequence.follows = following
+        if not sequence.is_background:
+            following.leader.is_raised = True
+        return True
+
+    def _fetch(self, sequence: Sequence) -> bool:
+        """Have its prefix read, if the most of it is on disk."""
+        placement = self._room.placement(sequence)
+        if placement is None or placement.entry is None or placement.entry.is_in_ram:
+            return False
+        self._room.fetch(sequence, placement.entry)
+        return True
+
+
+def _leaves_state(following: Following) -> bool:
+    """Have the leader leave its state where the follower will go on; False: it leaves none."""
+    checkpoints = following.leader.checkpoints
+    if checkpoints is None:
+        return False
+    checkpoints.mark(following.length)
+    return True

@@ -1,0 +1,58 @@
+"""Where a sequence of a model that cannot go back leaves its state behind (SPEC C8).
+
+Such a model (recurrent, hybrid, sliding window) is served only by a state of exactly the tokens wanted, so its
+state is stored on the way: every so many tokens, the interval doubling as the sequence grows so that they stay
+few and spread; one token before the prompt's end, for the same prompt again; and where somebody waits for it.
+"""
+
+from __future__ import annotations
+
+INTERVAL = 128
+"""Tokens between checkpoints at first."""
+MAX_SPREAD = 16
+"""Checkpoints at intervals that a sequence leaves; twice the interval from there on."""
+
+
+class Checkpoints:
+    """The places of one sequence.
+
+    Args:
+        num_prompt: tokens of its prompt.
+    """
+
+    def __init__(self, num_prompt: int) -> None:
+        self._interval = INTERVAL
+        self._spread: list[int] = []
+        self._marks = {num_prompt - 1} if num_prompt > 1 else set[int]()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints every {self._interval}, at {self._spread} and {sorted(self._marks)}>"
+
+    def mark(self, num_tokens: int) -> None:
+        """Leave one there too: somebody waits for it."""
+        self._marks.add(num_tokens)
+
+    def is_marked(self, num_tokens: int) -> bool:
+        """Whether it is wanted exactly there, not just somewhere about."""
+        return num_tokens in self._marks
+
+    def is_at(self, num_tokens: int) -> bool:
+        """Whether one belongs there."""
+        return num_tokens > 0 and (num_tokens in self._marks or num_tokens % self._interval == 0)
+
+    def next_after(self, num_tokens: int) -> int:
+        """The next place after so many tokens."""
+        regular = (num_tokens // self._interval + 1) * self._interval
+        return min([regular, *(mark for mark in self._marks if mark > num_tokens)])
+
+    def left(self, num_tokens: int) -> list[int]:
+        """One was left there; returns those that are superfluous now."""
+        if num_tokens in self._marks or num_tokens % self._interval:
+            return []
+        self._spread.append(num_tokens)
+        if len(self._spread) <= MAX_SPREAD:
+            return []
+        self._interval *= 2
+        dropped = [at for at in self._spread if at % self._interval]
+        self._spread = [at for at in self._spread if at % self._interval == 0]
+        return dropped

@@ -1,0 +1,49 @@
+"""Counts what prompts cost and what was saved of it (SPEC C13)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.messages import CacheSource
+
+if TYPE_CHECKING:
+    from stoker.scheduler.sequence import Sequence
+
+
+class Tally:
+    """Prompt tokens by what became of them, since the model was loaded."""
+
+    def __init__(self) -> None:
+        self._num_prompt_tokens = 0
+        self._num_computed = 0
+        self._num_misses = 0
+        self._num_hits = dict.fromkeys(CacheSource, 0)
+        self._num_cached = dict.fromkeys(CacheSource, 0)
+
+    def __repr__(self) -> str:
+        return f"<Tally {self._num_computed} of {self._num_prompt_tokens} prompt tokens computed>"
+
+    def admitted(self, sequence: Sequence) -> None:
+        """A sequence got its first slot, with what could be reused."""
+        self._num_prompt_tokens += sequence.num_prompt
+        if sequence.cache_source is None:
+            self._num_misses += 1
+        else:
+            self._num_hits[sequence.cache_source] += 1
+            self._num_cached[sequence.cache_source] += sequence.num_cached or 0
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """`count` tokens after those computed before are about to count as computed."""
+        self._num_computed += max(0, min(count, sequence.num_prompt - sequence.num_computed))
+
+    def stats(self) -> dict[str, float]:
+        """Every count."""
+        counts: dict[str, float] = {
+            "prompt_tokens_total": self._num_prompt_tokens,
+            "prompt_tokens_computed_total": self._num_computed,
+            "cache_misses_total": self._num_misses,
+        }
+        for source in CacheSource:
+            counts[f"cache_hits_{source}_total"] = self._num_hits[source]
+            counts[f"cached_tokens_{source}_total"] = self._num_cached[source]
+        return counts

@@ -1,0 +1,191 @@
+"""/v1/states: states of recurrent models, saved, uploaded, listed and deleted; embeddings by state.
+
+With API keys a state belongs to the key that made it. What the routes do is `stoker.states`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.server.body import described, read_body
+from stoker.server.disconnect import while_connected
+from stoker.server.routes.headers import header_fields
+from stoker.server.schema.fields import decoded
+from stoker.server.schema.states import (
+    EmbeddingEntry,
+    EmbeddingList,
+    EmbeddingUsage,
+    SaveStateRequest,
+    StateEmbeddingAnswer,
+    StateEmbeddingRequest,
+    prompt_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.server.context import ServerContext
+    from stoker.states import SavedState, StateEmbedding
+
+BINARY = "application/octet-stream"
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The routes of states and of embeddings by state."""
+    routes = APIRouter(tags=["states"])
+    states = _StateRoutes(context)
+    body = described(SaveStateRequest)
+    routes.post("/v1/states", openapi_extra=body)(states.save)
+    routes.get("/v1/states")(states.list)
+    routes.get("/v1/states/{state_id}")(states.get)
+    routes.get("/v1/states/{state_id}/content")(states.content)
+    routes.delete("/v1/states/{state_id}")(states.delete)
+    inputs = described(StateEmbeddingRequest)
+    routes.post("/v1/states/embeddings", openapi_extra=inputs)(states.embed)
+    routes.post("/v1/embeddings", openapi_extra=inputs)(states.embed_several)
+    return routes
+
+
+class _StateRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def save(self, request: Request) -> Response:
+        """Keep a state: of a prompt or a conversation, or a safetensors file.
+
+        The file comes as `data` in base64, or as the body itself with the type application/octet-stream and
+        `model` and `name` in the query.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() == BINARY:
+            return await self._upload(request)
+        body = await read_body(request, SaveStateRequest)
+        source = body.source()
+        self._context.require_ready()
+        states, owner = self._context.runtime.states, request.state.key_digest
+        info = states.recurrent(body.model or "default")
+        if source in {"data", "file"}:
+            given = decoded(body.data, "data") if body.data is not None else states.dropped(body.file or "")
+            saved = await states.put(given, model=info.id, name=body.name, owner=owner)
+            return _json(_saved(saved))
+        fields = {**body.fields(owner), **header_fields(request), "model": info.id}
+        prompt: str | tuple[int, ...]
+        if body.messages is not None:
+            turns = [turn.to_template(f"messages.{i}", info.id) for i, turn in enumerate(body.messages)]
+            prompt = self._context.runtime.render_chat(turns, model=info.id, add_generation_prompt=False)
+            fields["is_chat"] = True
+        else:
+            prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")
+        work = states.save(prompt, name=body.name, owner=owner, **fields)
+        return _json(_saved(await while_connected(work, request.receive)))
+
+    async def _upload(self, request: Request) -> Response:
+        data = await request.body()
+        self._context.require_ready()
+        model, name = request.query_params.get("model", "default"), request.query_params.get("name")
+        owner = request.state.key_digest
+        return _json(
+            _saved(await self._context.runtime.states.put(data, model=model, name=name, owner=owner))
+        )
+
+    async def list(self, request: Request) -> Response:
+        """Every saved state of the caller, the newest first."""
+        found = await self._context.runtime.states.list(request.state.key_digest)
+        return _json({"object": "list", "data": [_saved(state) for state in found]})
+
+    async def get(self, request: Request, state_id: str) -> Response:
+        """What is known of a saved state."""
+        return _json(_saved(await self._context.runtime.states.get(state_id, request.state.key_digest)))
+
+    async def content(self, request: Request, state_id: str) -> Response:
+        """The state as a safetensors file."""
+        data = await self._context.runtime.states.content(state_id, request.state.key_digest)
+        name = {"Content-Disposition": f'attachment; filename="{state_id}.safetensors"'}
+        return Response(data, headers=name, media_type=BINARY)
+
+    async def delete(self, request: Request, state_id: str) -> Response:
+        """Forget a saved state."""
+        await self._context.runtime.states.delete(state_id, request.state.key_digest)
+        return _json({"id": state_id, "object": "state.deleted", "deleted": True})
+
+    async def embed(self, request: Request) -> Response:
+        """The recurrent state of one prompt, or its last hidden state, with the shape."""
+        body = await read_body(request, StateEmbeddingRequest)
+        (found,) = await self._embedded(request, body, most=1)
+        data = await asyncio.to_thread(body.encoded, found)
+        usage = _usage([found])
+        return await _json_later(StateEmbeddingAnswer(found.model, found.shape, data, usage))
+
+    async def embed_several(self, request: Request) -> Response:
+        """The same for several prompts in the form of OpenAI's embeddings, with `"kind": "state"`."""
+        body = await read_body(request, StateEmbeddingRequest)
+        body.require_state_kind()
+        found = await self._embedded(request, body)
+        entries = [
+            EmbeddingEntry(index, embedding.shape, await asyncio.to_thread(body.encoded, embedding))
+            for index, embedding in enumerate(found)
+        ]
+        return await _json_later(EmbeddingList(entries, found[0].model, _usage(found)))
+
+    async def _embedded(
+        self, request: Request, body: StateEmbeddingRequest, most: int | None = None
+    ) -> Sequence[StateEmbedding]:
+        self._context.require_ready()
+        info = self._context.runtime.resolve(body.model)
+        owner = request.state.key_digest
+        fields = {**body.fields(owner), **header_fields(request), "model": info.id, "owner": owner}
+        prompts = body.inputs(info.n_vocab, most)
+        states = self._context.runtime.states
+
+        async def work() -> list[StateEmbedding]:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(states.embed(prompt, **fields)) for prompt in prompts]
+            return [task.result() for task in tasks]
+
+        return await while_connected(_unwrapped(work()), request.receive)
+
+
+async def initial_state(
+    context: ServerContext, request: Request, given: str | bytes | None, model: str
+) -> dict[str, Any]:
+    """The keyword argument of a `GenerateRequest` that a body's `state` is; none without one.
+
+    Raises:
+        InvalidRequestError: there is no such state, or it is no good.
+        UnsupportedError: the model has none to begin from.
+    """
+    if given is None:
+        return {}
+    states = context.runtime.states
+    return {"initial_state": await states.given(given, model=model, owner=request.state.key_digest)}
+
+
+async def _unwrapped(work: Any) -> Any:
+    """What ended the first of several tasks, and not a group of one."""
+    try:
+        return await work
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def _usage(found: Sequence[StateEmbedding]) -> EmbeddingUsage:
+    num_tokens = sum(embedding.usage.prompt_tokens for embedding in found)
+    return EmbeddingUsage(num_tokens, num_tokens)
+
+
+def _saved(state: SavedState) -> dict[str, Any]:
+    return {"object": "state", **msgspec.structs.asdict(state)}
+
+
+def _json(document: Any) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+async def _json_later(document: Any) -> Response:
+    """Of many numbers, off the loop."""
+    return await asyncio.to_thread(_json, document)

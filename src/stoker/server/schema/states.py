@@ -1,0 +1,166 @@
+"""The bodies and answers of /v1/states and of embeddings by state (SPEC K5, D8, I6)."""
+
+from __future__ import annotations
+
+import array
+import base64
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from pydantic import AliasChoices, Field
+
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.request import MAX_SALT_CHARS, Priority
+from stoker.server.body import Body
+from stoker.server.schema.chat import Message
+from stoker.server.schema.completion import check_tokens
+from stoker.server.schema.fields import InlineState, Int, state_bytes
+from stoker.server.security import salt_of
+
+if TYPE_CHECKING:
+    from stoker.states import StateEmbedding
+
+MAX_INPUTS = 64
+MAX_JSON_FLOATS = 2**20
+"""More numbers than these go as base64 only: 4 MB instead of some 20."""
+
+
+class StateWork(Body):
+    """What all work on states takes: the model, the state to begin from, and the request's class and salt."""
+
+    model: str | None = None
+    state: str | InlineState | None = None
+    cache: bool | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    timeout_s: float | None = None
+
+    def fields(self, key_digest: str) -> dict[str, Any]:
+        """Keyword arguments of `States.save` and `States.embed`, but for the prompt."""
+        given = {
+            "state": state_bytes(self.state),
+            "cache": self.cache,
+            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
+            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
+            "timeout_s": self.timeout_s,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class SaveStateRequest(StateWork):
+    """A state to keep: of `prompt` or `messages`, uploaded as `data` (base64), or laid ready as `file`."""
+
+    name: str | None = None
+    prompt: str | list[Int] | None = Field(None, validation_alias=AliasChoices("prompt", "input"))
+    messages: list[Message] | None = Field(None, min_length=1)
+    data: str | None = None
+    file: str | None = None
+
+    def source(self) -> str:
+        """Which of the four was given.
+
+        Raises:
+            InvalidRequestError: none, or several.
+        """
+        names = ("prompt", "messages", "data", "file")
+        found = [name for name in names if getattr(self, name) is not None]
+        if len(found) != 1:
+            text = " and ".join(found) or "none of them"
+            raise InvalidRequestError(f"one of {', '.join(names)} is taken, got {text}", param="prompt")
+        return found[0]
+
+
+class StateEmbeddingRequest(StateWork):
+    """One prompt, or for /v1/embeddings several, to embed by state."""
+
+    kind: str | None = None
+    input: str | list[str] | list[Int] | list[list[Int]] = Field(
+        validation_alias=AliasChoices("input", "prompt")
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+
+    def require_state_kind(self) -> None:
+        """Raise UnsupportedError unless `kind` is `state`."""
+        if self.kind != "state":
+            raise UnsupportedError(
+                f'embeddings of the kind {(self.kind or "text")[:40]!r} are not served; "kind": "state" is',
+                param="kind",
+            )
+
+    def inputs(self, n_vocab: int, most: int | None = None) -> list[str | tuple[int, ...]]:
+        """Every prompt, at most `most`: text, or token ids of a vocabulary of `n_vocab`.
+
+        Raises:
+            InvalidRequestError: none, too many, or a token id out of range.
+        """
+        given: Any = self.input
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        most = most or MAX_INPUTS
+        if not 0 < len(given) <= most:
+            raise InvalidRequestError(f"{len(given)} inputs; 1 to {most} are taken", param="input")
+        return [prompt_of(entry, n_vocab, "input") for entry in given]
+
+    def encoded(self, embedding: StateEmbedding) -> list[float] | str:
+        """The numbers as the caller wants them.
+
+        Raises:
+            InvalidRequestError: too many to be written as JSON numbers.
+        """
+        if self.encoding_format == "base64":
+            return base64.b64encode(embedding.data).decode()
+        count = len(embedding.data) // 4
+        if count > MAX_JSON_FLOATS:
+            raise InvalidRequestError(
+                f"the state has {count} numbers, at most {MAX_JSON_FLOATS} go as JSON;"
+                ' ask for "encoding_format": "base64"',
+                param="encoding_format",
+            )
+        numbers = array.array("f", embedding.data)
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        return numbers.tolist()
+
+
+def prompt_of(given: str | list[int], n_vocab: int, param: str) -> str | tuple[int, ...]:
+    """Text as it is, token ids checked. Raises InvalidRequestError."""
+    if isinstance(given, str):
+        return given
+    check_tokens(given, n_vocab, param)
+    return tuple(given)
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    """Token counts of embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class StateEmbeddingAnswer(msgspec.Struct, frozen=True):
+    """One embedding by state; `data` is float32, row-major, in base64 little-endian."""
+
+    model: str
+    shape: tuple[int, ...]
+    data: list[float] | str
+    usage: EmbeddingUsage
+    object: str = "state_embedding"
+
+
+class EmbeddingEntry(msgspec.Struct, frozen=True):
+    """One entry of a list of embeddings, with its shape besides what OpenAI's have."""
+
+    index: int
+    shape: tuple[int, ...]
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingList(msgspec.Struct, frozen=True):
+    """A list of embeddings."""
+
+    data: list[EmbeddingEntry]
+    model: str
+    usage: EmbeddingUsage
+    object: str = "list"

@@ -1,0 +1,237 @@
+"""Writes tiny models of random weights that cannot go back: recurrent, hybrid, with a sliding window.
+
+Each runs in a fraction of a millisecond a token, and each of its tokens matters to the logits. `TINY` names
+the writers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+WIDTH, FEED_FORWARD, HEADS, SHARED_HEADS, HEAD_WIDTH = 32, 48, 4, 2, 8
+WINDOW = 32
+CONTEXT_LENGTH = 4096
+_SPECIAL = ["<unk>", "<s>", "</s>"]
+TOKENS = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "▁world"]
+_UNKNOWN, _CONTROL, _BYTE, _NORMAL = 2, 3, 6, 1
+
+Shapes = dict[str, tuple[int, ...]]
+
+_FFN: Shapes = {
+    "ffn_norm.weight": (WIDTH,),
+    "ffn_gate.weight": (FEED_FORWARD, WIDTH),
+    "ffn_up.weight": (FEED_FORWARD, WIDTH),
+    "ffn_down.weight": (WIDTH, FEED_FORWARD),
+}
+_ATTENTION: Shapes = {
+    "attn_q.weight": (HEADS * HEAD_WIDTH, WIDTH),
+    "attn_k.weight": (SHARED_HEADS * HEAD_WIDTH, WIDTH),
+    "attn_v.weight": (SHARED_HEADS * HEAD_WIDTH, WIDTH),
+    "attn_output.weight": (WIDTH, HEADS * HEAD_WIDTH),
+}
+_QK_NORMS: Shapes = {"attn_q_norm.weight": (HEAD_WIDTH,), "attn_k_norm.weight": (HEAD_WIDTH,)}
+INNER, CONV, STATE, STEP_RANK = 2 * WIDTH, 4, 8, 4
+_MAMBA: Shapes = {
+    "ssm_in.weight": (2 * INNER, WIDTH),
+    "ssm_conv1d.weight": (INNER, CONV),
+    "ssm_conv1d.bias": (INNER,),
+    "ssm_x.weight": (STEP_RANK + 2 * STATE, INNER),
+    "ssm_dt.weight": (INNER, STEP_RANK),
+    "ssm_dt.bias": (INNER,),
+    "ssm_a": (INNER, STATE),
+    "ssm_d": (INNER,),
+    "ssm_out.weight": (WIDTH, INNER),
+}
+_MAMBA_KEYS = {
+    "ssm.conv_kernel": CONV,
+    "ssm.inner_size": INNER,
+    "ssm.state_size": STATE,
+    "ssm.time_step_rank": STEP_RANK,
+}
+_NORM: Shapes = {"attn_norm.weight": (WIDTH,)}
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Keys without their prefix, and tensors: of each layer, and outside of them."""
+
+    architecture: str
+    keys: dict[str, Any]
+    layers: list[Shapes]
+    outer: Shapes = field(default_factory=dict)
+
+
+RWKV_WIDTH = 64  # one head: the native kernel takes steps of 64 numbers
+_LORA = 8
+
+
+def write_mamba(path: Path, seed: int = 7) -> Path:
+    """A recurrent model of two Mamba layers."""
+    keys = {**_MAMBA_KEYS, "attention.head_count": 0, "attention.layer_norm_rms_epsilon": 1e-5}
+    return _write(path, _Model("mamba", keys, [_NORM | _MAMBA] * 2), seed)
+
+
+def write_rwkv7(path: Path, seed: int = 7) -> Path:
+    """A recurrent model of two RWKV-7 layers."""
+    keys = {
+        "embedding_length": RWKV_WIDTH,
+        "attention.head_count": 0,
+        "attention.layer_norm_epsilon": 1e-5,
+        "wkv.head_size": RWKV_WIDTH,
+        "attention.decay_lora_rank": _LORA,
+        "attention.iclr_lora_rank": _LORA,
+        "attention.value_residual_mix_lora_rank": _LORA,
+        "attention.gate_lora_rank": _LORA,
+    }
+    outer: Shapes = {
+        "token_embd.weight": (len(TOKENS), RWKV_WIDTH),
+        "output.weight": (len(TOKENS), RWKV_WIDTH),
+    }
+    for name in ("token_embd_norm", "output_norm"):
+        outer |= {f"{name}.{part}": (RWKV_WIDTH,) for part in ("weight", "bias")}
+    return _write(path, _Model("rwkv7", keys, [_rwkv7_layer()] * 2, outer), seed)
+
+
+def write_jamba(path: Path, seed: int = 7) -> Path:
+    """A hybrid of two Mamba layers and one of attention."""
+    keys = {
+        **_MAMBA_KEYS,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": [0, SHARED_HEADS, 0],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    norms = {"ssm_dt_norm.weight": (STEP_RANK,), "ssm_b_norm.weight": (STATE,), "ssm_c_norm.weight": (STATE,)}
+    recurrent = _NORM | _MAMBA | norms | _FFN
+    return _write(path, _Model("jamba", keys, [recurrent, _NORM | _ATTENTION | _FFN, recurrent]), seed)
+
+
+def write_lfm2(path: Path, seed: int = 7) -> Path:
+    """A hybrid of two layers of short convolutions and one of attention."""
+    keys = {
+        "shortconv.l_cache": 3,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": [0, SHARED_HEADS, 0],
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": HEAD_WIDTH,
+        "rope.freq_base": 10_000.0,
+    }
+    convolution = {
+        "shortconv.conv.weight": (WIDTH, 3),
+        "shortconv.in_proj.weight": (3 * WIDTH, WIDTH),
+        "shortconv.out_proj.weight": (WIDTH, WIDTH),
+    }
+    recurrent = _NORM | convolution | _FFN
+    layers = [recurrent, _NORM | _ATTENTION | _QK_NORMS | _FFN, recurrent]
+    return _write(path, _Model("lfm2", keys, layers, {"token_embd_norm.weight": (WIDTH,)}), seed)
+
+
+def write_gemma3(path: Path, seed: int = 7) -> Path:
+    """A decoder of six layers, five of which see the last 32 tokens only."""
+    keys = {
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": SHARED_HEADS,
+        "attention.key_length": HEAD_WIDTH,
+        "attention.value_length": HEAD_WIDTH,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "attention.sliding_window": WINDOW,
+        "rope.freq_base": 10_000.0,
+    }
+    after = {"post_attention_norm.weight": (WIDTH,), "post_ffw_norm.weight": (WIDTH,)}
+    return _write(path, _Model("gemma3", keys, [_NORM | _ATTENTION | _QK_NORMS | _FFN | after] * 6), seed)
+
+
+TINY: Mapping[str, Callable[[Path], Path]] = {
+    "mamba": write_mamba,
+    "rwkv7": write_rwkv7,
+    "jamba": write_jamba,
+    "lfm2": write_lfm2,
+    "gemma3": write_gemma3,
+}
+
+
+def _rwkv7_layer() -> Shapes:
+    vectors = ["attn_norm", "attn_norm_2", "time_mix_ln"]
+    shapes: Shapes = {f"{name}.{part}": (RWKV_WIDTH,) for name in vectors for part in ("weight", "bias")}
+    for name in ("w", "a", "v", "g"):
+        shapes |= {
+            f"time_mix_{name}1.weight": (_LORA, RWKV_WIDTH),
+            f"time_mix_{name}2.weight": (RWKV_WIDTH, _LORA),
+        }
+    for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k"):
+        shapes[f"time_mix_{name}.weight"] = (RWKV_WIDTH,)
+    for name in ("receptance", "key", "value", "output"):
+        shapes[f"time_mix_{name}.weight"] = (RWKV_WIDTH, RWKV_WIDTH)
+    return shapes | {
+        "time_mix_lerp_fused.weight": (6, 1, 1, RWKV_WIDTH),
+        "channel_mix_lerp_k.weight": (RWKV_WIDTH,),
+        "channel_mix_key.weight": (FEED_FORWARD, RWKV_WIDTH),
+        "channel_mix_value.weight": (RWKV_WIDTH, FEED_FORWARD),
+    }
+
+
+def _write(path: Path, model: _Model, seed: int) -> Path:
+    architecture, layers = model.architecture, model.layers
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(f"tiny {architecture} {seed}")
+    writer.add_context_length(CONTEXT_LENGTH)
+    writer.add_block_count(len(layers))
+    writer.add_feed_forward_length(FEED_FORWARD)
+    for key, value in {"embedding_length": WIDTH, **model.keys}.items():
+        _add(writer, f"{architecture}.{key}", value)
+    _add_vocabulary(writer)
+    shapes = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
+    if architecture == "lfm2":  # its last norm is the one of the embeddings
+        del shapes["output_norm.weight"]
+    shapes |= model.outer
+    for index, layer in enumerate(layers):
+        shapes |= {f"blk.{index}.{name}": shape for name, shape in layer.items()}
+    random = np.random.default_rng(seed)
+    for name, shape in shapes.items():
+        writer.add_tensor(name, _weights(random, name, shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = random.normal(size=shape).astype(np.float32)
+    if name.endswith("ssm_a"):
+        return -np.exp(values - 4)  # decays so slowly that old tokens count
+    if name.endswith(("time_mix_w0.weight", "time_mix_a0.weight")):
+        return values - 6  # likewise
+    if name == "output.weight" or name.endswith("time_mix_output.weight"):
+        return values
+    if name.endswith(("norm.weight", "norm_2.weight", "ln.weight")):
+        return 1 + values / 8
+    return values / 4
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    normal = len(TOKENS) - len(_SPECIAL) - 256
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(TOKENS)
+    writer.add_token_scores([-float(index) for index in range(len(TOKENS))])
+    writer.add_token_types([_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256, *[_NORMAL] * normal])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(value=True)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
