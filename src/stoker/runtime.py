@@ -27,7 +27,6 @@ from stoker.messages import (
     CacheMode,
     Delta,
     Detokenize,
-    EngineStatus,
     Finished,
     GetStatus,
     ModelInfo,
@@ -44,6 +43,7 @@ from stoker.models.store import ModelStore
 from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
 from stoker.states import GivenState, States
+from stoker.status import EngineStatus
 from stoker.streams import RequestStream, StreamEvent
 
 if TYPE_CHECKING:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.messages import (
     Admitted,
     Delta,
-    EngineStatus,
     Finished,
     ModelInfo,
     Parked,
@@ -22,13 +23,15 @@ from stoker.messages import (
     PromptEcho,
     Queued,
     Resumed,
-    SlotStatus,
+    StateReady,
+    Tensor,
     Timings,
     TokenLogprob,
     Usage,
-    WaitStatus,
 )
 from stoker.request import FinishReason, GenerateRequest
+from stoker.states import States
+from stoker.status import EngineStatus, SlotStatus, WaitStatus
 
 Notice = Queued | Admitted | Parked | Paused | Resumed
 Step = Notice | PrefillProgress | PromptEcho | Delta | Finished | Exception | str
@@ -88,6 +91,7 @@ class StandInRuntime:
     waits_for_models: bool = False
 
     def __post_init__(self) -> None:
+        self.states = States(Path("no-such-folder"), self)
         self._released = asyncio.Event()
         self._loaded = asyncio.Event()
 
@@ -173,7 +177,7 @@ class StandInRuntime:
 
     async def stream(self, request: GenerateRequest, request_id: str | None = None) -> AsyncGenerator[Any]:
         """Play the next script."""
-        assert request_id is not None
+        request_id = request_id or f"req-{len(self.requests)}"
         assert request_id not in self.live
         self.requests.append(request)
         self.live[request_id] = request
@@ -216,6 +220,9 @@ class StandInRuntime:
 def _words(request: GenerateRequest) -> list[Step]:
     """`w0 w1 ...` for each choice in turn."""
     steps: list[Step] = [Queued("x", 0)]
+    if request.state_output is not None:
+        hidden = Tensor("hidden", (2,), struct.pack("<2f", 0.5, -1.0))
+        steps.append(StateReady(request_id="x", num_tokens=5, tensors=[hidden]))
     if request.echo:
         text = request.prompt if isinstance(request.prompt, str) else "tokens"
         entries = None

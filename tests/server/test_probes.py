@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import HOLD, StandInRuntime, delta
 
-from stoker.messages import CacheStatus, EngineStatus, SlotStatus, WaitStatus
 from stoker.request import Priority
+from stoker.status import CacheStatus, EngineStatus, SlotStatus, WaitStatus
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"

@@ -71,6 +71,41 @@ class StandIn:
         ]
 
 
+@dataclass
+class Remembering(StandIn):
+    """Counts a word as a token, and a prompt's longest known beginning as cached; tells it as Stoker does."""
+
+    remembers: bool = True
+    is_stoker: bool = True
+    num_computed: int = 1000
+    known: list[list[str]] = field(default_factory=list)
+
+    def _pieces(self, head: bytes, body: bytes) -> list[bytes]:
+        if head.startswith(b"GET /v1/runtime"):
+            counters = {"prompt_tokens_computed_total": self.num_computed}
+            return [json.dumps({"counters": counters if self.is_stoker else {}}).encode()]
+        return super()._pieces(head, body)
+
+    def _documents(self) -> list[dict[str, Any]]:
+        words = self.bodies[-1]["prompt"].split()
+        cached = max((num_common(words, known) for known in self.known), default=0)
+        if self.remembers:
+            self.known.append(words)
+        self.num_computed += len(words) - cached
+        *others, last = super()._documents()
+        usage = last["usage"] | {
+            "prompt_tokens": len(words),
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        return [*others, {"choices": [], "usage": usage, "timings": {"prompt_n": len(words) - cached}}]
+
+
+def num_common(one: list[str], other: list[str]) -> int:
+    """How many words both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
 @asynccontextmanager
 async def serving(stand_in: StandIn) -> AsyncIterator[str]:
     """The address of a running stand-in."""

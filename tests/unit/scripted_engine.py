@@ -24,7 +24,6 @@ from stoker.messages import (
     Cancel,
     Delta,
     Detokenize,
-    EngineStatus,
     Event,
     Failed,
     Finished,
@@ -50,6 +49,7 @@ from stoker.messages import (
 )
 from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
+from stoker.status import EngineStatus
 
 NUM_SLOTS = 8
 

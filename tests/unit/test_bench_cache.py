@@ -1,35 +1,26 @@
-"""The workloads in which something could be found again, and what they read, end and draw."""
+"""Workloads in which something could be found again: a crowd, conversations, agents; and the cost of looking."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # bench lies beside src and is not installed
 
-from bench import cache_overhead, publication, session, status, target
-from bench.cache_chart import rows_of
-from bench.client import Client, Completion, Stream
+from bench import cache_overhead, status
+from bench.client import Client
 from bench.errors import BenchError
-from bench.peers import LlamaServer, Shape, StokerServer
+from bench.peers import Shape, StokerServer
 from bench.prompts import random_prompt, shuffled
-from bench.results import Comparison, Report, Series
-from bench.session import Plan, compare_running
-from bench.stages import Stage, hit_rate, medians, stage_of
 from bench.target import Target
-from bench.workloads import WORKLOADS, Better, Metric, agents, shared, turns
-from bench_stand_in import StandIn, StandInProcess, serving
+from bench.workloads import WORKLOADS, agents, shared, turns
+from bench_stand_in import Remembering, StandInProcess, num_common, serving
 
 DEFAULT = Shape(num_slots=8, ctx_size=16384, num_threads=2)
 
@@ -37,46 +28,7 @@ DEFAULT = Shape(num_slots=8, ctx_size=16384, num_threads=2)
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in needs no time."""
-    for module, name in (
-        (shared, "HEAD_START_S"),
-        (status, "LOOK_EVERY_S"),
-        (target, "LOOK_EVERY_S"),
-    ):
-        monkeypatch.setattr(module, name, 0)
-
-
-@dataclass
-class Remembering(StandIn):
-    """Counts a word as a token, and a prompt's longest known beginning as cached; tells it as Stoker does."""
-
-    remembers: bool = True
-    is_stoker: bool = True
-    num_computed: int = 1000
-    known: list[list[str]] = field(default_factory=list)
-
-    def _pieces(self, head: bytes, body: bytes) -> list[bytes]:
-        if head.startswith(b"GET /v1/runtime"):
-            counters = {"prompt_tokens_computed_total": self.num_computed}
-            return [json.dumps({"counters": counters if self.is_stoker else {}}).encode()]
-        return super()._pieces(head, body)
-
-    def _documents(self) -> list[dict[str, Any]]:
-        words = self.bodies[-1]["prompt"].split()
-        cached = max((_common(words, known) for known in self.known), default=0)
-        if self.remembers:
-            self.known.append(words)
-        self.num_computed += len(words) - cached
-        *others, last = super()._documents()
-        usage = last["usage"] | {
-            "prompt_tokens": len(words),
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-        return [*others, {"choices": [], "usage": usage, "timings": {"prompt_n": len(words) - cached}}]
-
-
-def _common(one: list[str], other: list[str]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    monkeypatch.setattr(shared, "HEAD_START_S", 0)
 
 
 def aim(url: str) -> Target:
@@ -92,7 +44,7 @@ def test_the_prefix_is_measured_by_as_many_other_words() -> None:
     prompt = random_prompt(200, "a")
     other = shuffled(prompt, "b")
     assert sorted(other.split()) == sorted(prompt.split())
-    assert _common(other.split(), prompt.split()) < 8
+    assert num_common(other.split(), prompt.split()) < 8
     assert shuffled(prompt, "b") == other
 
 
@@ -109,10 +61,12 @@ async def test_a_prefix_computed_once_is_seen_as_computed_once() -> None:
     assert len({body["prompt"] for body in stand_in.bodies}) == 17
 
 
-@pytest.mark.parametrize("is_stoker", [True, False])
-async def test_a_prefix_computed_for_each_is_seen_so(is_stoker: bool) -> None:
+@pytest.mark.parametrize(
+    "stand_in", [Remembering(remembers=False), Remembering(remembers=False, is_stoker=False)]
+)
+async def test_a_prefix_computed_for_each_is_seen_so(stand_in: Remembering) -> None:
     """C4: by the counter where there is one, else by what the answers say of their own prompts."""
-    async with serving(Remembering(remembers=False, is_stoker=is_stoker)) as url:
+    async with serving(stand_in) as url:
         outcome = await WORKLOADS["shared"]().run(aim(url), seed=3)
     assert outcome.values["prefix_times"] == 16
     assert outcome.values["hit_rate"] == 0
@@ -257,279 +211,11 @@ async def test_every_burst_has_the_tools_in_common_and_chats_come_between() -> N
     assert outcome.stages[0].hit_rate < outcome.stages[1].hit_rate
 
 
-# ---------------------------------------------------------------- restarts
-
-
-async def test_a_prompt_is_asked_again_after_a_restart_and_after_a_kill() -> None:
-    """C9: two prompts, each twice, the server ended between; warm before each second time."""
-    stand_in = Remembering()
-    async with serving(stand_in) as url:
-        process = StandInProcess(url)
-        subject = Target("x", process.client, process)
-        outcome = await WORKLOADS["restart"]().run(subject, seed=3)
-        assert subject.client is process.client
-    assert process.deeds == ["restart", "kill", "start"]
-    long = [body["prompt"] for body in stand_in.bodies if len(body["prompt"].split()) > 1000]
-    assert long[0] == long[1] != long[2] == long[3]
-    assert [len(body["prompt"].split()) for body in stand_in.bodies] == [1998, 101, 1998, 1998, 101, 1998]
-    assert outcome.values["same_answers"] == 2
-    assert [stage.name for stage in outcome.stages] == ["cold", "restarted", "killed"]
-    assert [stage.hit_rate > 0.9 for stage in outcome.stages] == [False, True, True]
-
-
-async def test_only_what_the_benchmark_started_is_ended() -> None:
-    """L4: a server that somebody else runs is left alone, with a sentence that says so."""
-    for end in (
-        Target("theirs", Client("http://h")).restart,
-        Target("theirs", Client("http://h")).lose_engine,
-    ):
-        with pytest.raises(BenchError, match="theirs was started by somebody else"):
-            await end()
-
-
-@dataclass
-class Engined(StandIn):
-    """Tells of an engine: a process while that lives, then one restart, then a successor."""
-
-    process: subprocess.Popen[bytes] | None = None
-    pid: int = 0
-    states: list[str] = field(default_factory=lambda: ["restarting", "serving"])
-
-    def _pieces(self, head: bytes, body: bytes) -> list[bytes]:
-        if not head.startswith(b"GET /v1/runtime"):
-            return super()._pieces(head, body)
-        engine = {"pid": self.pid, "state": "serving"}
-        if self.process is not None and self.process.poll() is not None:
-            engine = {"pid": 999_999_999, "state": self.states.pop(0)}
-        return [json.dumps({"engine": engine}).encode()]
-
-
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process below this one that waits."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        yield process
-        process.kill()
-
-
-async def test_an_engine_is_killed_and_its_successor_awaited(child: subprocess.Popen[bytes]) -> None:
-    """L3: SIGKILL to the process the server names; the server itself stays; warm on return."""
-    stand_in = Engined(process=child, pid=child.pid)
-    async with serving(stand_in) as url:
-        process = StandInProcess(url, os.getpid())
-        await Target("x", process.client, process).lose_engine()
-    assert child.returncode == -signal.SIGKILL
-    assert stand_in.states == []
-    assert process.deeds == []
-    assert len(stand_in.bodies) == 1
-
-
-async def test_a_process_that_is_not_the_servers_is_never_killed(child: subprocess.Popen[bytes]) -> None:
-    """L3: a wrong number ends nobody."""
-    async with serving(Engined(pid=os.getppid())) as url:
-        process = StandInProcess(url, child.pid)
-        with pytest.raises(BenchError, match="none of the server's own"):
-            await Target("x", process.client, process).lose_engine()
-
-
-async def test_an_engine_that_does_not_come_back_is_an_error(
-    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """L3: the wait has an end."""
-    monkeypatch.setattr(target, "SUCCESSOR_LIMIT_S", 0.05)
-    stand_in = Engined(process=child, pid=child.pid, states=["restarting"] * 10_000)
-    async with serving(stand_in) as url:
-        process = StandInProcess(url, os.getpid())
-        with pytest.raises(BenchError, match="had no engine again"):
-            await Target("x", process.client, process).lose_engine()
-
-
-async def test_servers_of_others_are_not_asked_to_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """I1: a comparison of running servers leaves the workload out and says so."""
-    chosen = (WORKLOADS["restart"](), WORKLOADS["single"]())
-    monkeypatch.setattr("bench.contest.SETTLE_S", 0)
-    console = Console(record=True, quiet=False, width=130, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123, ASYNC230
-    async with serving(StandIn()) as one, serving(StandIn()) as two:
-        report = await compare_running(
-            Plan(chosen, frozenset(), range(1, 2)), (one, two), ("a", "b"), console
-        )
-    console.file.close()
-    assert [comparison.workload for comparison in report.comparisons] == ["single"]
-    assert "restart is left out" in console.export_text()
-
-
-# ---------------------------------------------------------------- what servers tell
-
-
-@dataclass
-class Telling(StandIn):
-    """Gives one document after the other at /v1/runtime, the last for ever."""
-
-    documents: list[Any] = field(default_factory=list)
-    num_asked: int = 0
-
-    def _pieces(self, head: bytes, body: bytes) -> list[bytes]:
-        document = self.documents[min(self.num_asked, len(self.documents) - 1)]
-        self.num_asked += 1
-        return [json.dumps(document).encode()]
-
-
-@pytest.mark.parametrize(
-    ("documents", "value"),
-    [
-        ([{"counters": {"a_total": 7}}], 7),
-        ([{"counters": {}}, {"counters": {"a_total": 7}}], 7),
-        ([{"counters": {"b_total": 7}}], None),
-        ([{"data": []}], None),
-        ([[1, 2]], None),
-    ],
-)
-async def test_a_counter_is_found_by_name_or_is_none(documents: list[Any], value: float | None) -> None:
-    """O1: an engine in a long step is asked again; a server that counts otherwise is no error."""
-    async with serving(Telling(documents=documents)) as url:
-        assert await status.counter(Client(url), "a_total") == value
-
-
-async def test_a_server_without_the_page_tells_nothing() -> None:
-    """I4: an answer of 404 is read as nothing."""
-    async with serving(StandIn(status=404)) as url:
-        assert await status.counter(Client(url), "a_total") is None
-        assert await status.engine_pid(Client(url)) is None
-        await status.wait_saved(Client(url))
-
-
-async def test_what_is_kept_counts_as_saved_when_several_looks_agree() -> None:
-    """C9: an entry is made a moment after its answer; a single zero may come before it."""
-    numbers = [0, 0, 2, 1, 0, 0, 0]
-    stand_in = Telling(documents=[{"cache": {"disk": {"num_unsaved": n}}} for n in numbers])
-    async with serving(stand_in) as url:
-        await status.wait_saved(Client(url))
-    assert stand_in.num_asked == len(numbers)
-
-
-async def test_the_wait_for_saving_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C9: a disk that takes no files holds the run up for seconds, not for ever."""
-    monkeypatch.setattr(status, "SAVED_LIMIT_S", 0.05)
-    async with serving(Telling(documents=[{"cache": {"num_unsaved": 1}}])) as url:
-        async with asyncio.timeout(30):
-            await status.wait_saved(Client(url))
-
-
-def test_what_a_server_keeps_lies_in_a_folder_of_its_own() -> None:
-    """C9: one run does not find what another left."""
-    command = StokerServer("m.gguf", Path("some/folder")).command(DEFAULT, 5)
-    assert command[command.index("--cache-dir") + 1] == "some/folder"
-    assert "--cache-dir" not in StokerServer("m.gguf").command(DEFAULT, 5)
-
-
-async def test_every_pair_of_servers_begins_with_an_empty_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C9: both shapes of one run have their own, there while the servers run and gone after."""
-    folders: list[Path] = []
-
-    class Started(StandInProcess):
-        def __init__(self, server: StokerServer | LlamaServer, *_: object) -> None:
-            super().__init__(address)
-            if isinstance(server, StokerServer):
-                assert server.cache_dir is not None
-                assert list(server.cache_dir.iterdir()) == []
-                folders.append(server.cache_dir)
-
-        async def __aenter__(self) -> Started:
-            return self
-
-        async def __aexit__(self, *_: object) -> None:
-            assert folders[-1].is_dir()
-
-    monkeypatch.setattr(session, "ServerProcess", Started)
-    monkeypatch.setattr(session, "binary_version", str)
-    monkeypatch.setattr("bench.contest.SETTLE_S", 0)
-    chosen = (WORKLOADS["single"](), WORKLOADS["exhaustion"]())
-    contestants = session.Contestants(tmp_path / "m.gguf", tmp_path / "server", DEFAULT)
-    async with serving(StandIn()) as address:
-        plan = Plan(chosen, frozenset(), range(1, 2))
-        await session.compare_started(plan, contestants, Console(quiet=True))
-    assert len(set(folders)) == 2
-    assert not any(folder.exists() for folder in folders)
-
-
-# ---------------------------------------------------------------- stages and their picture
-
-
-def answer(num_prompt: int, num_cached: int, ttft_s: float) -> Stream:
-    """A whole answer."""
-    return Stream(
-        sent_s=1.0,
-        token_times_s=(1.0 + ttft_s,),
-        last_s=3.0,
-        prompt_tokens=num_prompt,
-        completion_tokens=1,
-        cached_tokens=num_cached,
-        text="",
-    )
-
-
-def test_a_hit_rate_is_of_tokens_not_of_requests() -> None:
-    """O1: cached prompt tokens over all; a first token is the median."""
-    stage = stage_of("all", [answer(100, 0, 0.5), answer(300, 300, 0.1), answer(100, 50, 0.2)])
-    assert (stage.name, stage.hit_rate) == ("all", pytest.approx(0.7))
-    assert stage.ttft_ms == pytest.approx(200)
-    assert hit_rate([]) == 0
-
-
-def test_what_was_computed_is_by_the_servers_timings_where_it_has_them() -> None:
-    """C13: else prompt tokens less cached ones."""
-    assert answer(100, 60, 0.1).computed_tokens == 40
-    assert replace(answer(100, 60, 0.1), timed_tokens=41).computed_tokens == 41
-
-
-async def test_the_timings_of_a_stream_are_read() -> None:
-    """C13: `prompt_n` of the last chunk."""
-    async with serving(Remembering()) as url:
-        stream = await Client(url).complete(Completion(prompt="a b c", max_tokens=2))
-    assert (stream.timed_tokens, stream.computed_tokens) == (3, 3)
-
-
-def test_stages_of_repetitions_are_matched_by_name() -> None:
-    """Q12: one in which nothing was answered is missing from its repetition only."""
-    one, two = Stage("a", 0.0, 10.0), Stage("b", 0.5, 20.0)
-    assert medians([[one, two], [Stage("a", 1.0, 30.0)]]) == (Stage("a", 0.5, 20.0), two)
-
-
-def test_the_picture_has_a_row_a_stage_even_if_one_server_lacks_it() -> None:
-    """Q12: matched by name, in the order of the workload."""
-    one, two = Stage("a", 0.0, 10.0), Stage("b", 0.5, 20.0)
-    speed = Series(Metric("s", "s", "s", Better.HIGHER), (1.0,), (1.0,))
-    silent = Comparison("v", "v", (speed,))
-    rows = rows_of((silent, Comparison("w", "w", (speed,), (), ((one, two), (two,)))))
-    assert [(row.title, row.stages) for row in rows] == [("w\na", (one, None)), ("w\nb", (two, two))]
-
-
-@pytest.mark.parametrize("slow_ms", [30.0, 3000.0])
-def test_the_report_shows_hit_rates_and_first_tokens(tmp_path: Path, slow_ms: float) -> None:
-    """O1: a picture beside the page, the numbers in the document; none where there is nothing to show."""
-    pytest.importorskip("matplotlib")
-    stages = ((Stage("a", 0.9, 12.0),), (Stage("a", 0.0, slow_ms),))
-    speed = Series(Metric("s", "s", "s", Better.HIGHER), (1.0,), (1.0,))
-    report = Report(("x", "y"), {}, {}, (Comparison("w", "w", (speed,), (), stages),), ())
-    names = [path.name for path in publication.write(report, tmp_path)]
-    assert names == ["report.md", "report.json", "report.png", "cache.png"]
-    assert (tmp_path / "cache.png").read_bytes().startswith(b"\x89PNG")
-    assert "](cache.png)" in (tmp_path / "report.md").read_text()
-    (workload,) = json.loads((tmp_path / "report.json").read_bytes())["workloads"]
-    assert workload["stages"][1] == [{"name": "a", "hit_rate": 0.0, "ttft_ms": slow_ms}]
-    plain = Report(("x", "y"), {}, {}, (Comparison("w", "w", (speed,)),), ())
-    publication.write(plain, tmp_path)
-    assert not (tmp_path / "cache.png").exists()
-    assert "cache.png" not in (tmp_path / "report.md").read_text()
-
-
 # ---------------------------------------------------------------- overhead
 
 
 def test_a_lookup_is_timed_for_every_kind_and_finds_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C2: each shape of the tree with whole, half and no match, each with a limit; a lookup that misses fails."""
+    """C2: each shape of the tree with whole, half and no match, each with a limit; a lookup must find."""
     figures = cache_overhead.measure_lookups(num_entries=40, num_lookups=20)
     assert len(figures) == len({figure.key for figure in figures}) == 12
     assert {figure.limit for figure in figures} == {1.0}
@@ -557,7 +243,7 @@ async def test_two_modes_of_one_server_take_turns(monkeypatch: pytest.MonkeyPatc
             super().__init__(address)
             started.append((environment["STOKER_CACHE_MODE"], server.cache_dir))
 
-        async def __aenter__(self) -> Started:
+        async def __aenter__(self) -> Self:
             return self
 
         async def __aexit__(self, *_: object) -> None:

@@ -1,6 +1,5 @@
 """What goes first when the cache is full, and which checkpoints of a sequence stay."""
 
-
 import pytest
 
 from stoker.cache.eviction import SETTLING_S, Candidate, keep_value, victim

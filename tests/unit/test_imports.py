@@ -13,12 +13,13 @@ import stoker
 SOURCE = Path(stoker.__file__).parent
 
 # What each room may import, besides itself. A module's room is its longest prefix here.
-WORDS = {"errors", "request", "messages"}
+WORDS = {"errors", "request", "messages", "status"}
 ALLOWED = {
-    "": {"errors", "request", "messages", "runtime", "settings", "sync", "streams"},  # exports
+    "": {"errors", "request", "messages", "status", "runtime", "settings", "sync", "streams"},  # exports
     "errors": set[str](),
     "request": {"errors"},
     "messages": {"errors", "request"},
+    "status": {"request"},
     "settings": {"errors"},
     "backends.protocol": WORDS,
     "memory.ledger": set[str](),

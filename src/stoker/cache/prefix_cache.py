@@ -15,23 +15,19 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.disk_tier import DiskTier
 from stoker.cache.entry import Entry, EntryState, Line
-from stoker.cache.eviction import Candidate, victim
-from stoker.cache.keys import num_tokens
-from stoker.cache.radix import RadixTree
-from stoker.messages import CacheStatus
+from stoker.cache.eviction import victim
+from stoker.cache.index import MIN_TOKENS, EntryIndex
+from stoker.status import CacheStatus
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
+    from stoker.cache.index import Hit
     from stoker.cache.snapshot import Snapshot
     from stoker.memory.ledger import Ledger
 
-MIN_TOKENS = 32
-"""Tokens below which nothing is stored or reused (SPEC C2)."""
 MAX_ENTRIES = 256
 """Entries of a namespace (SPEC C7)."""
-MIN_NEW_PART = 16
-"""A branch is stored if it adds at least a sixteenth of its tokens: its state repeats those before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +38,6 @@ class CacheLimits:
     disk_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A stored prefix that serves the first `num_tokens` of what was asked for."""
-
-    entry: Entry
-    num_tokens: int
-
-
 class PrefixCache:
     """The stored prefixes of one engine, over all its models."""
 
@@ -57,7 +45,7 @@ class PrefixCache:
         self.limits = limits
         self.disk = DiskTier(limits.disk_bytes, ledger)
         self._ledger = ledger
-        self._trees: dict[bytes, RadixTree[Entry]] = {}
+        self._index = EntryIndex()
         self._private: set[Entry] = set()
         self._now = 0.0
         self._num_stored_total = 0
@@ -68,7 +56,7 @@ class PrefixCache:
         return f"<PrefixCache {len(self)} entries, {self.ram_bytes} bytes, {self.disk!r}>"
 
     def __len__(self) -> int:
-        return sum(map(len, self._trees.values()))
+        return len(self._index)
 
     # ------------------------------------------------------------ questions
 
@@ -84,23 +72,11 @@ class PrefixCache:
 
     def entries(self) -> Iterable[Entry]:
         """Every entry that others may use."""
-        for tree in self._trees.values():
-            yield from tree
+        return iter(self._index)
 
     def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> Hit | None:
-        """The entry that saves the most tokens of `key`, all but the last of them at most (SPEC C2, C5)."""
-        tree = self._trees.get(namespace)
-        if tree is None:
-            return None
-        most = num_tokens(key) - 1
-        if is_exact:
-            found = [Hit(entry, length) for length, entry in tree.on_path(key) if length <= most]
-            best = found[-1] if found else None
-        else:
-            match = tree.longest_shared(key)
-            nearest = min(match.values, key=lambda e: (not e.is_in_ram, e.num_tokens), default=None)
-            best = None if nearest is None else Hit(nearest, min(match.num_tokens, most))
-        return best if best is not None and best.num_tokens >= MIN_TOKENS else None
+        """The entry that saves the most of these tokens; the last one is left to compute (SPEC C2, C5)."""
+        return self._index.find(namespace, key, is_exact=is_exact)
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
@@ -146,7 +122,7 @@ class PrefixCache:
         if known is not None and known.state is not EntryState.DISK:
             known.used_s = now
             return None
-        if known is None and not is_wanted and not self._is_worth_it(new):
+        if known is None and not is_wanted and not self._index.is_worth_it(new):
             return None
         if not self._make_room(new.size_bytes):
             return None
@@ -182,7 +158,7 @@ class PrefixCache:
             self._private.add(new)
         else:
             self._keep_count(new.namespace)
-            self._trees.setdefault(new.namespace, RadixTree()).insert(new.key, new)
+            self._index.insert(new)
         new.line, new.used_s = line, self._now
         self._ledger.add(line, new.size_bytes)
         return new
@@ -194,7 +170,7 @@ class PrefixCache:
         entry.data, entry.stored_s = data, now
         entry.move(EntryState.RAM)
         self._num_stored_total += 1
-        for shorter in self._superseded_by(entry):
+        for shorter in self._index.superseded_by(entry):
             if shorter.state is EntryState.RAM:
                 self._let_go_of_bytes(shorter)
         self.disk.note(entry, now)
@@ -235,8 +211,7 @@ class PrefixCache:
 
     def drop(self, namespace: bytes, key: bytes) -> None:
         """Give up an entry that others make superfluous, unless somebody needs it."""
-        tree = self._trees.get(namespace)
-        entry = tree.get(key) if tree is not None else None
+        entry = self._index.get(namespace, key)
         if entry is not None and entry.is_free:
             self._forget(entry)
 
@@ -257,7 +232,7 @@ class PrefixCache:
             entry.file, entry.file_bytes = None, 0
             if self._get(entry) is None:
                 self._keep_count(entry.namespace)
-                self._trees.setdefault(entry.namespace, RadixTree()).insert(entry.key, entry)
+                self._index.insert(entry)
                 entry.move(EntryState.DISK)
                 self.disk.added(entry, file, size)
 
@@ -268,9 +243,7 @@ class PrefixCache:
         if entry is None:
             return
         while self.disk.used_bytes + entry.size_bytes > self.disk.limit_bytes:
-            chosen = victim(
-                (e, self._candidate(e)) for e in (*self.entries(), entry) if e.file is not None or e is entry
-            )
+            chosen = self._least((*(e for e in self._index if e.file is not None), entry))
             if chosen is None or chosen is entry or not chosen.is_free:
                 self.disk.put_off(entry, now)
                 return
@@ -290,7 +263,7 @@ class PrefixCache:
         if entry.state is EntryState.GONE:
             self.disk.remove(entry)
             return
-        for shorter in self._superseded_by(entry):
+        for shorter in self._index.superseded_by(entry):
             self._forget(shorter)
 
     def unwritten(self, entry: Entry, problem: str) -> None:
@@ -343,7 +316,7 @@ class PrefixCache:
         counted = [entry for entry in self.entries() if entry.data is not None and entry.line is Line.CACHE]
         free = [entry for entry in counted if entry.is_free]
         saved = [entry for entry in free if entry.file is not None]
-        chosen = victim((entry, self._candidate(entry)) for entry in saved or free)
+        chosen = self._least(saved or free)
         if chosen is None:
             return False
         self._num_evicted_total += 1
@@ -352,44 +325,21 @@ class PrefixCache:
 
     def _keep_count(self, namespace: bytes) -> None:
         """Make room for one entry more of a namespace."""
-        tree = self._trees.get(namespace)
-        while tree is not None and len(tree) >= MAX_ENTRIES:
-            chosen = victim((entry, self._candidate(entry)) for entry in tree if entry.is_free)
+        while len(members := self._index.of(namespace)) >= MAX_ENTRIES:
+            chosen = self._least(entry for entry in members if entry.is_free)
             if chosen is None:
                 return
             self._num_evicted_total += 1
             self._forget(chosen)
 
-    def _candidate(self, entry: Entry) -> Candidate:
-        tree = self._trees[entry.namespace]
-        own = tree.own_tokens_exact(entry.key) if entry.is_exact else tree.own_tokens(entry.key)
-        idle_s = max(0.0, self._now - entry.used_s)
-        return Candidate(own, max(1, entry.size_bytes), idle_s, entry.is_background)
-
-    def _is_worth_it(self, new: Entry) -> bool:
-        """Whether it adds enough to what is stored: of a branch, the state repeats the tokens before it."""
-        tree = self._trees.get(new.namespace)
-        if tree is None or new.is_exact:
-            return True
-        match = tree.longest_shared(new.key)
-        if match.num_tokens == new.num_tokens:
-            return False  # one that is stored goes on from it
-        grows = any(entry.num_tokens == match.num_tokens for entry in match.values)
-        least = 1 if grows else max(MIN_TOKENS, new.num_tokens // MIN_NEW_PART)
-        return new.num_tokens - match.num_tokens >= least
+    def _least(self, entries: Iterable[Entry]) -> Entry | None:
+        """Which of them is missed least."""
+        return victim((entry, self._index.figures(entry, self._now)) for entry in entries)
 
     # ------------------------------------------------------------ bookkeeping
 
     def _get(self, like: Entry) -> Entry | None:
-        tree = self._trees.get(like.namespace)
-        return None if tree is None else tree.get(like.key)
-
-    def _superseded_by(self, entry: Entry) -> list[Entry]:
-        """Shorter entries that nobody needs now: a model that can go back takes the longer one."""
-        if entry.is_private or entry.is_exact:
-            return []
-        on_path = self._trees[entry.namespace].on_path(entry.key)
-        return [shorter for _, shorter in on_path if shorter is not entry and shorter.is_free]
+        return self._index.get(like.namespace, like.key)
 
     def _recount(self, entry: Entry, size_bytes: int) -> None:
         self._ledger.add(entry.line, size_bytes - entry.size_bytes)
@@ -426,17 +376,13 @@ class PrefixCache:
         if entry.is_private:
             self._private.discard(entry)
             return
-        tree = self._trees[entry.namespace]
-        tree.remove(entry.key)
-        if not len(tree):
-            del self._trees[entry.namespace]
+        self._index.remove(entry)
 
     # ------------------------------------------------------------ invariants
 
     def check(self) -> None:
         """Assert that entries, trees, tiers and ledger tell one story."""
-        for tree in self._trees.values():
-            tree.check()
+        self._index.check()
         entries = [*self.entries(), *self._private]
         held = {Line.CACHE: 0, Line.PARKED: 0}
         for entry in entries:
@@ -448,5 +394,4 @@ class PrefixCache:
             if entry.data is not None:
                 assert memoryview(entry.data).nbytes == entry.size_bytes, repr(entry)
         assert all(self._ledger.used(line) == size for line, size in held.items()), f"{self!r} {held}"
-        assert all(len(tree) <= MAX_ENTRIES for tree in self._trees.values())
         self.disk.check(entries)

@@ -14,11 +14,7 @@ from enum import Enum
 
 from stoker.engine.inbox import (
     Closed,
-    DiskFound,
-    DiskLost,
     DiskPost,
-    DiskRead,
-    DiskWritten,
     Inbox,
     Item,
     Loaded,
@@ -39,7 +35,6 @@ from stoker.messages import (
     Cancel,
     Delta,
     Detokenize,
-    EngineStatus,
     Event,
     Failed,
     Finished,
@@ -62,6 +57,7 @@ from stoker.messages import (
 from stoker.request import FinishReason
 from stoker.scheduler.sequence import SequenceState
 from stoker.settings import EngineSettings
+from stoker.status import EngineStatus
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +127,10 @@ class EngineLoop:
         """One turn; waits up to `wait_s` for something to arrive (None: for ever)."""
         self._num_turns += 1
         for item in self._inbox.take(wait_s):
-            self._handle(item)
+            if isinstance(item, DiskPost):
+                self._store.handle(item, self._clock.now())
+            else:
+                self._handle(item)
         resident = self._residents.next_with_work(self._clock.now())
         self._expire_without(resident)
         if resident is not None:
@@ -223,8 +222,6 @@ class EngineLoop:
                 self._model(item)
             case Tokenize() | Detokenize():
                 self._text(item)
-            case DiskFound() | DiskLost() | DiskWritten() | DiskRead():
-                self._store.handle(item, self._clock.now())
             case GetStatus(call_id):
                 self._events.append(Reply(call_id=call_id, value={"status": self._status()}))
             case Reply():

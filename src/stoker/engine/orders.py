@@ -27,20 +27,18 @@ def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
     for effect in effects:
         match effect:
             case Fork(src, dst, length):
-                if length:
-                    backend.fork(src, dst, length)
+                backend.fork(src, dst, length)
             case Trim(seq, length):
                 backend.trim(seq, length)
-                has_freed = True
             case Drop(seq):
                 backend.drop(seq)
-                has_freed = True
             case Export():
                 _export(effect, backend, room)
             case Import():
-                has_freed |= _import(effect, backend, room)
+                _import(effect, backend, room)
             case Begin(seq, sequence):
                 backend.write_state(seq, sequence.initial_state or [])
+        has_freed |= _frees(effect)
     if has_freed and (seqs := room.movable()):
         try:
             backend.close_up(seqs)
@@ -52,9 +50,10 @@ def _export(order: Export, backend: Backend, room: Room) -> None:
     entry = order.entry
     if entry.state is EntryState.RAM:
         return  # another order of this turn has brought it
+    if entry.state is not EntryState.PENDING:  # another order of this turn has failed
+        room.not_exported(entry, order.sequence)
+        return
     try:
-        if entry.state is not EntryState.PENDING:
-            raise StokerError("it was given up in this very turn")
         data = backend.export_state(order.seq)
     except (StokerError, MemoryError) as error:
         log.warning("no snapshot of %d tokens, they will be computed again: %s", entry.num_tokens, error)
@@ -63,24 +62,37 @@ def _export(order: Export, backend: Backend, room: Room) -> None:
         room.exported(entry, data)
 
 
-def _import(order: Import, backend: Backend, room: Room) -> bool:
-    """Returns whether cells were freed, as of a state only a part is kept."""
-    data, sequence = order.entry.data, order.sequence
+def _import(order: Import, backend: Backend, room: Room) -> None:
+    entry, sequence = order.entry, order.sequence
+    if entry.data is None:  # its export has failed in this very turn
+        _start_anew(order, backend, room)
+        return
     try:
-        if data is None:
-            raise StokerError("it was not exported")
-        backend.import_state(order.seq, data)
-        is_cut = order.length < order.entry.num_tokens
-        if is_cut:
+        backend.import_state(order.seq, entry.data)
+        if order.length < entry.num_tokens:
             backend.trim(order.seq, order.length)
     except (StokerError, MemoryError) as error:
         log.warning("the state of %r was not taken, its tokens are computed again: %s", sequence, error)
-        backend.drop(order.seq)
-        room.lost(sequence)
+        _start_anew(order, backend, room)
         if isinstance(error, InvalidRequestError):
-            room.cache.damaged(order.entry)
-        if sequence.initial_state is not None:
-            backend.write_state(order.seq, sequence.initial_state)
-        return False
-    room.imported(sequence)
-    return is_cut
+            room.cache.damaged(entry)
+    else:
+        room.imported(sequence)
+
+
+def _start_anew(order: Import, backend: Backend, room: Room) -> None:
+    """The state could not be had: the sequence begins with its first token."""
+    backend.drop(order.seq)
+    room.lost(order.sequence)
+    if order.sequence.initial_state is not None:
+        backend.write_state(order.seq, order.sequence.initial_state)
+
+
+def _frees(effect: Effect) -> bool:
+    """Whether it may leave a hole among the cells of others."""
+    match effect:
+        case Trim() | Drop():
+            return True
+        case Import(_, entry, _, length):
+            return length < entry.num_tokens
+    return False

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
 class PrefixDisk:
     """Prefix files in a folder below `cache_dir`, of at most `limit_bytes`; 0: none are read or written."""
 

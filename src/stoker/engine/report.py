@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.messages import SlotStatus, WaitStatus
 from stoker.scheduler.sequence import SequenceState
+from stoker.status import SlotStatus, WaitStatus
 
 if TYPE_CHECKING:
     from stoker.scheduler.scheduler import Scheduler

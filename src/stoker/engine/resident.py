@@ -35,10 +35,8 @@ from stoker.messages import (
     Paused,
     Queued,
     Resumed,
-    SlotStatus,
     StateReady,
     TokenLogprob,
-    WaitStatus,
 )
 from stoker.request import FinishReason, StateOutput
 from stoker.scheduler.effects import Parking, Schedule
@@ -46,6 +44,7 @@ from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.plan import Planned, StepPlan
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
+from stoker.status import SlotStatus, WaitStatus
 
 log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ def read_header(data: bytes) -> tuple[dict[str, Any], int]:
         raise _bad(f"{len(data)} bytes are no safetensors file: its header would have {size}")
     try:
         return msgspec.json.decode(data[_LENGTH.size : end], type=dict[str, Any]), end
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _bad(f"the header of the safetensors file is no JSON object: {error}") from None
 
 
@@ -86,7 +86,7 @@ def parse_state(data: bytes, layout: Layout) -> list[Tensor]:
     found = _tensors(data)
     wanted = dict(layout)
     for kind, names in (
-        ("lacks", wanted.keys() - found.keys()),
+        ("lacks the", wanted.keys() - found.keys()),
         ("has the foreign", found.keys() - wanted.keys()),
     ):
         if names:

@@ -1,8 +1,8 @@
 """Where a sequence of a model that cannot go back leaves its state behind (SPEC C8).
 
-Such a model (recurrent, hybrid, sliding window) is served only by a state of exactly the tokens wanted, so its
-state is stored on the way: every so many tokens, the interval doubling as the sequence grows so that they stay
-few and spread; one token before the prompt's end, for the same prompt again; and where somebody waits for it.
+Such a model (recurrent, hybrid, sliding window) is served only by a state of exactly the tokens wanted, so
+its state is stored on the way: every so many tokens, the interval doubling as the sequence grows so that they
+stay few and spread; one token before the prompt's end, for the same prompt again; and where somebody waits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Who waits for whose prefill: a prefix that several need is computed once (SPEC C4).
 
-Nothing is registered anywhere. Whoever is next in the line looks at those that run: if one of them is about to
-compute a prefix it shares, it waits for that length. When the other ends, fails, is parked or paused, it is no
-leader any more; whoever comes next in the line goes on from what there is, and the rest follow it. So nobody
-can wait for one who is gone.
+Nothing is registered anywhere. Whoever is next in the line looks at those that run: if one of them is about
+to compute a prefix it shares, it waits for that length. When the other ends, fails, is parked or paused, it
+is no leader any more; whoever comes next in the line goes on from what there is, and the rest follow it. So
+nobody can wait for one who is gone.
 """
 
 from __future__ import annotations

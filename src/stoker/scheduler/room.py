@@ -1,7 +1,7 @@
 """Where sequences and their tokens' states are, and how room is made.
 
-Owns the slots and the count of cells, and says what the prefix cache keeps of them: of those that wait cells in
-their home slot while that costs nobody, else a snapshot while there is a budget for it, else their tokens
+Owns the slots and the count of cells, and says what the prefix cache keeps of them: of those that wait cells
+in their home slot while that costs nobody, else a snapshot while there is a budget for it, else their tokens
 (SPEC Q4); of those that have ended cells, then a snapshot (SPEC C6, C7). Who gives way to whom is the
 scheduler's to decide.
 """
@@ -20,7 +20,8 @@ from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, SlotTable
 
 if TYPE_CHECKING:
-    from stoker.cache.prefix_cache import Hit, PrefixCache
+    from stoker.cache.index import Hit
+    from stoker.cache.prefix_cache import PrefixCache
     from stoker.cache.snapshot import Snapshot
     from stoker.scheduler.effects import Effect
     from stoker.scheduler.limits import SchedulerLimits
@@ -34,7 +35,7 @@ MIN_SNAPSHOT = 32
 MIN_GAIN = 16
 """Tokens more that a stored state has to save than cells at hand."""
 MAX_IMPORT = 64
-"""A state may be so many times as long as what is used of it: a token's copy costs a hundredth of computing it."""
+"""So many times as long as what is used of it may a state be: a copied token costs a hundredth."""
 MAX_MOVED_BYTES = 2**29
 """Cells to be moved together at a time; copying them takes host memory and some milliseconds per 10 MB."""
 
@@ -79,7 +80,7 @@ class Room:
         return most if wanted is None else min(most, max(1, wanted - sequence.num_generated))
 
     def placement(self, sequence: Sequence) -> Placement | None:
-        """Where it would go: home, to its snapshot's cells, or with the most of its tokens; None: all are busy."""
+        """Where it would go: home, to its snapshot, or with the most of its tokens; None: all are busy."""
         if sequence.home is not None:
             return Placement(sequence.home, sequence.home, sequence.num_computed)
         if sequence.form is ParkForm.SNAPSHOT:
@@ -203,7 +204,7 @@ class Room:
             self.cache.settle(entry, sequence.key, self.now)
 
     def shift(self, sequence: Sequence, tokens: list[int], num_kept: int) -> None:
-        """A running sequence goes on with other tokens, of which the first `num_kept` are as before (SPEC C12)."""
+        """A running sequence goes on with other tokens, the first `num_kept` as before (SPEC C12)."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
         seq = sequence.slot
         num_kept = num_kept if self.limits.can_trim else 0
@@ -221,7 +222,7 @@ class Room:
     # ------------------------------------------------------------ making room
 
     def evict_oldest(self, effects: list[Effect]) -> bool:
-        """Drop what the idle slot unused for longest keeps, stored if it is worth it; False: none keeps any."""
+        """Drop what the idle slot unused for longest keeps, stored if worth it; False: none keeps any."""
         slot = self.slots.oldest_kept()
         if slot is None:
             return False
@@ -301,7 +302,7 @@ class Room:
             sequence.checkpoints = Checkpoints(sequence.num_prompt)
 
     def leave_checkpoint(self, sequence: Sequence) -> None:
-        """A step has brought it to a place where its state is to be stored: before it moves on, that is done."""
+        """Where a step has brought it to a place for one, its state is stored before it moves on."""
         checkpoints, at = sequence.checkpoints, sequence.num_computed
         if checkpoints is None or sequence.slot is None or not checkpoints.is_at(at) or at < MIN_REUSE:
             return

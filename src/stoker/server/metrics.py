@@ -20,8 +20,9 @@ from stoker.messages import CacheSource, Delta, Finished
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from stoker.messages import CacheStatus, Event
+    from stoker.messages import Event
     from stoker.runtime import RuntimeStatus
+    from stoker.status import CacheStatus
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)

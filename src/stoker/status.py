@@ -1,0 +1,88 @@
+"""What the engine says of itself when it is asked: slots, line, cells, prefix cache.
+
+Values only, as `/v1/runtime` and the metrics show them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stoker.request import Priority
+
+
+class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot: `state` is idle, prefill or decode; an idle slot may still hold reusable tokens.
+
+    `story` tells what happened to the sequence in it, oldest first, each with the seconds since.
+    """
+
+    id: int
+    state: str
+    model: str
+    num_tokens: int
+    request_id: str | None = None
+    priority: Priority | None = None
+    story: list[tuple[float, str]] = []
+
+
+class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence that waits, is parked or is paused.
+
+    Attributes:
+        index: which choice of the request.
+        position: place in the line, 0 is next; None: paused, so not in the line.
+        eta_s: estimated seconds until it runs; None: not known, or paused.
+        form: how a parked or paused one is kept: cells, snapshot or tokens.
+        story: as in `SlotStatus`.
+    """
+
+    request_id: str
+    priority: Priority
+    index: int = 0
+    model: str = ""
+    position: int | None = None
+    eta_s: float | None = None
+    num_tokens: int = 0
+    form: str | None = None
+    story: list[tuple[float, str]] = []
+
+
+class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefix cache now (SPEC C14).
+
+    Attributes:
+        num_entries: stored prefixes, in host memory or on disk.
+        ram_bytes, disk_bytes: what they take there; parked requests' states are counted apart.
+        ram_limit_bytes, disk_limit_bytes: what they may take; 0: the tier is off.
+        num_unsaved: stored prefixes that are not on disk yet.
+        disk_problem: why the disk tier is not used although it is wanted; empty: it is used.
+    """
+
+    num_entries: int = 0
+    ram_bytes: int = 0
+    ram_limit_bytes: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    num_ram: int = 0
+    num_disk: int = 0
+    num_unsaved: int = 0
+    disk_problem: str = ""
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `/v1/runtime` and the metrics show of the engine.
+
+    `num_threads` is what steps use now, `threads_reason` why that differs from what was asked for (empty: it
+    does not).
+    """
+
+    slots: list[SlotStatus]
+    queue: list[WaitStatus]
+    parked: list[WaitStatus]
+    paused: list[WaitStatus] = []
+    num_threads: int = 0
+    threads_reason: str = ""
+    counters: dict[str, float]
+    cache: CacheStatus = CacheStatus()
+    kv_cells_total: int
+    kv_cells_used: int
