@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from bench.client import Completion, Stream
 from bench.prompts import random_prompt, random_words
@@ -26,7 +26,6 @@ TIGHT_CELLS = 1024
 """Two whole conversations of about 450 tokens; not three."""
 NUM_CONVERSATIONS = 12
 NUM_TURNS = 3
-NUM_AT_ONCE = 4
 PROMPT_WORDS = 290
 USER_WORDS = 30
 ANSWER_TOKENS = 32
@@ -55,7 +54,7 @@ def _metrics(slower: float) -> tuple[Metric, ...]:
 
 
 class Turns(Workload):
-    """Twelve conversations of three turns, four at a time, on four slots.
+    """Twelve conversations of three turns, `num_at_once` at a time, on four slots.
 
     A turn that fails or is cut short ends its conversation; it and those that would have followed are not
     among `complete`. First tokens are of whole answers. Where there are none, the limit stands for them.
@@ -64,6 +63,7 @@ class Turns(Workload):
     name = "turns"
     title = f"{NUM_CONVERSATIONS} conversations of {NUM_TURNS} turns"
     metrics = _metrics(0.9)
+    num_at_once: ClassVar[int] = 4
 
     def shape(self, default: Shape) -> Shape:
         """A third as many slots as conversations."""
@@ -76,7 +76,7 @@ class Turns(Workload):
         ]
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        await _converse(conversations)
+        await _converse(conversations, self.num_at_once)
         took_s = loop.time() - began_s
         turns = [
             [c.streams[turn] for c in conversations if len(c.streams) > turn] for turn in range(NUM_TURNS)
@@ -96,11 +96,15 @@ class Turns(Workload):
 
 
 class TightTurns(Turns):
-    """The same with cells for two conversations, though four are in a turn at once."""
+    """The same with cells for two conversations, and two at a time: llama-server ends all that do not fit.
+
+    Whoever is not in a turn has to give up its cells, whatever slots there are.
+    """
 
     name = "turns_tight"
     title = f"{NUM_CONVERSATIONS} conversations, cells for two"
     metrics = _metrics(1.1)
+    num_at_once = 2
 
     def shape(self, default: Shape) -> Shape:
         """As many slots, few cells."""
@@ -136,7 +140,7 @@ class _Conversation:
             self.has_failed = True
 
 
-async def _converse(conversations: Sequence[_Conversation]) -> None:
+async def _converse(conversations: Sequence[_Conversation], num_at_once: int) -> None:
     """A few turns at a time; whoever had one goes to the end of the line."""
     line = deque(conversations)
 
@@ -147,7 +151,7 @@ async def _converse(conversations: Sequence[_Conversation]) -> None:
             if not conversation.is_over:
                 line.append(conversation)
 
-    await asyncio.gather(*(listen() for _ in range(NUM_AT_ONCE)))
+    await asyncio.gather(*(listen() for _ in range(num_at_once)))
 
 
 def _ttft_ms(streams: Sequence[Stream]) -> float:

@@ -22,6 +22,8 @@ from stoker.models.state_store import SavedState, StateStore, check_name
 from stoker.request import GenerateRequest, StateOutput
 from stoker.streams import StreamEvent
 
+__all__ = ["GivenState", "Prompt", "SavedState", "StateEmbedding", "States"]
+
 GivenState = str | Path | bytes
 """The id of a saved state, a safetensors file or its bytes."""
 Prompt = str | Sequence[int]

@@ -124,6 +124,16 @@ def test_an_initial_state_survives_export_and_failure_and_ends_with_drop(
     assert np.abs(feed(recurrent, 4, REST) - own).max() < 1e-5
 
 
+def test_prompt_logprobs_begin_from_the_state_too(recurrent: TestedBackend) -> None:
+    """SPEC K5, D6: every row of a prompt is one after the state, also after export and import."""
+    expected = feed(recurrent, 0, TOKENS, len(TOKENS))[len(FIRST) :]
+    feed(recurrent, 1, FIRST, 0)
+    recurrent.write_state(2, recurrent.read_state(1))
+    recurrent.import_state(3, recurrent.export_state(2))
+    for seq in (2, 3):
+        assert np.abs(feed(recurrent, seq, REST, len(REST)) - expected).max() < 1e-4
+
+
 def test_a_sequence_that_has_not_begun_has_the_state_of_its_own(recurrent: TestedBackend) -> None:
     """SPEC K5: beginning from the model's own state is beginning from none."""
     own = feed(recurrent, 0, REST)

@@ -10,7 +10,7 @@ from stoker.engine.orders import carry_out
 from stoker.engine.pace import Pace
 from stoker.engine.resident import Resident
 from stoker.engine.step_clock import StepClock
-from stoker.engine.workers import prepare
+from stoker.engine.preparation import prepare
 from stoker.messages import Delta, Finished, ModelSpec, Submit
 from stoker.request import GenerateRequest, Sampling
 from stoker.scheduler.sequence import ParkForm, SequenceState

@@ -84,7 +84,7 @@ def make_fake_runtime() -> Runtime:
     """A real runtime with the deterministic backend, in this process."""
     from stoker.runtime import Runtime  # noqa: PLC0415 - only where it is asked for
 
-    return Runtime(model="fake:eog_period=0", isolation="thread", slots=4)
+    return Runtime(model="fake:eog_period=0", isolation="thread", slots=4, states_dir="no-such-folder")
 
 
 @contextlib.contextmanager

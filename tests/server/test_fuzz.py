@@ -44,6 +44,11 @@ def test_every_route_is_published(http):
     assert paths == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/states",
+        "/v1/states/{state_id}",
+        "/v1/states/{state_id}/content",
+        "/v1/states/embeddings",
+        "/v1/embeddings",
         "/v1/models",
         "/v1/models/{model_id}",
         "/tokenize",

@@ -83,7 +83,7 @@ class Remembering(StandIn):
     def _pieces(self, head: bytes, body: bytes) -> list[bytes]:
         if head.startswith(b"GET /v1/runtime"):
             counters = {"prompt_tokens_computed_total": self.num_computed}
-            return [json.dumps({"counters": counters if self.is_stoker else {}}).encode()]
+            return [json.dumps({"counters": counters} if self.is_stoker else {}).encode()]
         return super()._pieces(head, body)
 
     def _documents(self) -> list[dict[str, Any]]:

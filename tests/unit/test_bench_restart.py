@@ -59,6 +59,17 @@ async def test_a_prompt_is_asked_again_after_a_restart_and_after_a_kill() -> Non
     assert [stage.hit_rate > 0.9 for stage in outcome.stages] == [False, True, True]
 
 
+async def test_a_server_started_anew_is_asked_at_its_new_address() -> None:
+    """I3: it may have picked another port; and it is warm on return."""
+    stand_in = StandIn()
+    async with serving(stand_in) as url:
+        process = StandInProcess(url)
+        subject = Target("x", Client("http://127.0.0.1:1"), process)
+        await subject.restart()
+        assert subject.client is process.client
+    assert len(stand_in.bodies) == 1
+
+
 async def test_only_what_the_benchmark_started_is_ended() -> None:
     """L4: a server that somebody else runs is left alone, with a sentence that says so."""
     for end in (
@@ -108,10 +119,13 @@ async def test_an_engine_is_killed_and_its_successor_awaited(child: subprocess.P
 
 async def test_a_process_that_is_not_the_servers_is_never_killed(child: subprocess.Popen[bytes]) -> None:
     """L3: a wrong number ends nobody."""
-    async with serving(Engined(pid=os.getppid())) as url:
-        process = StandInProcess(url, child.pid)
-        with pytest.raises(BenchError, match="none of the server's own"):
-            await Target("x", process.client, process).lose_engine()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:  # noqa: ASYNC220 - nothing waits on its pipe
+        async with serving(Engined(pid=bystander.pid)) as url:
+            process = StandInProcess(url, child.pid)
+            with pytest.raises(BenchError, match="none of the server's own"):
+                await Target("x", process.client, process).lose_engine()
+        assert bystander.poll() is None
+        bystander.kill()
 
 
 async def test_an_engine_that_does_not_come_back_is_an_error(
@@ -188,6 +202,14 @@ async def test_a_counter_is_found_by_name_or_is_none(documents: list[Any], value
     """O1: an engine in a long step is asked again; a server that counts otherwise is no error."""
     async with serving(Telling(documents=documents)) as url:
         assert await status.counter(Client(url), "a_total") == value
+
+
+async def test_an_engine_that_never_says_its_counters_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O1: it is asked for some seconds, not for ever."""
+    monkeypatch.setattr(status, "ANSWER_LIMIT_S", 0.05)
+    async with serving(Telling(documents=[{"counters": {}}])) as url:
+        async with asyncio.timeout(30):
+            assert await status.counter(Client(url), "a_total") is None
 
 
 async def test_a_server_without_the_page_tells_nothing() -> None:

@@ -11,6 +11,7 @@ buffer is full.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 0.5
 ORPHAN_GRACE_S = 2.0
 READ_BYTES = 256 * 1024
+_M_MMAP_THRESHOLD = -3
+_RETURNED_BYTES = 2**20
 
 Publish = Callable[[list["Event"]], None]
 MakeEngine = Callable[["Inbox", Publish, "EngineSettings"], "RunsEngine"]
@@ -106,6 +109,15 @@ def prepare_signals() -> None:
     faulthandler.enable()
 
 
+def give_memory_back() -> None:
+    """Have what is freed by the MiB go back to the system at once, where malloc is glibc's.
+
+    It would else keep freed states of some MiB for itself, and more of them each time (mallopt(3)).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+
+
 def open_front(descriptor: int) -> socket.socket:
     """The inherited socket, not inherited any further: a child of ours must not keep it open."""
     sock = socket.socket(fileno=descriptor)
@@ -133,6 +145,7 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
         Exit status 0 after an orderly shutdown; anything unexpected leaves as a traceback and status 1.
     """
     prepare_signals()
+    give_memory_back()
     from stoker.engine.inbox import Inbox  # noqa: PLC0415 - these imports take a while: signals come first
     from stoker.settings import EngineSettings  # noqa: PLC0415 - likewise
 

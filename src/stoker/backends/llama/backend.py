@@ -101,7 +101,7 @@ class LlamaBackend:
 
     def _step_and_score(self, plan: BatchPlan) -> Rows:
         """A step whose whole prompts get their rows from the scorer, if there is one."""
-        is_scored = [self._scorer is not None and self._scorer.can_score(item) for item in plan.items]
+        is_scored = [self._can_score(item) for item in plan.items]
         served = [
             PlanItem(item.seq, item.start, item.tokens, 0) if scored else item
             for item, scored in zip(plan.items, is_scored, strict=True)
@@ -116,6 +116,11 @@ class LlamaBackend:
             rows.append(found[at : at + item.num_logits] if score is None else score)
             at += item.num_logits
         return np.concatenate(rows)
+
+    def _can_score(self, item: PlanItem) -> bool:
+        """The scorer begins from the model's own state."""
+        begins_elsewhere = item.seq in self._context.with_initial_state
+        return self._scorer is not None and not begins_elsewhere and self._scorer.can_score(item)
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty sequence `dst` share the first `length` tokens of `src`."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.protocol import BatchPlan, PlanItem
-from stoker.errors import ModelLoadError, StepFailedError
+from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
 from stoker.messages import Tensor
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ class HiddenStates:
         assert held in {len(tokens), len(tokens) - 1}, f"sequence {seq} holds {held} of {len(tokens)} tokens"
         if held == len(tokens):
             if held > 1 and not self._model.keeps_every_cell:
+                if seq in self._context.with_initial_state:
+                    raise UnsupportedError("a sequence that began from a state cannot be computed once more")
                 return self._alone(tokens)
             self._context.trim(seq, held - 1)
         return self._stepped(self._context, seq, tokens[-1])

@@ -75,6 +75,7 @@ class RecurrentStates:
             payload[begin:end] = np.frombuffer(tensor.data, np.uint8)
         self._context.drop(seq)  # an initial state it had before
         self._states.put(seq, payload, 0)
+        self._context.with_initial_state.add(seq)
 
 
 def _rows(payload: memoryview) -> list[tuple[int, int]] | None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"STKL"
-_HEADER = struct.Struct("<4s16sIQI")  # magic, fingerprint, tokens, payload bytes, CRC-32 of the payload
+_HEADER = struct.Struct("<4s16sI?QI")
+"""Magic, fingerprint, tokens, whether an initial state came before them, bytes and CRC-32 of the payload."""
 _BYTES_P = ctypes.POINTER(ctypes.c_uint8)
 
 
@@ -54,12 +55,13 @@ class SequenceStates:
     def export(self, seq: int) -> memoryview:
         """The state of `seq`, bit-exact, in memory of its own."""
         num_tokens = self._context.lengths[seq]
-        is_empty = num_tokens == 0 and seq not in self._context.with_initial_state
+        has_initial_state = seq in self._context.with_initial_state
+        is_empty = num_tokens == 0 and not has_initial_state
         data = np.empty(_HEADER.size, np.uint8) if is_empty else self.payload(seq, _HEADER.size)
         payload = data[_HEADER.size :]
-        _HEADER.pack_into(
-            data.data, 0, _MAGIC, self._fingerprint, num_tokens, len(payload), zlib.crc32(payload.data)
-        )
+        checksum = zlib.crc32(payload.data)
+        head = (_MAGIC, self._fingerprint, num_tokens, has_initial_state, len(payload), checksum)
+        _HEADER.pack_into(data.data, 0, *head)
         return data.data
 
     def restore(self, seq: int, data: Buffer) -> None:
@@ -70,12 +72,14 @@ class SequenceStates:
             PoolFullError: its cells do not fit; nothing changed.
         """
         assert self._context.lengths[seq] == 0, f"sequence {seq} is not empty"
-        num_tokens = self._checked_tokens(data)
+        num_tokens, has_initial_state = self._checked(data)
         payload = np.frombuffer(data, np.uint8)[_HEADER.size :]
         if len(payload) == 0:
             return
         self.put(seq, payload, num_tokens)
         self._context.lengths[seq] = num_tokens
+        if has_initial_state:
+            self._context.with_initial_state.add(seq)
 
     def put(self, seq: int, payload: Bytes, num_tokens: int) -> None:
         """Put llama.cpp's own bytes of `num_tokens` tokens into the empty sequence `seq`.
@@ -88,8 +92,6 @@ class SequenceStates:
             raise PoolFullError(
                 f"no cells for the {num_tokens} tokens of a saved state", num_tokens=num_tokens
             )
-        if num_tokens == 0:
-            self._context.with_initial_state.add(seq)
 
     def lay_anew(self, seqs: Sequence[int]) -> None:
         """Take these sequences out and put them back one after the other, each in the order of its tokens.
@@ -119,11 +121,11 @@ class SequenceStates:
         source = ctypes.cast(payload.ctypes.data, _BYTES_P)
         return bool(llama.llama_state_seq_set_data(self._context.handle, source, len(payload), seq))
 
-    def _checked_tokens(self, data: Buffer) -> int:
-        """Tokens the state holds, if it is one of this model and whole."""
+    def _checked(self, data: Buffer) -> tuple[int, bool]:
+        """Tokens of the state and whether it began from an initial one, if it is this model's and whole."""
         if len(data) < _HEADER.size or bytes(data[:4]) != _MAGIC:
             raise InvalidRequestError(f"{len(data)} bytes are not an exported state", param="state")
-        _, fingerprint, num_tokens, size, crc = _HEADER.unpack_from(data)
+        _, fingerprint, num_tokens, has_initial_state, size, crc = _HEADER.unpack_from(data)
         if fingerprint != self._fingerprint:
             raise InvalidRequestError("the state was made by another model or build", param="state")
         payload = memoryview(data)[_HEADER.size :]
@@ -132,7 +134,7 @@ class SequenceStates:
                 f"the state is damaged: {len(payload)} of {size} bytes, or its checksum differs",
                 param="state",
             )
-        return int(num_tokens)
+        return int(num_tokens), bool(has_initial_state)
 
 
 def _fingerprint(model: LlamaModel, context: LlamaContext, file_fingerprint: str) -> bytes:
