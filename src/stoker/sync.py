@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stoker.request import GenerateRequest
     from stoker.runtime import Message, RuntimeStatus, TextDelta
     from stoker.settings import EngineSettings
+    from stoker.states import Prompt, SavedState, StateEmbedding
 
 T = TypeVar("T")
 
@@ -35,6 +36,9 @@ class Runtime:
         model: name or GGUF path of the default model.
         settings: the engine's.
         fields: single settings that differ, by name.
+
+    Attributes:
+        states: saved states of recurrent models, and embeddings by state.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Runtime:
         self._runtime = asynchronous.Runtime(model, settings=settings, **fields)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self.states = States(self._runtime, self._wait)
 
     def __repr__(self) -> str:
         return f"<sync {self._runtime!r}>"
@@ -172,6 +177,53 @@ class Runtime:
     def render_chat(self, messages: Sequence[Message], model: str = "default", **template_args: Any) -> str:
         """The prompt that a conversation becomes."""
         return self._runtime.render_chat(messages, model, **template_args)
+
+
+class States:
+    """See `stoker.states.States`; the same names and errors."""
+
+    def __init__(
+        self, runtime: asynchronous.Runtime, wait: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
+        self._states = runtime.states
+        self._wait = wait
+
+    def __repr__(self) -> str:
+        return f"<sync {self._states!r}>"
+
+    def save(self, prompt: Prompt | GenerateRequest, *, name: str | None = None, **fields: Any) -> SavedState:
+        """Let a recurrent model read a prompt and keep its state."""
+        saved: SavedState = self._wait(self._states.save(prompt, name=name, **fields))
+        return saved
+
+    def embed(self, prompt: Prompt | GenerateRequest, **fields: Any) -> StateEmbedding:
+        """The recurrent state after a prompt, or the last hidden state where a model has none."""
+        embedding: StateEmbedding = self._wait(self._states.embed(prompt, **fields))
+        return embedding
+
+    def put(self, state: Path | bytes, *, model: str = "default", name: str | None = None) -> SavedState:
+        """Keep a safetensors file for a recurrent model."""
+        saved: SavedState = self._wait(self._states.put(state, model=model, name=name))
+        return saved
+
+    def list(self) -> Sequence[SavedState]:
+        """Every saved state, the newest first."""
+        found: Sequence[SavedState] = self._wait(self._states.list())
+        return found
+
+    def get(self, state_id: str) -> SavedState:
+        """One of them."""
+        found: SavedState = self._wait(self._states.get(state_id))
+        return found
+
+    def content(self, state_id: str) -> bytes:
+        """Its safetensors file."""
+        data: bytes = self._wait(self._states.content(state_id))
+        return data
+
+    def delete(self, state_id: str) -> None:
+        """Forget one."""
+        self._wait(self._states.delete(state_id))
 
 
 class _Steps(Generic[T]):

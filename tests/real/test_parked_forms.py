@@ -6,11 +6,13 @@ import pytest
 
 from conftest import MODEL
 from stoker.backends.llama import load
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.orders import carry_out
 from stoker.engine.pace import Pace
+from stoker.engine.preparation import prepare
 from stoker.engine.resident import Resident
 from stoker.engine.step_clock import StepClock
-from stoker.engine.preparation import prepare
+from stoker.memory.ledger import Ledger
 from stoker.messages import Delta, Finished, ModelSpec, Submit
 from stoker.request import GenerateRequest, Sampling
 from stoker.scheduler.sequence import ParkForm, SequenceState
@@ -40,7 +42,7 @@ def resident(tmp_path_factory):
     """One model on this thread."""
     spec = ModelSpec(id="smol", path=str(MODEL), num_slots=2, n_ctx=8192, num_threads=2)
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
-    resident = Resident(spec, backend, Pace(StepClock(60.0)))
+    resident = Resident(spec, backend, Pace(StepClock(60.0)), PrefixCache(CacheLimits(), Ledger()))
     yield resident
     resident.close()
 

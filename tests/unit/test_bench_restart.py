@@ -117,8 +117,11 @@ async def test_an_engine_is_killed_and_its_successor_awaited(child: subprocess.P
     assert len(stand_in.bodies) == 1
 
 
-async def test_a_process_that_is_not_the_servers_is_never_killed(child: subprocess.Popen[bytes]) -> None:
+async def test_a_process_that_is_not_the_servers_is_never_killed(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """L3: a wrong number ends nobody."""
+    monkeypatch.setattr(target, "SUCCESSOR_LIMIT_S", 0.05)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:  # noqa: ASYNC220 - nothing waits on its pipe
         async with serving(Engined(pid=bystander.pid)) as url:
             process = StandInProcess(url, child.pid)

@@ -37,7 +37,7 @@ ALLOWED = {
     "fields": WORDS,
     "states": WORDS | {"models", "streams", "fields"},
     "runtime": WORDS | {"settings", "engine", "chat", "models", "streams", "fields", "states"},
-    "sync": WORDS | {"settings", "runtime", "streams"},
+    "sync": WORDS | {"settings", "runtime", "streams", "states"},
     "server": WORDS | {"", "settings", "runtime", "streams", "chat", "states"},
     "cli": WORDS
     | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "cache", "chat"},

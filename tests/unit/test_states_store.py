@@ -19,6 +19,10 @@ from stoker.messages import Tensor
 from stoker.models import state_file
 from stoker.models.state_file import MAX_HEADER_BYTES, check_state, dump_state, parse_state, read_header
 from stoker.models.state_store import StateStore
+from stoker.request import Priority
+from stoker.runtime import Runtime
+from stoker.states import StateEmbedding
+from stoker.sync import Runtime as SyncRuntime
 
 LAYOUT = (("layers.0.shift", (2, 3)), ("layers.0.state", (4,)))
 VALUES = [np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3), np.array([0, 1, 0.5, -8], np.float32)]
@@ -228,3 +232,55 @@ def test_nothing_is_saved_that_is_no_state(store: StateStore, tmp_path: Path) ->
     with pytest.raises(InvalidRequestError):
         store.save(saved()[:-1], model="m")
     assert not (tmp_path / "states").exists()
+
+
+FAKE = "fake:recurrent=1,eog_period=0"
+FIRST, REST = tuple(range(60, 80)), tuple(range(80, 100))
+
+
+async def text(runtime: Runtime, prompt: tuple[int, ...], **fields: object) -> str:
+    """A greedy continuation."""
+    deltas = runtime.generate(prompt, max_tokens=12, temperature=0.0, **fields)
+    return "".join([delta.text async for delta in deltas])
+
+
+async def test_a_library_saves_and_begins_from_states(tmp_path: Path) -> None:
+    """SPEC K5, I9: an id, a path or bytes mean the same state."""
+    async with Runtime(
+        FAKE, isolation="thread", slots=2, states_dir=tmp_path / "s", cache_dir=tmp_path
+    ) as runtime:
+        whole = await text(runtime, FIRST + REST)
+        kept = await runtime.states.save(FIRST, name="a", priority=Priority.BACKGROUND)
+        assert kept.num_tokens == len(FIRST)
+        data = await runtime.states.content("a")
+        path = tmp_path / "a.safetensors"
+        path.write_bytes(data)
+        for state in ("a", path, data):
+            assert await text(runtime, REST, state=state) == whole
+        assert await text(runtime, REST) != whole
+        for bad in ("absent", tmp_path / "absent", tmp_path, b"x"):
+            with pytest.raises(InvalidRequestError) as caught:
+                await text(runtime, REST, state=bad)
+            assert caught.value.param == "state"
+
+
+async def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    """SPEC K5: an id means a state of the model that it is asked for."""
+    StateStore(tmp_path / "s").save(saved(), model="other", name="a")
+    async with Runtime(FAKE, isolation="thread", states_dir=tmp_path / "s", cache_dir=tmp_path) as runtime:
+        with pytest.raises(InvalidRequestError, match="one of other, not of fake"):
+            await text(runtime, REST, state="a")
+
+
+def test_scripts_have_states_too(tmp_path: Path) -> None:
+    """SPEC K5, D8, I9: the synchronous runtime mirrors the names."""
+    with SyncRuntime(FAKE, isolation="thread", states_dir=tmp_path / "s", cache_dir=tmp_path) as runtime:
+        kept = runtime.states.save(FIRST, name="a")
+        assert list(runtime.states.list()) == [runtime.states.get("a")] == [kept]
+        assert runtime.states.put(runtime.states.content("a"), name="b").id == "b"
+        runtime.states.delete("a")
+        with pytest.raises(StateNotFoundError):
+            runtime.states.get("a")
+        found = runtime.states.embed(FIRST)
+        assert isinstance(found, StateEmbedding)
+        assert (found.shape, len(found.data)) == ((1, 2, 2), 16)

@@ -17,7 +17,7 @@ from stoker.engine.live import Choice, LiveRequest
 from stoker.errors import ContextLengthError, InvalidRequestError
 from stoker.messages import CacheMode, Submit, Tensor
 from stoker.models.state_file import parse_state
-from stoker.request import GenerateRequest, Preempt
+from stoker.request import GenerateRequest, Preempt, StateOutput
 from stoker.scheduler.sequence import Sequence, SequenceKey
 from stoker.scheduler.shift import num_kept, replayed
 
@@ -109,6 +109,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         priority=request.priority,
         num_wanted=request.max_tokens,
         ends_if_preempted=request.preempt is Preempt.CANCEL,
+        is_to_embed=request.state_output is StateOutput.EMBED and not context.state_layout,
         wants_prompt_logits=request.prompt_logprobs is not None and index == 0,
     )
     return Choice(sequence, generation)

@@ -38,7 +38,7 @@ from stoker.messages import (
     StateReady,
     TokenLogprob,
 )
-from stoker.request import FinishReason, StateOutput
+from stoker.request import FinishReason
 from stoker.scheduler.effects import Parking, Schedule
 from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.plan import Planned, StepPlan
@@ -320,7 +320,7 @@ class Resident:
                 self._note_prompt_logprobs(live, start, rows)
             if live.request.return_progress and sequence is live.leader and live.first_token_s is None:
                 self.events.append(live.progress(sequence, self._pace.now()))
-        if sequence.num_pending:
+        if sequence.num_pending > sequence.is_to_embed:
             return
         index = sequence.key.index
         if live.request.max_tokens == 0:
@@ -351,11 +351,11 @@ class Resident:
     def _state_of(self, live: LiveRequest, sequence: Sequence) -> StateReady:
         """What the model has made of the prompt (SPEC K5, D8)."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
-        has_state = bool(self.backend.capabilities.state_layout)
-        if live.request.state_output is StateOutput.SAVE or has_state:
-            tensors = self.backend.read_state(sequence.slot)
-        else:
+        if sequence.is_to_embed:
             tensors = [self.backend.last_hidden(sequence.slot, sequence.tokens)]
+            self.scheduler.completed(sequence)
+        else:
+            tensors = self.backend.read_state(sequence.slot)
         return StateReady(request_id=live.request_id, num_tokens=sequence.num_computed, tensors=tensors)
 
     def _note_prompt_logprobs(self, live: LiveRequest, start: int, rows: Rows) -> None:

@@ -292,19 +292,19 @@ class Room:
 
     def begin_checkpoints(self, sequence: Sequence) -> None:
         """A model that cannot go back leaves states behind on the way (SPEC C8)."""
-        limits = self.limits
-        if (
-            not limits.can_trim
-            and limits.cache_mode.keeps_snapshots
-            and sequence.shares
-            and limits.can_export
-        ):
+        if not self.limits.can_trim and (self._may_store(sequence) or sequence.is_to_embed):
             sequence.checkpoints = Checkpoints(sequence.num_prompt)
+
+    def _may_store(self, sequence: Sequence) -> bool:
+        """Whether its states may be kept for others."""
+        return sequence.shares and self.limits.cache_mode.keeps_snapshots and self.limits.can_export
 
     def leave_checkpoint(self, sequence: Sequence) -> None:
         """Where a step has brought it to a place for one, its state is stored before it moves on."""
         checkpoints, at = sequence.checkpoints, sequence.num_computed
-        if checkpoints is None or sequence.slot is None or not checkpoints.is_at(at) or at < MIN_REUSE:
+        if checkpoints is None or sequence.slot is None or not self._may_store(sequence):
+            return
+        if not checkpoints.is_at(at) or at < MIN_REUSE:
             return
         new = self._new_entry(sequence, at)
         entry = self.cache.store(new, self.now, is_wanted=checkpoints.is_marked(at))
@@ -329,7 +329,7 @@ class Room:
         owner = slot.last
         assert owner is not None, f"{slot!r} keeps what nobody left"
         slot.is_stored = True
-        if owner.shares and self.limits.cache_mode.keeps_snapshots and self.limits.can_export:
+        if self._may_store(owner):
             entry = self.cache.store(self._new_entry(owner, len(slot.kept)), self.now)
             if entry is not None:
                 effects.append(Export(slot.id, entry))

@@ -265,6 +265,12 @@ class Scheduler:
                 if sequence.state is SequenceState.PREFILL:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
 
+    def completed(self, sequence: Sequence) -> None:
+        """The backend has computed its last token by itself."""
+        assert sequence.slot is not None, f"{sequence!r} does not run"
+        self.cells.extend(sequence.slot, sequence.num_pending)
+        sequence.num_computed += sequence.num_pending
+
     def relieve(self, now: float) -> Schedule:
         """The backend found no room where the count saw some: free one thing more, if there is one."""
         turn = self._begin(now)

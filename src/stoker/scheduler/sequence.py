@@ -92,6 +92,7 @@ class Sequence:
         shares: whether it uses what others computed, and they use its own (SPEC C10).
         initial_state: what a recurrent model begins from; None: its own.
         follows: who computes a prefix that it waits for (SPEC C4).
+        is_to_embed: what is wanted is the model's view of its last token, which is left to the backend.
         is_raised: somebody who waits for an answer follows it, so it is not background for now.
         cache_source: where the cached tokens came from.
         checkpoints: where it leaves states behind; None: its model can go back.
@@ -122,6 +123,7 @@ class Sequence:
     namespace: bytes = b""
     shares: bool = True
     initial_state: list[Tensor] | None = None
+    is_to_embed: bool = False
     follows: Following | None = None
     is_raised: bool = False
     cache_source: CacheSource | None = None

@@ -1,0 +1,112 @@
+"""A thousand conversations pass through a small cache: memory and disk stay within what they may take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+from conversing import Ask, ask
+from tiny_models import TINY
+
+from stoker import GenerateRequest, Runtime, Sampling
+from stoker.cache.disk import FOLDER_NAME, PrefixFolder
+
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-f32.gguf"
+SLACK_BYTES = 64 * 2**20
+RAM_BYTES = 8 * 2**20
+DISK_BYTES = 16 * 2**20
+NUM_CONVERSATIONS = 1000
+BATCH = 100
+NUM_AT_ONCE = 8
+
+
+@dataclass
+class Figures:
+    """What was seen after a batch, in bytes."""
+
+    ram: int
+    disk: int
+    folder: int
+    parked: int
+    rss: int
+
+
+def model(folder: Path) -> str:
+    """A small real model: the one beside the checkout, else one of random weights."""
+    return str(STORIES if STORIES.exists() else TINY["jamba"](folder / "tiny.gguf"))
+
+
+def conversation(random: Random) -> Iterator[Ask]:
+    """Two turns that nobody else repeats, and the first of them again."""
+    first = tuple(random.choices(range(3, 259), k=random.randint(100, 200)))
+    second = first + tuple(random.choices(range(3, 259), k=random.randint(10, 60)))
+    for prompt in (first, second, first):
+        request = GenerateRequest(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0.0))
+        yield Ask(request, None, is_cancel=False, expected=[], gaps=[])
+
+
+async def batch(runtime: Runtime, random: Random) -> None:
+    """A hundred of them, some at once."""
+    waiting = iter([conversation(Random(random.randrange(2**32))) for _ in range(BATCH)])
+
+    async def worker() -> None:
+        for asks in waiting:
+            for question in asks:
+                await ask(runtime, question)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(NUM_AT_ONCE):
+            group.create_task(worker())
+
+
+async def look(runtime: Runtime, folder: Path) -> Figures:
+    """The engine's own account, and the machine's."""
+    status = await runtime.status()
+    cache = status.engine.cache
+    assert cache.disk_problem == ""
+    return Figures(
+        cache.ram_bytes,
+        cache.disk_bytes,
+        sum(path.stat().st_size for path in folder.iterdir()),
+        int(status.engine.counters["parked_bytes"]),
+        psutil.Process(status.pid).memory_info().rss,
+    )
+
+
+async def test_memory_and_disk_stay_within_their_bounds_over_a_thousand_conversations(tmp_path):
+    """C7, C14: after each batch, by the engine's account, the folder's size and the process's memory."""
+    random, seen = Random(3), []
+    settings = {"slots": 4, "ctx_size": 2048, "threads": 1, "cache_dir": tmp_path}
+    settings |= {"cache_ram_bytes": RAM_BYTES, "cache_disk_bytes": DISK_BYTES, "park_bytes": RAM_BYTES}
+    prefixes = tmp_path / FOLDER_NAME
+    async with Runtime(model(tmp_path), **settings) as runtime:
+        await batch(runtime, random)  # what the first requests allocate is there from here on
+        before = await look(runtime, prefixes)
+        for _ in range(NUM_CONVERSATIONS // BATCH):
+            await batch(runtime, random)
+            seen.append(await look(runtime, prefixes))
+        counters = (await runtime.status()).engine.counters
+    files = PrefixFolder(prefixes, DISK_BYTES).files()
+    entry_bytes = max(file.size_bytes for file in files)
+    for figures in seen:
+        assert figures.ram <= RAM_BYTES + entry_bytes
+        assert max(figures.disk, figures.folder) <= DISK_BYTES + entry_bytes
+        grown = (figures.rss - before.rss) - (figures.ram + figures.parked - before.ram - before.parked)
+        assert abs(grown) < SLACK_BYTES
+    assert counters["cache_evicted_total"] > BATCH
+    assert sum(file.size_bytes for file in files) <= DISK_BYTES
+    report(seen, before, entry_bytes, counters)
+
+
+def report(seen: list[Figures], before: Figures, entry_bytes: int, counters: dict[str, float]) -> None:
+    """The figures, to look at."""
+    most = {name: max(getattr(f, name) for f in seen) / 2**20 for name in ("ram", "disk", "folder", "parked")}
+    told = ", ".join(f"{name} {value:.1f}" for name, value in most.items())
+    grown = max(f.rss for f in seen) - before.rss
+    print(f"\nMiB at most: {told}; RSS grew {grown / 2**20:.1f}; an entry {entry_bytes / 2**20:.2f}")  # noqa: T201
+    print({name: int(value) for name, value in counters.items() if "cache" in name})  # noqa: T201

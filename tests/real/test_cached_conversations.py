@@ -1,0 +1,154 @@
+"""Conversations that branch, are edited and left half way: what is kept never changes an answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from conversing import Conversation, Manner, conversations, replay
+from tiny_models import TINY
+
+from conftest import MODEL
+from stoker import Runtime
+from stoker.engine.resident import Resident
+
+SHARED = Path(__file__).parents[3] / "shared" / "models"
+PRINTABLE = tuple(range(32, 127))
+FAKE = "fake:eog_period=0"
+RECURRENT = "fake:eog_period=0,recurrent=1"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, the callers it has and the room they are given: too little for all of them."""
+
+    manner: Manner
+    num_at_once: int = 6
+    settings: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def plain_settings(self) -> dict[str, object]:
+        """The same without any bound on room, for the reference."""
+        return {"slots": 4, "ctx_size": 4096, "threads": 1, "isolation": self.settings["isolation"]}
+
+
+def small(ram_bytes: int, disk_bytes: int, **settings: object) -> dict[str, object]:
+    """Four slots over cells for two long conversations, and next to nothing beside."""
+    given = {"slots": 4, "ctx_size": 1024, "threads": 1, "isolation": "thread", "park_bytes": ram_bytes}
+    return given | {"cache_ram_bytes": ram_bytes, "cache_disk_bytes": disk_bytes} | settings
+
+
+FAKES = {
+    FAKE: Served(Manner(PRINTABLE, is_seeded=True), settings=small(6_000, 20_000)),
+    RECURRENT: Served(Manner(PRINTABLE, is_seeded=True), settings=small(30_000, 60_000)),
+}
+STORIES = Served(Manner(tuple(range(300, 500))), settings=small(500_000, 2_000_000, isolation="process"))
+RWKV = Served(Manner(PRINTABLE), settings=small(1_000_000, 3_000_000, isolation="process"))
+SHARED_MODELS = {
+    "stories260K-f32.gguf": STORIES,
+    "tiny-rwkv7-834K-f32.gguf": RWKV,
+    "tiny-rwkv6-3m-f32.gguf": RWKV,
+}
+RANDOM = Served(
+    Manner(tuple(range(3, 259))), num_at_once=4, settings=small(400_000, 1_000_000, isolation="process")
+)
+SMOLLM = Served(
+    Manner(tuple(range(1000, 4000)), longest=300, num_steps=4, answered=(1, 12)),
+    num_at_once=3,
+    settings=small(16_000_000, 64_000_000, isolation="process"),
+)
+
+
+def halves(crowd: list[Conversation]) -> tuple[list[Conversation], list[Conversation]]:
+    """Each conversation's beginning, and the rest of it."""
+    middles = [len(asks) // 2 for asks in crowd]
+    return (
+        [asks[:middle] for asks, middle in zip(crowd, middles, strict=True)],
+        [asks[middle:] for asks, middle in zip(crowd, middles, strict=True)],
+    )
+
+
+async def check(model: str, served: Served, number: int, folder: Path, seed: int = 1) -> Counter[str]:
+    """The same answers with everything kept as with nothing, across a restart half way; says from where."""
+    crowd = await conversations(model, seed, number, served.manner, **served.plain_settings)
+    told: Counter[str] = Counter()
+    for part in halves(crowd):
+        async with Runtime(model, cache_dir=folder, **served.settings) as runtime:
+            told += await replay(runtime, part, served.num_at_once)
+            status = (await runtime.status()).engine
+            cache = status.cache
+            assert cache.disk_problem == ""
+            assert cache.ram_bytes <= served.settings["cache_ram_bytes"]
+            assert status.counters["cache_damaged_total"] == 0
+            assert status.counters["parked_bytes"] == 0
+            told["evicted"] += int(status.counters["cache_evicted_total"])
+            told["stored"] += int(status.counters["cache_stored_total"])
+    print(f"\n{model}: {number} conversations, {dict(told)}")  # noqa: T201 - to look at only
+    assert told["same"] > 0
+    return told
+
+
+@pytest.fixture
+def _checked(monkeypatch):
+    """Every step of an engine in this process is followed by a look at all that it holds."""
+    step = Resident.step
+
+    def checked(resident, now):
+        step(resident, now)
+        resident.scheduler.check()
+
+    monkeypatch.setattr(Resident, "step", checked)
+
+
+@pytest.mark.usefixtures("_checked")
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("model", FAKES)
+async def test_hundreds_of_conversations_get_just_the_tokens_they_get_with_nothing_kept(
+    model, seed, tmp_path
+):
+    """C2, C5, C6, C7, C8: token by token, with seeds too; cells, memory and disk are all used and evicted."""
+    told = await check(model, FAKES[model], 150, tmp_path, seed)
+    assert told["near"] == 0
+    assert told["evicted"] > 0
+    for source in ("live", "ram", "disk"):
+        assert told[f"from {source}"] > 0, source
+
+
+def path_of(name: str) -> str:
+    """A model beside the checkout."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"{name} is not beside the checkout")
+    return str(path)
+
+
+@pytest.mark.parametrize("name", SHARED_MODELS)
+async def test_conversations_with_a_small_model_get_the_answers_they_get_with_nothing_kept(name, tmp_path):
+    """C2, C5, C6, C8: Equal, over evictions and a restart."""
+    told = await check(path_of(name), SHARED_MODELS[name], 20, tmp_path)
+    assert told["from ram"] + told["from disk"] + told["from live"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["stories260K-f32.gguf", "tiny-rwkv7-834K-f32.gguf"])
+async def test_three_hundred_conversations_with_a_small_model_get_the_same_answers(name, tmp_path):
+    """C2, C5, C6, C8: Equal, for all of them."""
+    told = await check(path_of(name), SHARED_MODELS[name], 300, tmp_path)
+    for source in ("live", "ram", "disk"):
+        assert told[f"from {source}"] > 0, source
+
+
+@pytest.mark.parametrize("kind", TINY)
+async def test_conversations_with_a_model_that_cannot_go_back_get_the_same_answers(kind, tmp_path):
+    """C2, C8: recurrent, hybrid, sliding window; random weights, every token counts."""
+    told = await check(str(TINY[kind](tmp_path / f"{kind}.gguf")), RANDOM, 12, tmp_path)
+    assert told["from ram"] + told["from disk"] + told["from live"] > 0
+
+
+async def test_conversations_with_the_embedded_model_get_the_same_answers(tmp_path):
+    """C2, C5, C6: Equal, with a large vocabulary and quantised weights."""
+    told = await check(str(MODEL), SMOLLM, 4, tmp_path)
+    assert told["from live"] + told["from ram"] + told["from disk"] > 0
