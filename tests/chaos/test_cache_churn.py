@@ -23,6 +23,8 @@ DISK_BYTES = 16 * 2**20
 NUM_CONVERSATIONS = 1000
 BATCH = 100
 NUM_AT_ONCE = 8
+LONG_AGO = 80
+"""Conversations after which one is asked again: by then memory has no room for it."""
 
 
 @dataclass
@@ -41,22 +43,27 @@ def model(folder: Path) -> str:
     return str(STORIES if STORIES.exists() else TINY["jamba"](folder / "tiny.gguf"))
 
 
-def conversation(random: Random) -> Iterator[Ask]:
-    """Two turns that nobody else repeats, and the first of them again."""
-    first = tuple(random.choices(range(3, 259), k=random.randint(100, 200)))
-    second = first + tuple(random.choices(range(3, 259), k=random.randint(10, 60)))
-    for prompt in (first, second, first):
+def turns(number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two prompts that no other conversation has; the second goes on from the first."""
+    random = Random(number)
+    first = tuple(random.choices(range(3, 259), k=random.randint(100, 180)))
+    return first, first + tuple(random.choices(range(3, 259), k=random.randint(10, 40)))
+
+
+def conversation(number: int) -> Iterator[Ask]:
+    """Both of its turns, and the last of one that ended a while ago."""
+    for prompt in (*turns(number), turns(max(0, number - LONG_AGO))[1]):
         request = GenerateRequest(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0.0))
         yield Ask(request, None, is_cancel=False, expected=[], gaps=[])
 
 
-async def batch(runtime: Runtime, random: Random) -> None:
-    """A hundred of them, some at once."""
-    waiting = iter([conversation(Random(random.randrange(2**32))) for _ in range(BATCH)])
+async def batch(runtime: Runtime, numbers: range) -> None:
+    """Those conversations, some at once."""
+    waiting = iter(numbers)
 
     async def worker() -> None:
-        for asks in waiting:
-            for question in asks:
+        for number in waiting:
+            for question in conversation(number):
                 await ask(runtime, question)
 
     async with asyncio.TaskGroup() as group:
@@ -80,15 +87,15 @@ async def look(runtime: Runtime, folder: Path) -> Figures:
 
 async def test_memory_and_disk_stay_within_their_bounds_over_a_thousand_conversations(tmp_path):
     """C7, C14: after each batch, by the engine's account, the folder's size and the process's memory."""
-    random, seen = Random(3), []
+    seen = []
     settings = {"slots": 4, "ctx_size": 2048, "threads": 1, "cache_dir": tmp_path}
     settings |= {"cache_ram_bytes": RAM_BYTES, "cache_disk_bytes": DISK_BYTES, "park_bytes": RAM_BYTES}
     prefixes = tmp_path / FOLDER_NAME
     async with Runtime(model(tmp_path), **settings) as runtime:
-        await batch(runtime, random)  # what the first requests allocate is there from here on
+        await batch(runtime, range(BATCH))  # what the first requests allocate is there from here on
         before = await look(runtime, prefixes)
-        for _ in range(NUM_CONVERSATIONS // BATCH):
-            await batch(runtime, random)
+        for start in range(BATCH, BATCH + NUM_CONVERSATIONS, BATCH):
+            await batch(runtime, range(start, start + BATCH))
             seen.append(await look(runtime, prefixes))
         counters = (await runtime.status()).engine.counters
     files = PrefixFolder(prefixes, DISK_BYTES).files()
@@ -99,6 +106,7 @@ async def test_memory_and_disk_stay_within_their_bounds_over_a_thousand_conversa
         grown = (figures.rss - before.rss) - (figures.ram + figures.parked - before.ram - before.parked)
         assert abs(grown) < SLACK_BYTES
     assert counters["cache_evicted_total"] > BATCH
+    assert counters["cache_damaged_total"] == 0
     assert sum(file.size_bytes for file in files) <= DISK_BYTES
     report(seen, before, entry_bytes, counters)
 

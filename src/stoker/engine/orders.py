@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from stoker.backends.protocol import Backend
+    from stoker.cache.entry import Entry
     from stoker.scheduler.room import Room
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ def _import(order: Import, backend: Backend, room: Room) -> None:
         return
     try:
         backend.import_state(order.seq, entry.data)
+        _check_length(backend.length(order.seq), entry)
         if order.length < entry.num_tokens:
             backend.trim(order.seq, order.length)
     except (StokerError, MemoryError) as error:
@@ -78,6 +80,11 @@ def _import(order: Import, backend: Backend, room: Room) -> None:
             room.cache.damaged(entry)
     else:
         room.imported(sequence)
+
+
+def _check_length(length: int, entry: Entry) -> None:
+    if length != entry.num_tokens:
+        raise InvalidRequestError(f"a state of {length} tokens was kept as one of {entry.num_tokens}")
 
 
 def _start_anew(order: Import, backend: Backend, room: Room) -> None:
