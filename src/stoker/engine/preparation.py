@@ -19,7 +19,7 @@ from stoker.messages import CacheMode, Submit, Tensor
 from stoker.models.state_file import parse_state
 from stoker.request import GenerateRequest, Preempt, StateOutput
 from stoker.scheduler.sequence import Sequence, SequenceKey
-from stoker.scheduler.shift import num_kept, replayed
+from stoker.scheduler.shift import note_dropped, replayed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,10 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
     delivered = submit.generated[index] if submit.generated else []
     if delivered:
         generation.replay(delivered, submit.mirostat_mu[index] if submit.mirostat_mu else None)
-    tokens, num_prompt = [*prompt, *delivered], len(prompt)
-    if request.context_shift:
-        tokens = replayed(prompt, delivered, context.n_ctx)
-        kept = num_kept(context.n_ctx)
-        num_dropped = len(prompt) + len(delivered) - len(tokens)
-        num_prompt -= min(num_dropped, max(0, len(prompt) - kept))
     sequence = Sequence(
         key=SequenceKey(submit.request_id, index),
-        tokens=tokens,
-        num_prompt=num_prompt,
-        num_forgotten=num_prompt + len(delivered) - len(tokens),
+        tokens=[*prompt, *delivered],
+        num_prompt=len(prompt),
         namespace=_namespace(request, context),
         shares=request.cache and context.cache_mode is not CacheMode.OFF,
         priority=request.priority,
@@ -112,6 +105,10 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         is_to_embed=request.state_output is StateOutput.EMBED and not context.state_layout,
         wants_prompt_logits=request.prompt_logprobs is not None and index == 0,
     )
+    if request.context_shift and len(sequence.tokens) >= context.n_ctx:
+        tokens = replayed(prompt, delivered, context.n_ctx)
+        note_dropped(sequence, len(sequence.tokens) - len(tokens), context.n_ctx)
+        sequence.tokens = tokens
     return Choice(sequence, generation)
 
 

@@ -278,7 +278,9 @@ class Resident:
         else:
             self._pace.end(self._runner, num_tokens)
             self.scheduler.computed(plan, self._pace.now())
-            carry_out(self.scheduler.room.take_late(), self.backend, self.scheduler.room)  # before it moves on
+            carry_out(
+                self.scheduler.room.take_late(), self.backend, self.scheduler.room
+            )  # before it moves on
             self._draw(plan, rows)
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:

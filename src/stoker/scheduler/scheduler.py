@@ -25,7 +25,7 @@ from stoker.scheduler.plan import Planner, StepPlan
 from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.room import Room
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
-from stoker.scheduler.shift import num_kept, shifted
+from stoker.scheduler.shift import note_dropped, num_kept, shifted
 from stoker.scheduler.tally import Tally
 
 if TYPE_CHECKING:
@@ -221,12 +221,9 @@ class Scheduler:
     def shift(self, sequence: Sequence, n_ctx: int, now: float) -> int:
         """Its context is full: drop its oldest tokens after the first ones (SPEC C12); returns how many."""
         tokens = shifted(sequence.tokens, n_ctx)
-        count, kept = len(sequence.tokens) - len(tokens), num_kept(n_ctx)
-        dropped_of_prompt = max(0, min(sequence.num_prompt, kept + count) - kept)
-        sequence.num_prompt -= dropped_of_prompt
-        sequence.num_forgotten += count - dropped_of_prompt
-        sequence.wants_prompt_logits = False
-        self.room.shift(sequence, tokens, min(kept, sequence.num_computed))
+        count = len(sequence.tokens) - len(tokens)
+        note_dropped(sequence, count, n_ctx)
+        self.room.shift(sequence, tokens, min(num_kept(n_ctx), sequence.num_computed))
         sequence.move(SequenceState.PREFILL, now, f"context full: {count} tokens dropped")
         return count
 
@@ -444,12 +441,10 @@ class Scheduler:
         while self.cells.free < self.room.num_to_import(sequence) and self._free_kept(turn):
             pass
         self.line.remove(sequence)
-        is_new = sequence.started_s is None
-        sequence.started_s = now if sequence.started_s is None else sequence.started_s
         told = self.room.seat(sequence, placement, turn.effects)
-        if sequence.num_cached is None:
+        if sequence.started_s is None:
+            sequence.started_s = now
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-        if is_new:
             self.tally.admitted(sequence)
         sequence.move(SequenceState.PREFILL, now, told)
         turn.admitted.append(sequence)

@@ -6,6 +6,11 @@ follows is what the model would have written after the tokens that stay, on any 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stoker.scheduler.sequence import Sequence
+
 NUM_KEPT = 100
 """Tokens at the start that are never dropped; a quarter of the context where that is less."""
 
@@ -37,3 +42,11 @@ def replayed(prompt: list[int], generated: list[int], n_ctx: int) -> list[int]:
         if len(tokens) >= n_ctx:
             tokens = shifted(tokens, n_ctx)
     return tokens
+
+
+def note_dropped(sequence: Sequence, count: int, n_ctx: int) -> None:
+    """`count` tokens after the first ones leave the sequence: how much of it is prompt is told anew."""
+    of_prompt = max(0, min(count, sequence.num_prompt - num_kept(n_ctx)))
+    sequence.num_prompt -= of_prompt
+    sequence.num_forgotten += count - of_prompt
+    sequence.wants_prompt_logits = False
