@@ -38,7 +38,7 @@ class Arrivals:
 
     def is_awaiting(self, sequence: Sequence) -> bool:
         """Whether what it goes on from is on its way."""
-        if sequence.is_held or self._room.is_fetching(sequence):
+        if sequence.is_held or self._room.stock.is_fetching(sequence):
             return True
         if sequence.follows is not None:
             if not sequence.follows.is_over:
@@ -70,7 +70,7 @@ class Arrivals:
         placement = self._room.placement(sequence)
         if placement is None or placement.entry is None or placement.entry.is_in_ram:
             return False
-        self._room.fetch(sequence, placement.entry)
+        self._room.stock.fetch(sequence, placement.entry)
         return True
 
 

@@ -17,6 +17,9 @@ TYPICAL_TOKENS = 128.0
 MIN_RETRY_AFTER_S = 1.0
 FOLLOW = 0.2
 
+CLOSE_POSITIONS = 32
+"""Places of the line whose waits are simulated one by one at each arrival."""
+
 
 class Forecast:
     """Learns how long answers are and how often one ends."""
@@ -35,6 +38,13 @@ class Forecast:
         started_s = sequence.arrival_s if sequence.started_s is None else sequence.started_s
         self._answer_tokens += FOLLOW * (sequence.num_generated - self._answer_tokens)
         self._service_s += FOLLOW * ((now - started_s) / self._num_slots - self._service_s)
+
+    def wait_s(self, running: Line[Sequence], waiting: Line[Sequence], position: int) -> float:
+        """The same for one place of the line; far back a rough figure, as arrivals must not cost much."""
+        if position < CLOSE_POSITIONS:
+            return self.waits_s(running, waiting[: position + 1])[position]
+        close_s = self.waits_s(running, waiting[:CLOSE_POSITIONS])[-1]
+        return close_s * (position + 1) / CLOSE_POSITIONS
 
     def retry_after_s(self) -> float:
         """When a refused caller may find room: the time an answer takes, over the slots."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.cache.entry import Entry, EntryState
-from stoker.cache.keys import key_of
+from stoker.cache.entry import EntryState
 from stoker.messages import CacheSource
 from stoker.scheduler.cells import CellPool
-from stoker.scheduler.checkpoints import Checkpoints
 from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, Trim
 from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, SlotTable
+from stoker.scheduler.stock import Stock
 
 if TYPE_CHECKING:
+    from stoker.cache.entry import Entry
     from stoker.cache.index import Hit
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.cache.snapshot import Snapshot
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 GROWTH_CELLS = 64
 """Cells beyond its own that each running sequence should find; fewer where the pool is small."""
-MIN_SNAPSHOT = 32
-"""Tokens below which computing again is as quick as a snapshot."""
-MIN_GAIN = 16
-"""Tokens more that a stored state has to save than cells at hand."""
-MAX_IMPORT = 64
-"""So many times as long as what is used of it may a state be: a copied token costs a hundredth."""
 MAX_MOVED_BYTES = 2**29
 """Cells to be moved together at a time; copying them takes host memory and some milliseconds per 10 MB."""
 
@@ -49,16 +43,29 @@ class Room:
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
-        self.cache = cache
+        self.stock = Stock(limits, cache)
         self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
-        self.now = 0.0
         self._late: list[Effect] = []
 
     def __repr__(self) -> str:
-        return f"<Room {self.slots!r} {self.cells!r} {self.cache!r}>"
+        return f"<Room {self.slots!r} {self.cells!r} {self.stock!r}>"
 
     # ------------------------------------------------------------ questions
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The stored prefixes, of this model and others."""
+        return self.stock.cache
+
+    @property
+    def now(self) -> float:
+        """The time of the turn."""
+        return self.stock.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.stock.now = now
 
     def fits(self, sequence: Sequence, placement: Placement) -> bool:
         """Whether it fits beside those who run, with room to grow for each, once nothing else is kept."""
@@ -87,7 +94,7 @@ class Room:
             vacant = self.slots.vacant()
             return None if vacant is None else Placement(vacant.id, vacant.id, sequence.num_computed)
         live = self.slots.source(self._reuse(sequence))
-        hit = self.stored(sequence, 0 if live is None else live[1])
+        hit = self._stored(sequence, 0 if live is None else live[1])
         if hit is None:
             return self.slots.place(live)
         vacant = self.slots.vacant()
@@ -97,20 +104,13 @@ class Room:
         """Tokens it would find if it got a slot now."""
         live = self.slots.source(self._reuse(sequence))
         length = 0 if live is None else live[1]
-        hit = self.stored(sequence, length)
+        hit = self._stored(sequence, length)
         return length if hit is None else hit.num_tokens
 
-    def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
-        """A stored state that saves it more than `num_live` tokens in cells do."""
-        limits = self.limits
-        if not (limits.cache_mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
-            return None
-        hit = self.cache.find(sequence.namespace, key_of(sequence.tokens), is_exact=not limits.can_trim)
-        if hit is None or hit.num_tokens < num_live + MIN_GAIN:
-            return None
-        length = hit.entry.num_tokens
-        is_too_long = length > hit.num_tokens * MAX_IMPORT or length > self._cells_at_hand()
-        return None if is_too_long else hit
+    def _stored(self, sequence: Sequence, num_live: int) -> Hit | None:
+        """A stored state that saves it more than cells do, and for which there is room."""
+        hit = self.stock.find(sequence, num_live)
+        return None if hit is None or hit.entry.num_tokens > self._cells_at_hand() else hit
 
     def _cells_at_hand(self) -> int:
         """Free cells, and those held for nobody who runs or waits."""
@@ -139,23 +139,6 @@ class Room:
         self.slots.occupy(slot, sequence, self.now)
         return f"slot {slot.id}, {told}"
 
-    def take_up(self, sequence: Sequence, placement: Placement) -> None:
-        """Lease the stored state it is about to go on from, if it does, so that it stays until it is used."""
-        if placement.entry is not None:
-            is_fetched = sequence.entry is placement.entry
-            self._note_source(sequence, CacheSource.DISK if is_fetched else CacheSource.RAM)
-            self.cache.lease(placement.entry, sequence.key)
-            if not is_fetched:
-                self.let_go(sequence)
-            sequence.entry = placement.entry
-        elif sequence.form is not ParkForm.SNAPSHOT:
-            self.let_go(sequence)  # what it had fetched is superfluous by now
-
-    @staticmethod
-    def num_to_import(sequence: Sequence) -> int:
-        """Cells its stored state takes while it is put back: all of it goes in before it is cut."""
-        return 0 if sequence.entry is None else sequence.entry.num_tokens
-
     def _bring_back(
         self, sequence: Sequence, slot: Slot, placement: Placement, effects: list[Effect]
     ) -> None:
@@ -170,7 +153,7 @@ class Room:
         source = self.slots[placement.source]
         if placement.length:
             is_shared = source.sequence is not None
-            self._note_source(sequence, CacheSource.SHARED if is_shared else CacheSource.LIVE)
+            self.stock.note_source(sequence, CacheSource.SHARED if is_shared else CacheSource.LIVE)
         if source is slot:
             self._cut(slot, placement.length, effects)
         else:
@@ -182,11 +165,6 @@ class Room:
             effects.append(Begin(slot.id, sequence))
         return f"{placement.length} tokens reused"
 
-    @staticmethod
-    def _note_source(sequence: Sequence, source: CacheSource) -> None:
-        if sequence.num_cached is None:
-            sequence.cache_source = source
-
     def release(self, sequence: Sequence) -> None:
         """It ends: what was computed of it stays for reuse until the cells are needed."""
         kept = sequence.tokens[: sequence.num_computed]
@@ -195,13 +173,7 @@ class Room:
         elif sequence.home is not None:
             self.slots.clear(sequence, kept)
         sequence.form = None
-        self.let_go(sequence)
-
-    def let_go(self, sequence: Sequence) -> None:
-        """It needs its stored state no longer."""
-        entry, sequence.entry = sequence.entry, None
-        if entry is not None:
-            self.cache.settle(entry, sequence.key, self.now)
+        self.stock.let_go(sequence)
 
     def shift(self, sequence: Sequence, tokens: list[int], num_kept: int) -> None:
         """A running sequence goes on with other tokens, the first `num_kept` as before (SPEC C12)."""
@@ -265,19 +237,6 @@ class Room:
         guest.is_importing = False
         guest.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
 
-    def _snapshot(self, guest: Sequence, slot: Slot, effects: list[Effect], best: ParkForm) -> None:
-        is_long_enough = guest.num_computed >= MIN_SNAPSHOT
-        entry = None
-        if best is ParkForm.SNAPSHOT and is_long_enough and self.limits.can_export:
-            new = self._new_entry(guest, guest.num_computed)
-            entry = self.cache.park(new, guest.key, self.limits.park_bytes, self.now)
-        if entry is None:
-            guest.form, guest.num_computed = ParkForm.TOKENS, 0
-            return
-        guest.form, guest.entry = ParkForm.SNAPSHOT, entry
-        if entry.state is EntryState.PENDING:
-            effects.append(Export(slot.id, entry, guest))
-
     def movable(self) -> list[int]:
         """Sequences whose cells may be moved together: those that share none, unless they are very many."""
         alone = [slot.id for slot in self.slots.slots if self._is_alone(slot.id)]
@@ -288,64 +247,29 @@ class Room:
         length = self.cells.length(seq)
         return length > 0 and self.cells.exclusive(seq) == length
 
+    def _snapshot(self, guest: Sequence, slot: Slot, effects: list[Effect], best: ParkForm) -> None:
+        entry = self.stock.park(guest) if best is ParkForm.SNAPSHOT else None
+        if entry is None:
+            guest.form, guest.num_computed = ParkForm.TOKENS, 0
+            return
+        guest.form, guest.entry = ParkForm.SNAPSHOT, entry
+        if entry.state is EntryState.PENDING:
+            effects.append(Export(slot.id, entry, guest))
+
     # ------------------------------------------------------------ stored states
-
-    def begin_checkpoints(self, sequence: Sequence) -> None:
-        """A model that cannot go back leaves states behind on the way (SPEC C8)."""
-        if not self.limits.can_trim and (self._may_store(sequence) or sequence.is_to_embed):
-            sequence.checkpoints = Checkpoints(sequence.num_prompt)
-
-    def _may_store(self, sequence: Sequence) -> bool:
-        """Whether its states may be kept for others."""
-        return sequence.shares and self.limits.cache_mode.keeps_snapshots and self.limits.can_export
 
     def leave_checkpoint(self, sequence: Sequence) -> None:
         """Where a step has brought it to a place for one, its state is stored before it moves on."""
-        checkpoints, at = sequence.checkpoints, sequence.num_computed
-        if checkpoints is None or sequence.slot is None or not self._may_store(sequence):
-            return
-        if not checkpoints.is_at(at) or at < MIN_REUSE:
-            return
-        new = self._new_entry(sequence, at)
-        entry = self.cache.store(new, self.now, is_wanted=checkpoints.is_marked(at))
-        if entry is not None:
+        if sequence.slot is not None and (entry := self.stock.checkpoint(sequence)) is not None:
             self._late.append(Export(sequence.slot, entry))
-            for dropped in checkpoints.left(at):
-                self.cache.drop(sequence.namespace, key_of(sequence.tokens[:dropped]))
-
-    def fetch(self, sequence: Sequence, entry: Entry) -> None:
-        """Have a state read from disk for it; it waits in the line until that has ended."""
-        self.let_go(sequence)
-        sequence.entry = entry
-        self.cache.fetch(entry, sequence.key)
-
-    @staticmethod
-    def is_fetching(sequence: Sequence) -> bool:
-        """Whether its state is still on its way from disk."""
-        return sequence.entry is not None and sequence.entry.state is EntryState.READING
 
     def _store(self, slot: Slot, effects: list[Effect]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""
-        owner = slot.last
-        assert owner is not None, f"{slot!r} keeps what nobody left"
+        assert slot.last is not None, f"{slot!r} keeps what nobody left"
         slot.is_stored = True
-        if self._may_store(owner):
-            entry = self.cache.store(self._new_entry(owner, len(slot.kept)), self.now)
-            if entry is not None:
-                effects.append(Export(slot.id, entry))
-
-    def _new_entry(self, sequence: Sequence, num_tokens: int) -> Entry:
-        mode = self.limits.cache_mode
-        return Entry(
-            namespace=sequence.namespace,
-            model=self.limits.model,
-            source=self.limits.source,
-            key=key_of(sequence.tokens[:num_tokens]),
-            size_bytes=self.limits.snapshot_bytes(num_tokens),
-            is_private=not (sequence.shares and mode.keeps_snapshots),
-            is_exact=not self.limits.can_trim,
-            is_background=sequence.is_background,
-        )
+        entry = self.stock.store(slot.last, len(slot.kept))
+        if entry is not None:
+            effects.append(Export(slot.id, entry))
 
     # ------------------------------------------------------------ answers
 
@@ -363,13 +287,11 @@ class Room:
     def imported(self, sequence: Sequence) -> None:
         """The answer to an Import: the backend has it."""
         sequence.is_importing = False
-        if sequence.entry is not None:
-            self.cache.used(sequence.entry, self.now)
-        self.let_go(sequence)
+        self.stock.used(sequence)
 
     def lost(self, sequence: Sequence) -> None:
         """Its state could not be had: it goes on from its tokens."""
-        self.let_go(sequence)
+        self.stock.let_go(sequence)
         sequence.is_importing = False
         sequence.num_computed = 0
         if sequence.started_s == self.now:

@@ -39,9 +39,6 @@ REST_SURPLUS_CELLS = 512
 BUSY_SURPLUS_CELLS = 1024
 """The same while others run or wait in their cells: those left are moved together then (docs/adr/0006)."""
 
-CLOSE_POSITIONS = 32
-"""Places of the line whose waits are simulated one by one at each arrival."""
-
 
 class Scheduler:
     """Who runs, who waits, what is kept."""
@@ -81,7 +78,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something: nobody runs, or waits for anything but the disk."""
-        return len(self.slots.running) > 0 or any(not self.room.is_fetching(s) for s in self.line)
+        return len(self.slots.running) > 0 or any(not self.room.stock.is_fetching(s) for s in self.line)
 
     @property
     def has_people(self) -> bool:
@@ -102,10 +99,7 @@ class Scheduler:
 
     def eta_s(self, position: int) -> float:
         """The same for one place of the line; far back a rough figure, as arrivals must not cost much."""
-        if position < CLOSE_POSITIONS:
-            return self.forecast.waits_s(self.slots.running, self.waiting()[: position + 1])[position]
-        close_s = self.forecast.waits_s(self.slots.running, self.waiting()[:CLOSE_POSITIONS])[-1]
-        return close_s * (position + 1) / CLOSE_POSITIONS
+        return self.forecast.wait_s(self.slots.running, self.waiting(), position)
 
     def next_deadline_s(self) -> float | None:
         """When the first sequence passes its deadline: it may be paused, or the model get no turns."""
@@ -145,7 +139,7 @@ class Scheduler:
         """Put a new sequence in the line; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
-        self.room.begin_checkpoints(sequence)
+        self.room.stock.begin_checkpoints(sequence)
         return self.line.push(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
@@ -171,7 +165,7 @@ class Scheduler:
         else:
             self.line.remove(sequence)
             if sequence.form is not ParkForm.SNAPSHOT:
-                self.room.let_go(sequence)  # what it waited for from disk
+                self.room.stock.let_go(sequence)  # what it waited for from disk
         sequence.move(SequenceState.PAUSED, now, "asked to")
         self.paused.append(sequence)
 
@@ -437,8 +431,8 @@ class Scheduler:
     def _seat(self, sequence: Sequence, turn: Schedule, now: float) -> None:
         placement = self._placement(sequence, turn)
         assert placement is not None, f"no slot for {sequence!r}"
-        self.room.take_up(sequence, placement)
-        while self.cells.free < self.room.num_to_import(sequence) and self._free_kept(turn):
+        self.room.stock.take_up(sequence, placement.entry)
+        while self.cells.free < self.room.stock.num_to_import(sequence) and self._free_kept(turn):
             pass
         self.line.remove(sequence)
         told = self.room.seat(sequence, placement, turn.effects)
