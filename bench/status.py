@@ -50,7 +50,7 @@ async def wait_saved(client: Client) -> None:
     deadline_s = loop.time() + SAVED_LIMIT_S
     num_saved_looks = 0
     while num_saved_looks < NUM_LOOKS and loop.time() < deadline_s:
-        num_unsaved = _find((await _document(client)).get("cache"), "num_unsaved")
+        num_unsaved = _find((await _document(client)).get("cache"), "unsaved")
         if num_unsaved is None:
             return
         num_saved_looks = 0 if num_unsaved else num_saved_looks + 1

@@ -63,6 +63,8 @@ class Ask:
         cut: the caller leaves after so many tokens; None: never.
         is_cancel: it leaves by `cancel`, not by closing the stream.
         gaps: at each token of `expected` the distance between the reference's two best logits.
+        sure: the logprob that the reference gives each token of `expected`.
+        logprobs: the same of `tokens`.
     """
 
     request: GenerateRequest
@@ -70,7 +72,9 @@ class Ask:
     is_cancel: bool
     expected: list[int]
     gaps: list[float]
+    sure: list[float]
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     usage: Usage | None = None
 
     def judge(self) -> str:
@@ -83,6 +87,17 @@ class Ask:
         if self.cut is None:
             assert len(self.tokens) == len(self.expected), f"{len(self.tokens)} of {len(self.expected)} tokens"
         return "same"
+
+    @property
+    def drift(self) -> float:
+        """How far a logprob is from the reference's at most, as long as the tokens are the same."""
+        most = 0.0
+        told = zip(self.expected, self.tokens, self.sure, self.logprobs, strict=False)
+        for mine, theirs, sure, logprob in told:
+            if mine != theirs:
+                break
+            most = max(most, abs(sure - logprob))
+        return most
 
     def check_usage(self) -> None:
         """What it is told of the cache can be (SPEC C2, C5, C13)."""
@@ -126,17 +141,18 @@ async def _asked(plain: Runtime, random: Random, manner: Manner, prompt: tuple[i
     request = GenerateRequest(
         prompt=prompt, max_tokens=num_tokens, sampling=sampling, ignore_eos=True, logprobs=2
     )
-    expected, gaps = [], []
+    expected, gaps, sure = [], [], []
     async with aclosing(plain.stream(request)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 expected += event.token_ids
                 for told in event.logprobs or ():
                     gaps.append(told.top[0][2] - told.top[1][2])
+                    sure.append(told.logprob)
     assert len(expected) == len(gaps) == num_tokens
     is_cut = random.random() < 0.2
     cut = random.randint(1, num_tokens) if is_cut else None
-    return Ask(request, cut, random.random() < 0.5, expected, gaps)
+    return Ask(request, cut, random.random() < 0.5, expected, gaps, sure)
 
 
 async def conversations(model: str, seed: int, number: int, manner: Manner, **settings) -> list[Conversation]:
@@ -156,12 +172,13 @@ async def conversations(model: str, seed: int, number: int, manner: Manner, **se
 
 async def ask(served: Runtime, question: Ask) -> None:
     """Ask it once; the caller leaves where `cut` says."""
-    question.tokens, question.usage = [], None
+    question.tokens, question.logprobs, question.usage = [], [], None
     request_id = f"ask-{next(_ids)}"
     async with aclosing(served.stream(question.request, request_id)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 question.tokens += event.token_ids
+                question.logprobs += [told.logprob for told in event.logprobs or ()]
                 if question.cut is not None and len(question.tokens) >= question.cut:
                     if not question.is_cancel:
                         return

@@ -111,6 +111,7 @@ class TakeOver(Workload):
             Better.LOWER,
             bar=1.5,
             judged=Judged.EACH,
+            in_picture=False,
         ),
         Metric(
             "complete",

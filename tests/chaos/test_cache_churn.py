@@ -54,7 +54,7 @@ def conversation(number: int) -> Iterator[Ask]:
     """Both of its turns, and the last of one that ended a while ago."""
     for prompt in (*turns(number), turns(max(0, number - LONG_AGO))[1]):
         request = GenerateRequest(prompt=prompt, max_tokens=2, sampling=Sampling(temperature=0.0))
-        yield Ask(request, None, is_cancel=False, expected=[], gaps=[])
+        yield Ask(request, None, is_cancel=False, expected=[], gaps=[], sure=[])
 
 
 async def batch(runtime: Runtime, numbers: range) -> None:

@@ -226,7 +226,7 @@ async def test_a_server_without_the_page_tells_nothing() -> None:
 async def test_what_is_kept_counts_as_saved_when_several_looks_agree() -> None:
     """C9: an entry is made a moment after its answer; a single zero may come before it."""
     numbers = [0, 0, 2, 1, 0, 0, 0]
-    stand_in = Telling(documents=[{"cache": {"disk": {"num_unsaved": n}}} for n in numbers])
+    stand_in = Telling(documents=[{"cache": {"disk": {"unsaved": n}}} for n in numbers])
     async with serving(stand_in) as url:
         await status.wait_saved(Client(url))
     assert stand_in.num_asked == len(numbers)
@@ -235,7 +235,7 @@ async def test_what_is_kept_counts_as_saved_when_several_looks_agree() -> None:
 async def test_the_wait_for_saving_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """C9: a disk that takes no files holds the run up for seconds, not for ever."""
     monkeypatch.setattr(status, "SAVED_LIMIT_S", 0.05)
-    async with serving(Telling(documents=[{"cache": {"num_unsaved": 1}}])) as url:
+    async with serving(Telling(documents=[{"cache": {"unsaved": 1}}])) as url:
         async with asyncio.timeout(30):
             await status.wait_saved(Client(url))
 

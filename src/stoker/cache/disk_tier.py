@@ -63,7 +63,8 @@ class DiskTier:
         self._ledger = ledger
         self._orders: list[DiskOrder] = []
         self._due_s: dict[Entry, float] = {}
-        self._is_writing = False
+        self._writing: Entry | None = None
+        self._is_ending = False
 
     def __repr__(self) -> str:
         return f"<DiskTier {self.used_bytes} of {self.limit_bytes} bytes, {len(self._due_s)} to write>"
@@ -83,15 +84,17 @@ class DiskTier:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being written and nothing wants to be."""
-        return not self._is_writing and not self._due_s
+        return self._writing is None and not self._due_s
 
     def wants(self, entry: Entry) -> bool:
         """Whether an entry should be saved and is not."""
-        return entry in self._due_s
+        return entry in self._due_s or entry is self._writing
 
     def next_due_s(self) -> float | None:
         """When the next entry wants to be written; None: none does, or one is on its way."""
-        return None if self._is_writing else min(self._due_s.values(), default=None)
+        if self._writing is not None:
+            return None
+        return min((at for entry, at in self._due_s.items() if not entry.leases), default=None)
 
     # ------------------------------------------------------------ entries
 
@@ -107,19 +110,21 @@ class DiskTier:
 
     def next_to_write(self, now: float) -> Entry | None:
         """The entry whose time has come, the first noted first."""
-        if self._is_writing or not self._due_s:
+        if self._writing is not None:
             return None
-        entry = next(iter(self._due_s))
-        return entry if self._due_s[entry] <= now and not entry.leases else None
+        ready = (entry for entry, at in self._due_s.items() if at <= now and not entry.leases)
+        return next(ready, None)
 
     def hurry(self) -> None:
-        """Everything is due now: the engine is about to end."""
-        self._due_s = dict.fromkeys(self._due_s, 0.0)
+        """Everything is due now, and nothing later: the engine is about to end."""
+        self._is_ending = True
+        self._due_s = {entry: 0.0 for entry in self._due_s if not entry.leases}
 
     def put_off(self, entry: Entry, now: float) -> None:
-        """It is worth less than every file there is."""
+        """It is worth less than the files that would have to go for it."""
         self._due_s.pop(entry, None)
-        self._due_s[entry] = now + RETRY_S
+        if not self._is_ending:
+            self._due_s[entry] = now + RETRY_S
 
     # ------------------------------------------------------------ orders
 
@@ -131,7 +136,7 @@ class DiskTier:
     def write(self, entry: Entry) -> None:
         """Order a write; the entry stays where it is until it has ended."""
         self._due_s.pop(entry, None)
-        self._is_writing = True
+        self._writing = entry
         entry.leases.add(HOLDER)
         self._orders.append(Write(entry))
 
@@ -139,6 +144,10 @@ class DiskTier:
         """Order a read."""
         entry.move(EntryState.READING)
         self._orders.append(Read(entry))
+
+    def remove_file(self, file: str) -> None:
+        """Order the removal of a file that no entry needs."""
+        self._orders.append(Remove(file))
 
     def remove(self, entry: Entry) -> None:
         """Order the removal of its file."""
@@ -155,7 +164,7 @@ class DiskTier:
 
     def write_ended(self, entry: Entry) -> None:
         """However it ended."""
-        self._is_writing = False
+        self._writing = None
         entry.leases.discard(HOLDER)
 
     def lost(self, entry: Entry) -> None:

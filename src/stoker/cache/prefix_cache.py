@@ -230,11 +230,15 @@ class PrefixCache:
             assert entry.file is not None, f"{entry!r} was not found on disk"
             file, size = entry.file, entry.file_bytes
             entry.file, entry.file_bytes = None, 0
-            if self._get(entry) is None:
-                self._keep_count(entry.namespace)
-                self._index.insert(entry)
-                entry.move(EntryState.DISK)
-                self.disk.added(entry, file, size)
+            if entry.size_bytes > self.limits.ram_bytes:
+                continue  # of a server with more memory
+            if self._get(entry) is not None:
+                self.disk.remove_file(file)
+                continue
+            self._keep_count(entry.namespace)
+            self._index.insert(entry)
+            entry.move(EntryState.DISK)
+            self.disk.added(entry, file, size)
 
     def tend(self, now: float) -> None:
         """Order the next write, if one is due."""
@@ -242,18 +246,41 @@ class PrefixCache:
         entry = self.disk.next_to_write(now)
         if entry is None:
             return
-        while self.disk.used_bytes + entry.size_bytes > self.disk.limit_bytes:
-            chosen = self._least((*(e for e in self._index if e.file is not None), entry))
-            if chosen is None or chosen is entry or not chosen.is_free:
-                self.disk.put_off(entry, now)
-                return
-            self._let_go_of_file(chosen)
+        going = self._giving_way_to(entry)
+        if going is None:
+            self.disk.put_off(entry, now)
+            return
+        for other in going:
+            self._let_go_of_file(other)
         self.disk.write(entry)
+
+    def _giving_way_to(self, entry: Entry) -> list[Entry] | None:
+        """Whose files have to go for it, if each of them is worth less; None: they are not."""
+        excess = self.disk.used_bytes + entry.size_bytes - self.disk.limit_bytes
+        others = [other for other in self._index if other.file is not None and other.is_free]
+        going: list[Entry] = []
+        while excess > 0:
+            chosen = self._least((*others, entry))
+            if chosen is None or chosen is entry:
+                return None
+            others.remove(chosen)
+            going.append(chosen)
+            excess -= chosen.file_bytes
+        return going
+
+    def can_fetch(self, entry: Entry) -> bool:
+        """Whether there is room for its bytes beside those that are in use."""
+        if entry.state is not EntryState.DISK:
+            return True
+        in_use = sum(e.size_bytes for e in self._index if self._is_counted(e) and not e.is_free)
+        return in_use + entry.size_bytes <= self.limits.ram_bytes
 
     def fetch(self, entry: Entry, holder: Hashable) -> None:
         """Have its bytes read for `holder`; `fetched` or `unreadable` ends the wait."""
         entry.leases.add(holder)
         if entry.state is EntryState.DISK:
+            self._make_room(entry.size_bytes)
+            self._ledger.add(entry.line, entry.size_bytes)
             self.disk.read(entry)
 
     def written(self, entry: Entry, file: str, file_bytes: int) -> None:
@@ -283,15 +310,15 @@ class PrefixCache:
     def fetched(self, entry: Entry, data: Snapshot, now: float) -> None:
         """Its bytes came from disk."""
         self._now = now
-        entry.size_bytes = memoryview(data).nbytes
-        self._make_room(entry.size_bytes)
-        self._ledger.add(entry.line, entry.size_bytes)
+        self._recount(entry, memoryview(data).nbytes)
         entry.data, entry.stored_s, entry.used_s = data, now, now
         entry.move(EntryState.RAM)
+        self.disk.note(entry, now)  # its file may have gone meanwhile
 
     def unreadable(self, entry: Entry) -> None:
         """Its file is damaged or gone."""
         self._num_damaged_total += 1
+        self._ledger.add(entry.line, -entry.size_bytes)
         self.disk.lost(entry)
         self._take_out(entry)
 
@@ -313,8 +340,7 @@ class PrefixCache:
 
     def _evict_one(self) -> bool:
         """Free the bytes that are missed least: of those on disk too, else of any (SPEC C7)."""
-        counted = [entry for entry in self.entries() if entry.data is not None and entry.line is Line.CACHE]
-        free = [entry for entry in counted if entry.is_free]
+        free = [entry for entry in self._index if self._is_counted(entry) and entry.is_free]
         saved = [entry for entry in free if entry.file is not None]
         chosen = self._least(saved or free)
         if chosen is None:
@@ -337,6 +363,11 @@ class PrefixCache:
         return victim((entry, self._index.figures(entry, self._now)) for entry in entries)
 
     # ------------------------------------------------------------ bookkeeping
+
+    @staticmethod
+    def _is_counted(entry: Entry) -> bool:
+        """Whether it takes of the cache's host memory, or is about to."""
+        return entry.line is Line.CACHE and entry.state not in {EntryState.DISK, EntryState.GONE}
 
     def _get(self, like: Entry) -> Entry | None:
         return self._index.get(like.namespace, like.key)
@@ -388,8 +419,8 @@ class PrefixCache:
         for entry in entries:
             assert entry.is_private or self._get(entry) is entry, f"{entry!r} is not in its tree"
             assert (entry.state is EntryState.RAM) == (entry.data is not None), repr(entry)
-            assert entry.state not in {EntryState.DISK, EntryState.READING} or entry.file, repr(entry)
-            if entry.is_in_ram:
+            assert entry.state is not EntryState.DISK or entry.file, repr(entry)
+            if entry.state is not EntryState.DISK:
                 held[entry.line] += entry.size_bytes
             if entry.data is not None:
                 assert memoryview(entry.data).nbytes == entry.size_bytes, repr(entry)

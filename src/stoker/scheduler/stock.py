@@ -54,7 +54,8 @@ class Stock:
         hit = self.cache.find(sequence.namespace, key_of(sequence.tokens), is_exact=not self.limits.can_trim)
         if hit is None or hit.num_tokens < num_live + MIN_GAIN:
             return None
-        return None if hit.entry.num_tokens > hit.num_tokens * MAX_IMPORT else hit
+        is_too_long = hit.entry.num_tokens > hit.num_tokens * MAX_IMPORT
+        return None if is_too_long or not self.cache.can_fetch(hit.entry) else hit
 
     def take_up(self, sequence: Sequence, entry: Entry | None) -> None:
         """Lease the state it is about to go on from, lest it goes before it is used; None: it needs none."""
