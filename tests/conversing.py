@@ -1,14 +1,14 @@
-"""Conversations for the prefix cache: what they ask, what they get without it, and whether they get it with it.
+"""Conversations for the prefix cache: what they ask, what they get without it, whether they get it with it.
 
-A conversation is made while its answers are computed with nothing kept; what a cached run is asked is therefore
-known beforehand, and one answer that differs does not change the questions after it.
+A conversation is made while its answers are computed with nothing kept. So it is known beforehand what a
+cached run is asked, and one answer that differs does not change the questions after it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -78,14 +78,18 @@ class Ask:
     usage: Usage | None = None
 
     def judge(self) -> str:
-        """same or near; raises AssertionError if what it got is neither."""
+        """Same or near; raises AssertionError if what it got is neither."""
         for at, (mine, theirs) in enumerate(zip(self.expected, self.tokens, strict=False)):
             if mine != theirs:
                 told = f"token {at} is {theirs} instead of {mine}, logits {self.gaps[at]:.3f} apart"
-                assert self.gaps[at] <= EQUAL_WITHIN, f"{told}; {self.usage}, {len(self.request.prompt)} asked"
+                assert self.gaps[at] <= EQUAL_WITHIN, (
+                    f"{told}; {self.usage}, {len(self.request.prompt)} asked"
+                )
                 return "near"
         if self.cut is None:
-            assert len(self.tokens) == len(self.expected), f"{len(self.tokens)} of {len(self.expected)} tokens"
+            assert len(self.tokens) == len(self.expected), (
+                f"{len(self.tokens)} of {len(self.expected)} tokens"
+            )
         return "same"
 
     @property
@@ -182,10 +186,8 @@ async def ask(served: Runtime, question: Ask) -> None:
                 if question.cut is not None and len(question.tokens) >= question.cut:
                     if not question.is_cancel:
                         return
-                    try:
+                    with suppress(RequestNotFoundError):  # its last token is on the way
                         await served.cancel(request_id)
-                    except RequestNotFoundError:  # its last token is on the way
-                        pass
             elif isinstance(event, Finished):
                 question.usage = event.usage
 

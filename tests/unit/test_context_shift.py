@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ class Engine:
         self.inbox.put(LoadModel(ModelSpec(**{"id": "m", "path": path, "n_ctx": N_CTX} | spec)))
         self.until(lambda: any(e.state == "ready" for e in self.events if isinstance(e, ModelState)))
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -245,7 +245,7 @@ def test_choices_that_had_ended_before_a_replay_count_as_they_did():
 
 
 def test_a_shifted_text_is_not_mistaken_for_the_whole_one():
-    """C1, C12: what is stored after a shift stands for the tokens that stay, and serves who asks for these."""
+    """C1, C12: what is stored after a shift stands for the tokens that stay, and serves who asks for them."""
     with Engine() as engine:
         engine.run("r", max_tokens=150)
         drawn = by_hand(PROMPT, 150, N_CTX)[0]

@@ -137,7 +137,7 @@ def test_a_model_that_cannot_go_back_is_served_by_entries_that_end_before_the_di
     assert store.length(span(0, 100) + span(900, 9), is_exact=True) == 64
     assert store.length(span(0, 128), is_exact=True) == 64
     assert store.length(span(0, 129), is_exact=True) == 128
-    assert store.length(span(0, 63) + [900], is_exact=True) == 40
+    assert store.length([*span(0, 63), 900], is_exact=True) == 40
     assert store.length(span(0, 39) + span(900, 50), is_exact=True) == 0
 
 
@@ -642,9 +642,9 @@ def test_a_file_that_goes_while_it_is_read(is_read):
 def test_a_saved_state_larger_than_host_memory_may_hold_does_not_get_in():
     """C7, C14: a folder may come from a server with more memory."""
     store = Store(ram=400, disk=PLENTY)
-    store.cache.found([entry_of(span(0, 50), file="old", file_bytes=507)])
+    store.cache.found([entry_of(span(0, 50), file="old", file_bytes=507)], 0.0)
     hit = store.cache.find(SPACE, key_of(span(0, 60)), is_exact=False)
-    if hit is not None:
+    if hit is not None and store.cache.can_fetch(hit.entry):
         store.cache.fetch(hit.entry, "me")
         store.cache.fetched(hit.entry, bytes(500), 1.0)
     assert store.cache.ram_bytes <= 400
@@ -654,7 +654,7 @@ def test_what_the_folder_held_is_known_from_then_on():
     """C9: found, counted, and not written again."""
     store = Store(disk=PLENTY)
     entry = entry_of(span(0, 50), file="old", file_bytes=507)
-    store.cache.found([entry])
+    store.cache.found([entry], 0.0)
     assert store.length(span(0, 60)) == 50
     status = store.cache.status()
     assert (status.num_entries, status.num_disk, status.num_ram, status.disk_bytes) == (1, 1, 0, 507)
@@ -666,7 +666,7 @@ def test_what_the_folder_held_of_something_computed_meanwhile_is_not_saved_twice
     """C9: a request was quicker than the look at the disk."""
     store = Store(disk=PLENTY)
     known = store.put(span(0, 50), 0.0)
-    store.cache.found([entry_of(span(0, 50), file="old", file_bytes=507)])
+    store.cache.found([entry_of(span(0, 50), file="old", file_bytes=507)], 0.0)
     assert len(store.cache) == 1
     orders = store.orders(99.0)
     assert known.file == "old" or Remove("old") in orders
@@ -679,8 +679,7 @@ def test_of_too_many_found_the_longest_unused_go():
         entry_of(span(1000 * at, 40), file=f"{at}", file_bytes=407, used_s=1000.0 + at)
         for at in range(MAX_ENTRIES + 3)
     ]
-    store.cache.tend(5000.0)
-    store.cache.found(found)
+    store.cache.found(found, 5000.0)
     removed = [order.file for order in store.cache.disk.take_orders() if isinstance(order, Remove)]
     assert removed == ["0", "1", "2"]
     assert len(store.cache) == MAX_ENTRIES

@@ -16,8 +16,13 @@ from stoker import EngineSettings, FinishReason, GenerateRequest, Runtime, Sampl
 from stoker.backends.fake import FakeBackend, FakeFaults
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.cache.disk import FOLDER_NAME, SUFFIX
+from stoker.cache.disk_tier import Remove
+from stoker.cache.entry import Entry
+from stoker.cache.keys import key_of
+from stoker.cache.prefix_cache import MAX_ENTRIES
 from stoker.engine.inbox import DiskFound, Inbox
 from stoker.engine.loop import EngineLoop
+from stoker.engine.prefix_store import PrefixStore
 from stoker.messages import (
     Delta,
     Finished,
@@ -68,7 +73,7 @@ async def status_of(runtime: Runtime) -> CacheStatus:
 async def until(runtime: Runtime, is_so: Any) -> CacheStatus:
     """The figures once they are so."""
     async with asyncio.timeout(WAIT_S):
-        while not is_so(status := await status_of(runtime)):
+        while not is_so(status := await status_of(runtime)):  # noqa: ASYNC110 - it tells only who asks
             await asyncio.sleep(0.01)
     return status
 
@@ -477,3 +482,36 @@ def test_a_look_at_the_disk_that_fails_turns_it_off(tmp_path: Path) -> None:
     assert engine.run("one").completion_tokens == 4
     engine.close()
     assert files_in(tmp_path) == []
+
+
+def test_of_too_many_files_the_longest_unused_go_whatever_their_order(tmp_path: Path) -> None:
+    """C7, C9: what the folder held is the first thing the cache hears of."""
+    store = PrefixStore(Inbox(), EngineSettings(cache_dir=tmp_path))
+    found = [
+        Entry(
+            *(bytes(32), "model", "/model.gguf", key_of(range(1000 * at, 1000 * at + 40)), 400),
+            file=f"{at}{SUFFIX}",
+            file_bytes=407,
+            used_s=1000.0 + at,
+        )
+        for at in range(MAX_ENTRIES + 2)
+    ]
+    store.handle(DiskFound(found[::-1]), 5000.0)
+    store.close()
+    removed = {order.file for order in store.cache.disk.take_orders() if isinstance(order, Remove)}
+    assert len(store.cache) == MAX_ENTRIES
+    assert f"{MAX_ENTRIES + 1}{SUFFIX}" not in removed
+    store.cache.check()
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}], ids=["a crowd", "choices"])
+async def test_more_requests_than_slots_after_a_restart_are_all_answered(tmp_path: Path, fields: Any) -> None:
+    """C9, Q15, Q16: they wait for one read, and nobody fails for it."""
+    async with runtime_on(tmp_path) as runtime:
+        await ask(runtime)
+    async with runtime_on(tmp_path, slots=2) as runtime:
+        await until(runtime, lambda status: status.num_entries)
+        async with asyncio.timeout(WAIT_S):
+            answers = await asyncio.gather(*(ask(runtime, **fields) for _ in range(6)))
+        assert {usage.cached_tokens for _, usage in answers} == {len(PROMPT) - 1}
+        assert all(sorted(text) == sorted(text_alone(PROMPT, 4) * fields.get("n", 1)) for text, _ in answers)

@@ -224,8 +224,9 @@ class PrefixCache:
 
     # ------------------------------------------------------------ disk
 
-    def found(self, entries: Iterable[Entry]) -> None:
+    def found(self, entries: Iterable[Entry], now: float) -> None:
         """What the folder held at the start; what is known already is better."""
+        self._now = now
         for entry in entries:
             assert entry.file is not None, f"{entry!r} was not found on disk"
             file, size = entry.file, entry.file_bytes
@@ -272,8 +273,7 @@ class PrefixCache:
         """Whether there is room for its bytes beside those that are in use."""
         if entry.state is not EntryState.DISK:
             return True
-        in_use = sum(e.size_bytes for e in self._index if self._is_counted(e) and not e.is_free)
-        return in_use + entry.size_bytes <= self.limits.ram_bytes
+        return self._in_use_bytes() + entry.size_bytes <= self.limits.ram_bytes
 
     def fetch(self, entry: Entry, holder: Hashable) -> None:
         """Have its bytes read for `holder`; `fetched` or `unreadable` ends the wait."""
@@ -332,7 +332,15 @@ class PrefixCache:
             pass
         return before - self.ram_bytes
 
+    def _in_use_bytes(self) -> int:
+        """What entries take that cannot go now."""
+        return sum(e.size_bytes for e in self._index if self._is_counted(e) and not e.is_free)
+
     def _make_room(self, size_bytes: int) -> bool:
+        """Make so much room, if those that are in use leave it; else nothing goes."""
+        is_short = self.ram_bytes + size_bytes > self.limits.ram_bytes
+        if is_short and self._in_use_bytes() + size_bytes > self.limits.ram_bytes:
+            return False
         while self.ram_bytes + size_bytes > self.limits.ram_bytes:
             if not self._evict_one():
                 return False

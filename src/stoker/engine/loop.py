@@ -337,6 +337,8 @@ class EngineLoop:
         if resident is None:
             return
         resident.cancel_all(self._clock.now())
+        while resident.has_unstored:
+            resident.rest(self._clock.now())
         self._events += resident.events
         resident.close()
         self._events.append(ModelState(model=model, state="absent"))

@@ -47,7 +47,7 @@ class PrefixStore:
         """Take in how something on disk ended."""
         match post:
             case DiskFound(entries, problem):
-                self.cache.found(entries)
+                self.cache.found(entries, now)
                 if problem:
                     self._give_up_on_disk(problem)
             case DiskLost(files):

@@ -78,7 +78,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         choices=choices,
         arrival_s=arrival_s,
         num_generated=sum(len(tokens) for tokens in submit.generated),
-        num_dropped=sum(_num_dropped(choice.sequence, prompt) for choice in choices.values()),
+        num_dropped=_num_dropped(submit, prompt, context),
     )
 
 
@@ -112,8 +112,17 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
     return Choice(sequence, generation)
 
 
-def _num_dropped(sequence: Sequence, prompt: list[int]) -> int:
-    return len(prompt) - sequence.num_prompt + sequence.num_forgotten
+def _num_dropped(submit: Submit, prompt: list[int], context: PrepContext) -> int:
+    """Tokens that shifts of the context have dropped so far, over all choices, those that have ended too."""
+    if not submit.request.context_shift:
+        return 0
+    delivered = submit.generated or [[]] * submit.request.n
+    finished = submit.is_finished or [False] * submit.request.n
+    num_dropped = 0
+    for tokens, is_finished in zip(delivered, finished, strict=True):
+        shifting = tokens[:-1] if is_finished else tokens  # after the last one nothing is to come
+        num_dropped += len(prompt) + len(shifting) - len(replayed(prompt, shifting, context.n_ctx))
+    return num_dropped
 
 
 def _check_length(request: GenerateRequest, prompt: list[int], context: PrepContext) -> None:

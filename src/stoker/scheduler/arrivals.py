@@ -13,7 +13,6 @@ from stoker.scheduler.sequence import ParkForm, SequenceState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stoker.scheduler.flight import Following
     from stoker.scheduler.room import Room
     from stoker.scheduler.sequence import Sequence
 
@@ -52,13 +51,14 @@ class Arrivals:
     def _follow(self, sequence: Sequence) -> bool:
         """Wait for somebody's prefill of a common prefix, if anybody is at it."""
         limits, running = self._room.limits, self._room.slots.running
-        by_states = limits.cache_mode.keeps_snapshots and limits.can_export
-        if not (limits.can_share_cells or by_states):
+        if not (limits.can_share_cells or self._room.stock.may_store(sequence)):
             return False
         if not any(other.state is SequenceState.PREFILL for other in running):
             return False
         following = leader_for(sequence, running, self._room.num_available(sequence))
-        if following is None or not (limits.can_share_cells or _leaves_state(following)):
+        if following is None:
+            return False
+        if not limits.can_share_cells and not self._room.stock.mark(following.leader, following.length):
             return False
         sequence.follows = following
         if not sequence.is_background:
@@ -67,17 +67,7 @@ class Arrivals:
 
     def _fetch(self, sequence: Sequence) -> bool:
         """Have its prefix read, if the most of it is on disk."""
-        placement = self._room.placement(sequence)
-        if placement is None or placement.entry is None or placement.entry.is_in_ram:
-            return False
-        self._room.stock.fetch(sequence, placement.entry)
-        return True
-
-
-def _leaves_state(following: Following) -> bool:
-    """Have the leader leave its state where the follower will go on; False: it leaves none."""
-    checkpoints = following.leader.checkpoints
-    if checkpoints is None:
-        return False
-    checkpoints.mark(following.length)
-    return True
+        entry = self._room.to_fetch(sequence)
+        if entry is not None:
+            self._room.stock.fetch(sequence, entry)
+        return entry is not None

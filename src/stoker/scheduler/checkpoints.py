@@ -14,16 +14,21 @@ MAX_SPREAD = 16
 
 
 class Checkpoints:
-    """The places of one sequence.
+    """The places of one sequence; where nobody asked for one yet, none."""
 
-    Args:
-        num_prompt: tokens of its prompt.
-    """
-
-    def __init__(self, num_prompt: int) -> None:
-        self._interval = INTERVAL
+    def __init__(self) -> None:
+        self._interval: int | None = None
         self._spread: list[int] = []
-        self._marks = {num_prompt - 1} if num_prompt > 1 else set[int]()
+        self._marks: set[int] = set()
+
+    @classmethod
+    def spread(cls, num_prompt: int) -> Checkpoints:
+        """At intervals, and one token before the end of a prompt of `num_prompt`."""
+        places = cls()
+        places._interval = INTERVAL
+        if num_prompt > 1:
+            places.mark(num_prompt - 1)
+        return places
 
     def __repr__(self) -> str:
         return f"<Checkpoints every {self._interval}, at {self._spread} and {sorted(self._marks)}>"
@@ -38,16 +43,19 @@ class Checkpoints:
 
     def is_at(self, num_tokens: int) -> bool:
         """Whether one belongs there."""
-        return num_tokens > 0 and (num_tokens in self._marks or num_tokens % self._interval == 0)
+        is_regular = self._interval is not None and num_tokens % self._interval == 0
+        return num_tokens > 0 and (is_regular or num_tokens in self._marks)
 
-    def next_after(self, num_tokens: int) -> int:
-        """The next place after so many tokens."""
-        regular = (num_tokens // self._interval + 1) * self._interval
-        return min([regular, *(mark for mark in self._marks if mark > num_tokens)])
+    def next_after(self, num_tokens: int) -> int | None:
+        """The next place after so many tokens; None: there is none."""
+        places = [mark for mark in self._marks if mark > num_tokens]
+        if self._interval is not None:
+            places.append((num_tokens // self._interval + 1) * self._interval)
+        return min(places, default=None)
 
     def left(self, num_tokens: int) -> list[int]:
         """One was left there; returns those that are superfluous now."""
-        if num_tokens in self._marks or num_tokens % self._interval:
+        if num_tokens in self._marks or self._interval is None:
             return []
         self._spread.append(num_tokens)
         if len(self._spread) <= MAX_SPREAD:

@@ -94,20 +94,28 @@ class Room:
             vacant = self.slots.vacant()
             return None if vacant is None else Placement(vacant.id, vacant.id, sequence.num_computed)
         live = self.slots.source(self._reuse(sequence))
-        hit = self._stored(sequence, 0 if live is None else live[1])
-        if hit is None:
+        hit = self.stored(sequence, 0 if live is None else live[1])
+        if hit is None or not hit.entry.is_in_ram:
             return self.slots.place(live)
         vacant = self.slots.vacant()
         return None if vacant is None else Placement(vacant.id, vacant.id, hit.num_tokens, hit.entry)
 
     def num_available(self, sequence: Sequence) -> int:
-        """Tokens it would find if it got a slot now."""
-        live = self.slots.source(self._reuse(sequence))
-        length = 0 if live is None else live[1]
-        hit = self._stored(sequence, length)
+        """Tokens it would find if it got a slot now, or as soon as they are read."""
+        length = self._num_live(sequence)
+        hit = self.stored(sequence, length)
         return length if hit is None else hit.num_tokens
 
-    def _stored(self, sequence: Sequence, num_live: int) -> Hit | None:
+    def to_fetch(self, sequence: Sequence) -> Entry | None:
+        """The stored state that saves it the most, if that is on disk."""
+        hit = self.stored(sequence, self._num_live(sequence))
+        return None if hit is None or hit.entry.is_in_ram else hit.entry
+
+    def _num_live(self, sequence: Sequence) -> int:
+        live = self.slots.source(self._reuse(sequence))
+        return 0 if live is None else live[1]
+
+    def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
         """A stored state that saves it more than cells do, and for which there is room."""
         hit = self.stock.find(sequence, num_live)
         return None if hit is None or hit.entry.num_tokens > self._cells_at_hand() else hit
@@ -291,11 +299,9 @@ class Room:
 
     def lost(self, sequence: Sequence) -> None:
         """Its state could not be had: it goes on from its tokens."""
-        self.stock.let_go(sequence)
+        self.stock.lost(sequence)
         sequence.is_importing = False
         sequence.num_computed = 0
-        if sequence.started_s == self.now:
-            sequence.num_cached, sequence.cache_source = 0, None
         if sequence.slot is None:
             sequence.form = ParkForm.TOKENS
         else:

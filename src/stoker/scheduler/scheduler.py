@@ -26,7 +26,6 @@ from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.room import Room
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
 from stoker.scheduler.shift import note_dropped, num_kept, shifted
-from stoker.scheduler.tally import Tally
 
 if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
@@ -48,7 +47,7 @@ class Scheduler:
         self.line = WaitingLine(limits.max_queue)
         self.paused: list[Sequence] = []
         self.room = Room(limits, cache)
-        self.tally = Tally()
+        self.tally = self.room.stock.tally
         self._arrivals = Arrivals(self.room)
         self.cost = StepCost()
         self.forecast = Forecast(self.cost, limits.num_slots)
@@ -77,8 +76,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn would do something: nobody runs, or waits for anything but the disk."""
-        return len(self.slots.running) > 0 or any(not self.room.stock.is_fetching(s) for s in self.line)
+        """Whether a turn would do something: those that wait for the disk have the first places."""
+        first = list(self.line)[: self.limits.num_slots]
+        return len(self.slots.running) > 0 or any(
+            not (sequence.is_held or self.room.stock.is_fetching(sequence)) for sequence in first
+        )
 
     @property
     def has_people(self) -> bool:
@@ -194,6 +196,7 @@ class Scheduler:
         """Let go who is past its deadline, make room for the next step, give places to the line."""
         turn = self._begin(now)
         self._expire(turn, now)
+        self._arrivals.raise_leaders(self.line)
         self._return_favoured(turn, now)
         if self.cells.free < self.limits.n_batch:
             self._make_room(turn, now)
@@ -373,9 +376,9 @@ class Scheduler:
     # ------------------------------------------------------------ admission
 
     def _admit(self, turn: Schedule, now: float) -> None:
-        if self._favoured is not None and not self._favoured.is_running:
-            self._seat_favoured(self._favoured, turn, now)
-        self._arrivals.raise_leaders(self.line)
+        favoured = self._favoured
+        if favoured is not None and not favoured.is_running and not self._arrivals.is_awaiting(favoured):
+            self._seat_favoured(favoured, turn, now)
         num_ahead = 0  # those that will run as soon as what they wait for is there: their places are theirs
         for sequence in self.line:
             if not (self._has_place(num_ahead) or self._may_displace(sequence)):

@@ -165,9 +165,8 @@ class Sequence:
     @property
     def num_in_reach(self) -> int:
         """How many of them a step may carry: up to the next checkpoint, if it leaves any."""
-        if self.checkpoints is None:
-            return self.num_pending
-        return min(self.num_pending, self.checkpoints.next_after(self.num_computed) - self.num_computed)
+        place = None if self.checkpoints is None else self.checkpoints.next_after(self.num_computed)
+        return self.num_pending if place is None else min(self.num_pending, place - self.num_computed)
 
     @property
     def num_generated(self) -> int:

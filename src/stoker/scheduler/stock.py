@@ -14,6 +14,7 @@ from stoker.messages import CacheSource
 from stoker.scheduler.checkpoints import Checkpoints
 from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import MIN_REUSE
+from stoker.scheduler.tally import Tally
 
 if TYPE_CHECKING:
     from stoker.cache.index import Hit
@@ -34,12 +35,14 @@ class Stock:
 
     Attributes:
         now: the time of the turn, set by the room.
+        tally: what prompts cost and what was saved of it.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
         self.cache = cache
         self.now = 0.0
+        self.tally = Tally()
 
     def __repr__(self) -> str:
         return f"<Stock {self.cache!r}>"
@@ -87,6 +90,13 @@ class Stock:
             self.cache.used(sequence.entry, self.now)
         self.let_go(sequence)
 
+    def lost(self, sequence: Sequence) -> None:
+        """Its stored state could not be had; if it was to begin with it, nothing was saved."""
+        self.let_go(sequence)
+        if sequence.started_s == self.now:
+            self.tally.taken_back(sequence)
+            sequence.num_cached, sequence.cache_source = 0, None
+
     def fetch(self, sequence: Sequence, entry: Entry) -> None:
         """Have a state read from disk for it; it waits in the line until that has ended."""
         self.let_go(sequence)
@@ -108,7 +118,8 @@ class Stock:
 
     def may_store(self, sequence: Sequence) -> bool:
         """Whether its states may be kept for others."""
-        return sequence.shares and self.limits.cache_mode.keeps_snapshots and self.limits.can_export
+        can_store = self.limits.can_export and self.cache.limits.ram_bytes > 0
+        return can_store and sequence.shares and self.limits.cache_mode.keeps_snapshots
 
     def store(self, sequence: Sequence, num_tokens: int) -> Entry | None:
         """An entry for its first tokens, to be filled; None: it may not, or is not worth its bytes."""
@@ -126,7 +137,16 @@ class Stock:
     def begin_checkpoints(self, sequence: Sequence) -> None:
         """A model that cannot go back leaves states behind on the way (SPEC C8)."""
         if not self.limits.can_trim and (self.may_store(sequence) or sequence.is_to_embed):
-            sequence.checkpoints = Checkpoints(sequence.num_prompt)
+            sequence.checkpoints = Checkpoints.spread(sequence.num_prompt)
+
+    def mark(self, leader: Sequence, num_tokens: int) -> bool:
+        """Have a sequence leave its state where another will go on; False: it may not."""
+        if not self.may_store(leader):
+            return False
+        if leader.checkpoints is None:
+            leader.checkpoints = Checkpoints()
+        leader.checkpoints.mark(num_tokens)
+        return True
 
     def checkpoint(self, sequence: Sequence) -> Entry | None:
         """An entry for the state it is in now, to be filled before it moves on, if one belongs here."""

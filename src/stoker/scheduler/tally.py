@@ -26,11 +26,20 @@ class Tally:
     def admitted(self, sequence: Sequence) -> None:
         """A sequence got its first slot, with what could be reused."""
         self._num_prompt_tokens += sequence.num_prompt
-        if sequence.cache_source is None:
-            self._num_misses += 1
+        self._count(sequence, 1)
+
+    def taken_back(self, sequence: Sequence) -> None:
+        """What it was admitted with could not be had after all."""
+        self._count(sequence, -1)
+        self._num_misses += 1
+
+    def _count(self, sequence: Sequence, times: int) -> None:
+        source = sequence.cache_source
+        if source is None:
+            self._num_misses += times
         else:
-            self._num_hits[sequence.cache_source] += 1
-            self._num_cached[sequence.cache_source] += sequence.num_cached or 0
+            self._num_hits[source] += times
+            self._num_cached[source] += times * (sequence.num_cached or 0)
 
     def computed(self, sequence: Sequence, count: int) -> None:
         """`count` tokens after those computed before are about to count as computed."""
