@@ -1,6 +1,41 @@
 """What every test starts from."""
 
+import os
+import shutil
 import signal
+
+import pytest
 
 # A shell that runs us in the background leaves Ctrl-C ignored, for us and for every program we start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+VERDICTS = "smoke.json"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(tmp_path_factory):
+    """No test sees what another session, or its user, has stored; servers of a whole module use this one."""
+    home = tmp_path_factory.mktemp("cache")
+    (home / "stoker").mkdir()
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(home)
+    yield home / "stoker"
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def own_cache(session_cache, tmp_path_factory, monkeypatch):
+    """No test sees the prefixes of another; only what is known of this machine's build is shared."""
+    home = tmp_path_factory.mktemp("cache")
+    own = home / "stoker"
+    own.mkdir()
+    if (session_cache / VERDICTS).exists():
+        shutil.copy(session_cache / VERDICTS, own)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    yield
+    if (own / VERDICTS).exists():
+        shutil.copy(own / VERDICTS, session_cache)
+    shutil.rmtree(home, ignore_errors=True)  # states of a real model take megabytes
