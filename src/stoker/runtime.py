@@ -193,6 +193,8 @@ class Runtime:
                 pass
             else:
                 engine = answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
+        else:
+            await asyncio.sleep(0)  # who asks again and again must not keep the engine from starting
         default = next(iter(self.models), None)
         return RuntimeStatus(
             pid=host.pid,

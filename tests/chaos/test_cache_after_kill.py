@@ -26,6 +26,7 @@ DISK_BYTES = 2**20
 NUM_KILLS = 4
 WAIT_S = 60.0
 PAUSE_S = 0.01
+"""Between two questions for what nobody is told unasked."""
 
 
 def folder_of(cache_dir: Path, limit_bytes: int = DISK_BYTES) -> PrefixFolder:
@@ -57,6 +58,7 @@ async def until_saved(runtime: Runtime, least: int = 1) -> None:
             cache = (await runtime.status()).engine.cache
             if cache.num_disk >= least and cache.num_unsaved == 0:
                 return
+            await asyncio.sleep(PAUSE_S)
 
 
 async def kill_while_writing(runtime: Runtime, folder: PrefixFolder, random: Random) -> int:
@@ -64,10 +66,11 @@ async def kill_while_writing(runtime: Runtime, folder: PrefixFolder, random: Ran
     pids: set[int] = set()
     while len(pids) < NUM_KILLS:
         async with asyncio.timeout(WAIT_S):
-            while not (await is_writing(runtime, folder) and (await runtime.status()).pid not in pids):
-                pass  # to ask takes its time
+            while not (await is_writing(runtime, folder) and (await runtime.status()).pid not in pids):  # noqa: ASYNC110
+                await asyncio.sleep(PAUSE_S)
         for _ in range(random.randrange(30)):  # some way into it
             await runtime.status()
+            await asyncio.sleep(0)
         pid = (await runtime.status()).pid
         os.kill(pid, signal.SIGKILL)
         pids.add(pid)

@@ -24,14 +24,16 @@ class Tally:
         return f"<Tally {self._num_computed} of {self._num_prompt_tokens} prompt tokens computed>"
 
     def admitted(self, sequence: Sequence) -> None:
-        """A sequence got its first slot, with what could be reused."""
-        self._num_prompt_tokens += sequence.num_prompt
-        self._count(sequence, 1)
+        """A sequence got its first slot, with what could be reused; of a request's choices the first counts."""
+        if sequence.leader is None:
+            self._num_prompt_tokens += sequence.num_prompt
+            self._count(sequence, 1)
 
     def taken_back(self, sequence: Sequence) -> None:
         """What it was admitted with could not be had after all."""
-        self._count(sequence, -1)
-        self._num_misses += 1
+        if sequence.leader is None:
+            self._count(sequence, -1)
+            self._num_misses += 1
 
     def _count(self, sequence: Sequence, times: int) -> None:
         source = sequence.cache_source
