@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from stoker.memory.ledger import Ledger
 
 SETTLE_S = 1.0
-"""Seconds an entry stands in host memory before it is written."""
+"""Seconds an entry stands in host memory before it is written, at rest."""
+BUSY_SETTLE_S = 10.0
+"""The same while something is computed, which a write would slow down by as much as it takes."""
 RETRY_S = 30.0
 """Seconds after which one that was worth less than every file is looked at again."""
 HOLDER = "disk"
@@ -108,10 +110,12 @@ class DiskTier:
         """An entry is gone from host memory, or at all: it is not written."""
         self._due_s.pop(entry, None)
 
-    def next_to_write(self, now: float) -> Entry | None:
+    def next_to_write(self, now: float, *, is_busy: bool) -> Entry | None:
         """The entry whose time has come, the first noted first."""
         if self._writing is not None:
             return None
+        if is_busy:
+            now -= BUSY_SETTLE_S - SETTLE_S
         ready = (entry for entry, at in self._due_s.items() if at <= now and not entry.leases)
         return next(ready, None)
 

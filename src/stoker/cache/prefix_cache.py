@@ -241,10 +241,10 @@ class PrefixCache:
             entry.move(EntryState.DISK)
             self.disk.added(entry, file, size)
 
-    def tend(self, now: float) -> None:
-        """Order the next write, if one is due."""
+    def tend(self, now: float, *, is_busy: bool = False) -> None:
+        """Order the next write, if one is due; while something is computed it may wait for longer."""
         self._now = now
-        entry = self.disk.next_to_write(now)
+        entry = self.disk.next_to_write(now, is_busy=is_busy)
         if entry is None:
             return
         going = self._giving_way_to(entry)

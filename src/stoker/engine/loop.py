@@ -139,7 +139,7 @@ class EngineLoop:
             resident.step(self._clock.now())
         else:
             self._rest()
-        self._store.tend(self._clock.now())
+        self._store.tend(self._clock.now(), is_busy=self._residents.has_work)
         if self._phase is _Phase.DRAINING:
             self._drain()
         self._flush()

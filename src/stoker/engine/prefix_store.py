@@ -74,9 +74,9 @@ class PrefixStore:
         log.warning("prefixes are kept in memory only: %s", problem)
         self.cache.disk.disable(problem)
 
-    def tend(self, now: float) -> None:
+    def tend(self, now: float, *, is_busy: bool = False) -> None:
         """Order what is due; called each turn, costs next to nothing."""
-        self.cache.tend(now)
+        self.cache.tend(now, is_busy=is_busy)
         self.send_orders()
 
     def send_orders(self) -> None:

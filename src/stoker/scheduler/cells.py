@@ -7,6 +7,7 @@ whether it has room. What to do when there is none is the scheduler's business.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -39,6 +40,11 @@ class CellPool:
     def exclusive(self, seq: int) -> int:
         """Cells that would be freed if the sequence were dropped."""
         return sum(span.length for span in self._spans.get(seq, ()) if span.num_refs == 1)
+
+    def held(self, seqs: Iterable[int]) -> int:
+        """Cells that these sequences hold together, shared ones once."""
+        spans = {id(span): span.length for seq in seqs for span in self._spans.get(seq, ())}
+        return sum(spans.values())
 
     def extend(self, seq: int, num_tokens: int) -> None:
         """Take `num_tokens` free cells for the end of the sequence."""

@@ -120,6 +120,10 @@ class Room:
         hit = self.stock.find(sequence, num_live)
         return None if hit is None or hit.entry.num_tokens > self._cells_at_hand() else hit
 
+    def num_surplus(self) -> int:
+        """Cells held for nobody who runs, but for those kept last."""
+        return self.cells.used - self.cells.held(self.slots.in_use())
+
     def _cells_at_hand(self) -> int:
         """Free cells, and those held for nobody who runs or waits."""
         idle = [slot for slot in self.slots.slots if slot.kept]

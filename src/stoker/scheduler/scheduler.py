@@ -369,7 +369,7 @@ class Scheduler:
 
     def _shed_surplus(self, turn: Schedule) -> None:
         allowed = BUSY_SURPLUS_CELLS if self.slots.has_cells_in_use else REST_SURPLUS_CELLS
-        while self.slots.surplus_cells() > allowed and self._free_kept(turn):
+        while self.room.num_surplus() > allowed and self._free_kept(turn):
             pass
         self._has_surplus = False
 

@@ -211,12 +211,11 @@ class SlotTable:
         guest.home, guest.form = None, None
         return slot
 
-    def surplus_cells(self) -> int:
-        """Tokens held for nobody who runs: by idle slots, but for the one used last, and by guests' homes."""
+    def in_use(self) -> list[int]:
+        """Those that run, and the idle slot used last, which its next turn will look for: by number."""
         kept = [slot for slot in self.slots if slot.kept]
         newest = max(kept, key=lambda slot: slot.last_used_s, default=None)
-        idle = sum(len(slot.kept) for slot in kept if slot is not newest)
-        return idle + sum(guest.num_computed for guest in self.guests())
+        return [slot.id for slot in self.slots if slot.sequence is not None or slot is newest]
 
     def shown(self) -> list[Slot]:
         """As many slots as may run at once: the busy ones, then those used last; by id."""

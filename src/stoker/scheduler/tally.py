@@ -24,7 +24,7 @@ class Tally:
         return f"<Tally {self._num_computed} of {self._num_prompt_tokens} prompt tokens computed>"
 
     def admitted(self, sequence: Sequence) -> None:
-        """A sequence got its first slot, with what could be reused; of a request's choices the first counts."""
+        """A sequence got its first slot, with what could be reused; of several choices the first counts."""
         if sequence.leader is None:
             self._num_prompt_tokens += sequence.num_prompt
             self._count(sequence, 1)
