@@ -299,5 +299,4 @@ def test_spare_sequences_let_a_newcomer_start_without_freeing_cells_under_those_
     assert [len(slot.kept) for slot in machine.slots.slots] == [0, 0, 500, 500, 500, 0]
     machine.retire(running, FinishReason.STOP, 10.0)
     machine.retire(newcomer, FinishReason.STOP, 10.5)
-    machine.enqueue(sequence("last", [8] * 4), 11.0)
-    assert step(machine, 11.0)[0].effects == [Drop(2), Drop(3), Drop(4)]
+    assert machine.schedule(11.0).effects == [Drop(2), Drop(3), Drop(4)]

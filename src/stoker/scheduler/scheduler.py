@@ -201,11 +201,11 @@ class Scheduler:
         if self.cells.free < self.limits.n_batch:
             self._make_room(turn, now)
         self._favoured = self._patience.next_owed((*self.line, *self.slots.running), now)
-        if self._has_surplus:
-            self._shed_surplus(turn)
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
+        if self._has_surplus:  # not before somebody could use it
+            self._shed_surplus(turn)
         self.room.tidy(turn.effects)
         return turn
 

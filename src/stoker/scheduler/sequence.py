@@ -93,6 +93,7 @@ class Sequence:
         initial_state: what a recurrent model begins from; None: its own.
         follows: who computes a prefix that it waits for (SPEC C4).
         is_to_embed: what is wanted is the model's view of its last token, which is left to the backend.
+        meets_at: where a step of it ends, so that those who follow it go on together with it.
         is_raised: somebody who waits for an answer follows it, so it is not background for now.
         cache_source: where the cached tokens came from.
         checkpoints: where it leaves states behind; None: its model can go back.
@@ -125,6 +126,7 @@ class Sequence:
     initial_state: list[Tensor] | None = None
     is_to_embed: bool = False
     follows: Following | None = None
+    meets_at: int = 0
     is_raised: bool = False
     cache_source: CacheSource | None = None
     checkpoints: Checkpoints | None = None
@@ -164,9 +166,10 @@ class Sequence:
 
     @property
     def num_in_reach(self) -> int:
-        """How many of them a step may carry: up to the next checkpoint, if it leaves any."""
+        """How many of them a step may carry: up to the next place where something is to happen."""
         place = None if self.checkpoints is None else self.checkpoints.next_after(self.num_computed)
-        return self.num_pending if place is None else min(self.num_pending, place - self.num_computed)
+        places = [at for at in (place, self.meets_at) if at is not None and at > self.num_computed]
+        return min([self.num_pending, *(at - self.num_computed for at in places)])
 
     @property
     def num_generated(self) -> int:
