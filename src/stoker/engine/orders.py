@@ -24,7 +24,6 @@ def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
 
     Holes that they leave are closed up, before a running sequence grows into one (docs/adr/0006).
     """
-    has_freed = False
     for effect in effects:
         match effect:
             case Fork(src, dst, length):
@@ -39,12 +38,13 @@ def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
                 _import(effect, backend, room)
             case Begin(seq, sequence):
                 backend.write_state(seq, sequence.initial_state or [])
-        has_freed |= _frees(effect)
-    if has_freed and (seqs := room.movable()):
+        room.carried_out(effect)
+    if seqs := room.movable():
         try:
             backend.close_up(seqs)
         except MemoryError:
             log.warning("no memory to close up %d sequences: last bits of their logits may differ", len(seqs))
+        room.moved(seqs)
 
 
 def _export(order: Export, backend: Backend, room: Room) -> None:
@@ -93,13 +93,3 @@ def _start_anew(order: Import, backend: Backend, room: Room) -> None:
     room.lost(order.sequence)
     if order.sequence.initial_state is not None:
         backend.write_state(order.seq, order.sequence.initial_state)
-
-
-def _frees(effect: Effect) -> bool:
-    """Whether it may leave a hole among the cells of others."""
-    match effect:
-        case Trim() | Drop():
-            return True
-        case Import(_, entry, _, length):
-            return length < entry.num_tokens
-    return False

@@ -19,6 +19,8 @@ from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, SlotTable
 from stoker.scheduler.stock import Stock
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stoker.cache.entry import Entry
     from stoker.cache.index import Hit
     from stoker.cache.prefix_cache import PrefixCache
@@ -47,6 +49,7 @@ class Room:
         self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
         self._late: list[Effect] = []
+        self._scattered: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<Room {self.slots!r} {self.cells!r} {self.stock!r}>"
@@ -249,11 +252,28 @@ class Room:
         guest.is_importing = False
         guest.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
 
+    def carried_out(self, effect: Effect) -> None:
+        """The backend has done it: where it freed cells, whoever holds cells may have a hole before them."""
+        match effect:
+            case Trim() | Drop():
+                self._scattered.update(slot.id for slot in self.slots.slots if slot.num_tokens)
+            case Import(seq, entry, _, length):
+                if length < entry.num_tokens:
+                    self._scattered.update(slot.id for slot in self.slots.slots if slot.num_tokens)
+                self._scattered.discard(seq)  # it lies in the order of its tokens
+            case _:
+                pass
+
     def movable(self) -> list[int]:
-        """Sequences whose cells may be moved together: those that share none, unless they are very many."""
-        alone = [slot.id for slot in self.slots.slots if self._is_alone(slot.id)]
+        """Those that run and may have a hole before their cells, unless they share these, or are very many."""
+        running = [s.slot for s in self.slots.running if s.slot is not None and s.slot in self._scattered]
+        alone = [seq for seq in running if self._is_alone(seq)]
         size = self.limits.snapshot_bytes(sum(map(self.cells.length, alone)))
         return alone if size <= MAX_MOVED_BYTES else []
+
+    def moved(self, seqs: Iterable[int]) -> None:
+        """The cells of these lie in the order of their tokens."""
+        self._scattered.difference_update(seqs)
 
     def _is_alone(self, seq: int) -> bool:
         length = self.cells.length(seq)

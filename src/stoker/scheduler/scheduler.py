@@ -18,7 +18,7 @@ from stoker.request import FinishReason, Priority
 from stoker.scheduler.arrivals import Arrivals
 from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.effects import Parking, Schedule
+from stoker.scheduler.effects import Drop, Fork, Parking, Schedule
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.patience import Patience
 from stoker.scheduler.plan import Planner, StepPlan
@@ -368,9 +368,14 @@ class Scheduler:
         return False
 
     def _shed_surplus(self, turn: Schedule) -> None:
+        """Free what is held for nobody beyond a bound, before others are put where it was if that may be."""
         allowed = BUSY_SURPLUS_CELLS if self.slots.has_cells_in_use else REST_SURPLUS_CELLS
-        while self.room.num_surplus() > allowed and self._free_kept(turn):
+        shed = Schedule()
+        while self.room.num_surplus() > allowed and self._free_kept(shed):
             pass
+        sources = {effect.src for effect in turn.effects if isinstance(effect, Fork)}
+        goes_first = not any(isinstance(effect, Drop) and effect.seq in sources for effect in shed.effects)
+        turn.effects = shed.effects + turn.effects if goes_first else turn.effects + shed.effects
         self._has_surplus = False
 
     # ------------------------------------------------------------ admission
