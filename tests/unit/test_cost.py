@@ -112,6 +112,18 @@ def test_a_prompt_goes_on_even_where_decoding_takes_the_whole_target():
     assert all(planned[row.key.request_id] == 1 for row in rows)
 
 
+def test_a_prompt_that_a_step_of_three_targets_finishes_is_finished_in_it():
+    """Q9: its first token is worth the delay; the others' share of the step stays what it was."""
+    planner = Planner(StepBudget(StepPolicy(512), taught()), 64)
+    rows = [member("d" * n, SequenceState.DECODE) for n in range(1, 4)]
+    short, long = member("s", SequenceState.PREFILL, 20), member("l", SequenceState.PREFILL, 300)
+    planned = counts(planner.plan([*rows, short, long]))
+    assert planned["s"] == 20
+    assert planned["l"] == 4  # half of the 8 tokens that prompts have beside three rows
+    longer = member("s", SequenceState.PREFILL, 30)  # three targets are 29 tokens
+    assert counts(planner.plan([*rows, longer, long]))["s"] == 4
+
+
 def test_throughput_keeps_three_quarters_of_the_batch_for_prefill():
     """Q9."""
     planner = Planner(StepBudget(StepPolicy(16, Policy.THROUGHPUT), taught()), 64)

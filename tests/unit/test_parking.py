@@ -419,5 +419,6 @@ def test_what_paused_requests_hold_is_bounded_like_what_idle_slots_keep():
         machine.pause(job, 1.0)
     enter(machine, person("me"), now=2.0)
     step(machine, 2.0)
+    step(machine, 2.1)
     assert machine.room.num_surplus() <= 1024
     assert {job.form for job in jobs} == {ParkForm.CELLS, ParkForm.SNAPSHOT}

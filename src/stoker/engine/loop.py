@@ -62,6 +62,8 @@ from stoker.status import EngineStatus
 log = logging.getLogger(__name__)
 
 
+REST_AFTER_S = 0.2
+"""How long nothing is to be computed before cells are copied: the next request may be on its way."""
 SAVE_LIMIT_S = 4.0
 """What writing down what was computed may take at the end."""
 
@@ -96,6 +98,7 @@ class EngineLoop:
         self._events: list[Event] = []
         self._phase = _Phase.RUNNING
         self._drain_until_s = 0.0
+        self._busy_s = 0.0
         self._num_turns = 0
 
     def __repr__(self) -> str:
@@ -137,7 +140,8 @@ class EngineLoop:
             resident.schedule(self._clock.now())
             self._flush()  # who is admitted must be known before a step that may crash
             resident.step(self._clock.now())
-        else:
+            self._busy_s = self._clock.now()
+        elif self._clock.now() >= self._busy_s + REST_AFTER_S:
             self._rest()
         self._store.tend(self._clock.now(), is_busy=self._residents.has_work)
         if self._phase is _Phase.DRAINING:
@@ -148,11 +152,13 @@ class EngineLoop:
 
     def _wait_s(self) -> float | None:
         """Nothing to compute: sleep until something arrives, a deadline passes or a drain's time is up."""
-        if self._residents.has_work or self._residents.has_unstored:
+        if self._residents.has_work:
             return 0
         due = [self._residents.next_deadline_s(), self._store.next_due_s()]
         if self._phase is _Phase.DRAINING:
             due.append(self._drain_until_s)
+        if self._residents.has_unstored:
+            due.append(self._busy_s + REST_AFTER_S)
         soonest = min((at for at in due if at is not None), default=None)
         return None if soonest is None else max(0.0, soonest - self._clock.now())
 

@@ -24,6 +24,9 @@ JOBS_TARGETS = 4
 MIN_JOBS_TOKENS = 64
 JOBS_SHARE = 0.1
 """Under `latency`: the part of their time that interactive requests give to background in their steps."""
+FINISH_TARGETS = 3.0
+"""Targets that a step may take to bring a prompt to its end: its first token comes some steps sooner, and the
+others, who would have had short steps meanwhile, wait once for about as long as those steps together."""
 PREFILL_SHARE = 0.75
 """Under `throughput`: the part of the batch that is kept for prefill."""
 
@@ -69,6 +72,11 @@ class StepBudget:
         targets = max(targets, num_prefilling / num_rows)
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
         return min(room, max(within, num_prefilling, MIN_PREFILL_TOKENS))
+
+    def can_finish(self, num_tokens: int, num_others: int) -> bool:
+        """Whether the last tokens of an interactive prompt may go into a step, whatever its share."""
+        within = self._cost.tokens_within(FINISH_TARGETS * self.target_s, self.n_batch)
+        return num_tokens + num_others <= within
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work, decode rows among them or not."""

@@ -86,7 +86,23 @@ class Planner:
             room = self.budget.n_batch - len(rows)
         else:
             room = self.budget.prefill(len(rows), len(prefilling))
-        return parts + self._prefill(prefilling, room, self.budget.n_batch - len(rows))
+        last = self._to_finish(prefilling, room, parts)
+        if last is not None:
+            prefilling.remove(last)
+            room -= min(last.num_pending, room // (len(prefilling) + 1))
+            parts.append(Planned(last, _item(last, last.num_pending)))
+        return parts + self._prefill(prefilling, room, self.budget.n_batch - _num_tokens(parts))
+
+    def _to_finish(self, prefilling: list[Sequence], room: int, rows: list[Planned]) -> Sequence | None:
+        """The prompt nearest to its end, if this step can bring it there: its first token is worth the delay.
+
+        What it takes beyond its share of `room` is not taken from the others.
+        """
+        nearest = min(prefilling, key=lambda s: s.num_pending, default=None)
+        if nearest is None or _asks_all(nearest) or nearest.num_in_reach < nearest.num_pending:
+            return None
+        num_others = len(rows) + max(0, room - nearest.num_pending)
+        return nearest if self.budget.can_finish(nearest.num_pending, num_others) else None
 
     def _jobs(self, sequences: list[Sequence], others: list[Planned]) -> list[Planned]:
         """Background: decode rows, then prefill, within what the `others` of the step leave it."""

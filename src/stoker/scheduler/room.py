@@ -216,6 +216,12 @@ class Room:
         self._empty(slot, effects)
         return True
 
+    def drop_copied(self, effects: list[Effect]) -> None:
+        """Free what idle slots keep and stored states stand for: attention walks over these cells."""
+        for slot in self.slots.slots:
+            if slot.kept and slot.has_copy:
+                self._empty(slot, effects)
+
     def tidy(self, effects: list[Effect]) -> None:
         """Drop what idle slots may not keep."""
         for slot in self.slots.slots:
@@ -228,11 +234,11 @@ class Room:
     @property
     def has_unstored(self) -> bool:
         """Whether an idle slot keeps what nobody has looked at to be stored."""
-        return any(slot.kept and not slot.is_stored for slot in self.slots.slots)
+        return any(slot.kept and not slot.is_weighed for slot in self.slots.slots)
 
     def store_kept(self, effects: list[Effect]) -> None:
         """Store what one idle slot keeps, if it is worth it (SPEC C6)."""
-        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_stored), None)
+        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_weighed), None)
         if slot is not None:
             self._store(slot, effects)
 
@@ -265,7 +271,7 @@ class Room:
                 pass
 
     def movable(self) -> list[int]:
-        """Those that run and may have a hole before their cells, unless they share these, or are very many."""
+        """Those that run and may have a hole before their cells, unless they share them, or they are many."""
         running = [s.slot for s in self.slots.running if s.slot is not None and s.slot in self._scattered]
         alone = [seq for seq in running if self._is_alone(seq)]
         size = self.limits.snapshot_bytes(sum(map(self.cells.length, alone)))
@@ -298,9 +304,10 @@ class Room:
     def _store(self, slot: Slot, effects: list[Effect]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""
         assert slot.last is not None, f"{slot!r} keeps what nobody left"
-        slot.is_stored = True
+        slot.is_weighed = True
         entry = self.stock.store(slot.last, len(slot.kept))
         if entry is not None:
+            slot.has_copy = True
             effects.append(Export(slot.id, entry))
 
     # ------------------------------------------------------------ answers
@@ -347,7 +354,7 @@ class Room:
     def _empty(self, slot: Slot, effects: list[Effect]) -> None:
         """Free what an idle slot keeps, stored first if it is worth it."""
         if slot.kept:
-            if not slot.is_stored:
+            if not slot.is_weighed:
                 self._store(slot, effects)
             slot.keep([])
             self.cells.drop(slot.id)
@@ -365,7 +372,7 @@ class Room:
         if length == 0:
             self._clear(slot, effects)
         elif length < len(slot.kept):
-            if not slot.is_stored and len(slot.kept) - length >= MIN_REUSE:
+            if not slot.is_weighed and len(slot.kept) - length >= MIN_REUSE:
                 self._store(slot, effects)
             slot.keep(slot.kept[:length])
             self.cells.trim(slot.id, length)

@@ -204,7 +204,7 @@ class Scheduler:
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
-        if self._has_surplus:  # not before somebody could use it
+        if self._has_surplus or turn.admitted:  # not before somebody could use it
             self._shed_surplus(turn)
         self.room.tidy(turn.effects)
         return turn
@@ -368,15 +368,18 @@ class Scheduler:
         return False
 
     def _shed_surplus(self, turn: Schedule) -> None:
-        """Free what is held for nobody beyond a bound, before others are put where it was if that may be."""
-        allowed = BUSY_SURPLUS_CELLS if self.slots.has_cells_in_use else REST_SURPLUS_CELLS
+        """Free what is held for nobody: before somebody starts what costs no time, later the rest."""
         shed = Schedule()
-        while self.room.num_surplus() > allowed and self._free_kept(shed):
-            pass
+        if turn.admitted:
+            self.room.drop_copied(shed.effects)
+        else:
+            allowed = BUSY_SURPLUS_CELLS if self.slots.has_cells_in_use else REST_SURPLUS_CELLS
+            while self.room.num_surplus() > allowed and self._free_kept(shed):
+                pass
+            self._has_surplus = False
         sources = {effect.src for effect in turn.effects if isinstance(effect, Fork)}
         goes_first = not any(isinstance(effect, Drop) and effect.seq in sources for effect in shed.effects)
         turn.effects = shed.effects + turn.effects if goes_first else turn.effects + shed.effects
-        self._has_surplus = False
 
     # ------------------------------------------------------------ admission
 

@@ -51,7 +51,8 @@ class Slot:
 
     Attributes:
         last: who ran here last, if its tokens are kept.
-        is_stored: what is kept is stored as well, or was not worth it.
+        is_weighed: whether what is kept is worth storing was decided.
+        has_copy: it was, and a stored state stands for it.
     """
 
     id: int
@@ -59,7 +60,8 @@ class Slot:
     guest: Sequence | None = None
     kept: list[int] = field(default_factory=list)
     last: Sequence | None = None
-    is_stored: bool = False
+    is_weighed: bool = False
+    has_copy: bool = False
     last_used_s: float = 0.0
 
     @property
@@ -88,7 +90,7 @@ class Slot:
         """Hold these for reuse; none: it is empty."""
         self.kept = tokens
         if not tokens:
-            self.last, self.is_stored = None, False
+            self.last, self.is_weighed, self.has_copy = None, False, False
 
 
 @dataclass(frozen=True, slots=True)
