@@ -127,6 +127,12 @@ class Room:
         """Cells held for nobody who runs, but for those kept last."""
         return self.cells.used - self.cells.held(self.slots.in_use())
 
+    def num_storable(self) -> int:
+        """Cells of what has ended, but for the last, where a stored state can stand for them."""
+        guests = (slot.id for slot in self.slots.slots if slot.guest is not None)
+        num_kept = self.cells.used - self.cells.held([*self.slots.in_use(), *guests])
+        return num_kept if self.stock.can_store else 0
+
     def _cells_at_hand(self) -> int:
         """Free cells, and those held for nobody who runs or waits."""
         idle = [slot for slot in self.slots.slots if slot.kept]

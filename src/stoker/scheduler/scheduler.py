@@ -18,7 +18,7 @@ from stoker.request import FinishReason, Priority
 from stoker.scheduler.arrivals import Arrivals
 from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.effects import Drop, Fork, Parking, Schedule
+from stoker.scheduler.effects import Parking, Schedule
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.patience import Patience
 from stoker.scheduler.plan import Planner, StepPlan
@@ -26,17 +26,13 @@ from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.room import Room
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
 from stoker.scheduler.shift import note_dropped, num_kept, shifted
+from stoker.scheduler.surplus import Surplus
 
 if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.scheduler.cells import CellPool
     from stoker.scheduler.limits import SchedulerLimits
     from stoker.scheduler.slots import Placement, SlotTable
-
-REST_SURPLUS_CELLS = 512
-"""Cells that may be held for nobody who runs: attention walks over them, 7 % of a step each 1,000."""
-BUSY_SURPLUS_CELLS = 1024
-"""The same while others run or wait in their cells: those left are moved together then (docs/adr/0006)."""
 
 
 class Scheduler:
@@ -55,7 +51,7 @@ class Scheduler:
         self._patience = Patience(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False
-        self._has_surplus = False
+        self._surplus = Surplus(self.room)
         self._num_parked_total = 0
         self._num_retired_total = 0
 
@@ -154,7 +150,7 @@ class Scheduler:
             self.forecast.note_end(sequence, now)
         self.room.now = now
         self.room.release(sequence)
-        self._has_surplus = True
+        self._surplus.is_due = True
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
         self._num_retired_total += 1
@@ -163,7 +159,7 @@ class Scheduler:
         """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
         if sequence.slot is not None:
             self.slots.lodge(sequence, now)
-            self._has_surplus = True
+            self._surplus.is_due = True
         else:
             self.line.remove(sequence)
             if sequence.form is not ParkForm.SNAPSHOT:
@@ -204,8 +200,7 @@ class Scheduler:
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
-        if self._has_surplus or turn.admitted:  # not before somebody could use it
-            self._shed_surplus(turn)
+        self._surplus.shed(turn, self._free_kept)  # not before somebody could use it
         self.room.tidy(turn.effects)
         return turn
 
@@ -313,7 +308,7 @@ class Scheduler:
 
     def _lodge(self, sequence: Sequence, why: str, turn: Schedule, now: float) -> None:
         self.slots.lodge(sequence, now)
-        self._has_surplus = True
+        self._surplus.is_due = True
         sequence.move(SequenceState.PARKED, now, why)
         self.line.rejoin(sequence)
         turn.parked.append(Parking(sequence, why))
@@ -366,20 +361,6 @@ class Scheduler:
                 self.room.demote(sequence, turn.effects)
                 return True
         return False
-
-    def _shed_surplus(self, turn: Schedule) -> None:
-        """Free what is held for nobody: before somebody starts what costs no time, later the rest."""
-        shed = Schedule()
-        if turn.admitted:
-            self.room.drop_copied(shed.effects)
-        else:
-            allowed = BUSY_SURPLUS_CELLS if self.slots.has_cells_in_use else REST_SURPLUS_CELLS
-            while self.room.num_surplus() > allowed and self._free_kept(shed):
-                pass
-            self._has_surplus = False
-        sources = {effect.src for effect in turn.effects if isinstance(effect, Fork)}
-        goes_first = not any(isinstance(effect, Drop) and effect.seq in sources for effect in shed.effects)
-        turn.effects = shed.effects + turn.effects if goes_first else turn.effects + shed.effects
 
     # ------------------------------------------------------------ admission
 

@@ -118,8 +118,13 @@ class Stock:
 
     def may_store(self, sequence: Sequence) -> bool:
         """Whether its states may be kept for others."""
-        can_store = self.limits.can_export and self.cache.limits.ram_bytes > 0
-        return can_store and sequence.shares and self.limits.cache_mode.keeps_snapshots
+        return self.can_store and sequence.shares
+
+    @property
+    def can_store(self) -> bool:
+        """Whether states are stored at all."""
+        limits = self.limits
+        return limits.cache_mode.keeps_snapshots and limits.can_export and self.cache.limits.ram_bytes > 0
 
     def store(self, sequence: Sequence, num_tokens: int) -> Entry | None:
         """An entry for its first tokens, to be filled; None: it may not, or is not worth its bytes."""
