@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.scheduler.effects import Drop, Fork, Schedule
+from stoker.scheduler.effects import Drop, Export, Fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stoker.scheduler.effects import Effect, Schedule
     from stoker.scheduler.room import Room
 
 REST_CELLS = 512
@@ -42,21 +43,32 @@ class Surplus:
 
         `free_kept` frees something that no running sequence needs; False: there is nothing.
         """
-        shed = Schedule()
         if turn.admitted:
-            self._room.drop_copied(shed.effects)
+            self._drop_copied(turn)
         elif self.is_due:
-            self._free(shed, free_kept)
+            self._free(turn, free_kept)
             self.is_due = False
-        # what is put back in this turn then fills the holes, unless it shares what goes
-        sources = {effect.src for effect in turn.effects if isinstance(effect, Fork)}
-        goes_first = not any(isinstance(effect, Drop) and effect.seq in sources for effect in shed.effects)
-        turn.effects = shed.effects + turn.effects if goes_first else turn.effects + shed.effects
 
-    def _free(self, shed: Schedule, free_kept: Callable[[Schedule], bool]) -> None:
+    def _drop_copied(self, turn: Schedule) -> None:
+        """What is put into cells in this turn then fills the holes; but nothing goes before it was shared."""
+        dropped: list[Effect] = []
+        self._room.drop_copied(dropped)
+        needed = {_source(effect) for effect in turn.effects}
+        is_needed = any(isinstance(effect, Drop) and effect.seq in needed for effect in dropped)
+        turn.effects = turn.effects + dropped if is_needed else dropped + turn.effects
+
+    def _free(self, turn: Schedule, free_kept: Callable[[Schedule], bool]) -> None:
         room = self._room
         allowed = BUSY_CELLS if room.slots.has_cells_in_use else REST_CELLS
-        while room.num_surplus() > allowed and free_kept(shed):
+        while room.num_surplus() > allowed and free_kept(turn):
             pass
-        while room.num_storable() > STORABLE_CELLS and room.evict_oldest(shed.effects):
+        while room.num_storable() > STORABLE_CELLS and room.evict_oldest(turn.effects):
             pass
+
+
+def _source(effect: Effect) -> int | None:
+    """The sequence that an effect reads."""
+    match effect:
+        case Fork(src) | Export(src):
+            return src
+    return None
