@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -148,12 +148,14 @@ class States:
         Raises:
             InvalidRequestError: `name` leads elsewhere or to nothing.
         """
-        path, folder = (self._folder / name).resolve(), self._folder.resolve()
-        if path.parent != folder or not path.is_file():
-            raise InvalidRequestError(
-                f"{name[:200]!r} is no file in the folder of states; upload it as `data`", param="file"
-            )
-        return path
+        folder = self._folder.resolve()
+        with suppress(OSError, ValueError):  # a name that no file can have
+            path = (self._folder / name).resolve()
+            if path.parent == folder and path.is_file():
+                return path
+        raise InvalidRequestError(
+            f"{name[:200]!r} is no file in the folder of states; upload it as `data`", param="file"
+        )
 
     def recurrent(self, model: str) -> ModelInfo:
         """The served model of that name, if it can begin from a state.

@@ -18,7 +18,7 @@ HEAD_BYTES = 7
 """What a file takes beyond its state."""
 PLENTY = 10**6
 CHANGES = (
-    *("store", "park", "filled", "failed", "settle", "lease", "release", "used", "drop", "damaged"),
+    *("store", "park", "filled", "failed", "settle", "lease", "used", "drop", "damaged"),
     *("found", "tend", "fetch", "written", "unwritten", "files_lost", "fetched", "unreadable", "shed"),
 )
 
@@ -197,7 +197,7 @@ def test_leased_and_pending_entries_never_go():
     store.cache.drop(SPACE, leased.key)
     assert (leased.state, pending.state) == (EntryState.RAM, EntryState.PENDING)
     store.cache.filled(pending, bytes(500), 4.0)
-    store.cache.release(leased, "me")
+    store.cache.settle(leased, "me", 0.0)
     assert store.put(span(2000, 50), 5.0) is not None
     assert leased.state is EntryState.GONE
 
@@ -580,7 +580,7 @@ def test_a_file_that_cannot_be_read_is_forgotten_and_counted():
     entry = store.on_disk(span(0, 50))
     store.cache.fetch(entry, "me")
     store.cache.unreadable(entry)
-    store.cache.release(entry, "me")
+    store.cache.settle(entry, "me", 0.0)
     assert entry.state is EntryState.GONE
     assert store.length(span(0, 60)) == 0
     assert store.cache.stats()["cache_damaged_total"] == 1

@@ -62,7 +62,7 @@ class Entry:
         is_private: it stands in no tree: nobody but its lease uses it.
         is_exact: its model cannot go back, so it serves only those who have all of its tokens.
         is_background: nobody waited for what it was made for.
-        stored_s, used_s: when it was filled, and used last.
+        used_s: when it was used last.
     """
 
     namespace: bytes
@@ -78,7 +78,6 @@ class Entry:
     is_private: bool = False
     is_exact: bool = False
     is_background: bool = False
-    stored_s: float = 0.0
     used_s: float = 0.0
     num_hits: int = 0
     state: EntryState = EntryState.PENDING

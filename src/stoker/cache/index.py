@@ -70,20 +70,18 @@ class EntryIndex:
 
     # ------------------------------------------------------------ questions
 
-    def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> Hit | None:
-        """The entry that saves the most tokens of `key`, all but the last of them at most (SPEC C2, C5)."""
+    def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> list[Hit]:
+        """Entries that save tokens of `key`, all but the last at most, the most first (SPEC C2, C5)."""
         tree = self._trees.get(namespace)
         if tree is None:
-            return None
+            return []
         most = num_tokens(key) - 1
-        if is_exact:
-            found = [Hit(entry, length) for length, entry in tree.on_path(key) if length <= most]
-            best = found[-1] if found else None
-        else:
+        hits = [Hit(entry, length) for length, entry in reversed(tree.on_path(key)) if length <= most]
+        if not is_exact:
             match = tree.longest_shared(key)
-            nearest = min(match.values, key=lambda e: (not e.is_in_ram, e.num_tokens), default=None)
-            best = None if nearest is None else Hit(nearest, min(match.num_tokens, most))
-        return best if best is not None and best.num_tokens >= MIN_TOKENS else None
+            nearest = sorted(match.values, key=lambda entry: (not entry.is_in_ram, entry.num_tokens))
+            hits = [Hit(entry, min(match.num_tokens, most)) for entry in nearest] + hits
+        return [hit for hit in hits if hit.num_tokens >= MIN_TOKENS]
 
     def is_worth_it(self, new: Entry) -> bool:
         """Whether a new entry adds enough to what is stored; one that goes on from another always does."""

@@ -76,6 +76,10 @@ class PrefixCache:
 
     def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> Hit | None:
         """The entry that saves the most of these tokens; the last one is left to compute (SPEC C2, C5)."""
+        return next(iter(self.hits(namespace, key, is_exact=is_exact)), None)
+
+    def hits(self, namespace: bytes, key: bytes, *, is_exact: bool) -> list[Hit]:
+        """Entries that save something of these tokens, the best first."""
         return self._index.find(namespace, key, is_exact=is_exact)
 
     def stats(self) -> dict[str, float]:
@@ -167,7 +171,7 @@ class PrefixCache:
         """Its bytes have come; those of shorter entries that it serves as well are given up."""
         self._now = now
         self._recount(entry, memoryview(data).nbytes)
-        entry.data, entry.stored_s = data, now
+        entry.data = data
         entry.move(EntryState.RAM)
         self._num_stored_total += 1
         for shorter in self._index.superseded_by(entry):
@@ -196,13 +200,9 @@ class PrefixCache:
         self.disk.note(entry, now)
 
     def lease(self, entry: Entry, holder: Hashable) -> None:
-        """Keep it where it is until `release`."""
+        """Keep it where it is until `settle`."""
         assert entry.state is not EntryState.GONE, f"{entry!r} cannot be leased"
         entry.leases.add(holder)
-
-    def release(self, entry: Entry, holder: Hashable) -> None:
-        """End a lease; one that is not there is ignored."""
-        entry.leases.discard(holder)
 
     def used(self, entry: Entry, now: float) -> None:
         """It saved somebody time."""
@@ -311,7 +311,7 @@ class PrefixCache:
         """Its bytes came from disk."""
         self._now = now
         self._recount(entry, memoryview(data).nbytes)
-        entry.data, entry.stored_s, entry.used_s = data, now, now
+        entry.data, entry.used_s = data, now
         entry.move(EntryState.RAM)
         self.disk.note(entry, now)  # its file may have gone meanwhile
 

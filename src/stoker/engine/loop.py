@@ -203,7 +203,7 @@ class EngineLoop:
 
     def _drain(self) -> None:
         now = self._clock.now()
-        if (self._residents.has_work or self._preparing) and now < self._drain_until_s:
+        if (self._residents.has_requests or self._preparing) and now < self._drain_until_s:
             return
         self._end_everything(now)
         self._phase = _Phase.CLOSED

@@ -65,6 +65,8 @@ def _export(order: Export, backend: Backend, room: Room) -> None:
 
 def _import(order: Import, backend: Backend, room: Room) -> None:
     entry, sequence = order.entry, order.sequence
+    if not sequence.is_importing:
+        return  # it ended in the turn that admitted it
     if entry.data is None:  # its export has failed in this very turn
         _start_anew(order, backend, room)
         return

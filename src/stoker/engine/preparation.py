@@ -57,7 +57,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
     request = submit.request
     prompt = _prompt_tokens(request, context)
     _check_length(request, prompt, context)
-    initial = _initial_state(request, context)
+    initial, namespace = _initial_state(request, context), _namespace(request, context)
     choices: dict[int, Choice] = {}
     leader: Sequence | None = None
     for index in range(request.n):
@@ -65,7 +65,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
             continue
         choice = _choice(submit, index, prompt, context)
         choice.sequence.arrival_s = arrival_s
-        choice.sequence.initial_state = initial
+        choice.sequence.namespace, choice.sequence.initial_state = namespace, initial
         if request.timeout_s is not None:
             choice.sequence.deadline_s = arrival_s + request.timeout_s
         choice.sequence.leader, leader = leader, leader or choice.sequence
@@ -97,7 +97,6 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         key=SequenceKey(submit.request_id, index),
         tokens=[*prompt, *delivered],
         num_prompt=len(prompt),
-        namespace=_namespace(request, context),
         shares=request.cache and context.cache_mode is not CacheMode.OFF,
         priority=request.priority,
         num_wanted=request.max_tokens,

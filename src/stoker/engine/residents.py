@@ -33,6 +33,11 @@ class Residents:
         return any(resident.has_work for resident in self._models.values())
 
     @property
+    def has_requests(self) -> bool:
+        """Whether anybody waits or runs in any model."""
+        return any(resident.scheduler.has_requests for resident in self._models.values())
+
+    @property
     def has_unstored(self) -> bool:
         """Whether any model keeps in cells what is stored nowhere else yet."""
         return any(resident.has_unstored for resident in self._models.values())

@@ -40,7 +40,7 @@ class Forecast:
         self._service_s += FOLLOW * ((now - started_s) / self._num_slots - self._service_s)
 
     def wait_s(self, running: Line[Sequence], waiting: Line[Sequence], position: int) -> float:
-        """The same for one place of the line; far back a rough figure, as arrivals must not cost much."""
+        """Seconds until one place of the line runs; far back roughly, as arrivals must not cost much."""
         if position < CLOSE_POSITIONS:
             return self.waits_s(running, waiting[: position + 1])[position]
         close_s = self.waits_s(running, waiting[:CLOSE_POSITIONS])[-1]

@@ -121,7 +121,7 @@ class Planner:
 
     def _prefill(self, sequences: list[Sequence], budget: int, batch_room: int) -> list[Planned]:
         """Fair slices of `budget`; a prompt whose every logit is asked comes whole, or waits for a turn."""
-        if budget <= 0:
+        if min(budget, batch_room) <= 0:
             return []
         parts: list[Planned] = []
         for sequence in filter(_asks_all, sequences):

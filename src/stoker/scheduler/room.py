@@ -120,8 +120,7 @@ class Room:
 
     def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
         """A stored state that saves it more than cells do, and for which there is room."""
-        hit = self.stock.find(sequence, num_live)
-        return None if hit is None or hit.entry.num_tokens > self._cells_at_hand() else hit
+        return self.stock.find(sequence, num_live, self._cells_at_hand())
 
     def num_surplus(self) -> int:
         """Cells held for nobody who runs, but for those kept last."""
@@ -188,9 +187,12 @@ class Room:
 
     def release(self, sequence: Sequence) -> None:
         """It ends: what was computed of it stays for reuse until the cells are needed."""
-        kept = sequence.tokens[: sequence.num_computed]
+        kept = [] if sequence.is_importing else sequence.tokens[: sequence.num_computed]
         if sequence.slot is not None:
-            self.slots.vacate(sequence, kept, self.now)
+            slot = self.slots.vacate(sequence, kept, self.now)
+            if sequence.is_importing:  # it ends in the turn that admitted it: its state does not come
+                self.cells.drop(slot.id)
+                sequence.is_importing = False
         elif sequence.home is not None:
             self.slots.clear(sequence, kept)
         sequence.form = None
@@ -204,6 +206,7 @@ class Room:
         self.cells.trim(seq, num_kept)
         self._late.append(Trim(seq, num_kept) if num_kept else Drop(seq))
         sequence.tokens, sequence.num_computed = tokens, num_kept
+        self.stock.begin_checkpoints(sequence)
         if num_kept == 0 and sequence.initial_state is not None:
             self._late.append(Begin(seq, sequence))
 
@@ -240,11 +243,11 @@ class Room:
     @property
     def has_unstored(self) -> bool:
         """Whether an idle slot keeps what nobody has looked at to be stored."""
-        return any(slot.kept and not slot.is_weighed for slot in self.slots.slots)
+        return any(slot.is_unstored for slot in self.slots.slots)
 
     def store_kept(self, effects: list[Effect]) -> None:
         """Store what one idle slot keeps, if it is worth it (SPEC C6)."""
-        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_weighed), None)
+        slot = next((slot for slot in self.slots.slots if slot.is_unstored), None)
         if slot is not None:
             self._store(slot, effects)
 
@@ -310,10 +313,10 @@ class Room:
     def _store(self, slot: Slot, effects: list[Effect]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""
         assert slot.last is not None, f"{slot!r} keeps what nobody left"
-        slot.is_weighed = True
+        slot.is_weighed, slot.copy = True, None
         entry = self.stock.store(slot.last, len(slot.kept))
         if entry is not None:
-            slot.has_copy = True
+            slot.copy = entry
             effects.append(Export(slot.id, entry))
 
     # ------------------------------------------------------------ answers
@@ -360,7 +363,7 @@ class Room:
     def _empty(self, slot: Slot, effects: list[Effect]) -> None:
         """Free what an idle slot keeps, stored first if it is worth it."""
         if slot.kept:
-            if not slot.is_weighed:
+            if slot.is_unstored:
                 self._store(slot, effects)
             slot.keep([])
             self.cells.drop(slot.id)
@@ -378,7 +381,7 @@ class Room:
         if length == 0:
             self._clear(slot, effects)
         elif length < len(slot.kept):
-            if not slot.is_weighed and len(slot.kept) - length >= MIN_REUSE:
+            if slot.is_unstored and len(slot.kept) - length >= MIN_REUSE:
                 self._store(slot, effects)
             slot.keep(slot.kept[:length])
             self.cells.trim(slot.id, length)

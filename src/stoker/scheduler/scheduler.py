@@ -79,6 +79,11 @@ class Scheduler:
         )
 
     @property
+    def has_requests(self) -> bool:
+        """Whether anybody waits or runs, be it for the disk; those that are paused are not counted."""
+        return len(self.line) > 0 or len(self.slots.running) > 0
+
+    @property
     def has_people(self) -> bool:
         """Whether somebody waits for an answer of it."""
         return any(not sequence.is_background for sequence in (*self.line, *self.slots.running))
@@ -194,8 +199,7 @@ class Scheduler:
         self._expire(turn, now)
         self._arrivals.raise_leaders(self.line)
         self._return_favoured(turn, now)
-        if self.cells.free < self.limits.n_batch:
-            self._make_room(turn, now)
+        self._make_room(turn, now)
         self._favoured = self._patience.next_owed((*self.line, *self.slots.running), now)
         if self.line:
             self._admit(turn, now)
@@ -335,7 +339,9 @@ class Scheduler:
 
     def _next_step_cells(self) -> int:
         """Cells the running sequences take in the next step at most."""
-        return min(self.limits.n_batch, sum(s.num_pending for s in self.slots.running))
+        running = self.slots.running
+        num_beyond = sum(sequence.is_to_embed for sequence in running)  # last tokens that the backend adds
+        return min(self.limits.n_batch, sum(s.num_pending for s in running)) + num_beyond
 
     def _free_something(self, turn: Schedule, now: float) -> bool:
         """What nobody uses, then cells of those that wait, then the youngest that runs, never the last."""
@@ -390,7 +396,7 @@ class Scheduler:
         """Whether there is a slot and cells for it; interactive makes background give way (SPEC Q3)."""
         while not (self._has_place(num_ahead) and self._fits(sequence, turn)):
             jobs = self._displaceable()
-            if sequence.is_background or not jobs:
+            if sequence.is_background or not jobs or not self._has_place(num_ahead - len(jobs)):
                 return False
             self._park(self._youngest(jobs), f"gives way to {sequence.key}", turn, now)
         return True

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from stoker.cache.entry import EntryState
 from stoker.scheduler.sequence import ParkForm, Sequence
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Slot:
     Attributes:
         last: who ran here last, if its tokens are kept.
         is_weighed: whether what is kept is worth storing was decided.
-        has_copy: it was, and a stored state stands for it.
+        copy: the stored state that stands for it.
     """
 
     id: int
@@ -61,7 +62,7 @@ class Slot:
     kept: list[int] = field(default_factory=list)
     last: Sequence | None = None
     is_weighed: bool = False
-    has_copy: bool = False
+    copy: Entry | None = None
     last_used_s: float = 0.0
 
     @property
@@ -90,7 +91,17 @@ class Slot:
         """Hold these for reuse; none: it is empty."""
         self.kept = tokens
         if not tokens:
-            self.last, self.is_weighed, self.has_copy = None, False, False
+            self.last, self.is_weighed, self.copy = None, False, None
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether a stored state stands for what is kept."""
+        return self.copy is not None and self.copy.state is not EntryState.GONE
+
+    @property
+    def is_unstored(self) -> bool:
+        """Whether storing it is to be decided, for the first time or as its copy has gone."""
+        return bool(self.kept) and (not self.is_weighed or (self.copy is not None and not self.has_copy))
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,16 +49,19 @@ class Stock:
 
     # ------------------------------------------------------------ going on from
 
-    def find(self, sequence: Sequence, num_live: int) -> Hit | None:
-        """A stored state that saves a sequence more than `num_live` tokens in cells do."""
+    def find(self, sequence: Sequence, num_live: int, num_cells: int) -> Hit | None:
+        """A stored state of at most `num_cells` tokens that saves more than `num_live` tokens in cells."""
         mode = self.limits.cache_mode
         if not (mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
             return None
-        hit = self.cache.find(sequence.namespace, key_of(sequence.tokens), is_exact=not self.limits.can_trim)
-        if hit is None or hit.num_tokens < num_live + MIN_GAIN:
-            return None
-        is_too_long = hit.entry.num_tokens > hit.num_tokens * MAX_IMPORT
-        return None if is_too_long or not self.cache.can_fetch(hit.entry) else hit
+        key, is_exact = key_of(sequence.tokens), not self.limits.can_trim
+        for hit in self.cache.hits(sequence.namespace, key, is_exact=is_exact):
+            if hit.num_tokens < num_live + MIN_GAIN:
+                return None
+            most = min(num_cells, hit.num_tokens * MAX_IMPORT)
+            if hit.entry.num_tokens <= most and self.cache.can_fetch(hit.entry):
+                return hit
+        return None
 
     def take_up(self, sequence: Sequence, entry: Entry | None) -> None:
         """Lease the state it is about to go on from, lest it goes before it is used; None: it needs none."""
