@@ -124,6 +124,15 @@ def test_a_prompt_that_a_step_of_three_targets_finishes_is_finished_in_it():
     assert counts(planner.plan([*rows, longer, long]))["s"] == 4
 
 
+def test_a_step_that_one_prompt_fills_holds_nothing_of_another():
+    """Q9: also where that other asks for the logits of all its tokens."""
+    quick = taught(lambda n: 0.0001 * n)
+    planner = Planner(StepBudget(StepPolicy(64), quick), 64)
+    whole, scored = member("w", SequenceState.PREFILL, 64), member("sc", SequenceState.PREFILL, 80)
+    scored.wants_prompt_logits = True
+    assert counts(planner.plan([whole, scored])) == {"w": 64}
+
+
 def test_throughput_keeps_three_quarters_of_the_batch_for_prefill():
     """Q9."""
     planner = Planner(StepBudget(StepPolicy(16, Policy.THROUGHPUT), taught()), 64)

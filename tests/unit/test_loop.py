@@ -25,10 +25,11 @@ from stoker.messages import (
     Queued,
     Reply,
     Shutdown,
+    StateReady,
     Submit,
     Tokenize,
 )
-from stoker.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling
+from stoker.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
 from stoker.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0.0)
@@ -358,3 +359,15 @@ def test_deadlines_pass_in_a_model_that_gets_no_turns():
     engine.run("late")
     assert engine.of(Failed, "late")[0].error.code == "request_timeout"
     assert not engine.of(Finished, "me")
+
+
+def test_a_prompt_is_embedded_where_the_pool_is_full_of_what_is_only_kept():
+    """D8, Q12: its last token is the backend's to add, and finds a cell."""
+    engine = Engine(n_ctx=1024)
+    engine.submit("kept", prompt=tuple(65 + at % 20 for at in range(511)), max_tokens=2)
+    engine.run("kept")
+    prompt = tuple(66 + at % 25 for at in range(513))
+    engine.submit("e", prompt=prompt, max_tokens=0, state_output=StateOutput.EMBED, cache=False)
+    engine.run("e")
+    assert engine.of(Failed) == []
+    assert engine.of(StateReady, "e")[0].num_tokens == 513

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from stoker import EngineSettings, FinishReason, GenerateRequest, Runtime, Sampling
 from stoker.backends.fake import FakeBackend, FakeFaults
 from stoker.backends.protocol import BatchPlan, PlanItem
-from stoker.cache.disk import FOLDER_NAME, SUFFIX
+from stoker.cache.disk import FOLDER_NAME, SUFFIX, PrefixFolder
 from stoker.cache.disk_tier import Remove
 from stoker.cache.entry import Entry
 from stoker.cache.keys import key_of
@@ -432,6 +433,35 @@ def test_a_model_that_goes_in_the_middle_of_a_prompt_leaves_nothing_half_stored(
     engine.load(RECURRENT)
     assert engine.run("two", PROMPT * 3).cached_tokens >= 128
     engine.close()
+
+
+def test_a_drain_waits_for_those_who_wait_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """L4, C7: nothing is computed meanwhile, and yet somebody is to be answered."""
+    first = Engine(tmp_path)
+    first.run("a")
+    first.close()
+    engine = Engine(tmp_path)
+    engine.until(lambda: len(engine.cache))
+    may_read = threading.Event()
+    read = PrefixFolder.read
+
+    def late(folder: PrefixFolder, *what: Any) -> bytearray:
+        assert may_read.wait(10)
+        return read(folder, *what)
+
+    monkeypatch.setattr(PrefixFolder, "read", late)
+    request = GenerateRequest(model="m", prompt=tuple(PROMPT.encode()), max_tokens=4, sampling=GREEDY)
+    engine.inbox.put(Submit(request_id="b", request=request))
+    engine.until(lambda: any(entry.state == "reading" for entry in engine.cache.entries()))
+    engine.inbox.put(Shutdown(drain_s=30.0))
+    engine.loop.turn(0.2)
+    assert engine.usage("b") is None
+    may_read.set()
+    engine.loop.run()
+    assert engine.usage("b").completion_tokens == 4
+    assert engine.usage("b").cache_source == "disk"
 
 
 def test_a_full_disk_tier_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The disk tier's thread: carries the prefix cache's orders out, and posts how they ended (SPEC C9).
+"""The disk tier's threads: they carry the prefix cache's orders out, and post how these ended (SPEC C9).
 
 Owns the folder while the engine lives. It holds nothing of the cache: an order carries what it needs.
 """
@@ -33,7 +33,8 @@ class PrefixDisk:
         self._inbox = inbox
         self._folder = PrefixFolder(cache_dir / FOLDER_NAME, limit_bytes)
         self._is_on = limit_bytes > 0
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stoker-disk")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="stoker-disk-writes")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-disk-reads")  # somebody waits for it
 
     def __repr__(self) -> str:
         return f"<PrefixDisk {self._folder!r}>"
@@ -41,12 +42,16 @@ class PrefixDisk:
     def open(self) -> None:
         """Look what is there; posts DiskFound."""
         if self._is_on:
-            self._post(lambda: DiskFound([_entry(file) for file in self._folder.open()]), _not_opened)
+            self._post(
+                self._writer, lambda: DiskFound([_entry(file) for file in self._folder.open()]), _not_opened
+            )
 
     def forget_stale(self, source: str, model: str) -> None:
         """A model was loaded: files of what its path held before are removed; posts DiskLost."""
         if self._is_on:
-            self._post(lambda: DiskLost(self._folder.remove_stale(source, model)), _nothing_lost)
+            self._post(
+                self._writer, lambda: DiskLost(self._folder.remove_stale(source, model)), _nothing_lost
+            )
 
     def carry_out(self, orders: Iterable[DiskOrder]) -> None:
         """Do what was ordered, one after the other; posts DiskWritten and DiskRead."""
@@ -57,11 +62,12 @@ class PrefixDisk:
                 case Read(entry):
                     self._read(entry)
                 case Remove(file):
-                    self._post(lambda file=file: self._remove(file), _nothing_lost)  # type: ignore[misc]
+                    self._post(self._writer, lambda file=file: self._remove(file), _nothing_lost)  # type: ignore[misc]
 
     def close(self) -> None:
         """Wait for what runs, drop what waits."""
-        self._pool.shutdown(cancel_futures=True)
+        self._reader.shutdown(cancel_futures=True)
+        self._writer.shutdown(cancel_futures=True)
 
     def _write(self, entry: Entry) -> None:
         data = entry.data
@@ -83,7 +89,7 @@ class PrefixDisk:
             written = self._folder.write(new, data)
             return DiskWritten(entry, written.file.name, written.file.size_bytes, removed=written.removed)
 
-        self._post(write, failed)
+        self._post(self._writer, write, failed)
 
     def _read(self, entry: Entry) -> None:
         file, namespace, key = entry.file, entry.namespace, entry.key
@@ -92,13 +98,15 @@ class PrefixDisk:
         def failed(error: StokerError) -> Posted:
             return DiskRead(entry, None, error.message)
 
-        self._post(lambda: DiskRead(entry, self._folder.read(file, namespace, key)), failed)
+        self._post(self._reader, lambda: DiskRead(entry, self._folder.read(file, namespace, key)), failed)
 
     def _remove(self, file: str) -> DiskLost:
         self._folder.remove(file)
         return DiskLost([])
 
-    def _post(self, work: Callable[[], Posted], failed: Callable[[StokerError], Posted]) -> None:
+    def _post(
+        self, pool: ThreadPoolExecutor, work: Callable[[], Posted], failed: Callable[[StokerError], Posted]
+    ) -> None:
         def run() -> None:
             try:
                 self._inbox.put(work())
@@ -107,7 +115,7 @@ class PrefixDisk:
             except Exception as error:  # noqa: BLE001 - a bug here must cost the disk tier, not the loop
                 self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
 
-        self._pool.submit(run)
+        pool.submit(run)
 
 
 def _entry(file: PrefixFile) -> Entry:

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import secrets
+import threading
 import time
 import zlib
 from typing import TYPE_CHECKING, NoReturn
@@ -76,6 +77,7 @@ class StateStore:
         self._folder = folder
         self._max_states = max_states
         self._max_bytes = max_bytes
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"StateStore({str(self._folder)!r})"
@@ -101,9 +103,12 @@ class StateStore:
             "crc32": str(zlib.crc32(memoryview(data)[begin:])),
         }
         whole = with_metadata(data, metadata)
-        self._check_room(name, len(whole), owner)
         try:
-            _write(self._path(name, owner), whole)
+            with self._lock:  # what is checked stays so until the file is there
+                self._check_room(name, len(whole), owner)
+                _write(self._path(name, owner), whole)
+        except FileExistsError:  # another server was quicker
+            _taken(name)
         except OSError as error:
             raise MachineSetupError(
                 f"cannot keep a state of {len(whole)} bytes in {self._folder}: {error.strerror}"
@@ -155,7 +160,7 @@ class StateStore:
     def _check_room(self, name: str, size_bytes: int, owner: str) -> None:
         sizes = {path.stem: _size(path) for path in self._files(owner)}
         if name in sizes:
-            raise InvalidRequestError(f"there is a state {name!r} already; delete it first", param="name")
+            _taken(name)
         if len(sizes) >= self._max_states:
             raise InvalidRequestError(
                 f"{len(sizes)} states are kept, at most {self._max_states} may be; delete one first",
@@ -200,6 +205,10 @@ def check_name(name: str) -> None:
         )
 
 
+def _taken(name: str) -> NoReturn:
+    raise InvalidRequestError(f"there is a state {name!r} already; delete it first", param="name")
+
+
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all, for this user only."""
     path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
@@ -210,10 +219,9 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
+        os.link(partial, path)  # fails where the name is taken, as a move would not
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
