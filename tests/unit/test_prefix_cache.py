@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from stoker.cache.disk_tier import RETRY_S, SETTLE_S, Read, Remove, Write
+from stoker.cache.disk_tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
 from stoker.cache.entry import Entry, EntryState, Line
 from stoker.cache.keys import key_of
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
@@ -670,6 +670,21 @@ def test_what_the_folder_held_of_something_computed_meanwhile_is_not_saved_twice
     assert len(store.cache) == 1
     orders = store.orders(99.0)
     assert known.file == "old" or Remove("old") in orders
+
+
+def test_a_write_waits_while_something_is_computed_unless_memory_is_short():
+    """C7, C9: it would slow the steps down, but what memory gives up unwritten is lost."""
+    store = Store(ram=1000, disk=PLENTY)
+    first = store.put(span(0, 40))
+    store.cache.tend(SETTLE_S, is_busy=True)
+    assert store.cache.disk.take_orders() == []
+    store.put(span(1000, 40), SETTLE_S)
+    store.cache.tend(SETTLE_S, is_busy=True)
+    assert store.cache.disk.take_orders() == [Write(first)]
+    calm = Store(ram=1000, disk=PLENTY)
+    late = calm.put(span(0, 40))
+    calm.cache.tend(BUSY_SETTLE_S, is_busy=True)
+    assert calm.cache.disk.take_orders() == [Write(late)]
 
 
 def test_of_too_many_found_the_longest_unused_go():

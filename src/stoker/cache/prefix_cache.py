@@ -242,9 +242,10 @@ class PrefixCache:
             self.disk.added(entry, file, size)
 
     def tend(self, now: float, *, is_busy: bool = False) -> None:
-        """Order the next write, if one is due; while something is computed it may wait for longer."""
+        """Order the next write, if one is due; while something is computed, and memory lasts, it may wait."""
         self._now = now
-        entry = self.disk.next_to_write(now, is_busy=is_busy)
+        can_wait = is_busy and 2 * self.ram_bytes < self.limits.ram_bytes
+        entry = self.disk.next_to_write(now, is_busy=can_wait)
         if entry is None:
             return
         going = self._giving_way_to(entry)
