@@ -121,7 +121,7 @@ def _checked(monkeypatch):
 @pytest.mark.parametrize("model", FAKES)
 async def test_many_conversations_get_the_tokens_they_get_with_nothing_kept(model, seed, tmp_path):
     """C2, C5, C6, C7, C8: token by token, with seeds too; cells and stored states are used and evicted."""
-    told = await check(model, FAKES[model], 20, tmp_path, seed)
+    told = await check(model, FAKES[model], 60, tmp_path, seed)
     assert told["near"] == 0
     assert told["evicted"] > 0
     assert told["from live"] > 0

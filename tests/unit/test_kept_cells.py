@@ -33,7 +33,7 @@ def test_cells_that_a_stored_state_stands_for_go_when_a_stranger_comes():
     assert again.num_cached == 200
 
 
-def test_cells_whose_stored_state_has_gone_stay_and_are_stored_again():
+def test_cells_whose_stored_state_has_gone_stay_and_are_stored_before_they_go():
     """C7: memory was short; nothing is given up for a copy that is no more."""
     machine = Machine()
     finished(machine)
@@ -43,8 +43,7 @@ def test_cells_whose_stored_state_has_gone_stay_and_are_stored_again():
     machine.step()
     assert kept(machine)[SPACE] == 210
     machine.finish()
-    for _ in range(3):
-        machine.step()
+    machine.drop_cells()
     assert any(entry.namespace == SPACE for entry in machine.cache.entries())
 
 
@@ -79,3 +78,14 @@ def test_nobody_gives_way_to_one_who_cannot_be_placed():
     assert all(follower.follows is not None for follower in followers)
     assert job.is_running
     assert job.num_preemptions == 0
+
+
+def test_two_that_memory_cannot_both_hold_do_not_store_each_other_away_for_ever():
+    """C6, C7: at rest each is weighed once."""
+    machine = Machine(ram_bytes=2500)
+    for tail, space in ((100, SPACE), (101, OTHER)):
+        machine.enter(200, tail, namespace=space)
+        machine.finish()
+    for _ in range(20):
+        machine.step()
+    assert not machine.scheduler.room.has_unstored

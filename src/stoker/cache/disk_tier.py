@@ -103,7 +103,7 @@ class DiskTier:
     def note(self, entry: Entry, now: float) -> None:
         """An entry stands in host memory: it will be written, if it is not saved and can be."""
         is_wanted = entry.file is None and not entry.is_private and entry.line is Line.CACHE
-        if self.is_on and is_wanted and entry.size_bytes <= self.limit_bytes:
+        if self.is_on and not self._is_ending and is_wanted and entry.size_bytes <= self.limit_bytes:
             self._due_s[entry] = now + SETTLE_S
 
     def forget(self, entry: Entry) -> None:

@@ -245,16 +245,14 @@ class PrefixCache:
         """Order the next write, if one is due; while something is computed, and memory lasts, it may wait."""
         self._now = now
         can_wait = is_busy and 2 * self.ram_bytes < self.limits.ram_bytes
-        entry = self.disk.next_to_write(now, is_busy=can_wait)
-        if entry is None:
-            return
-        going = self._giving_way_to(entry)
-        if going is None:
-            self.disk.put_off(entry, now)
-            return
-        for other in going:
-            self._let_go_of_file(other)
-        self.disk.write(entry)
+        while (entry := self.disk.next_to_write(now, is_busy=can_wait)) is not None:
+            going = self._giving_way_to(entry)
+            if going is None:
+                self.disk.put_off(entry, now)
+                continue
+            for other in going:
+                self._let_go_of_file(other)
+            self.disk.write(entry)
 
     def _giving_way_to(self, entry: Entry) -> list[Entry] | None:
         """Whose files have to go for it, if each of them is worth less; None: they are not."""

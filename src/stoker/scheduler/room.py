@@ -243,11 +243,11 @@ class Room:
     @property
     def has_unstored(self) -> bool:
         """Whether an idle slot keeps what nobody has looked at to be stored."""
-        return any(slot.is_unstored for slot in self.slots.slots)
+        return any(slot.kept and not slot.is_weighed for slot in self.slots.slots)
 
     def store_kept(self, effects: list[Effect]) -> None:
         """Store what one idle slot keeps, if it is worth it (SPEC C6)."""
-        slot = next((slot for slot in self.slots.slots if slot.is_unstored), None)
+        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_weighed), None)
         if slot is not None:
             self._store(slot, effects)
 

@@ -100,7 +100,7 @@ class Slot:
 
     @property
     def is_unstored(self) -> bool:
-        """Whether storing it is to be decided, for the first time or as its copy has gone."""
+        """Whether storing it is to be decided before it goes: nobody has, or its copy has gone since."""
         return bool(self.kept) and (not self.is_weighed or (self.copy is not None and not self.has_copy))
 
 
