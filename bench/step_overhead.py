@@ -31,9 +31,10 @@ from stoker.decode.generation import Generation
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.engine.process import EventWriter
-from stoker.messages import Failed, Finished, LoadModel, ModelSpec, ModelState, Shutdown, Submit
+from stoker.messages import Failed, Finished, LoadModel, ModelState, Shutdown, Submit
 from stoker.request import GenerateRequest, Sampling
 from stoker.settings import EngineSettings
+from stoker.values import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

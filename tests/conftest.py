@@ -1,6 +1,5 @@
 """What every test starts from."""
 
-import os
 import shutil
 import signal
 
@@ -17,13 +16,10 @@ def session_cache(tmp_path_factory):
     """No test sees what another session, or its user, has stored; servers of a whole module use this one."""
     home = tmp_path_factory.mktemp("cache")
     (home / "stoker").mkdir()
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(home)
-    yield home / "stoker"
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield home / "stoker"
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +31,7 @@ def own_cache(session_cache, tmp_path_factory, monkeypatch):
     if (session_cache / VERDICTS).exists():
         shutil.copy(session_cache / VERDICTS, own)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     yield
     if (own / VERDICTS).exists():
         shutil.copy(own / VERDICTS, session_cache)

@@ -2,10 +2,10 @@
 
 from stoker import sync
 from stoker.errors import StokerError
-from stoker.messages import ModelInfo, Timings, TokenLogprob, Usage
 from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.runtime import Runtime, RuntimeStatus, TextDelta
 from stoker.settings import EngineSettings
+from stoker.values import ModelInfo, Timings, TokenLogprob, Usage
 
 __all__ = [
     "EngineSettings",

@@ -15,10 +15,14 @@
     │   ├── QueueFullError            429  the waiting line is at its bound
     │   ├── RequestTimeoutError       408  the deadline of the request passed
     │   ├── NotReadyError             503  starting, restarting, stopping or loading
+    │   ├── InsufficientMemoryError   503  a model does not fit beside what is in use now
+    │   ├── TooHotError               503  the machine is too hot to load a model
+    │   ├── DeviceBusyError           503  another process holds the accelerator
     │   ├── CacheFileError            500  a file of the prefix cache is damaged, gone or too large
     │   └── MachineSetupError         500  a port in use, a folder that cannot be written, no compiler, ...
     ├── ModelError                the model file is at fault
     │   ├── ModelFileError            422  missing, truncated, corrupt or foreign file
+    │   ├── ModelTooLargeError        422  it does not fit this machine's limit, however it is cut down
     │   ├── ModelLoadError            503  the native library refused or crashed on it
     │   └── DownloadError             503  a download failed, was corrupt or there is no network
     └── EngineError               Stoker is at fault
@@ -182,6 +186,27 @@ class NotReadyError(MachineError):
     code = "not_ready"
 
 
+class InsufficientMemoryError(MachineError):
+    """A model does not fit beside what is in use now.
+
+    Details carry `needed`, `free`, `margin` and `evictable`, in bytes.
+    """
+
+    code = "insufficient_memory"
+
+
+class TooHotError(MachineError):
+    """The machine is too hot to load a model; details carry `heat`."""
+
+    code = "too_hot"
+
+
+class DeviceBusyError(MachineError):
+    """Another process holds the accelerator; details carry `device`."""
+
+    code = "device_busy"
+
+
 class CacheFileError(MachineError):
     """One file of the prefix cache is damaged, gone or too large; the others are not concerned."""
 
@@ -207,6 +232,13 @@ class ModelFileError(ModelError):
     """Missing, truncated, corrupt or foreign file; the message names the file and the reason."""
 
     code = "model_file_invalid"
+    http_status = 422
+
+
+class ModelTooLargeError(ModelError):
+    """It does not fit this machine's limit, however it is cut down; details carry `needed` and `limit`."""
+
+    code = "model_too_large"
     http_status = 422
 
 

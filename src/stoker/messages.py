@@ -6,181 +6,68 @@ Nothing here knows how it is carried (see `stoker.engine.carrier`).
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 import msgspec
 
 from stoker.errors import ErrorInfo
 from stoker.request import FinishReason, GenerateRequest
-
-# ---------------------------------------------------------------- values
-
-
-class Policy(StrEnum):
-    """How a step is shared between those who decode and those who prefill (SPEC Q9).
-
-    `latency` keeps a step within the target while an interactive request decodes, `balanced` within three
-    times the target, `throughput` leaves prefill three quarters of the token budget.
-    """
-
-    LATENCY = "latency"
-    BALANCED = "balanced"
-    THROUGHPUT = "throughput"
-
-
-class CacheMode(StrEnum):
-    """What is kept of finished work (SPEC C10): nothing, cells, snapshots in memory and on disk, or both."""
-
-    OFF = "off"
-    LIVE = "live"
-    SNAPSHOT = "snapshot"
-    BOTH = "live+snapshot"
-
-    @property
-    def keeps_cells(self) -> bool:
-        """Whether cells are shared and kept for reuse."""
-        return self in {CacheMode.LIVE, CacheMode.BOTH}
-
-    @property
-    def keeps_snapshots(self) -> bool:
-        """Whether states are kept as bytes."""
-        return self in {CacheMode.SNAPSHOT, CacheMode.BOTH}
-
-
-class CacheSource(StrEnum):
-    """Where a request's cached tokens came from (SPEC C13).
-
-    Cells of an ended request, a snapshot in host memory or on disk, or cells of a request that still ran.
-    """
-
-    LIVE = "live"
-    RAM = "ram"
-    DISK = "disk"
-    SHARED = "shared"
-
-
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model to load and how.
-
-    Attributes:
-        id: the name it is served under.
-        path: the GGUF file; "fake:" selects the deterministic FakeBackend.
-        num_slots: sequences that may run at once.
-        n_ctx: KV cells all slots share, and the most one request may use; 0: the model's own.
-        n_batch: tokens one step may carry.
-        num_threads: 0 picks the number of physical cores, the most that the engine will use.
-        policy: how steps are shared between decode and prefill (SPEC Q9).
-        target_step_ms: how long a step may take while an interactive request decodes (SPEC Q8).
-        background_patience_s: how long background work may go without a step (SPEC Q7).
-        park_bytes: host memory that states of parked requests may take (SPEC Q4).
-        cache_mode: what is kept of finished work (SPEC C10).
-    """
-
-    id: str
-    path: str
-    num_slots: int = 8
-    n_ctx: int = 16384
-    n_batch: int = 512
-    num_threads: int = 0
-    max_queue: int = 512
-    policy: Policy = Policy.LATENCY
-    target_step_ms: float = 50.0
-    background_patience_s: float = 30.0
-    park_bytes: int = 2**30
-    cache_mode: CacheMode = CacheMode.BOTH
-
-
-class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loaded model is and the limits that resulted (SPEC K7)."""
-
-    id: str
-    path: str
-    label: str
-    model_class: str
-    architecture: str
-    description: str
-    num_params: int
-    size_bytes: int
-    n_vocab: int
-    n_ctx: int
-    n_ctx_train: int
-    n_batch: int
-    num_slots: int
-    num_threads: int
-    kv_type: str
-    flash_attention: str
-    memory_bytes: dict[str, int]
-    chat_template: str | None = None
-    bos_text: str = ""
-    eos_text: str = ""
-    can_trim: bool = True
-    can_fork: bool = True
-    has_vision: bool = False
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with its natural-log probability under the raw logits.
-
-    `top` holds (token id, bytes, logprob) best first, as many as were asked for.
-    A first prompt token has logprob None.
-    """
-
-    token_id: int
-    token_bytes: bytes
-    logprob: float | None
-    top: list[tuple[int, bytes, float]]
-
-
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request, over all its choices.
-
-    Attributes:
-        cached_tokens: prompt tokens that were not computed for this request.
-        cache_source: where they came from; None: there were none.
-        dropped_tokens: what a context shift dropped (SPEC C12).
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    cache_source: CacheSource | None = None
-    dropped_tokens: int = 0
-
-
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a request spent (SPEC O2), as the engine saw it, and how often others took its place.
-
-    `decode_s` is from the first token to the end, time spent parked included.
-    """
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    num_preemptions: int = 0
-
-
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """A named array of little-endian float32, row-major."""
-
-    name: str
-    shape: tuple[int, ...]
-    data: bytes
-
+from stoker.values import (
+    CacheSource,
+    ModelInfo,
+    ModelSpec,
+    Tensor,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 
 # ---------------------------------------------------------------- commands (front -> engine)
 
 
-class LoadModel(msgspec.Struct, frozen=True, tag=True):
-    """Load `spec`; answered by `ModelState` events, last `ready` or `failed`."""
+class KnowModel(msgspec.Struct, frozen=True, tag=True):
+    """Serve `spec` from now on; it is loaded as soon as a request needs it."""
 
     spec: ModelSpec
 
 
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
+    """Serve `spec` and load it now; answered by `ModelState` events, last `ready`, `failed` or `absent`.
+
+    The same file with the same settings is not loaded again (SPEC R5); another takes the place of the one of
+    that id once it is in (SPEC L5).
+
+    Attributes:
+        may_evict: idle models may go for it; else it stays absent where it does not fit beside them.
+    """
+
+    spec: ModelSpec
+    may_evict: bool = True
+
+
 class UnloadModel(msgspec.Struct, frozen=True, tag=True):
-    """Free a model; its requests are cancelled."""
+    """Free a model, or stop loading it: those that run on it are parked and need it again (SPEC R3).
+
+    Answered by `ModelState` with `absent`. The model stays served; an unknown id is ignored.
+    """
 
     model: str
+
+
+class PinModel(msgspec.Struct, frozen=True, tag=True):
+    """Never unload a model to make room, or no longer so (SPEC R3)."""
+
+    model: str
+    is_pinned: bool
+
+
+class Suspend(msgspec.Struct, frozen=True, tag=True):
+    """Stop at the next step, save what was computed for up to `save_s`, free everything, exit (SPEC L2).
+
+    No request gets a terminal event: the front keeps them for the next engine. The last event is `Goodbye`.
+    """
+
+    save_s: float
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -255,7 +142,19 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = (
-    LoadModel | UnloadModel | Submit | Cancel | Pause | Resume | Tokenize | Detokenize | GetStatus | Shutdown
+    KnowModel
+    | LoadModel
+    | UnloadModel
+    | PinModel
+    | Submit
+    | Cancel
+    | Pause
+    | Resume
+    | Tokenize
+    | Detokenize
+    | GetStatus
+    | Suspend
+    | Shutdown
 )
 
 # ---------------------------------------------------------------- events (engine -> front)
@@ -268,7 +167,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A model moved: `state` is loading, ready, failed, unloading or absent (SPEC L1)."""
+    """A model moved (SPEC L1).
+
+    Attributes:
+        state: absent, downloading, loading, ready, suspended, failed or unloading.
+        stage: of a load: "waiting" for room, "weights", "context"; of a download the file's name.
+        fraction: of the stage, 0 to 1.
+        reason: why, for people; empty where somebody asked for it.
+    """
 
     model: str
     state: str
@@ -276,6 +182,50 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     fraction: float = 0.0
     info: ModelInfo | None = None
     error: ErrorInfo | None = None
+    reason: str = ""
+
+
+class PressureMoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Memory pressure has changed (SPEC M3).
+
+    Attributes:
+        level: normal, warning or critical.
+        fraction: of the worst source, 0 to 1 and more.
+        source: footprint, system, cgroup, device, psi or event.
+    """
+
+    level: str
+    fraction: float
+    source: str
+
+
+class RungTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rung of the ladder against memory pressure was taken, or left again (SPEC M4).
+
+    Attributes:
+        rung: its name.
+        is_undone: what it had taken away is allowed again.
+        freed_bytes: what it gave back, as far as that is counted.
+    """
+
+    rung: str
+    is_undone: bool = False
+    freed_bytes: int = 0
+
+
+class HeatMoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The machine's heat has changed: nominal, fair, serious or critical (SPEC M6).
+
+    `sensor` is the one that says so, `celsius` what it shows, where it shows degrees.
+    """
+
+    level: str
+    sensor: str = ""
+    celsius: float | None = None
+
+
+MachineEvent = PressureMoved | RungTaken | HeatMoved
+"""What happens to the machine; belongs to no request and no model."""
 
 
 class Queued(msgspec.Struct, frozen=True, tag=True):
@@ -409,25 +359,6 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
     """The last event of an orderly shutdown."""
 
 
-Event = (
-    Hello
-    | ModelState
-    | Queued
-    | Admitted
-    | Parked
-    | Paused
-    | Resumed
-    | PrefillProgress
-    | PromptEcho
-    | StateReady
-    | Delta
-    | Finished
-    | Failed
-    | Reply
-    | Heartbeat
-    | Goodbye
-)
-
 RequestEvent = (
     Queued
     | Admitted
@@ -442,3 +373,5 @@ RequestEvent = (
     | Failed
 )
 """What happens to one request; each carries its `request_id`."""
+
+Event = Hello | ModelState | MachineEvent | RequestEvent | Reply | Heartbeat | Goodbye

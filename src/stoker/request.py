@@ -143,6 +143,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         initial_state: a recurrent model's state to begin from, as a safetensors file (SPEC K5); None: the
             model's own.
         state_output: deliver the state after the prompt; with `max_tokens` 0.
+        keep_alive_s: how long its model stays in memory after it (SPEC R8); negative: for good; None: as
+            long as the model's own setting says.
     """
 
     prompt: str | tuple[int, ...]
@@ -166,6 +168,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     context_shift: bool = False
     initial_state: bytes | None = None
     state_output: StateOutput | None = None
+    keep_alive_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

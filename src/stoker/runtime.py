@@ -23,28 +23,14 @@ from stoker.engine.host import EngineHost
 from stoker.engine.state import EngineState
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
 from stoker.fields import sealed
-from stoker.messages import (
-    CacheMode,
-    Delta,
-    Detokenize,
-    Finished,
-    GetStatus,
-    ModelInfo,
-    ModelSpec,
-    ModelState,
-    Policy,
-    PromptEcho,
-    Timings,
-    Tokenize,
-    TokenLogprob,
-    Usage,
-)
+from stoker.messages import Delta, Detokenize, Finished, GetStatus, ModelState, PromptEcho, Tokenize
 from stoker.models.store import ModelStore
 from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
 from stoker.states import GivenState, States
 from stoker.status import EngineStatus
 from stoker.streams import RequestStream, StreamEvent
+from stoker.values import CacheMode, ModelInfo, ModelSpec, Policy, Timings, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -40,6 +40,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 _UNITS["b"] = 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_DURATION = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*", re.IGNORECASE)
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _SINGULAR = {"model": "models", "allowed_host": "allowed_hosts"}
 
 
@@ -71,6 +73,16 @@ def _threads(value: object) -> object:
 
 def _expand(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str | Path) else value
+
+
+def parse_keep_alive(value: object) -> object:
+    """Seconds of a time like `10m`, `30s`, `1.5h` or `-1` (for good); what is not text is passed on."""
+    if not isinstance(value, str):
+        return value
+    match = _DURATION.fullmatch(value)
+    if not match:
+        raise ValueError(f"{value!r} is not a time; write seconds, 30s, 10m, 2h, or -1 for good")
+    return float(match[1]) * _SECONDS[match[2].lower()]
 
 
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
@@ -138,10 +150,20 @@ class EngineSettings(_Frozen):
         watchdog_s: silence of the engine after which it counts as hung; a step may take this long, or ten
             times what it is predicted to take, whichever is more.
         drain_s: how long a shutdown lets running requests finish.
-        memory_limit: bytes to stay under; so far only `doctor` looks at it. None: the machine's own.
+        memory_limit: bytes that the engine and its front may take together; None: what the machine, its
+            control groups and its tier allow.
+        memory_margin: bytes of free memory that a load has to leave; 0: none.
+        keep_alive: seconds (or 30s, 10m, 2h) that a model stays in memory after its last request; -1: for
+            good; None: what the machine's tier says, 10 minutes at most.
+        default_max_tokens: tokens an answer may have where its request does not say; 0: until the context
+            is full; None: what the machine's tier says.
+        suspend_grace_s: seconds between `suspend` and its begin; resuming meanwhile changes nothing.
+        restore: with no `models` given, serve those that were loaded when it last ended.
+        heat_trace: a recorded course of heat to follow instead of the machine's sensors.
         cache_dir: verdicts and files that can be made again.
         models_dir: where pulled models lie.
         states_dir: where saved states of recurrent models lie.
+        run_dir: what has to survive the program: suspended requests, which models were loaded.
     """
 
     models: Names = ()
@@ -162,9 +184,16 @@ class EngineSettings(_Frozen):
     watchdog_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=10.0, ge=0)
     memory_limit: Bytes | None = None
+    memory_margin: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 512 * 2**20
+    keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = None
+    default_max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    suspend_grace_s: float = Field(default=0.0, ge=0, le=86_400)
+    restore: bool = False
+    heat_trace: Location | None = None
     cache_dir: Location = Field(default_factory=lambda: platformdirs.user_cache_path(APP))
     models_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "models")
     states_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "states")
+    run_dir: Location = Field(default_factory=lambda: platformdirs.user_state_path(APP))
 
 
 class ServerSettings(_Frozen):
@@ -177,6 +206,7 @@ class ServerSettings(_Frozen):
         allowed_hosts: names accepted in `Host` besides the bound address and localhost.
         max_body_bytes: a longer request body is refused with 413.
         keepalive_s: seconds between comments on a stream that has nothing to say.
+        follow_sleep: suspend when the machine goes to sleep and resume when it wakes (logind).
     """
 
     host: str = "127.0.0.1"
@@ -185,6 +215,7 @@ class ServerSettings(_Frozen):
     allowed_hosts: Names = ()
     max_body_bytes: Bytes = 8 * 1024**2
     keepalive_s: float = Field(default=10.0, gt=0)
+    follow_sleep: bool = True
 
 
 def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[EngineSettings, ServerSettings]:

@@ -16,11 +16,12 @@ import msgspec
 
 from stoker.errors import EngineError, InvalidRequestError, StateNotFoundError, UnsupportedError
 from stoker.fields import request_of
-from stoker.messages import Finished, ModelInfo, StateReady, Tensor, Usage
+from stoker.messages import Finished, StateReady
 from stoker.models.state_file import MAX_STATE_BYTES, check_state, dump_state
 from stoker.models.state_store import SavedState, StateStore, check_name
 from stoker.request import GenerateRequest, StateOutput
 from stoker.streams import StreamEvent
+from stoker.values import ModelInfo, Tensor, Usage
 
 __all__ = ["GivenState", "Prompt", "SavedState", "StateEmbedding", "States"]
 

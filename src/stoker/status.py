@@ -69,6 +69,61 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     disk_problem: str = ""
 
 
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model (SPEC L1, R3, R8).
+
+    Attributes:
+        state: absent, downloading, loading, ready, suspended, failed or unloading.
+        stage, fraction: how far a load has come.
+        bytes: what it takes by line: weights, kv, compute, ...; of one that is not loaded what it would.
+        is_pinned: it is never unloaded to make room.
+        leases: requests that run on it or wait for it; it is not unloaded while there are any.
+        keep_alive_s: how long it stays after its last request; negative: for good.
+        unload_in_s: seconds until it goes; None: it does not.
+        degraded: what it was given less of than was asked for.
+        reason: why it is not ready.
+    """
+
+    id: str
+    state: str
+    stage: str = ""
+    fraction: float = 0.0
+    bytes: dict[str, int] = {}
+    is_pinned: bool = False
+    leases: int = 0
+    keep_alive_s: float = 0.0
+    unload_in_s: float | None = None
+    degraded: list[str] = []
+    reason: str = ""
+
+
+class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory as it was last measured, in bytes (SPEC M1, M3, M4).
+
+    Attributes:
+        limit: the effective limit.
+        footprint: what the engine and its front hold.
+        available: what can be used now without swapping, inside every limit.
+        tier: ultra_low, low, standard or high.
+        pressure: normal, warning or critical; empty: not measured yet.
+        pressure_fraction, pressure_source: the worst source and how far it is.
+        rungs: rungs of the ladder that are taken, in order.
+        lines: the ledger: bytes by line, of all models together.
+        heat: nominal, fair, serious or critical.
+    """
+
+    limit: int = 0
+    footprint: int = 0
+    available: int = 0
+    tier: str = ""
+    pressure: str = ""
+    pressure_fraction: float = 0.0
+    pressure_source: str = ""
+    rungs: list[str] = []
+    lines: dict[str, int] = {}
+    heat: str = "nominal"
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
@@ -84,5 +139,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     threads_reason: str = ""
     counters: dict[str, float]
     cache: CacheStatus = CacheStatus()
+    models: list[ModelStatus] = []
+    memory: MemoryStatus = MemoryStatus()
     kv_cells_total: int
     kv_cells_used: int

@@ -31,7 +31,8 @@ from stoker.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stoker.messages import Event, TokenLogprob
+    from stoker.messages import Event
+    from stoker.values import TokenLogprob
 
 MAX_WAITING = 256
 

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from stoker.messages import ModelInfo, ModelState
+    from stoker.messages import ModelState
     from stoker.request import GenerateRequest
     from stoker.runtime import Message, RuntimeStatus, TextDelta
     from stoker.settings import EngineSettings
     from stoker.states import Prompt, SavedState, StateEmbedding
+    from stoker.values import ModelInfo
 
 T = TypeVar("T")
 

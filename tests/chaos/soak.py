@@ -15,8 +15,9 @@ from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.decode.generation import Generation
 from stoker.decode.workspace import Workspace
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
-from stoker.messages import Delta, Failed, Finished, Parked, Usage
+from stoker.messages import Delta, Failed, Finished, Parked
 from stoker.request import Preempt, Priority
+from stoker.values import Usage
 
 MOST_TOKENS = 120
 NUM_SHAPES = 60

@@ -10,7 +10,7 @@ import pytest
 
 from stoker.backends.fake import FakeBackend, FakeFaults
 from stoker.backends.llama import LlamaBackend, load
-from stoker.messages import ModelSpec
+from stoker.values import ModelSpec
 from tiny_models import TINY
 
 SHARED_MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"

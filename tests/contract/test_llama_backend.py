@@ -27,7 +27,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from stoker.messages import ModelSpec
+from stoker.values import ModelSpec
 
 OpenLlama = Callable[[Path], LlamaBackend]
 SharedModel = Callable[[str], Path]

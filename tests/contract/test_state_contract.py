@@ -14,7 +14,7 @@ from stoker.backends.llama import LlamaBackend
 from stoker.backends.llama.binding import llama
 from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem, Rows
 from stoker.errors import StepFailedError, UnsupportedError
-from stoker.messages import Tensor
+from stoker.values import Tensor
 from tiny_models import TINY, WINDOW, write_mamba
 
 TestedBackend = FakeBackend | LlamaBackend

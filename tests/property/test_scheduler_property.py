@@ -13,11 +13,11 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.orders import carry_out
 from stoker.errors import EngineError
 from stoker.memory.ledger import Ledger
-from stoker.messages import CacheMode, Policy
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey, SequenceState
+from stoker.values import CacheMode, Policy
 
 NUM_CELLS = 124
 CELL_BYTES = 8

@@ -13,9 +13,10 @@ from stoker.engine.preparation import prepare
 from stoker.engine.resident import Resident
 from stoker.engine.step_clock import StepClock
 from stoker.memory.ledger import Ledger
-from stoker.messages import Delta, Finished, ModelSpec, Submit
+from stoker.messages import Delta, Finished, Submit
 from stoker.request import GenerateRequest, Sampling
 from stoker.scheduler.sequence import ParkForm, SequenceState
+from stoker.values import ModelSpec
 
 NUM_TOKENS = 400
 PARK_EVERY = 20

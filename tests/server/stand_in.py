@@ -16,7 +16,6 @@ from stoker.messages import (
     Admitted,
     Delta,
     Finished,
-    ModelInfo,
     Parked,
     Paused,
     PrefillProgress,
@@ -24,14 +23,11 @@ from stoker.messages import (
     Queued,
     Resumed,
     StateReady,
-    Tensor,
-    Timings,
-    TokenLogprob,
-    Usage,
 )
 from stoker.request import FinishReason, GenerateRequest
 from stoker.states import States
 from stoker.status import EngineStatus, SlotStatus, WaitStatus
+from stoker.values import ModelInfo, Tensor, Timings, TokenLogprob, Usage
 
 Notice = Queued | Admitted | Parked | Paused | Resumed
 Step = Notice | PrefillProgress | PromptEcho | Delta | Finished | Exception | str

@@ -9,11 +9,12 @@ import pytest
 from stand_in import HOLD, delta
 
 from stoker.errors import QueueFullError
-from stoker.messages import Admitted, CacheSource, Finished, Queued, Timings, Usage
+from stoker.messages import Admitted, Finished, Queued
 from stoker.request import MAX_SALT_CHARS, FinishReason
 from stoker.server import sse
 from stoker.server.generation import total_usage
 from stoker.server.security import KeyRing, salt_of
+from stoker.values import CacheSource, Timings, Usage
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -32,7 +32,6 @@ from stoker.messages import (
     Heartbeat,
     Hello,
     LoadModel,
-    ModelInfo,
     ModelState,
     Pause,
     Paused,
@@ -43,13 +42,12 @@ from stoker.messages import (
     Resumed,
     Shutdown,
     Submit,
-    Timings,
     Tokenize,
-    Usage,
 )
 from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
 from stoker.status import EngineStatus
+from stoker.values import ModelInfo, Timings, Usage
 
 NUM_SLOTS = 8
 

@@ -6,9 +6,9 @@ import pytest
 from test_single_flight import STEM, Machine
 
 from stoker.cache.keys import key_of
-from stoker.messages import CacheMode, CacheSource
 from stoker.request import FinishReason
 from stoker.scheduler.checkpoints import INTERVAL, MAX_SPREAD, Checkpoints
+from stoker.values import CacheMode, CacheSource
 
 
 def walk(checkpoints, length, step=1):

@@ -25,11 +25,12 @@ from stoker.cli.main import app
 from stoker.cli.reader import TerminalReader
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
 from stoker.memory.cores import BusyProcess, CoreUse
-from stoker.messages import Delta, Finished, ModelState, PrefillProgress, Timings, Usage
+from stoker.messages import Delta, Finished, ModelState, PrefillProgress
 from stoker.models import hub
 from stoker.request import FinishReason, GenerateRequest
 from stoker.server import serve
 from stoker.settings import EngineSettings, ServerSettings
+from stoker.values import Timings, Usage
 
 ANSWER = ("Hello", " there", ".")
 

@@ -15,20 +15,11 @@ from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.errors import ContextLengthError
-from stoker.messages import (
-    Admitted,
-    Delta,
-    Failed,
-    Finished,
-    LoadModel,
-    ModelSpec,
-    ModelState,
-    Shutdown,
-    Submit,
-)
+from stoker.messages import Admitted, Delta, Failed, Finished, LoadModel, ModelState, Shutdown, Submit
 from stoker.request import GenerateRequest, Sampling
 from stoker.scheduler.shift import NUM_KEPT, num_dropped, num_kept, replayed, shifted
 from stoker.settings import EngineSettings
+from stoker.values import ModelSpec
 
 GREEDY = Sampling(temperature=0.0)
 N_CTX = 160

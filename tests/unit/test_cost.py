@@ -2,7 +2,6 @@
 
 import pytest
 
-from stoker.messages import Policy
 from stoker.request import Priority
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
@@ -10,6 +9,7 @@ from stoker.scheduler.eta import waits_s
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.plan import Planner
 from stoker.scheduler.sequence import Sequence, SequenceKey, SequenceState
+from stoker.values import Policy
 
 
 def taught(times=None):

@@ -16,7 +16,7 @@ from stoker.backends.fake_cells import FakeCells
 from stoker.backends.fake_vocabulary import BOS, EOS, IM_END, IM_START, FakeVocabulary
 from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem, Rows
 from stoker.errors import ModelFileError, PoolFullError, StepFailedError, UnsupportedError
-from stoker.messages import ModelSpec
+from stoker.values import ModelSpec
 
 
 def step(backend: FakeBackend, *parts: tuple[int, list[int]]) -> Rows:

@@ -36,7 +36,6 @@ from stoker.messages import (
     GetStatus,
     Heartbeat,
     LoadModel,
-    ModelSpec,
     ModelState,
     Paused,
     PromptEcho,
@@ -48,6 +47,7 @@ from stoker.messages import (
 from stoker.request import FinishReason, GenerateRequest, Priority
 from stoker.settings import EngineSettings
 from stoker.streams import RequestStream
+from stoker.values import ModelSpec
 
 MODEL = ModelSpec(id="m", path="good")
 

@@ -13,37 +13,50 @@ import stoker
 SOURCE = Path(stoker.__file__).parent
 
 # What each room may import, besides itself. A module's room is its longest prefix here.
-WORDS = {"errors", "request", "messages", "status"}
+WORDS = {"errors", "request", "values", "messages", "status"}
 ALLOWED = {
-    "": {"errors", "request", "messages", "status", "runtime", "settings", "sync", "streams"},  # exports
+    "": WORDS | {"runtime", "settings", "sync", "streams"},  # exports
     "errors": set[str](),
     "request": {"errors"},
-    "messages": {"errors", "request"},
+    "values": set[str](),
+    "messages": {"errors", "request", "values"},
     "status": {"request"},
     "settings": {"errors"},
     "backends.protocol": WORDS,
     "memory.ledger": set[str](),
     "cache": WORDS | {"memory.ledger"},
     "scheduler": WORDS | {"backends.protocol", "cache", "memory.ledger"},
-    "memory": WORDS,
+    "memory.verdict": WORDS,
+    "memory": WORDS | {"memory.verdict"},
+    "lifecycle": WORDS | {"settings"},
     "decode": WORDS | {"backends.protocol"},
     "chat": {"errors"},
-    "models": WORDS | {"backends.protocol"},
-    "backends": WORDS | {"backends.protocol", "models"},
+    "models": WORDS | {"backends.protocol", "memory.verdict"},
+    "backends": WORDS | {"backends.protocol", "models", "memory.verdict"},
     "engine": WORDS
-    | {"backends.protocol", "backends", "scheduler", "cache", "memory", "memory.ledger", "decode", "models"}
-    | {"settings", "streams"},
+    | {"backends.protocol", "backends", "scheduler", "cache", "decode", "models"}
+    | {"memory", "memory.ledger", "memory.verdict", "settings", "streams"},
     "streams": WORDS,
     "fields": WORDS,
     "states": WORDS | {"models", "streams", "fields"},
-    "runtime": WORDS | {"settings", "engine", "chat", "models", "streams", "fields", "states"},
+    "runtime": WORDS
+    | {"settings", "engine", "chat", "models", "memory", "streams", "fields", "states", "lifecycle"},
     "sync": WORDS | {"settings", "runtime", "streams", "states"},
-    "server": WORDS | {"", "settings", "runtime", "streams", "chat", "states"},
+    "server": WORDS | {"", "settings", "runtime", "streams", "chat", "states", "lifecycle"},
     "cli": WORDS
-    | {"", "settings", "runtime", "streams", "server", "models", "memory", "backends", "cache", "chat"},
+    | {"", "settings", "runtime", "streams", "server", "models", "memory", "memory.verdict", "backends"}
+    | {"cache", "chat"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
-PURE = ("scheduler", "cache", "memory.policy", "engine.governor")
+PURE = (
+    "scheduler",
+    "cache",
+    "memory.policy",
+    "memory.pressure",
+    "memory.verdict",
+    "memory.residency",
+    "engine.governor",
+)
 IMPURE = {"asyncio", "ctypes", "logging", "mlx", "threading", "time"}
 NATIVE = {"llama_cpp", "mlx", "stoker.backends.llama"}
 

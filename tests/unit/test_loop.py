@@ -18,7 +18,6 @@ from stoker.messages import (
     Goodbye,
     Hello,
     LoadModel,
-    ModelSpec,
     ModelState,
     PrefillProgress,
     PromptEcho,
@@ -31,6 +30,7 @@ from stoker.messages import (
 )
 from stoker.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
 from stoker.settings import EngineSettings
+from stoker.values import ModelSpec
 
 GREEDY = Sampling(temperature=0.0)
 

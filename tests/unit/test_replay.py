@@ -20,10 +20,9 @@ from stoker.messages import (
     Queued,
     Resumed,
     Submit,
-    Timings,
-    Usage,
 )
 from stoker.request import FinishReason
+from stoker.values import Timings, Usage
 
 CRASH = Death("crashed", is_blamable=True)
 KILL = Death("killed", is_blamable=False)

@@ -5,7 +5,6 @@ import pytest
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.errors import QueueFullError
 from stoker.memory.ledger import Ledger
-from stoker.messages import Policy
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
@@ -16,6 +15,7 @@ from stoker.scheduler.queue import insert_position
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
 from stoker.scheduler.slots import common_prefix
+from stoker.values import Policy
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 

@@ -13,11 +13,11 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.orders import carry_out
 from stoker.errors import InvalidRequestError
 from stoker.memory.ledger import Ledger
-from stoker.messages import CacheMode, CacheSource
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey, SequenceState
+from stoker.values import CacheMode, CacheSource
 
 STEM = [65 + at % 26 for at in range(600)]
 SPACE, OTHER = b"a" * 32, b"b" * 32

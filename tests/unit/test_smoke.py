@@ -12,7 +12,7 @@ import pytest
 
 from stoker.backends.llama import SmokeSetting, load, smoke, verdict_for
 from stoker.errors import ModelFileError, ModelLoadError
-from stoker.messages import ModelSpec
+from stoker.values import ModelSpec
 
 
 @pytest.fixture(scope="module")

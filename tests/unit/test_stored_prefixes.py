@@ -28,7 +28,6 @@ from stoker.messages import (
     Delta,
     Finished,
     LoadModel,
-    ModelSpec,
     ModelState,
     PrefillProgress,
     Shutdown,
@@ -37,6 +36,7 @@ from stoker.messages import (
 )
 from stoker.request import Priority
 from stoker.status import CacheStatus
+from stoker.values import ModelSpec
 
 FAKE = "fake:eog_period=0"
 RECURRENT = f"{FAKE},recurrent=1"

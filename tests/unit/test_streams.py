@@ -9,7 +9,6 @@ import pytest
 from stoker.errors import QueueFullError
 from stoker.messages import (
     Admitted,
-    CacheSource,
     Delta,
     Event,
     Failed,
@@ -19,12 +18,10 @@ from stoker.messages import (
     PrefillProgress,
     Queued,
     Resumed,
-    Timings,
-    TokenLogprob,
-    Usage,
 )
 from stoker.request import FinishReason
 from stoker.streams import MAX_WAITING, RequestStream
+from stoker.values import CacheSource, Timings, TokenLogprob, Usage
 
 FINISHED = Finished(request_id="r", usage=Usage(completion_tokens=3), timings=Timings())
 

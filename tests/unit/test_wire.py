@@ -9,20 +9,9 @@ from hypothesis import strategies as st
 from stoker.engine import wire
 from stoker.engine.wire import WireError, command_decoder, encode_command, encode_events, event_decoder
 from stoker.errors import QueueFullError, error_from_info
-from stoker.messages import (
-    Cancel,
-    Command,
-    Delta,
-    Event,
-    Failed,
-    Hello,
-    LoadModel,
-    ModelSpec,
-    Reply,
-    Submit,
-    TokenLogprob,
-)
+from stoker.messages import Cancel, Command, Delta, Event, Failed, Hello, LoadModel, Reply, Submit
 from stoker.request import FinishReason, GenerateRequest, Sampling
+from stoker.values import ModelSpec, TokenLogprob
 
 EVENTS: list[Event] = [
     Hello(7),

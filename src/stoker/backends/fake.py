@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.backends.protocol import Buffer, Rows
-    from stoker.messages import ModelSpec, Tensor
+    from stoker.values import ModelSpec, Tensor
 
 _MAGIC = b"STKF"
 _HEADER = struct.Struct("<4sII")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stoker.messages import Tensor
+from stoker.values import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the front imports this module and computes nothing
     import numpy as np
     import numpy.typing as npt
 
-    from stoker.messages import Tensor
+    from stoker.values import Tensor
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Rows: TypeAlias = "npt.NDArray[np.float32]"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stoker.cli.activity import Activity
-from stoker.messages import Delta, Finished, PrefillProgress, Timings, Usage
+from stoker.messages import Delta, Finished, PrefillProgress
+from stoker.values import Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

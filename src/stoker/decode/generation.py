@@ -19,8 +19,8 @@ from stoker.decode.sampler import Sampler
 from stoker.decode.stops import StopGate
 from stoker.decode.text import TextAssembler
 from stoker.decode.workspace import Workspace
-from stoker.messages import TokenLogprob
 from stoker.request import FinishReason, GenerateRequest
+from stoker.values import TokenLogprob
 
 
 class Drawn(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import numpy as np
 
 from stoker.backends.protocol import Rows, Vocabulary
 from stoker.decode.ranking import largest
-from stoker.messages import TokenLogprob
+from stoker.values import TokenLogprob
 
 
 def log_normalizer(row: Rows) -> float:

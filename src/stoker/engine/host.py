@@ -34,14 +34,17 @@ from stoker.messages import (
     GetStatus,
     Goodbye,
     Heartbeat,
+    HeatMoved,
     Hello,
-    ModelSpec,
     ModelState,
+    PressureMoved,
     Reply,
+    RungTaken,
     Shutdown,
     Submit,
 )
 from stoker.settings import EngineSettings
+from stoker.values import ModelSpec
 
 if TYPE_CHECKING:
     from stoker.request import GenerateRequest
@@ -380,7 +383,7 @@ class EngineHost:
                 asyncio.get_running_loop().call_soon(self._on_load, event)  # its errors are its own
             case Reply():
                 self._calls.settle(event)
-            case Goodbye():
+            case Goodbye() | PressureMoved() | RungTaken() | HeatMoved():
                 pass
             case _:
                 self._requests.take(event)

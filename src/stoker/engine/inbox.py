@@ -16,7 +16,8 @@ from stoker.cache.entry import Entry
 from stoker.cache.snapshot import Snapshot
 from stoker.engine.live import LiveRequest
 from stoker.errors import StokerError
-from stoker.messages import Command, ModelSpec, Reply
+from stoker.messages import Command, Reply
+from stoker.values import ModelSpec
 
 
 class Closed(Enum):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from stoker.engine.carrier import Carrier
     from stoker.engine.roster import Roster
-    from stoker.messages import Command, Event, Heartbeat, ModelSpec
+    from stoker.messages import Command, Event, Heartbeat
+    from stoker.values import ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -10,19 +10,10 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from stoker.decode.generation import Drawn, Generation
-from stoker.messages import (
-    Admitted,
-    CacheSource,
-    Delta,
-    Finished,
-    PrefillProgress,
-    PromptEcho,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
+from stoker.messages import Admitted, Delta, Finished, PrefillProgress, PromptEcho
 from stoker.request import FinishReason, GenerateRequest
 from stoker.scheduler.sequence import Sequence
+from stoker.values import CacheSource, Timings, TokenLogprob, Usage
 
 
 @dataclass(slots=True, eq=False)

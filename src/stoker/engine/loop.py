@@ -49,15 +49,14 @@ from stoker.messages import (
     Resume,
     Shutdown,
     Submit,
-    Timings,
     Tokenize,
     UnloadModel,
-    Usage,
 )
 from stoker.request import FinishReason
 from stoker.scheduler.sequence import SequenceState
 from stoker.settings import EngineSettings
 from stoker.status import EngineStatus
+from stoker.values import Timings, Usage
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ from stoker.decode.generation import Generation
 from stoker.decode.workspace import Workspace
 from stoker.engine.live import Choice, LiveRequest
 from stoker.errors import ContextLengthError, InvalidRequestError
-from stoker.messages import CacheMode, Submit, Tensor
+from stoker.messages import Submit
 from stoker.models.state_file import parse_state
 from stoker.request import GenerateRequest, Preempt, StateOutput
 from stoker.scheduler.sequence import Sequence, SequenceKey
 from stoker.scheduler.shift import note_dropped, replayed
+from stoker.values import CacheMode, Tensor
 
 
 @dataclass(frozen=True, slots=True)

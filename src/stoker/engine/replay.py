@@ -32,10 +32,9 @@ from stoker.messages import (
     RequestEvent,
     Resumed,
     Submit,
-    Timings,
-    Usage,
 )
 from stoker.request import FinishReason, GenerateRequest
+from stoker.values import Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

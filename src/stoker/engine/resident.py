@@ -26,18 +26,7 @@ from stoker.errors import (
     StepFailedError,
     StokerError,
 )
-from stoker.messages import (
-    Event,
-    Failed,
-    ModelInfo,
-    ModelSpec,
-    Parked,
-    Paused,
-    Queued,
-    Resumed,
-    StateReady,
-    TokenLogprob,
-)
+from stoker.messages import Event, Failed, Parked, Paused, Queued, Resumed, StateReady
 from stoker.request import FinishReason
 from stoker.scheduler.effects import Parking, Schedule
 from stoker.scheduler.limits import SchedulerLimits
@@ -45,6 +34,7 @@ from stoker.scheduler.plan import Planned, StepPlan
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
 from stoker.status import SlotStatus, WaitStatus
+from stoker.values import ModelInfo, ModelSpec, TokenLogprob
 
 log = logging.getLogger(__name__)
 

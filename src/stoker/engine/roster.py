@@ -13,7 +13,8 @@ from stoker.errors import ErrorInfo, ModelLoadError, ModelNotFoundError, NotRead
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stoker.messages import ModelInfo, ModelSpec, ModelState
+    from stoker.messages import ModelState
+    from stoker.values import ModelInfo, ModelSpec
 
 MAX_LOAD_CRASHES = 2
 READY = "ready"

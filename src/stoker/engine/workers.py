@@ -16,7 +16,8 @@ from stoker.backends.protocol import Vocabulary
 from stoker.engine.inbox import Inbox, Loaded, LoadFailed, LoadMoved, Posted, Prepared, PrepareFailed
 from stoker.engine.preparation import PrepContext, check_tokens, prepare
 from stoker.errors import EngineError, StokerError
-from stoker.messages import Detokenize, ModelSpec, Reply, Submit, Tokenize
+from stoker.messages import Detokenize, Reply, Submit, Tokenize
+from stoker.values import ModelSpec
 
 FAKE_PREFIX = "fake:"
 

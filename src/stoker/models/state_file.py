@@ -16,7 +16,7 @@ import msgspec
 import safetensors
 
 from stoker.errors import InvalidRequestError
-from stoker.messages import Tensor
+from stoker.values import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.messages import Policy
+from stoker.values import Policy
 
 if TYPE_CHECKING:
     from stoker.scheduler.cost import StepCost

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stoker.messages import CacheMode, Policy
 from stoker.scheduler.budget import StepPolicy
+from stoker.values import CacheMode, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

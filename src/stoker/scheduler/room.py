@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
-from stoker.messages import CacheSource
 from stoker.scheduler.cells import CellPool
 from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, Trim
 from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, SlotTable
 from stoker.scheduler.stock import Stock
+from stoker.values import CacheSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

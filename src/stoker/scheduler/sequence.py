@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from stoker.messages import CacheSource
 from stoker.request import FinishReason, Priority
+from stoker.values import CacheSource
 
 if TYPE_CHECKING:
     from stoker.cache.entry import Entry
-    from stoker.messages import Tensor
     from stoker.scheduler.checkpoints import Checkpoints
     from stoker.scheduler.flight import Following
+    from stoker.values import Tensor
 
 
 class SequenceState(StrEnum):

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.entry import Entry, EntryState
 from stoker.cache.keys import key_of
-from stoker.messages import CacheSource
 from stoker.scheduler.checkpoints import Checkpoints
 from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import MIN_REUSE
 from stoker.scheduler.tally import Tally
+from stoker.values import CacheSource
 
 if TYPE_CHECKING:
     from stoker.cache.index import Hit

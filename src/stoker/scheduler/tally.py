@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.messages import CacheSource
+from stoker.values import CacheSource
 
 if TYPE_CHECKING:
     from stoker.scheduler.sequence import Sequence

@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Protocol
 
 from starlette.responses import Response
 
-from stoker.messages import Admitted, Finished, Queued, Usage
+from stoker.messages import Admitted, Finished, Queued
 from stoker.server.disconnect import while_connected
 from stoker.server.generation import total_usage
 from stoker.server.sse import EventStream, comment
 from stoker.streams import Notice
+from stoker.values import Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from starlette.requests import Request
 
-    from stoker.messages import CacheSource
     from stoker.server.generation import Generation
     from stoker.streams import StreamEvent
+    from stoker.values import CacheSource
 
 POSITION_HEADER = "X-Stoker-Queue-Position"
 ETA_HEADER = "X-Stoker-Eta"

@@ -10,7 +10,7 @@ import uuid
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from stoker.messages import Usage
+from stoker.values import Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence

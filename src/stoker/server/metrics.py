@@ -15,7 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stoker.errors import StokerError
-from stoker.messages import CacheSource, Delta, Finished
+from stoker.messages import Delta, Finished
+from stoker.values import CacheSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

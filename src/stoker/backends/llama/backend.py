@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from stoker.backends.llama.vocabulary import LlamaVocabulary
     from stoker.backends.protocol import Buffer, Rows
-    from stoker.messages import ModelSpec, Tensor
     from stoker.models.gguf import GgufHeader
+    from stoker.values import ModelSpec, Tensor
 
 MAX_SEQUENCES = 256  # llama_max_parallel_sequences()
 SPARE_SEQUENCES = 32

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
-from stoker.messages import Tensor
+from stoker.values import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

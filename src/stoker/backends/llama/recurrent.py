@@ -14,7 +14,7 @@ import numpy as np
 
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.errors import ModelLoadError
-from stoker.messages import Tensor
+from stoker.values import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.messages import ModelInfo
 from stoker.request import GenerateRequest
 from stoker.server.body import described, read_body
 from stoker.server.context import ServerContext
@@ -17,6 +16,7 @@ from stoker.server.schema.chat import ChatRequest
 from stoker.server.schema.fields import state_bytes
 from stoker.server.writers.chat import ChatChunks, WholeChat
 from stoker.server.writers.head import Head
+from stoker.values import ModelInfo
 
 
 def router(context: ServerContext) -> APIRouter:

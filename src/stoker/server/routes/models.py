@@ -6,8 +6,8 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from stoker.messages import ModelInfo
 from stoker.server.context import ServerContext
+from stoker.values import ModelInfo
 
 
 def router(context: ServerContext) -> APIRouter:

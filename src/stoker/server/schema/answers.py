@@ -10,8 +10,8 @@ from importlib.metadata import version
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from stoker.messages import CacheSource, Timings, Usage
 from stoker.server.schema.logprobs import ChatLogprobs, TextLogprobs
+from stoker.values import CacheSource, Timings, Usage
 
 FINGERPRINT = f"stoker-{version('stoker')}"
 MILLISECONDS = 1000.0

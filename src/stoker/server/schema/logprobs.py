@@ -15,7 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from stoker.messages import TokenLogprob
+    from stoker.values import TokenLogprob
 
 LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 

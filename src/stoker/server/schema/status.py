@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from stoker.messages import ModelInfo
     from stoker.runtime import RuntimeStatus
     from stoker.status import EngineStatus, SlotStatus, WaitStatus
+    from stoker.values import ModelInfo
 
 
 def status_document(status: RuntimeStatus, models: list[ModelInfo]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from stoker.server.sse import frame
 from stoker.server.writers.head import Head, Totals, closing, progress
 
 if TYPE_CHECKING:
-    from stoker.messages import TokenLogprob
     from stoker.streams import StreamEvent
+    from stoker.values import TokenLogprob
 
 _CHUNK = "chat.completion.chunk"
 _WHOLE = "chat.completion"

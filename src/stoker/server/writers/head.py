@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from stoker.messages import Timings, Usage
 from stoker.server.generation import total_usage
 from stoker.server.schema.answers import (
     Answer,
@@ -22,6 +21,7 @@ from stoker.server.schema.answers import (
     usage_answer,
 )
 from stoker.server.sse import frame
+from stoker.values import Timings, Usage
 
 if TYPE_CHECKING:
     from stoker.messages import Finished, PrefillProgress

@@ -18,8 +18,8 @@ from stoker.server.writers.head import Head, Totals, closing, progress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stoker.messages import TokenLogprob
     from stoker.streams import StreamEvent
+    from stoker.values import TokenLogprob
 
 _OBJECT = "text_completion"
 

@@ -1,0 +1,174 @@
+"""Values that messages carry and rooms share: what a model is asked to be and is, counts, times, tensors."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Policy(StrEnum):
+    """How a step is shared between those who decode and those who prefill (SPEC Q9).
+
+    `latency` keeps a step within the target while an interactive request decodes, `balanced` within three
+    times the target, `throughput` leaves prefill three quarters of the token budget.
+    """
+
+    LATENCY = "latency"
+    BALANCED = "balanced"
+    THROUGHPUT = "throughput"
+
+
+class CacheMode(StrEnum):
+    """What is kept of finished work (SPEC C10): nothing, cells, snapshots in memory and on disk, or both."""
+
+    OFF = "off"
+    LIVE = "live"
+    SNAPSHOT = "snapshot"
+    BOTH = "live+snapshot"
+
+    @property
+    def keeps_cells(self) -> bool:
+        """Whether cells are shared and kept for reuse."""
+        return self in {CacheMode.LIVE, CacheMode.BOTH}
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """Whether states are kept as bytes."""
+        return self in {CacheMode.SNAPSHOT, CacheMode.BOTH}
+
+
+class CacheSource(StrEnum):
+    """Where a request's cached tokens came from (SPEC C13).
+
+    Cells of an ended request, a snapshot in host memory or on disk, or cells of a request that still ran.
+    """
+
+    LIVE = "live"
+    RAM = "ram"
+    DISK = "disk"
+    SHARED = "shared"
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A model to load and how.
+
+    Attributes:
+        id: the name it is served under.
+        path: the GGUF file; "fake:" selects the deterministic FakeBackend.
+        num_slots: sequences that may run at once.
+        n_ctx: KV cells all slots share, and the most one request may use; 0: the model's own.
+        n_batch: tokens one step may carry.
+        num_threads: 0 picks the number of physical cores, the most that the engine will use.
+        policy: how steps are shared between decode and prefill (SPEC Q9).
+        target_step_ms: how long a step may take while an interactive request decodes (SPEC Q8).
+        background_patience_s: how long background work may go without a step (SPEC Q7).
+        park_bytes: host memory that states of parked requests may take (SPEC Q4).
+        cache_mode: what is kept of finished work (SPEC C10).
+        kv_type: element type of the KV cells, "q8_0" or "q4_0"; empty: the backend's own choice.
+        keep_alive_s: how long it stays in memory after its last request (SPEC R8); negative: for good, 0:
+            not at all.
+        is_pinned: it is never unloaded to make room (SPEC R3).
+    """
+
+    id: str
+    path: str
+    num_slots: int = 8
+    n_ctx: int = 16384
+    n_batch: int = 512
+    num_threads: int = 0
+    max_queue: int = 512
+    policy: Policy = Policy.LATENCY
+    target_step_ms: float = 50.0
+    background_patience_s: float = 30.0
+    park_bytes: int = 2**30
+    cache_mode: CacheMode = CacheMode.BOTH
+    kv_type: str = ""
+    keep_alive_s: float = 600.0
+    is_pinned: bool = False
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model is and the limits that resulted (SPEC K7); before its first load what its header says.
+
+    Attributes:
+        degraded: what it was given less of than was asked for, for want of memory (SPEC R2).
+        pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
+        n_embd: width of its vectors.
+    """
+
+    id: str
+    path: str
+    label: str
+    model_class: str
+    architecture: str
+    description: str
+    num_params: int
+    size_bytes: int
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    n_batch: int
+    num_slots: int
+    num_threads: int
+    kv_type: str
+    flash_attention: str
+    memory_bytes: dict[str, int]
+    chat_template: str | None = None
+    bos_text: str = ""
+    eos_text: str = ""
+    can_trim: bool = True
+    can_fork: bool = True
+    has_vision: bool = False
+    degraded: list[str] = []
+    pooling: str = ""
+    n_embd: int = 0
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its natural-log probability under the raw logits.
+
+    `top` holds (token id, bytes, logprob) best first, as many as were asked for.
+    A first prompt token has logprob None.
+    """
+
+    token_id: int
+    token_bytes: bytes
+    logprob: float | None
+    top: list[tuple[int, bytes, float]]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request, over all its choices.
+
+    Attributes:
+        cached_tokens: prompt tokens that were not computed for this request.
+        cache_source: where they came from; None: there were none.
+        dropped_tokens: what a context shift dropped (SPEC C12).
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cache_source: CacheSource | None = None
+    dropped_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds a request spent (SPEC O2), as the engine saw it, and how often others took its place.
+
+    `decode_s` is from the first token to the end, time spent parked included.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A named array of little-endian float32, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    data: bytes
