@@ -24,6 +24,7 @@ from bench.install_peer import install_peer
 from bench.peers import Shape
 from bench.session import Contestants, Plan, compare_running, compare_started
 from bench.workloads import WORKLOADS
+from bench.workloads.swap import Swap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +40,7 @@ LOG_WIDTH = 130
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options, checked for what they need of each other."""
-    names = [*WORKLOADS, *FIGURES]
+    names = [*WORKLOADS, Swap.name, *FIGURES]
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     add = parser.add_argument
     add(
@@ -68,10 +69,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """What the options ask to measure."""
-    chosen = set(options.only or [*WORKLOADS, *FIGURES])
+    chosen = set(options.only or [*WORKLOADS, Swap.name, *FIGURES])
     workloads = tuple(kind() for name, kind in WORKLOADS.items() if name in chosen)
     seeds = range(options.seed, options.seed + options.repeat)
-    return Plan(workloads, frozenset(chosen & set(FIGURES)), seeds)
+    return Plan(workloads, frozenset(chosen & set(FIGURES)), seeds, has_swap=Swap.name in chosen)
 
 
 async def run(options: argparse.Namespace, console: Console) -> Report:

@@ -32,11 +32,15 @@ def _ignore() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A completion to ask for: greedy, exactly `max_tokens` long. `extra` holds further body fields."""
+    """A completion to ask for: greedy, exactly `max_tokens` long.
+
+    `extra` holds further body fields; `model` None: the first that is served.
+    """
 
     prompt: str
     max_tokens: int
     extra: tuple[tuple[str, Any], ...] = ()
+    model: str | None = None
 
     def body(self, model: str) -> bytes:
         """The JSON body of `/v1/completions`."""
@@ -291,7 +295,9 @@ class Client:
             timeout_s: seconds it may take from first to last.
             on_text: called at each arrival of text; must be quick.
         """
-        request = self._request("POST", "/v1/completions", completion.body(await self.model()))
+        request = self._request(
+            "POST", "/v1/completions", completion.body(completion.model or await self.model())
+        )
         exchange = _TokenStream(request, on_text)
         try:
             await self._run(exchange, timeout_s)
@@ -310,9 +316,12 @@ class Client:
     async def model(self) -> str:
         """Id of the first model served, asked for once."""
         if self._model is None:
-            models = await self.get("/v1/models")
-            self._model = str(models["data"][0]["id"])
+            self._model = (await self.models())[0]
         return self._model
+
+    async def models(self) -> list[str]:
+        """Ids of all models served."""
+        return [str(model["id"]) for model in (await self.get("/v1/models"))["data"]]
 
     def _request(self, method: str, path: str, body: bytes) -> bytes:
         head = (

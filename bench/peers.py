@@ -79,7 +79,7 @@ class StokerServer:
             *(str(Path(sys.executable).with_name("stoker")), "serve", *model),
             *("--host", LOOPBACK, "--port", "0"),
             *("--slots", str(shape.num_slots), "--ctx-size", str(shape.ctx_size)),
-            *(["--cache-dir", str(self.cache_dir)] if self.cache_dir else []),
+            *(_folders(self.cache_dir) if self.cache_dir else []),
             *_threads("--threads", shape),
         ]
 
@@ -108,12 +108,7 @@ class LlamaServer:
 
     def command(self, shape: Shape, port: int) -> list[str]:
         """Slots, context and threads as the shape says; prefill uses the same threads as decode."""
-        return [
-            *(str(self.binary), "-m", str(self.model), "--host", LOOPBACK, "--port", str(port)),
-            *("-np", str(shape.num_slots), "-c", str(shape.ctx_size), "--kv-unified"),
-            *("--no-context-shift", "--no-webui"),
-            *_threads("-t", shape),
-        ]
+        return [str(self.binary), "-m", str(self.model), *llama_flags(shape, port)]
 
     async def address(self, output: str, port: int) -> str | None:  # noqa: ARG002 - it is asked, not read
         """Ready when `/health` says so."""
@@ -229,6 +224,21 @@ class ServerProcess:
 
     def _log_tail(self) -> str:
         return self._stderr.read_text(errors="replace")[-NUM_LOG_CHARS:]
+
+
+def llama_flags(shape: Shape, port: int) -> list[str]:
+    """What llama-server is told of anything but the model."""
+    return [
+        *("--host", LOOPBACK, "--port", str(port)),
+        *("-np", str(shape.num_slots), "-c", str(shape.ctx_size), "--kv-unified"),
+        *("--no-context-shift", "--no-webui"),
+        *_threads("-t", shape),
+    ]
+
+
+def _folders(cache_dir: Path) -> list[str]:
+    # nor may a benchmark take up what a user's own server was suspended with
+    return ["--cache-dir", str(cache_dir), "--run-dir", str(cache_dir / "run")]
 
 
 def _threads(flag: str, shape: Shape) -> list[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.bare_load import measure_bare_load
 from bench.client import Client
 from bench.contest import alternate
 from bench.errors import BenchError
@@ -25,7 +26,9 @@ from bench.idle import IDLE_S, idle_cpu_percent
 from bench.machine import binary_version, describe_machine
 from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
 from bench.results import Comparison, Figure, Report
+from bench.swap_servers import LlamaRouter, StokerOfTwo, budget_for_one, copies_of, require_router
 from bench.target import Target
+from bench.workloads.swap import Swap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
+    from bench.peers import Server
     from bench.workloads import Workload
 
 OWN_TIME_LIMIT_MS = 0.5
@@ -43,11 +47,15 @@ NUM_TAIL_CHARS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `figures` holds names out of `overhead` and `idle`."""
+    """What to measure. `figures` holds names out of `overhead` and `idle`.
+
+    `has_swap`: the workload `swap` as well, whose servers are told otherwise than those of all others.
+    """
 
     workloads: tuple[Workload, ...]
     figures: frozenset[str]
     seeds: range
+    has_swap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
             async with AsyncExitStack() as stack:
                 pair = await _start_pair(contestants, shape, Path(logs), stack)
                 comparisons += await _run_workloads(workloads, pair, plan.seeds, console)
+        if plan.has_swap:
+            comparisons.append(await _compare_swaps(contestants, plan.seeds, Path(logs), console))
         if "idle" in plan.figures:
             console.print("Idle servers ...")
             async with AsyncExitStack() as stack:
@@ -86,6 +96,7 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
         "context": f"{shape.ctx_size} tokens, shared by all slots (llama-server: --kv-unified)",
         "threads": f"{shape.num_threads}",
         **{w.name: f"{w.shape(shape)}" for w in plan.workloads if w.shape(shape) != shape},
+        **({Swap.name: await asyncio.to_thread(_swap_setting, contestants)} if plan.has_swap else {}),
     }
     return Report(
         (StokerServer.label, LlamaServer.label), machine, settings, tuple(comparisons), tuple(figures)
@@ -101,6 +112,8 @@ async def compare_running(plan: Plan, urls: Sequence[str], labels: Sequence[str]
     workloads = [workload for workload in plan.workloads if not workload.ends_servers]
     for workload in set(plan.workloads) - set(workloads):
         console.print(f"{workload.name} is left out: it would have to end servers that somebody else started")
+    if plan.has_swap:
+        console.print("swap is left out: it takes servers that are started with two models and room for one")
     comparisons = await _run_workloads(workloads, (first, second), plan.seeds, console)
     return Report((first.label, second.label), machine, _plan_settings(plan), tuple(comparisons), ())
 
@@ -147,6 +160,31 @@ async def _start_pair(
         StokerServer(str(contestants.model), Path(cache_dir)),
         LlamaServer(contestants.binary, contestants.model),
     )
+    return await _start(servers, shape, logs, stack)
+
+
+async def _compare_swaps(contestants: Contestants, seeds: range, logs: Path, console: Console) -> Comparison:
+    """Both servers with two copies of the model, side by side as ever."""
+    shape, binary = contestants.shape, contestants.binary
+    await asyncio.to_thread(require_router, binary)
+    budget = await asyncio.to_thread(budget_for_one, contestants.model, shape)
+    models = await asyncio.to_thread(copies_of, contestants.model, logs / "models")
+    servers = (StokerOfTwo(models, budget, logs / "swap-cache"), LlamaRouter(binary, models[0].parent))
+    files = {model.stem: model for model in models}
+    workload = Swap(lambda model, prompt: measure_bare_load(files[model], shape, prompt))
+    async with AsyncExitStack() as stack:
+        pair = await _start(servers, shape, logs, stack)
+        return (await _run_workloads([workload], pair, seeds, console))[0]
+
+
+def _swap_setting(contestants: Contestants) -> str:
+    budget = budget_for_one(contestants.model, contestants.shape)
+    return f"two copies of the model; {StokerServer.label}: {budget}; {LlamaServer.label}: --models-max 1"
+
+
+async def _start(
+    servers: tuple[Server, Server], shape: Shape, logs: Path, stack: AsyncExitStack
+) -> tuple[Target, Target]:
     targets = []
     for server in servers:
         process = await stack.enter_async_context(ServerProcess(server, shape, logs))

@@ -1,5 +1,7 @@
 """What a Stoker server tells of itself at `/v1/runtime`. Another server tells nothing, and that is no error.
 
+Which models are in memory llama-server's router tells as well, in its list of models.
+
 Every number is looked up by its name, so a server without it is read as well.
 """
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from bench.client import Client
 
 PATH = "/v1/runtime"
+OUT = frozenset({"absent", "unloaded", "suspended", "failed"})
+"""States of models that take no memory, in Stoker's words and llama-server's."""
 COMPUTED = "prompt_tokens_computed_total"
 LOOK_EVERY_S = 0.1
 ANSWER_LIMIT_S = 5.0
@@ -55,6 +59,32 @@ async def wait_saved(client: Client) -> None:
             return
         num_saved_looks = 0 if num_unsaved else num_saved_looks + 1
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def models_in_memory(client: Client) -> frozenset[str]:
+    """Models that take memory now or are about to.
+
+    Raises:
+        BenchError: the server does not tell.
+    """
+    states = {str(model.get("id")): model.get("state") for model in await _models(client)}
+    if not states:
+        listed = (await client.get("/v1/models"))["data"]
+        states = {str(model["id"]): model.get("status", {}).get("value") for model in listed}
+    if None in states.values():
+        raise BenchError(f"{client.url} does not tell which models are in memory")
+    return frozenset(model for model, state in states.items() if state not in OUT)
+
+
+async def cut_down(client: Client, model: str) -> str:
+    """What a model was given less of than was asked for; empty: nothing, or it is not told."""
+    found = (each.get("degraded", ()) for each in await _models(client) if each.get("id") == model)
+    return ", ".join(str(phrase) for phrases in found for phrase in phrases)
+
+
+async def _models(client: Client) -> list[dict[str, Any]]:
+    models = (await _document(client)).get("models", [])
+    return models if isinstance(models, list) else []
 
 
 async def _document(client: Client) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Writes tiny models of random weights that cannot go back: recurrent, hybrid, with a sliding window.
+"""Writes tiny models of random weights: recurrent, hybrid, with a sliding window, and an encoder.
 
-Each runs in a fraction of a millisecond a token, and each of its tokens matters to the logits. `TINY` names
-the writers.
+Each runs in a fraction of a millisecond a token, and each of its tokens matters to what it gives. `TINY`
+names the writers of those that generate and cannot go back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ CONTEXT_LENGTH = 4096
 _SPECIAL = ["<unk>", "<s>", "</s>"]
 TOKENS = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "▁world"]
 _UNKNOWN, _CONTROL, _BYTE, _NORMAL = 2, 3, 6, 1
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?"
+WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{each}" for each in _LETTERS), *_LETTERS]
+BERT_CONTEXT_LENGTH = 64
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -65,6 +68,7 @@ class _Model:
     keys: dict[str, Any]
     layers: list[Shapes]
     outer: Shapes = field(default_factory=dict)
+    has_word_pieces: bool = False
 
 
 RWKV_WIDTH = 64  # one head: the native kernel takes steps of 64 numbers
@@ -146,6 +150,35 @@ def write_gemma3(path: Path, seed: int = 7) -> Path:
     return _write(path, _Model("gemma3", keys, [_NORM | _ATTENTION | _QK_NORMS | _FFN | after] * 6), seed)
 
 
+def write_bert(
+    path: Path, seed: int = 7, pooling: int | None = 1, context: int = BERT_CONTEXT_LENGTH
+) -> Path:
+    """An encoder of two layers with word pieces.
+
+    `pooling` is llama.cpp's number: 0 none, 1 mean, 2 first token, 3 last, 4 rank; None: the file names none.
+    """
+    keys: dict[str, Any] = {
+        "context_length": context,
+        "attention.head_count": HEADS,
+        "attention.causal": False,
+        "attention.layer_norm_epsilon": 1e-12,
+    }
+    if pooling is not None:
+        keys["pooling_type"] = pooling
+    outer: Shapes = {
+        "token_embd.weight": (len(WORD_PIECES), WIDTH),
+        "token_types.weight": (2, WIDTH),
+        "position_embd.weight": (context, WIDTH),
+    }
+    outer |= {f"token_embd_norm.{part}": (WIDTH,) for part in ("weight", "bias")}
+    if pooling == _RANK:
+        outer |= {"cls.weight": (WIDTH, WIDTH), "cls.bias": (WIDTH,)}
+        outer |= {"cls.output.weight": (1, WIDTH), "cls.output.bias": (1,)}
+    return _write(path, _Model("bert", keys, [_bert_layer()] * 2, outer, has_word_pieces=True), seed)
+
+
+_RANK = 4
+
 TINY: Mapping[str, Callable[[Path], Path]] = {
     "mamba": write_mamba,
     "rwkv7": write_rwkv7,
@@ -153,6 +186,16 @@ TINY: Mapping[str, Callable[[Path], Path]] = {
     "lfm2": write_lfm2,
     "gemma3": write_gemma3,
 }
+
+
+def _bert_layer() -> Shapes:
+    products = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (WIDTH, WIDTH))
+    products |= {"ffn_up": (FEED_FORWARD, WIDTH), "ffn_down": (WIDTH, FEED_FORWARD)}
+    shapes: Shapes = {f"{name}.weight": shape for name, shape in products.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in products.items()}
+    for name in ("attn_output_norm", "layer_output_norm"):
+        shapes |= {f"{name}.{part}": (WIDTH,) for part in ("weight", "bias")}
+    return shapes
 
 
 def _rwkv7_layer() -> Shapes:
@@ -180,14 +223,16 @@ def _write(path: Path, model: _Model, seed: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {architecture} {seed}")
-    writer.add_context_length(CONTEXT_LENGTH)
     writer.add_block_count(len(layers))
     writer.add_feed_forward_length(FEED_FORWARD)
-    for key, value in {"embedding_length": WIDTH, **model.keys}.items():
+    for key, value in {"context_length": CONTEXT_LENGTH, "embedding_length": WIDTH, **model.keys}.items():
         _add(writer, f"{architecture}.{key}", value)
-    _add_vocabulary(writer)
+    if model.has_word_pieces:
+        _add_word_pieces(writer)
+    else:
+        _add_vocabulary(writer)
     shapes = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
-    if architecture == "lfm2":  # its last norm is the one of the embeddings
+    if architecture in {"lfm2", "bert"}:  # its last norm is the one of the embeddings, or of a layer
         del shapes["output_norm.weight"]
     shapes |= model.outer
     for index, layer in enumerate(layers):
@@ -228,8 +273,23 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_add_bos_token(value=True)
 
 
+def _add_word_pieces(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(WORD_PIECES)
+    writer.add_token_types([_CONTROL, _UNKNOWN, *[_CONTROL] * 3, *[_NORMAL] * (len(WORD_PIECES) - 5)])
+    writer.add_token_type_count(2)
+    writer.add_pad_token_id(0)
+    writer.add_unk_token_id(1)
+    writer.add_bos_token_id(2)
+    writer.add_sep_token_id(3)
+    writer.add_mask_token_id(4)
+
+
 def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:
-    if isinstance(value, list):
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)

@@ -42,9 +42,14 @@ def request_of(prompt: str | Sequence[int] | GenerateRequest, fields: dict[str, 
         raise InvalidRequestError(f"the request is malformed: {error}") from error
 
 
-def sealed(request: GenerateRequest, model: str) -> GenerateRequest:
-    """The request for the model of that id with nothing left to chance, so that a replay draws the same."""
+def sealed(request: GenerateRequest, model: str, max_tokens: int | None = None) -> GenerateRequest:
+    """The request for the model of that id with nothing left to chance, so that a replay draws the same.
+
+    Where it does not say how many tokens it may have, it is `max_tokens`.
+    """
     sampling = request.sampling
     if sampling.seed is None:
         sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
-    return msgspec.structs.replace(request, model=model, sampling=sampling)
+    if request.max_tokens is not None:
+        max_tokens = request.max_tokens
+    return msgspec.structs.replace(request, model=model, sampling=sampling, max_tokens=max_tokens)

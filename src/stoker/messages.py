@@ -46,9 +46,10 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadModel(msgspec.Struct, frozen=True, tag=True):
-    """Free a model, or stop loading it: those that run on it are parked and need it again (SPEC R3).
+    """Free a model as soon as nothing runs on it, or stop loading it (SPEC R3).
 
-    Answered by `ModelState` with `absent`. The model stays served; an unknown id is ignored.
+    Answered by `ModelState` with `unloading` and `absent`. The model stays served: requests that come
+    meanwhile have it loaded again. An unknown id is ignored.
     """
 
     model: str

@@ -16,64 +16,37 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self
 
-import msgspec
-
-from stoker.chat.template import ChatTemplate
+from stoker import texts
+from stoker.embeddings import Embeddings, Text, TextEmbeddings, require_generation
 from stoker.engine.host import EngineHost
+from stoker.engine.overview import overview
+from stoker.engine.rest import GRACES_S
+from stoker.engine.shelf import Shelf, SpecChanges
+from stoker.engine.specs import max_tokens_of, served_of
 from stoker.engine.state import EngineState
-from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
+from stoker.errors import InvalidRequestError, NotReadyError
 from stoker.fields import sealed
-from stoker.messages import Delta, Detokenize, Finished, GetStatus, ModelState, PromptEcho, Tokenize
-from stoker.models.store import ModelStore
-from stoker.request import FinishReason, GenerateRequest
+from stoker.lifecycle.events import EventBus, RuntimeEvent
+from stoker.lifecycle.keeper import Keeper
+from stoker.lifecycle.kept import KeptRequest
+from stoker.lifecycle.last_models import LastModels
+from stoker.memory.residency import ModelLife
+from stoker.messages import ModelState, Tokenize
+from stoker.request import GenerateRequest
 from stoker.settings import EngineSettings
 from stoker.states import GivenState, States
-from stoker.status import EngineStatus
-from stoker.streams import RequestStream, StreamEvent
-from stoker.values import CacheMode, ModelInfo, ModelSpec, Policy, Timings, TokenLogprob, Usage
+from stoker.status import ModelStatus, RuntimeStatus
+from stoker.streams import RequestStream, StreamEvent, TextDelta, text_deltas
+from stoker.values import ModelInfo
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+__all__ = ["KeptRequest", "Message", "Runtime", "RuntimeEvent", "RuntimeStatus", "TextDelta"]
+
 Message = Mapping[str, Any]
-STATUS_WAIT_S = 2.0
-_NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
-
-
-class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one choice's text; the last of all carries `finish_reason`, `usage` and `timings`."""
-
-    text: str = ""
-    index: int = 0
-    token_ids: list[int] = []
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    timings: Timings | None = None
-
-
-class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/v1/runtime` shows. `engine` is empty while no engine serves.
-
-    Attributes:
-        pid: the engine's process.
-        state: starting, serving, restarting or closed.
-        restarts: times the engine died unasked.
-        label: backend and device of the default model.
-        threads: CPU threads its steps use now; `engine.threads_reason` tells why not as many as asked for.
-    """
-
-    pid: int
-    state: str
-    restarts: int
-    label: str
-    threads: int
-    engine: EngineStatus
-
-
-def _ignore(state: ModelState) -> None:
-    """The hook of somebody who does not watch loads."""
+SUSPENDED_DIR = "suspended"
 
 
 class Runtime:
@@ -86,6 +59,7 @@ class Runtime:
 
     Attributes:
         on_load: called with each state a model reports while it loads; set it before `start`.
+        takes_up: it goes on with what a program that ended while suspended has left; set it before `start`.
         states: saved states of recurrent models, and embeddings by state.
 
     Raises:
@@ -99,10 +73,15 @@ class Runtime:
         if model is not None:
             settings = settings.replace(models=(str(model), *settings.models))
         self._settings = settings
+        self._max_tokens: int | None = None
         self._host: EngineHost | None = None
-        self._templates: dict[str, ChatTemplate] = {}
+        self._shelf: Shelf | None = None
+        self._bus = EventBus(self._model_moved)
+        self._keeper = Keeper(settings.run_dir / SUSPENDED_DIR)
+        self._last = LastModels(settings.run_dir)
+        self.takes_up = True
         self.states = States(settings.states_dir, self)
-        self.on_load: Callable[[ModelState], None] = _ignore
+        self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
 
     def __repr__(self) -> str:
         return f"<Runtime {self._host!r}>"
@@ -110,26 +89,50 @@ class Runtime:
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start the engine; returns when every model is ready.
+        """Start the engine; returns when every model that fits beside those before it is ready.
+
+        What a program that ended while suspended has left goes on; see `kept`.
 
         Raises:
             ModelNotFoundError: a name or path leads nowhere.
             ModelError: a file is broken or cannot be loaded.
+            MachineError: no model could be loaded, for want of memory or for heat.
             MachineSetupError: the engine process does not come up.
         """
         if self._host is not None:
             raise InvalidRequestError("this Runtime was started before; make a new one")
-        specs = await asyncio.to_thread(_specs, self._settings)
-        self._host = EngineHost(self._settings, specs, on_load=self._report_load)
+        settings = self._settings
+        if settings.restore and not settings.models:
+            settings = settings.replace(models=await asyncio.to_thread(self._last.read))
+        defaults, found = await asyncio.to_thread(served_of, settings)
+        self._max_tokens = max_tokens_of(settings, defaults)
+        specs = [model.spec for model in found]
+        self._host = EngineHost(settings, specs, watcher=self._bus, keeper=self._keeper)
+        for model in found:
+            self._host.roster.describe(model.info)
+        self._shelf = Shelf(settings, defaults, self._host, self._bus)
         await self._host.start()
+        if self.takes_up:
+            for submit, sink in await self._keeper.take_up(self._host.roster.stats()):
+                self._host.take_up(submit, sink)
 
-    def _report_load(self, state: ModelState) -> None:
+    def _model_moved(self, state: ModelState) -> None:
+        if state.state == ModelLife.READY and self._host:
+            self._last.note(self._host.roster.ready_paths())
         self.on_load(state)  # looked up at each call: the hook may be set at any time
 
     async def close(self) -> None:
-        """Let running requests finish for `drain_s`, end the rest, free everything. Idempotent."""
-        if self._host is not None:
-            await self._host.close()
+        """Let running requests finish for `drain_s`, end the rest, free everything. Idempotent.
+
+        Where it is suspended, and of requests without a client, all is kept for the next start.
+        """
+        if self._host is None or self._shelf is None:
+            return
+        self._keeper.begin_closing()
+        self._shelf.close()
+        await self._host.close()
+        self._bus.close()
+        self._keeper.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -170,30 +173,129 @@ class Runtime:
         Raises:
             NotReadyError: not started.
         """
-        host = self._running()
-        engine = _NO_STATUS
-        if host.state is EngineState.SERVING:
-            try:
-                answer = (await asyncio.wait_for(host.ask(GetStatus(0)), STATUS_WAIT_S))["status"]
-            except (NotReadyError, TimeoutError):  # it died between the two questions, or a step is long
-                pass
-            else:
-                engine = answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
-        else:
-            await asyncio.sleep(0)  # who asks again and again must not keep the engine from starting
-        default = next(iter(self.models), None)
-        return RuntimeStatus(
-            pid=host.pid,
-            state=host.state.value,
-            restarts=host.num_restarts,
-            label=default.label if default else "",
-            threads=engine.num_threads or (default.num_threads if default else 0),
-            engine=engine,
-        )
+        return await overview(self._running())
 
     def stats(self) -> dict[str, int]:
         """What this side of the engine holds now."""
         return self._host.stats() if self._host else {}
+
+    # ------------------------------------------------------------ models
+
+    async def load_model(
+        self,
+        model: str,
+        *,
+        keep_alive_s: float | None = None,
+        n_ctx: int | None = None,
+        num_slots: int | None = None,
+    ) -> ModelInfo:
+        """Serve a model and load it; returns when it is ready. All who ask for the same share one load.
+
+        Args:
+            model: id of a served one, a name `stoker models` lists, a file below the models folder, or
+                OWNER/REPO[:FILE], which is downloaded first. Cancelled by all who asked, it is stopped.
+            keep_alive_s: how long it stays after its last request; None: as set, as for the others.
+            n_ctx: tokens (cells) all its slots share.
+            num_slots: sequences that run at once.
+
+        Raises:
+            StokerError: why it cannot be served, downloaded or loaded now.
+        """
+        changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=n_ctx, num_slots=num_slots)
+        return await self._models.load(model, changes)
+
+    async def unload_model(self, model: str) -> None:
+        """Free a served model, or stop its load or download; the next request for it loads it again.
+
+        Raises:
+            ModelNotFoundError: it is not served.
+        """
+        await self._models.unload(model)
+
+    async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
+        """Never unload a model to make room, or no longer so.
+
+        Raises:
+            ModelNotFoundError: it is not served.
+        """
+        self._running().loads.pin(model, is_pinned=is_pinned)
+
+    def model_states(self) -> list[ModelStatus]:
+        """Every served model and download as it was last heard of; needs no engine."""
+        return self._shelf.statuses() if self._shelf else []
+
+    # ------------------------------------------------------------ sleep
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the engine is away, or leaving, and every request waits for `resume`."""
+        return self._host is not None and self._host.is_suspended
+
+    async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
+        """Save what was computed, free everything, keep every request and its stream (SPEC L2).
+
+        Returns when that is done, or when `resume` came within the grace. Idempotent.
+
+        `grace_s` are seconds to wait first; None: what the reason (sleep, background or any other) asks for.
+
+        Raises:
+            NotReadyError: not started, or closed.
+        """
+        if grace_s is None:
+            grace_s = GRACES_S.get(reason, self._settings.suspend_grace_s)
+        await self._running().suspend(grace_s)
+
+    async def resume(self) -> None:
+        """Load what was loaded and let every request go on; returns when the engine serves. Idempotent.
+
+        Raises:
+            NotReadyError: not started, or closed.
+            MachineSetupError: the engine process does not come up.
+        """
+        await self._running().wake()
+
+    def kept(self) -> list[KeptRequest]:
+        """Requests that a former program left when it ended while suspended; they have no client here.
+
+        They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
+        """
+        return self._keeper.kept()
+
+    async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
+        """The stream of a kept request from its first delta on; leaving it does not end the request.
+
+        Args:
+            request_id: its id, or what else it is known by.
+            owner: digest of the caller's API key; it has to be the one that the request came with.
+
+        Raises:
+            RequestNotFoundError: there is none, or it is somebody else's.
+            StokerError: the request failed.
+        """
+        stream = RequestStream(request_id, lambda _: None)
+        kept_id = self._keeper.attach(request_id, owner, stream.push)
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            self._keeper.detach(kept_id, stream.push, has_read_all=stream.is_over)
+
+    async def events(self) -> AsyncGenerator[RuntimeEvent, None]:
+        """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones."""
+        async with aclosing(self._bus.subscribe(self._snapshot)) as events:
+            async for event in events:
+                yield event
+
+    def _snapshot(self) -> dict[str, Any]:
+        state = self._host.state if self._host else EngineState.STARTING
+        models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
+        return {"engine": str(state), "models": models, "num_kept": len(self.kept()), **self.stats()}
+
+    @property
+    def _models(self) -> Shelf:
+        if self._shelf is None:
+            raise NotReadyError("the runtime was not started")
+        return self._shelf
 
     def _running(self) -> EngineHost:
         if self._host is None:
@@ -203,7 +305,12 @@ class Runtime:
     # ------------------------------------------------------------ generation
 
     async def stream(
-        self, request: GenerateRequest, request_id: str | None = None
+        self,
+        request: GenerateRequest,
+        request_id: str | None = None,
+        *,
+        names: Sequence[str] = (),
+        owner: str = "",
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request; the last is `Finished`. Closing the iterator cancels the request.
 
@@ -213,15 +320,24 @@ class Runtime:
         Args:
             request: what to run; without a seed it gets a random one.
             request_id: unique among live requests; None: one is made up.
+            names: what else it is known by, should it outlive this program (see `attach`).
+            owner: digest of the API key it came with; only the same one may attach to it.
 
         Raises:
             StokerError: the request was refused or failed.
         """
         host = self._running()
         request_id = request_id or f"req-{secrets.token_hex(8)}"
-        request = sealed(request, host.roster.resolve(request.model).id)
+        info = host.roster.resolve(request.model)
+        require_generation(request, info)
+        request = sealed(request, info.id, self._max_tokens)
         events = RequestStream(request_id, host.cancel)
-        host.submit(request_id, request, events.push)
+        sink = self._keeper.open(request_id, request, names, owner, events.push)
+        try:
+            host.submit(request_id, request, sink)
+        except BaseException:
+            self._keeper.discard(request_id)
+            raise
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -244,22 +360,9 @@ class Runtime:
             StokerError: the request was refused or failed.
         """
         request = await self.states.request(prompt, state=state, **fields)
-        num_open = request.n
-        last: Delta | None = None
-        async with aclosing(self.stream(request)) as events:
-            async for event in events:
-                match event:
-                    case PromptEcho() if request.echo:
-                        for index in range(request.n):
-                            yield TextDelta(text=event.text, index=index, logprobs=event.logprobs)
-                    case Delta():
-                        num_open -= event.finish_reason is not None
-                        if num_open == 0:
-                            last = event  # it waits for the usage
-                        else:
-                            yield _piece(event, None)
-                    case Finished():
-                        yield _piece(last, event)
+        async with aclosing(self.stream(request)) as events, aclosing(text_deltas(request, events)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def chat(
         self, messages: Sequence[Message], *, template_args: Mapping[str, Any] | None = None, **fields: Any
@@ -286,7 +389,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._host_of(request_id).cancel(request_id)
+        self._running().cancel(request_id)
 
     async def pause_request(self, request_id: str) -> None:
         """Let a live request stand still, its place and text kept, until `resume_request`. Idempotent.
@@ -296,7 +399,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._host_of(request_id).pause(request_id)
+        self._running().pause(request_id)
 
     async def resume_request(self, request_id: str) -> None:
         """Let a paused request go on where it stood, before newcomers of its class. Idempotent.
@@ -304,14 +407,17 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._host_of(request_id).resume(request_id)
-
-    def _host_of(self, request_id: str) -> EngineHost:
-        if self._host is None:
-            raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
-        return self._host
+        self._running().resume(request_id)
 
     # ------------------------------------------------------------ text
+
+    async def embed(self, inputs: Text | Sequence[Text], **fields: Any) -> TextEmbeddings:
+        """Vectors of texts, by an encoder; `fields` as `Embeddings.embed` takes them.
+
+        Raises:
+            StokerError: a text was refused, or the model makes no vectors.
+        """
+        return await Embeddings(self).embed(inputs, **fields)
 
     async def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True
@@ -321,15 +427,9 @@ class Runtime:
         Raises:
             StokerError: the model is not served.
         """
-        question = Tokenize(
-            call_id=0,
-            model=self.resolve(model).id,
-            text=text,
-            add_special=add_special,
-            parse_special=parse_special,
-        )
-        answer = await self._running().ask(question)
-        return answer["tokens"], answer["pieces"]
+        how = {"add_special": add_special, "parse_special": parse_special}
+        question = Tokenize(call_id=0, model=self.resolve(model).id, text=text, **how)
+        return await texts.tokenize(self._running(), question)
 
     async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """The text of token ids.
@@ -337,9 +437,7 @@ class Runtime:
         Raises:
             StokerError: the model is not served or has no such token.
         """
-        question = Detokenize(call_id=0, model=self.resolve(model).id, tokens=list(tokens))
-        text: str = (await self._running().ask(question))["text"]
-        return text
+        return await texts.detokenize(self._running(), tokens, self.resolve(model).id)
 
     def render_chat(self, messages: Sequence[Message], model: str = "default", **template_args: Any) -> str:
         """The prompt that a conversation becomes, by the model's own template.
@@ -347,47 +445,4 @@ class Runtime:
         Raises:
             InvalidRequestError: the template refuses the messages.
         """
-        info = self.resolve(model)
-        template = self._templates.get(info.id)
-        if template is None:
-            template = ChatTemplate(info.chat_template, bos_text=info.bos_text, eos_text=info.eos_text)
-            self._templates[info.id] = template
-        return template.render(messages, **template_args)
-
-
-def _specs(settings: EngineSettings) -> list[ModelSpec]:
-    """What the engine shall load; reads the files' headers."""
-    store = ModelStore(settings.models_dir)
-    specs: dict[str, ModelSpec] = {}
-    for ref in settings.models or (None,):
-        file = store.resolve(ref)
-        if file.id in specs:
-            text = f"two models would be served as {file.id!r}: {specs[file.id].path} and {file.path}"
-            raise InvalidRequestError(text, param="models")
-        specs[file.id] = ModelSpec(
-            id=file.id,
-            path=file.path,
-            num_slots=settings.slots,
-            n_ctx=settings.kv_cells or settings.ctx_size,
-            n_batch=settings.n_batch,
-            num_threads=settings.threads,
-            max_queue=settings.max_queue,
-            policy=Policy(settings.policy),
-            target_step_ms=settings.target_step_ms,
-            background_patience_s=settings.background_patience_s,
-            park_bytes=settings.park_bytes,
-            cache_mode=CacheMode(settings.cache_mode),
-        )
-    return list(specs.values())
-
-
-def _piece(delta: Delta | None, finished: Finished | None) -> TextDelta:
-    return TextDelta(
-        text=delta.text if delta else "",
-        index=delta.index if delta else 0,
-        token_ids=delta.token_ids if delta else [],
-        logprobs=delta.logprobs if delta else None,
-        finish_reason=delta.finish_reason if delta else FinishReason.LENGTH,  # no token was asked for
-        usage=finished.usage if finished else None,
-        timings=finished.timings if finished else None,
-    )
+        return texts.render_chat(self.resolve(model), messages, template_args)

@@ -143,3 +143,22 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryStatus = MemoryStatus()
     kv_cells_total: int
     kv_cells_used: int
+
+
+class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/v1/runtime` shows. `engine` is empty while no engine serves.
+
+    Attributes:
+        pid: the engine's process.
+        state: starting, serving, restarting, suspended or closed.
+        restarts: times the engine died unasked.
+        label: backend and device of the default model.
+        threads: CPU threads its steps use now; `engine.threads_reason` tells why not as many as asked for.
+    """
+
+    pid: int
+    state: str
+    restarts: int
+    label: str
+    threads: int
+    engine: EngineStatus

@@ -1,5 +1,7 @@
 """The stream of one request: filled by the host, read by one consumer, bounded however slow that one is.
 
+Owns also how the events of a generation read as pieces of text.
+
 Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and of the notices
 (its place in the line, admitted, parked, paused, resumed) only the newest stays. Progress replaces progress,
 a place in the line the one before it; of admissions only the first is passed on. Nothing of the text is lost,
@@ -12,6 +14,8 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from stoker.errors import error_from_info
 from stoker.messages import (
@@ -27,12 +31,14 @@ from stoker.messages import (
     Resumed,
     StateReady,
 )
+from stoker.request import FinishReason
+from stoker.values import Timings, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
     from stoker.messages import Event
-    from stoker.values import TokenLogprob
+    from stoker.request import GenerateRequest
 
 MAX_WAITING = 256
 
@@ -40,6 +46,18 @@ Notice = Queued | Admitted | Parked | Paused | Resumed
 """How a request stands between its tokens; true when it was sent."""
 
 StreamEvent = Notice | PrefillProgress | PromptEcho | StateReady | Delta | Finished
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one choice's text; the last of all carries `finish_reason`, `usage` and `timings`."""
+
+    text: str = ""
+    index: int = 0
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +107,11 @@ class RequestStream:
 
     def __repr__(self) -> str:
         return f"<RequestStream {self.request_id} waiting={len(self._waiting)} ended={self._is_ended}>"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the consumer has read the terminal event, or has left."""
+        return self._is_over
 
     def push(self, event: Event) -> None:
         """Add an event; what comes after the terminal one, or after the consumer left, is ignored."""
@@ -155,3 +178,36 @@ class RequestStream:
             self._has_news.set()
             if not self._is_ended:
                 self._on_abandon(self.request_id)
+
+
+async def text_deltas(
+    request: GenerateRequest, events: AsyncIterator[StreamEvent]
+) -> AsyncGenerator[TextDelta, None]:
+    """The text of a request's stream."""
+    num_open = request.n
+    last: Delta | None = None
+    async for event in events:
+        match event:
+            case PromptEcho() if request.echo:
+                for index in range(request.n):
+                    yield TextDelta(text=event.text, index=index, logprobs=event.logprobs)
+            case Delta():
+                num_open -= event.finish_reason is not None
+                if num_open == 0:
+                    last = event  # it waits for the usage
+                else:
+                    yield _piece(event, None)
+            case Finished():
+                yield _piece(last, event)
+
+
+def _piece(delta: Delta | None, finished: Finished | None) -> TextDelta:
+    return TextDelta(
+        text=delta.text if delta else "",
+        index=delta.index if delta else 0,
+        token_ids=delta.token_ids if delta else [],
+        logprobs=delta.logprobs if delta else None,
+        finish_reason=delta.finish_reason if delta else FinishReason.LENGTH,  # no token was asked for
+        usage=finished.usage if finished else None,
+        timings=finished.timings if finished else None,
+    )

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from stoker.embeddings import Text, TextEmbeddings
     from stoker.messages import ModelState
     from stoker.request import GenerateRequest
-    from stoker.runtime import Message, RuntimeStatus, TextDelta
+    from stoker.runtime import KeptRequest, Message, RuntimeEvent, RuntimeStatus, TextDelta
     from stoker.settings import EngineSettings
     from stoker.states import Prompt, SavedState, StateEmbedding
+    from stoker.status import ModelStatus
+    from stoker.streams import StreamEvent
     from stoker.values import ModelInfo
 
 T = TypeVar("T")
@@ -161,7 +164,59 @@ class Runtime:
         """Let a paused request go on where it stood."""
         self._wait(self._runtime.resume_request(request_id))
 
+    # ------------------------------------------------------------ models and sleep
+
+    def load_model(self, model: str, **fields: Any) -> ModelInfo:
+        """Serve a model and load it; `keep_alive_s`, `n_ctx` and `num_slots` may differ from what is set."""
+        return self._wait(self._runtime.load_model(model, **fields))
+
+    def unload_model(self, model: str) -> None:
+        """Free a served model; the next request for it loads it again."""
+        self._wait(self._runtime.unload_model(model))
+
+    def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
+        """Never unload a model to make room, or no longer so."""
+        self._wait(self._runtime.pin_model(model, is_pinned=is_pinned))
+
+    def model_states(self) -> list[ModelStatus]:
+        """Every served model and download as it was last heard of."""
+        return self._wait(self._at_once(self._runtime.model_states))
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the engine is away, or leaving, and every request waits for `resume`."""
+        return self._runtime.is_suspended
+
+    def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
+        """Save what was computed, free everything, keep every request."""
+        self._wait(self._runtime.suspend(reason, grace_s=grace_s))
+
+    def resume(self) -> None:
+        """Load what was loaded and let every request go on."""
+        self._wait(self._runtime.resume())
+
+    def kept(self) -> list[KeptRequest]:
+        """Requests of a former program that have no client here."""
+        return self._wait(self._at_once(self._runtime.kept))
+
+    def attach(self, request_id: str, *, owner: str = "") -> Iterator[StreamEvent]:
+        """The stream of a kept request from its first delta on; leaving it does not end the request."""
+        return self._iterate(self._runtime.attach(request_id, owner=owner))
+
+    def events(self) -> Iterator[RuntimeEvent]:
+        """What happens from now on; the first is a snapshot."""
+        return self._iterate(self._runtime.events())
+
+    @staticmethod
+    async def _at_once(question: Callable[[], T]) -> T:
+        """Asked on the runtime's thread, which alone changes the answer."""
+        return question()
+
     # ------------------------------------------------------------ text
+
+    def embed(self, inputs: Text | Sequence[Text], **fields: Any) -> TextEmbeddings:
+        """See `stoker.Runtime.embed`."""
+        return self._wait(self._runtime.embed(inputs, **fields))
 
     def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True

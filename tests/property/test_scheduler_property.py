@@ -1,26 +1,20 @@
 """Random histories through the scheduler and the deterministic backend, against one-at-a-time execution."""
 
-from functools import cache
 from random import Random
 
-import numpy as np
 import pytest
 
+import stepping
+from stepping import CELL_BYTES, alone
 from stoker.backends.fake import FakeBackend, FakeFaults
-from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.cache.disk_tier import Read, Remove, Write
-from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.engine.orders import carry_out
+from stoker.cache.prefix_cache import CacheLimits
 from stoker.errors import EngineError
-from stoker.memory.ledger import Ledger
 from stoker.request import FinishReason, Priority
-from stoker.scheduler.limits import SchedulerLimits
-from stoker.scheduler.scheduler import Scheduler
-from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey, SequenceState
+from stoker.scheduler.sequence import ParkForm, SequenceState
 from stoker.values import CacheMode, Policy
 
 NUM_CELLS = 124
-CELL_BYTES = 8
 STEM = [65 + at % 26 for at in range(60)]
 SPACES = [b"a" * 32, b"b" * 32]
 PAUSED_STEPS = 15
@@ -77,18 +71,6 @@ def make_options(random):
     }
 
 
-@cache
-def alone(prompt, num_tokens):
-    """Greedy continuation of `prompt` with nobody else around."""
-    backend = FakeBackend(num_cells=2 * NUM_CELLS, n_batch=2 * NUM_CELLS)
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        start = backend.length(0)
-        row = backend.step(BatchPlan((PlanItem(0, start, tokens[start:], 1),)))[0]
-        tokens.append(int(np.argmax(row)))
-    return tokens
-
-
 class Forgetful(FakeBackend):
     """A backend whose states cannot be had, as where memory is short."""
 
@@ -137,41 +119,24 @@ class Shelf:
         self.cache.written(entry, name, len(entry.data) + 10)
 
 
-class Machine:
-    """Scheduler and backend, driven synchronously; a step takes a second, so that patience counts steps."""
+class Machine(stepping.Machine):
+    """With little room, and whatever may happen to those who want it."""
 
     def __init__(self, options, random):
-        kind = FakeBackend if options["can_export"] else Forgetful
-        faults = FakeFaults(recurrent=options["is_recurrent"])
-        self.backend = kind(
-            num_sequences=options["num_sequences"], num_cells=NUM_CELLS, n_batch=24, faults=faults
-        )
-        self.cache = PrefixCache(
-            CacheLimits(ram_bytes=options["ram_bytes"], disk_bytes=options["disk_bytes"]), Ledger()
+        kind = FakeBackend if options.pop("can_export") else Forgetful
+        faults = FakeFaults(recurrent=options.pop("is_recurrent"))
+        num_sequences = options.pop("num_sequences")
+        limits = CacheLimits(ram_bytes=options.pop("ram_bytes"), disk_bytes=options.pop("disk_bytes"))
+        super().__init__(
+            kind(num_sequences=num_sequences, num_cells=NUM_CELLS, n_batch=24, faults=faults),
+            limits,
+            num_slots=3,
+            max_queue=1000,
+            target_step_s=0.012,
+            **options,
         )
         self.shelf = Shelf(self.cache, random)
-        self.scheduler = Scheduler(
-            SchedulerLimits(
-                num_slots=3,
-                num_sequences=options["num_sequences"],
-                num_cells=NUM_CELLS,
-                n_batch=24,
-                max_queue=1000,
-                cell_bytes=CELL_BYTES,
-                park_bytes=options["park_bytes"],
-                policy=options["policy"],
-                target_step_s=0.012,
-                background_patience_s=options["background_patience_s"],
-                can_trim=not options["is_recurrent"],
-                can_fork=not options["is_recurrent"],
-                cache_mode=options["cache_mode"],
-            ),
-            self.cache,
-        )
-        self.sequences = []
-        self.wanted = {}
         self.paused_at = {}
-        self.now = 0.0
 
     @property
     def live(self):
@@ -181,21 +146,14 @@ class Machine:
     def arrive(self, stem, tail, num_tokens, priority, habits):
         """A request for `num_tokens` after a shared stem and its own tail."""
         ends_if_preempted, shares, space = habits
-        prompt = STEM[:stem] + tail
-        sequence = Sequence(
-            key=SequenceKey(f"r{len(self.sequences)}", 0),
-            tokens=list(prompt),
-            num_prompt=len(prompt),
-            num_wanted=num_tokens,
+        self.enter_prompt(
+            STEM[:stem] + tail,
+            num_tokens,
             priority=priority,
-            arrival_s=self.now,
             ends_if_preempted=ends_if_preempted,
             namespace=space,
             shares=shares and self.scheduler.limits.cache_mode is not CacheMode.OFF,
         )
-        self.sequences.append(sequence)
-        self.wanted[sequence.key] = num_tokens
-        self.scheduler.enqueue(sequence, self.now)
 
     def pick(self, at, *states):
         """One of the live sequences in these states, if there is one."""
@@ -232,8 +190,7 @@ class Machine:
     def park(self, at, form):
         """Give way, kept in that form."""
         if sequence := self.pick(at, SequenceState.PREFILL, SequenceState.DECODE):
-            turn = self.scheduler.park(sequence, form, self.now)
-            carry_out(turn.effects, self.backend, self.scheduler.room)
+            self.carry_out(self.scheduler.park(sequence, form, self.now))
 
     def steps(self, num_steps):
         """Steps while there is work, at most `num_steps`."""
@@ -245,40 +202,13 @@ class Machine:
                 return
             self.step()
 
-    def step(self):
-        """One turn: effects, step, greedy draw."""
-        self.now += 1
+    def tend_disk(self):
+        """It answers when it likes."""
         self.shelf.turn(self.now)
-        if not self.scheduler.has_work:
-            carry_out(self.scheduler.rest(self.now).effects, self.backend, self.scheduler.room)
-            self.check()
-            return
-        turn = self.scheduler.schedule(self.now)
-        carry_out(turn.effects, self.backend, self.scheduler.room)
-        if not self.scheduler.has_work:
-            return
-        plan = self.scheduler.plan()
-        assert plan is not None, f"no step although there is work: {self.scheduler.stats()}"
-        rows = self.backend.step(plan.batch())
-        self.scheduler.cost.learn(plan.batch().num_tokens, 0.002 + 0.002 * plan.batch().num_tokens)
-        self.scheduler.computed(plan, self.now)
-        at = 0
-        for part in plan.parts:
-            at += part.item.num_logits
-            sequence = part.sequence
-            if sequence.num_pending == 0:
-                sequence.tokens.append(int(np.argmax(rows[at - 1])))
-                if sequence.num_generated == self.wanted[sequence.key]:
-                    self.scheduler.retire(sequence, FinishReason.LENGTH, self.now)
-        self.check()
 
     def check(self):
-        """Scheduler and backend hold the same tokens in the same number of cells; the line is in order."""
-        self.scheduler.check()
-        self.backend.check()
-        assert self.backend.num_cells_used == self.scheduler.cells.used
-        for slot in self.scheduler.slots.slots:
-            assert list(self.backend.tokens(slot.id)) == slot.tokens
+        """Nothing takes much more than it may, and the line is in order."""
+        super().check()
         assert self.cache.parked_bytes <= self.scheduler.limits.park_bytes * 1.5
         assert self.cache.ram_bytes <= self.cache.limits.ram_bytes * 1.2
         assert self.cache.disk.used_bytes <= self.cache.limits.disk_bytes * 1.2
@@ -301,7 +231,7 @@ def run(seed):
         prompt = sequence.tokens[: sequence.num_prompt]
         assert sequence.tokens == alone(tuple(prompt), 50)[: len(sequence.tokens)]
         if sequence.finish_reason is FinishReason.LENGTH:
-            assert sequence.num_generated == machine.wanted[sequence.key]
+            assert sequence.num_generated == sequence.num_wanted
         assert sequence.finish_reason is not FinishReason.PREEMPTED or sequence.ends_if_preempted
     assert machine.cache.parked_bytes == 0
     assert not any(set(entry.leases) - {"disk"} for entry in machine.cache.entries())

@@ -30,7 +30,7 @@ class ServerThread:
 
     def __init__(self, make_runtime: Callable[[], Any], **settings: Any) -> None:
         self._make_runtime = make_runtime
-        self._settings = ServerSettings(port=0, **settings)
+        self._settings = ServerSettings(port=0, **{"follow_sleep": False, **settings})
         self._listener = bind("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

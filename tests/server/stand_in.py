@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
+from stoker.lifecycle.events import RuntimeEvent
+from stoker.lifecycle.kept import KeptRequest
 from stoker.messages import (
     Admitted,
     Delta,
@@ -26,7 +28,7 @@ from stoker.messages import (
 )
 from stoker.request import FinishReason, GenerateRequest
 from stoker.states import States
-from stoker.status import EngineStatus, SlotStatus, WaitStatus
+from stoker.status import EngineStatus, ModelStatus, SlotStatus, WaitStatus
 from stoker.values import ModelInfo, Tensor, Timings, TokenLogprob, Usage
 
 Notice = Queued | Admitted | Parked | Paused | Resumed
@@ -85,6 +87,14 @@ class StandInRuntime:
     engine: EngineStatus | None = None
     start_error: Exception | None = None
     waits_for_models: bool = False
+    is_suspended: bool = False
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    load_error: Exception | None = None
+    load_waits: bool = False
+    kept_requests: list[KeptRequest] = field(default_factory=list)
+    kept_scripts: dict[str, Sequence[Step]] = field(default_factory=dict)
+    told: list[RuntimeEvent] = field(default_factory=list)
+    named: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states = States(Path("no-such-folder"), self)
@@ -171,8 +181,78 @@ class StandInRuntime:
             raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
         self.steered.append((how, request_id))
 
-    async def stream(self, request: GenerateRequest, request_id: str | None = None) -> AsyncGenerator[Any]:
+    # ------------------------------------------------------------ models and sleep
+
+    async def load_model(
+        self,
+        model: str,
+        *,
+        keep_alive_s: float | None = None,
+        n_ctx: int | None = None,
+        num_slots: int | None = None,
+    ) -> ModelInfo:
+        """Note it; loaded at once, unless it is told to fail or to take for ever."""
+        self.calls.append(("load", model, keep_alive_s, n_ctx, num_slots))
+        if self.load_error is not None:
+            raise self.load_error
+        if self.load_waits:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.calls.append(("load given up", model))
+        return self.resolve(model)
+
+    async def unload_model(self, model: str) -> None:
+        """Note it."""
+        self.calls.append(("unload", self.resolve(model).id))
+
+    async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
+        """Note it."""
+        self.calls.append(("pin", self.resolve(model).id, is_pinned))
+
+    def model_states(self) -> list[ModelStatus]:
+        """One model, ready or loading."""
+        return [ModelStatus(id=INFO.id, state="ready" if self.is_ready else "loading", bytes={"weights": 1})]
+
+    async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
+        """Suspended at once."""
+        self.calls.append(("suspend", reason, grace_s))
+        self.is_suspended = True
+
+    async def resume(self) -> None:
+        """Serving at once."""
+        self.calls.append(("resume",))
+        self.is_suspended = False
+
+    def kept(self) -> list[KeptRequest]:
+        """As the test says."""
+        return self.kept_requests
+
+    async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[Any]:
+        """Play the script of that request."""
+        self.calls.append(("attach", request_id, owner))
+        for step in self.kept_scripts[request_id]:
+            await asyncio.sleep(0)
+            if isinstance(step, Exception):
+                raise step
+            yield step
+
+    async def events(self) -> AsyncGenerator[RuntimeEvent]:
+        """What the test says, then nothing until the end."""
+        for event in self.told:
+            yield event
+        await self._released.wait()
+
+    async def stream(
+        self,
+        request: GenerateRequest,
+        request_id: str | None = None,
+        *,
+        names: Sequence[str] = (),
+        owner: str = "",
+    ) -> AsyncGenerator[Any]:
         """Play the next script."""
+        self.named.append((tuple(names), owner))
         request_id = request_id or f"req-{len(self.requests)}"
         assert request_id not in self.live
         self.requests.append(request)
@@ -201,8 +281,13 @@ class StandInRuntime:
         """Forget what happened; streams of the next test hold again."""
         self._released.clear()
         self.engine = None
+        self.is_suspended = self.load_waits = False
+        self.load_error = None
+        self.kept_scripts.clear()
         for record in (self.requests, self.abandoned, self.cancelled, self.steered, self.scripts):
             record.clear()
+        for noted in (self.calls, self.kept_requests, self.told, self.named):
+            noted.clear()
 
     def release(self) -> None:
         """Let every stream that holds go on."""

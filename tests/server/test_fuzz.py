@@ -13,6 +13,12 @@ SETTINGS = hypothesis.settings(
     database=None,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
+# What cannot be called with anything, and why; the tests of these routes are elsewhere.
+LEFT_OUT = {
+    "/v1/runtime/events": "it never ends",
+    "/v1/runtime/suspend": "nothing would be answered after it",
+    "/v1/runtime/models/load": "it would ask a hub for whatever looks like OWNER/REPO",
+}
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
@@ -20,7 +26,9 @@ def test_no_request_makes_a_server_error(server, http, mode):
     """S3: examples of every route, right and wrong ones; the length is bounded so that each ends soon."""
     schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
     statuses = set()
-    operations = [found.ok() for found in schema.get_all_operations()]
+    found = [operation.ok() for operation in schema.get_all_operations()]
+    operations = [operation for operation in found if operation.path not in LEFT_OUT]
+    assert len(found) - len(operations) == len(LEFT_OUT)
     if mode is schemathesis.GenerationMode.NEGATIVE:  # the others have nothing to get wrong
         operations = [operation for operation in operations if operation.body]
     for operation in operations:
@@ -58,6 +66,14 @@ def test_every_route_is_published(http):
         "/ready",
         "/metrics",
         "/v1/runtime",
+        "/v1/runtime/events",
+        "/v1/runtime/models/load",
+        "/v1/runtime/models/pin",
+        "/v1/runtime/models/unload",
+        "/v1/runtime/suspend",
+        "/v1/runtime/resume",
+        "/v1/runtime/requests",
+        "/v1/runtime/requests/{request_id}/stream",
         "/v1/runtime/requests/{request_id}/cancel",
         "/v1/runtime/requests/{request_id}/pause",
         "/v1/runtime/requests/{request_id}/resume",

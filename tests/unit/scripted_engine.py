@@ -18,7 +18,7 @@ import msgspec
 
 from stoker.engine import process
 from stoker.engine.inbox import Closed, Inbox
-from stoker.errors import ModelFileError, QueueFullError, RequestTimeoutError
+from stoker.errors import InsufficientMemoryError, ModelFileError, QueueFullError, RequestTimeoutError
 from stoker.messages import (
     Admitted,
     Cancel,
@@ -42,7 +42,9 @@ from stoker.messages import (
     Resumed,
     Shutdown,
     Submit,
+    Suspend,
     Tokenize,
+    UnloadModel,
 )
 from stoker.request import FinishReason, GenerateRequest
 from stoker.settings import EngineSettings
@@ -63,6 +65,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         hang_at: the token instead of which the step never ends, in the first life that gets there.
         max_line: how many requests may be live before it is refused with `queue_full`.
         is_waiting: it gets no slot; it stays in the line until it is cancelled.
+        is_deaf: the engine does not leave when it is told to.
     """
 
     pause_after: int | None = None
@@ -72,6 +75,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     hang_at: int | None = None
     max_line: int | None = None
     is_waiting: bool = False
+    is_deaf: bool = False
 
 
 def prompt(**script: object) -> str:
@@ -114,6 +118,7 @@ class ScriptedEngine:
         self._inbox = inbox
         self._publish = publish
         self._live: dict[str, _Live] = {}
+        self._models: list[str] = []
         self._is_open = True
         self._stuck_since: float | None = None
 
@@ -136,23 +141,37 @@ class ScriptedEngine:
 
     def _handle(self, item: object) -> None:
         match item:
-            case LoadModel(spec):
-                self._load(spec.id, spec.path)
+            case LoadModel() | UnloadModel():
+                self._model(item)
+            case Suspend():
+                self._leave()
             case Submit():
                 self._submit(item)
-            case Cancel(request_id):
-                if request_id in self._live:
-                    self._end(self._live[request_id], FinishReason.CANCELLED)
-            case Pause(request_id) | Resume(request_id):
-                if request_id in self._live:
-                    self._live[request_id].is_paused = isinstance(item, Pause)
-                    self._publish([Paused(request_id) if isinstance(item, Pause) else Resumed(request_id)])
+            case Cancel() | Pause() | Resume():
+                self._steer(item)
             case Tokenize() | Detokenize() | GetStatus():
                 self._publish([Reply(call_id=item.call_id, value=self._answer(item))])
             case Shutdown() | Closed.CLOSED:
                 for live in list(self._live.values()):
                     self._end(live, FinishReason.CANCELLED)
                 self._is_open = False
+
+    def _steer(self, command: Cancel | Pause | Resume) -> None:
+        live = self._live.get(command.request_id)
+        match command:
+            case Cancel() if live:
+                self._end(live, FinishReason.CANCELLED)
+            case Pause(request_id) | Resume(request_id) if live:
+                live.is_paused = isinstance(command, Pause)
+                self._publish([Paused(request_id) if live.is_paused else Resumed(request_id)])
+
+    def _model(self, command: LoadModel | UnloadModel) -> None:
+        match command:
+            case LoadModel(spec, may_evict):
+                self._load(spec.id, spec.path, may_evict=may_evict)
+            case UnloadModel(model):
+                states = [ModelState(model=model, state=state) for state in ("unloading", "absent")]
+                self._publish(list(states))
 
     @staticmethod
     def _answer(question: Tokenize | Detokenize | GetStatus) -> dict[str, object]:
@@ -166,14 +185,32 @@ class ScriptedEngine:
         status = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=9, kv_cells_used=0)
         return {"status": status}
 
-    def _load(self, model: str, path: str) -> None:
+    def _leave(self) -> None:
+        """Go without a terminal event, or where a script is deaf, not at all."""
+        if any(live.script.is_deaf for live in self._live.values()):
+            threading.Event().wait()
+        self._publish([ModelState(model=model, state="absent") for model in self._models])
+        self._is_open = False
+        self._live.clear()
+
+    def _load(self, model: str, path: str, *, may_evict: bool) -> None:
+        if path == "large" and not may_evict:
+            self._publish([ModelState(model=model, state="absent", reason="it does not fit")])
+            return
         self._publish([ModelState(model=model, state="loading", stage="weights")])
+        if path == "slow":
+            return
+        if path == "refused":
+            error = InsufficientMemoryError("no room", needed=2, free=1).info()
+            self._publish([ModelState(model=model, state="failed", error=error)])
+            return
         if path == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if path == "bad":
             error = ModelFileError("no such file").info()
             self._publish([ModelState(model=model, state="failed", error=error)])
             return
+        self._models.append(model)
         self._publish([ModelState(model=model, state="ready", info=model_info(model, path))])
 
     def _submit(self, submit: Submit) -> None:

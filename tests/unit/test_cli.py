@@ -356,7 +356,9 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         f"--memory-limit 4GiB --cache-dir {tmp_path} --api-key-file k --isolation thread --watchdog-s 5 "
         "--max-queue 6 --allowed-host x --allowed-host y --policy balanced --target-step-ms 40 "
         "--background-patience-s 7 --park-bytes 2MiB "
-        "--cache-mode snapshot --cache-ram-bytes 3MiB --cache-disk-bytes 0"
+        "--cache-mode snapshot --cache-ram-bytes 3MiB --cache-disk-bytes 0 "
+        "--memory-margin 1MiB --keep-alive 5m --default-max-tokens 8 --suspend-grace-s 9 --restore "
+        f"--heat-trace t --run-dir {tmp_path} --no-follow-sleep"
     )
     assert invoke("serve", *options.split()).exit_code == 0
     engine, server = seen[0]
@@ -379,8 +381,17 @@ def test_serve_hands_every_flag_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         cache_mode="snapshot",
         cache_ram_bytes=3 * 1024**2,
         cache_disk_bytes=0,
+        memory_margin=1024**2,
+        keep_alive=300.0,
+        default_max_tokens=8,
+        suspend_grace_s=9.0,
+        restore=True,
+        heat_trace=Path("t"),
+        run_dir=tmp_path,
     )
-    assert server == ServerSettings(host="::1", port=1, api_key_file=Path("k"), allowed_hosts=("x", "y"))
+    assert server == ServerSettings(
+        host="::1", port=1, api_key_file=Path("k"), allowed_hosts=("x", "y"), follow_sleep=False
+    )
 
 
 def test_serve_names_the_modes_of_the_cache_to_who_invents_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +473,9 @@ def test_doctor_finds_this_machine_in_order() -> None:
     result = invoke("doctor", "--json")
     found = findings(result)
     assert result.exit_code == 0, result.stdout
-    assert set(found) == {"build", "cpu", "threads", "memory", "cache", "models", "smoke"}
+    assert set(found) == {
+        *("build", "cpu", "threads", "memory", "pressure", "heat", "cache", "models", "smoke")
+    }
     assert "llama-cpp-python" in found["build"][0]["text"]
     assert "available" in found["memory"][0]["text"]
     assert "decodes" in found["smoke"][0]["text"]
@@ -538,7 +551,10 @@ def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
         f"print('heavy:', [name for name in sys.modules if name in {heavy!r}])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert all(name in done.stdout for name in ("run", "chat", "serve", "models", "pull", "doctor"))
+    assert all(
+        name in done.stdout
+        for name in ("run", "chat", "serve", "models", "pull", "ps", "load", "suspend", "doctor")
+    )
     assert done.stdout.endswith("heavy: []\n")
 
 

@@ -38,11 +38,14 @@ ALLOWED = {
     | {"memory", "memory.ledger", "memory.verdict", "settings", "streams"},
     "streams": WORDS,
     "fields": WORDS,
+    "texts": WORDS | {"chat"},
+    "embeddings": WORDS | {"streams", "fields"},
     "states": WORDS | {"models", "streams", "fields"},
     "runtime": WORDS
-    | {"settings", "engine", "chat", "models", "memory", "streams", "fields", "states", "lifecycle"},
-    "sync": WORDS | {"settings", "runtime", "streams", "states"},
-    "server": WORDS | {"", "settings", "runtime", "streams", "chat", "states", "lifecycle"},
+    | {"settings", "engine", "chat", "models", "memory", "streams", "fields", "states", "embeddings"}
+    | {"lifecycle", "texts"},
+    "sync": WORDS | {"settings", "runtime", "streams", "states", "embeddings"},
+    "server": WORDS | {"", "settings", "runtime", "streams", "chat", "states", "embeddings", "lifecycle"},
     "cli": WORDS
     | {"", "settings", "runtime", "streams", "server", "models", "memory", "memory.verdict", "backends"}
     | {"cache", "chat"},
@@ -55,6 +58,8 @@ PURE = (
     "memory.pressure",
     "memory.verdict",
     "memory.residency",
+    "memory.swaps",
+    "engine.encoder_line",
     "engine.governor",
 )
 IMPURE = {"asyncio", "ctypes", "logging", "mlx", "threading", "time"}

@@ -123,7 +123,7 @@ def test_two_completions_of_one_prompt_are_the_same_greedily_and_share_the_prefi
     engine.submit("r", prompt=tuple(b"x" * 100), n=2)
     engine.run("r")
     assert engine.tokens("r", 0) == engine.tokens("r", 1) == greedy(b"x" * 100, 8)
-    computed = engine.loop._residents.get("m").scheduler
+    computed = engine.loop._residents.find("m").scheduler
     computed.check()
     usage = engine.of(Finished, "r")[0].usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (100, 16)
@@ -207,7 +207,7 @@ def test_requests_that_together_overfill_the_pool_all_complete():
     for name, prompt in prompts.items():
         engine.submit(name, prompt=prompt, max_tokens=100)
     engine.run(*prompts)
-    assert engine.loop._residents.get("m").scheduler.stats()["num_preemptions_total"] > 0
+    assert engine.loop._residents.find("m").scheduler.stats()["num_preemptions_total"] > 0
     for name, prompt in prompts.items():
         assert engine.tokens(name) == greedy(prompt, 100)
 
@@ -329,7 +329,7 @@ def test_a_closed_inbox_ends_the_loop():
 def test_a_request_that_is_ended_to_relieve_a_full_pool_gets_its_terminal_event():
     """L6, Q12: the native pool is fuller than counted, and the one that may be parked asked to be ended."""
     engine = Engine("fake:eog_period=0,step_delay_s=0.002", n_ctx=512)
-    backend = engine.loop._residents.get("m").backend
+    backend = engine.loop._residents.find("m").backend
     for name, preempt in (("me", Preempt.PARK), ("job", Preempt.CANCEL)):
         fields = {"priority": Priority.BACKGROUND, "preempt": preempt, "max_tokens": 200}
         engine.submit(name, prompt=tuple(name.encode()), **fields)

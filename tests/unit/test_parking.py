@@ -4,7 +4,11 @@ import itertools
 
 import pytest
 
+from stoker.backends.fake import FakeBackend, FakeFaults
+from stoker.backends.fake_history import SEED, tensors_of
+from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.engine import orders
 from stoker.memory.ledger import Ledger
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.effects import Drop, Export, Fork, Import
@@ -241,6 +245,87 @@ def test_a_place_that_is_given_and_taken_within_one_turn_leaves_the_snapshot_who
     assert (job.form, job.entry.size_bytes, room.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
     assert room.cache.parked_bytes == STATE_BYTES
     room.check()
+
+
+class Place:
+    """One place of a recurrent model, and a job that begins from a state given to it and is parked.
+
+    Exports and imports fail as long as `has_memory` is False.
+    """
+
+    def __init__(self):
+        self.has_memory = True
+        self.backend = FakeBackend(num_sequences=1, num_cells=128, faults=FakeFaults(recurrent=True))
+        self._guard("export_state")
+        self._guard("import_state")
+        limits = {"num_slots": 1, "num_sequences": 1, "can_trim": False, "can_fork": False}
+        self.room = scheduler(**limits).room
+        self.given = tensors_of(12345)
+        self.job = sequence("job", 60, initial_state=self.given)
+        self.job.tokens = [97] * 60
+        self.effects = []
+        self.seat()
+        self.carry_out()
+        self.backend.step(BatchPlan((PlanItem(0, 0, self.job.tokens, 0),)))
+        self.room.cells.extend(0, 60)
+        self.job.num_computed = 60
+        self.room.slots.lodge(self.job, 0.0)
+
+    def _guard(self, name):
+        real = getattr(self.backend, name)
+
+        def guarded(*args):
+            if not self.has_memory:
+                raise MemoryError
+            return real(*args)
+
+        setattr(self.backend, name, guarded)
+
+    def seat(self):
+        """The job has the place again."""
+        self.room.seat(self.job, self.room.placement(self.job), self.effects)
+
+    def demote(self):
+        """Its cells go."""
+        self.room.demote(self.job, self.effects)
+
+    def carry_out(self):
+        """The turn ends: room and backend tell one story."""
+        orders.carry_out(self.effects, self.backend, self.room)
+        self.effects = []
+        self.room.check()
+        self.backend.check()
+        assert self.backend.num_cells_used == self.room.cells.used
+
+
+def test_one_parked_in_the_turn_its_state_should_have_come_back_keeps_no_place():
+    """Q4, K5: it goes on from its tokens later, and nothing of it is left where it would have been."""
+    place = Place()
+    place.demote()
+    place.carry_out()
+    assert place.job.form is ParkForm.SNAPSHOT
+    place.seat()
+    place.room.slots.lodge(place.job, 1.0)
+    place.has_memory = False
+    place.carry_out()
+    job = place.job
+    assert (job.form, job.home, job.entry, job.num_computed) == (ParkForm.TOKENS, None, None, 0)
+    assert not job.is_importing
+    assert place.backend.read_state(0) == tensors_of(SEED)
+    place.seat()
+    place.carry_out()
+    assert place.backend.read_state(0) == place.given
+
+
+def test_one_that_lost_its_state_on_the_way_begins_from_what_it_was_given():
+    """Q4, K5: also where the state is to go and come back within one turn and cannot be had."""
+    place = Place()
+    place.demote()
+    place.seat()
+    place.has_memory = False
+    place.carry_out()
+    assert (place.job.slot, place.job.num_computed) == (0, 0)
+    assert place.backend.read_state(0) == place.given
 
 
 def test_a_lost_snapshot_costs_time_and_no_token():

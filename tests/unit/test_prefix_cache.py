@@ -70,9 +70,13 @@ class Store:
             self.cache.filled(entry, bytes(entry.size_bytes), now)
         return entry
 
+    def best(self, tokens, space=SPACE, *, is_exact=False):
+        """The hit that saves the most of these tokens."""
+        return next(iter(self.cache.hits(space, key_of(tokens), is_exact=is_exact)), None)
+
     def length(self, tokens, space=SPACE, *, is_exact=False):
         """Tokens of these that are found."""
-        hit = self.cache.find(space, key_of(tokens), is_exact=is_exact)
+        hit = self.best(tokens, space, is_exact=is_exact)
         return 0 if hit is None else hit.num_tokens
 
     def orders(self, now):
@@ -146,7 +150,7 @@ def test_of_those_that_share_alike_one_in_memory_is_taken():
     store = Store(disk=PLENTY)
     store.on_disk(span(0, 60) + span(100, 60))
     near = store.put(span(0, 60) + span(300, 60), 5.0)
-    hit = store.cache.find(SPACE, key_of(span(0, 60) + span(500, 60)), is_exact=False)
+    hit = store.best(span(0, 60) + span(500, 60))
     assert (hit.entry, hit.num_tokens) == (near, 60)
 
 
@@ -643,7 +647,7 @@ def test_a_saved_state_larger_than_host_memory_may_hold_does_not_get_in():
     """C7, C14: a folder may come from a server with more memory."""
     store = Store(ram=400, disk=PLENTY)
     store.cache.found([entry_of(span(0, 50), file="old", file_bytes=507)], 0.0)
-    hit = store.cache.find(SPACE, key_of(span(0, 60)), is_exact=False)
+    hit = store.best(span(0, 60))
     if hit is not None and store.cache.can_fetch(hit.entry):
         store.cache.fetch(hit.entry, "me")
         store.cache.fetched(hit.entry, bytes(500), 1.0)
@@ -799,7 +803,7 @@ class History:
 
     def fetch(self):
         """Somebody goes on from an entry, by way of the disk if need be."""
-        hit = self.cache.find(SPACE, key_of(self.tokens()), is_exact=self.is_exact)
+        hit = self.store.best(self.tokens(), is_exact=self.is_exact)
         if hit is not None and hit.entry.state is not EntryState.PENDING:
             holder = f"reader {self.random.random()}"
             self.cache.fetch(hit.entry, holder)
@@ -841,7 +845,7 @@ class History:
         tokens, space = self.tokens(), self.random.choice([SPACE, OTHER])
         key = key_of(tokens)
         best = max((self.usable(entry, key) for entry in entries if entry.namespace == space), default=0)
-        hit = self.cache.find(space, key, is_exact=self.is_exact)
+        hit = self.store.best(tokens, space, is_exact=self.is_exact)
         if hit is None:
             assert best == 0
             return

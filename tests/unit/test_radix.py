@@ -21,7 +21,6 @@ def test_an_empty_tree_finds_nothing():
     assert tree.on_path(key_of([1, 2])) == []
     assert tree.get(key_of([1])) is None
     assert tree.remove(key_of([1])) is None
-    assert not tree.extensions(key_of([]))
     tree.check()
 
 
@@ -90,15 +89,6 @@ def test_what_cannot_be_trimmed_counts_from_the_last_entry_before_it():
     assert tree.own_tokens_exact(key_of([1, 2, 3, 4])) == 2
     assert tree.own_tokens_exact(key_of([1, 2, 3, 4, 5])) == 1
     assert tree.own_tokens_exact(key_of([1, 2, 3, 9])) == 2
-
-
-def test_a_key_is_extended_by_longer_ones_only():
-    """SPEC C7: an entry within another is the first that is not needed."""
-    tree = _tree([1, 2, 3], [1, 2])
-    assert tree.extensions(key_of([1, 2]))
-    assert tree.extensions(key_of([1]))
-    assert not tree.extensions(key_of([1, 2, 3]))
-    assert not tree.extensions(key_of([1, 3]))
 
 
 def test_a_second_value_replaces_the_first():

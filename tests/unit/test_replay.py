@@ -32,7 +32,7 @@ def replay_of(*request_ids: str, n: int = 1) -> Replay:
     """A replay with requests that an engine has admitted."""
     replay = Replay()
     for request_id in request_ids:
-        replay.add(request_id, request(n=n), 0.0)
+        replay.add(LiveRequest(request_id, request(n=n), 0.0))
     replay.release(0.0)
     admit(replay, *request_ids)
     return replay
@@ -102,7 +102,7 @@ def test_a_replayed_request_carries_all_that_was_delivered_of_each_choice() -> N
 def test_a_request_that_no_engine_accepted_is_submitted_as_new() -> None:
     """Q11: only what had a place in the line before keeps it."""
     replay = Replay()
-    replay.add("a", request(), 0.0)
+    replay.add(LiveRequest("a", request(), 0.0))
     replay.release(0.0)
     replay.bury(KILL)
     assert replay.release(1.0) == [Submit(request_id="a", request=request(), age_s=1.0)]
@@ -186,7 +186,7 @@ def test_suspects_are_tried_one_at_a_time_before_anybody_else() -> None:
     assert given(replay) == ["a", "b"]
     admit(replay, "a", "b")
     replay.bury(CRASH)
-    replay.add("new", request(), 0.0)
+    replay.add(LiveRequest("new", request(), 0.0))
     assert given(replay) == ["b"]
     admit(replay, "b")
     assert given(replay) == []
@@ -219,7 +219,7 @@ def test_a_request_in_the_line_is_not_charged_while_another_ran() -> None:
     """L3: only work in a step or in preparation can crash the engine."""
     replay = Replay()
     for request_id in ("running", "waiting"):
-        replay.add(request_id, request(), 0.0)
+        replay.add(LiveRequest(request_id, request(), 0.0))
     replay.release(0.0)
     admit(replay, "running")
     replay.record(Queued("waiting", 0))
@@ -327,7 +327,7 @@ def test_a_pause_is_shown_when_no_token_can_come_and_a_resumption_at_once() -> N
 def test_a_paused_request_that_no_engine_accepted_is_kept_until_it_is_resumed() -> None:
     """Q17, L3: its preparation may be what crashes; nobody could be blamed for that."""
     replay = Replay()
-    replay.add("a", request(), 0.0)
+    replay.add(LiveRequest("a", request(), 0.0))
     live = find(replay, "a")
     assert replay.pause(live) == [Paused("a")]
     assert given(replay) == []
@@ -418,7 +418,7 @@ def test_a_replay_refused_for_a_full_line_asks_again_when_a_place_is_free() -> N
 def test_a_new_request_is_refused_for_a_full_line() -> None:
     """Q11: the engine's bound stands."""
     replay = Replay()
-    replay.add("a", request(), 0.0)
+    replay.add(LiveRequest("a", request(), 0.0))
     replay.release(0.0)
     assert replay.record(Failed("a", QueueFullError("full").info()))
     assert len(replay) == 0
@@ -428,4 +428,4 @@ def test_two_live_requests_never_share_an_id() -> None:
     """L6: events are told apart by it."""
     replay = replay_of("a")
     with pytest.raises(InvalidRequestError):
-        replay.add("a", request(), 0.0)
+        replay.add(LiveRequest("a", request(), 0.0))

@@ -1,22 +1,20 @@
 """A prefix that several need is computed once, and whoever waits for it never waits for nothing."""
 
-from functools import cache
 from random import Random
 
-import numpy as np
 import pytest
 
+import stepping
+from stepping import alone
 from stoker.backends.fake import FakeBackend, FakeFaults
-from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.cache.disk_tier import Read, Write
-from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.engine.orders import carry_out
+from stoker.cache.keys import key_of
+from stoker.cache.prefix_cache import CacheLimits
 from stoker.errors import InvalidRequestError
-from stoker.memory.ledger import Ledger
 from stoker.request import FinishReason, Priority
-from stoker.scheduler.limits import SchedulerLimits
-from stoker.scheduler.scheduler import Scheduler
-from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey, SequenceState
+from stoker.scheduler import stock
+from stoker.scheduler.effects import Schedule
+from stoker.scheduler.sequence import ParkForm, SequenceKey, SequenceState
 from stoker.values import CacheMode, CacheSource
 
 STEM = [65 + at % 26 for at in range(600)]
@@ -25,89 +23,32 @@ NUM_CELLS = 4096
 S = SequenceState
 
 
-@cache
-def alone(prompt, num_tokens):
-    """Greedy continuation of `prompt` with nobody else around."""
-    backend = FakeBackend(num_cells=NUM_CELLS, n_batch=NUM_CELLS)
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        start = backend.length(0)
-        row = backend.step(BatchPlan((PlanItem(0, start, tokens[start:], 1),)))[0]
-        tokens.append(int(np.argmax(row)))
-    return tokens
+class Machine(stepping.Machine):
+    """With room for everybody. Disk orders are done at once while `has_disk`."""
 
-
-class Machine:
-    """Scheduler and backend; a step takes a second. Disk orders are done at once while `has_disk`."""
-
-    def __init__(self, *, is_recurrent=False, num_cells=NUM_CELLS, **limits):
-        self.backend = FakeBackend(
-            num_sequences=24, num_cells=num_cells, n_batch=128, faults=FakeFaults(recurrent=is_recurrent)
-        )
-        disk_bytes = limits.pop("disk_bytes", 0)
-        ram_bytes = limits.pop("ram_bytes", 2**24)
-        self.cache = PrefixCache(CacheLimits(ram_bytes=ram_bytes, disk_bytes=disk_bytes), Ledger())
+    def __init__(self, *, is_recurrent=False, num_cells=NUM_CELLS, ram_bytes=2**24, disk_bytes=0, **limits):
+        faults = FakeFaults(recurrent=is_recurrent)
         defaults = {
             "num_slots": 8,
-            "num_sequences": 24,
-            "num_cells": num_cells,
-            "n_batch": 128,
-            "cell_bytes": 8,
             "park_bytes": 2**24,
             "target_step_s": 1000.0,
             "background_patience_s": 10_000.0,
-            "can_trim": not is_recurrent,
-            "can_fork": not is_recurrent,
         }
-        self.scheduler = Scheduler(SchedulerLimits(**defaults | limits), self.cache)
-        self.sequences = []
+        super().__init__(
+            FakeBackend(num_sequences=24, num_cells=num_cells, n_batch=128, faults=faults),
+            CacheLimits(ram_bytes=ram_bytes, disk_bytes=disk_bytes),
+            **defaults | limits,
+        )
         self.files = {}
         self.has_disk = True
-        self.now = 0.0
 
-    def enter(self, stem, tail, num_tokens=3, priority=Priority.INTERACTIVE, **fields):
+    def enter(self, stem, tail, num_tokens=3, **fields):
         """A request of its own for so many tokens after a part of the stem and a tail."""
-        prompt = STEM[:stem] + [tail] * 8
-        return self.enter_prompt(prompt, num_tokens, priority=priority, **fields)
+        return self.enter_prompt(STEM[:stem] + [tail] * 8, num_tokens, **fields)
 
     def enter_prompt(self, prompt, num_tokens=3, **fields):
         """The same for any prompt."""
-        fields = {"key": SequenceKey(f"r{len(self.sequences)}", 0), "namespace": SPACE} | fields
-        sequence = Sequence(
-            tokens=list(prompt), num_prompt=len(prompt), num_wanted=num_tokens, arrival_s=self.now, **fields
-        )
-        self.sequences.append(sequence)
-        self.scheduler.enqueue(sequence, self.now)
-        return sequence
-
-    def step(self):
-        """One turn: disk, effects, step, greedy draw; returns the tokens each sequence was given."""
-        self.now += 1
-        self.tend_disk()
-        if not self.scheduler.has_work:
-            self.carry_out(self.scheduler.rest(self.now))
-            return {}
-        self.carry_out(self.scheduler.schedule(self.now))
-        plan = self.scheduler.plan()
-        if plan is None:
-            assert not self.scheduler.has_work, f"no step although there is work: {self.scheduler.stats()}"
-            return {}
-        rows = self.backend.step(plan.batch())
-        self.scheduler.computed(plan, self.now)
-        at = 0
-        for part in plan.parts:
-            at += part.item.num_logits
-            sequence = part.sequence
-            if sequence.num_pending == 0:
-                sequence.tokens.append(int(np.argmax(rows[at - 1])))
-                if sequence.num_generated == sequence.num_wanted:
-                    self.scheduler.retire(sequence, FinishReason.LENGTH, self.now)
-        self.check()
-        return {part.sequence: len(part.item.tokens) for part in plan.parts}
-
-    def carry_out(self, turn):
-        """What the resident does with it."""
-        carry_out(turn.effects, self.backend, self.scheduler.room)
+        return super().enter_prompt(prompt, num_tokens, **{"namespace": SPACE} | fields)
 
     def tend_disk(self):
         """Do what is ordered of the disk."""
@@ -120,13 +61,6 @@ class Machine:
                     self.cache.written(entry, name, len(entry.data))
                 case Read(entry):
                     self.cache.fetched(entry, self.files[entry.file], self.now)
-
-    def check(self):
-        """Scheduler and backend hold the same tokens."""
-        self.scheduler.check()
-        self.backend.check()
-        for slot in self.scheduler.slots.slots:
-            assert list(self.backend.tokens(slot.id)) == slot.tokens
 
     def until(self, is_done, steps=2000):
         """Step until then."""
@@ -153,10 +87,10 @@ class Machine:
     def drop_cells(self):
         """Everything that idle slots keep goes, stored."""
         self.rest()
-        effects = []
-        while self.scheduler.room.evict_oldest(effects):
+        turn = Schedule()
+        while self.scheduler.room.evict_oldest(turn.effects):
             pass
-        carry_out(effects, self.backend, self.scheduler.room)
+        self.carry_out(turn)
         self.check()
 
     @property
@@ -506,6 +440,34 @@ def test_the_source_of_what_is_cached_is_told_as_it_was():
         assert stats[f"cache_hits_{source}_total"] == 1
         assert stats[f"cached_tokens_{source}_total"] == 500
     assert stats["prompt_tokens_computed_total"] == 508 + 4 * 8
+
+
+def test_an_admission_works_the_key_of_its_tokens_out_once(monkeypatch):
+    """C2: it looks several times, and always for the tokens that there are then."""
+    machine = Machine()
+    machine.enter(500, 100)
+    machine.finish()
+    machine.drop_cells()
+    lengths = []
+
+    def counted(tokens):
+        lengths.append(len(tokens))
+        return key_of(tokens)
+
+    monkeypatch.setattr(stock, "key_of", counted)
+    late = machine.enter(300, 101)
+    machine.step()
+    assert late.num_cached == 300
+    assert lengths.count(308) == 1
+    machine.finish()
+    machine.drop_cells()
+    room = machine.scheduler.room
+    late.tokens = STEM[:400]
+    assert room.stored(late, 0).num_tokens == 399
+    late.tokens.append(STEM[400])
+    assert room.stored(late, 0).num_tokens == 400
+    late.tokens = [7] * 401
+    assert room.stored(late, 0) is None
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])

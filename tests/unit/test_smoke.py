@@ -33,9 +33,9 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     runs: list[str] = []
     run = smoke._run_trial
 
-    def counted(path: Path, extra_bufts: str) -> Any:
+    def counted(path: Path, extra_bufts: str, on_wait: Any) -> Any:
         runs.append(extra_bufts)
-        return run(path, extra_bufts)
+        return run(path, extra_bufts, on_wait)
 
     monkeypatch.setattr(smoke, "_run_trial", counted)
     return runs
@@ -57,6 +57,32 @@ def test_a_working_library_is_tried_once_and_remembered(
     assert trials == ["on"]
     assert stat.S_IMODE((tmp_path / "smoke.json").stat().st_mode) == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["smoke.json"]
+
+
+class NotWantedError(Exception):
+    """Somebody changed their mind."""
+
+
+def test_a_trial_that_nobody_wants_any_more_ends_with_its_child(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R4: a load can be stopped at any time; nothing is remembered of its trial."""
+    monkeypatch.setenv("STOKER_SMOKE_FAULT", "hang")
+    children: list[Any] = []
+    popen = smoke.subprocess.Popen
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        children.append(popen(*args, **kwargs))
+        return children[-1]
+
+    def give_up() -> None:
+        raise NotWantedError
+
+    monkeypatch.setattr(smoke.subprocess, "Popen", started)
+    with pytest.raises(NotWantedError):
+        smoke.verdict_of(smoke.read_header(model_path), tmp_path, give_up)
+    assert [child.poll() for child in children] == [-9]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("crash", [("segv", "SIGSEGV"), ("nan", "fault")])

@@ -420,18 +420,19 @@ def test_what_is_only_in_cells_is_stored_before_its_model_goes(tmp_path: Path) -
 
 
 def test_a_model_that_goes_in_the_middle_of_a_prompt_leaves_nothing_half_stored(tmp_path: Path) -> None:
-    """C8, C14: each entry has its bytes; those checkpoints serve when the model is back."""
-    engine = Engine(tmp_path, RECURRENT)
+    """C8, C14, L5: each entry has its bytes; the prompt goes on from its checkpoints in the new one."""
+    slow = f"{RECURRENT},step_delay_s=0.02"  # a load is quicker
+    engine = Engine(tmp_path, slow)
     request = GenerateRequest(model="m", prompt=TOKENS * 3, max_tokens=4, sampling=GREEDY)
     engine.inbox.put(Submit(request_id="one", request=request))
     engine.until(lambda: len(engine.cache))
-    engine.inbox.put(UnloadModel("m"))
-    engine.until(lambda: engine.states("absent"))
-    assert engine.usage("one").completion_tokens == 0
+    engine.inbox.put(LoadModel(ModelSpec(id="m", path=slow, n_ctx=2048, n_batch=32)))
+    engine.until(lambda: len(engine.states("ready")) > 1)
     engine.cache.check()
-    assert {entry.state for entry in engine.cache.entries()} <= {"ram", "disk"}
-    engine.load(RECURRENT)
-    assert engine.run("two", PROMPT * 3).cached_tokens >= 128
+    assert {entry.state for entry in engine.cache.entries()} <= {"ram", "disk", "reading"}
+    engine.until(lambda: engine.usage("one"))
+    assert engine.usage("one").completion_tokens == 4
+    assert engine.usage("one").cached_tokens >= 128
     engine.close()
 
 
@@ -516,7 +517,7 @@ def test_a_look_at_the_disk_that_fails_turns_it_off(tmp_path: Path) -> None:
 
 def test_of_too_many_files_the_longest_unused_go_whatever_their_order(tmp_path: Path) -> None:
     """C7, C9: what the folder held is the first thing the cache hears of."""
-    store = PrefixStore(Inbox(), EngineSettings(cache_dir=tmp_path))
+    store = PrefixStore(Inbox(), EngineSettings(cache_dir=tmp_path), 2**40)
     found = [
         Entry(
             *(bytes(32), "model", "/model.gguf", key_of(range(1000 * at, 1000 * at + 40)), 400),

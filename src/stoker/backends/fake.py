@@ -32,16 +32,25 @@ from stoker.backends.fake_history import (
 from stoker.backends.fake_vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.lengths import Lengths
 from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
-from stoker.errors import InvalidRequestError, ModelFileError, StepFailedError, UnsupportedError
+from stoker.errors import (
+    InvalidRequestError,
+    ModelFileError,
+    ModelLoadError,
+    StepFailedError,
+    UnsupportedError,
+)
+from stoker.memory.verdict import Estimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.backends.protocol import Buffer, Rows
+    from stoker.memory.verdict import Estimator
     from stoker.values import ModelSpec, Tensor
 
 _MAGIC = b"STKF"
 _HEADER = struct.Struct("<4sII")
+_NUM_CELLS = 16384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,9 @@ class FakeFaults:
         abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
         step_delay_s: seconds every step takes.
         eog_period: about one position in so many wants to end the text; 0: none does.
+        load_s: seconds a load takes.
+        load_fails: a load ends with ModelLoadError.
+        weights_mib, cell_kib: what it claims to take: weights, and a cell.
     """
 
     bad_sequences: frozenset[int] = frozenset()
@@ -63,6 +75,10 @@ class FakeFaults:
     step_delay_s: float = 0.0
     eog_period: int = 256
     recurrent: bool = False
+    load_s: float = 0.0
+    load_fails: bool = False
+    weights_mib: int = 0
+    cell_kib: float = 1 / 128
 
     @classmethod
     def parse(cls, text: str) -> FakeFaults:
@@ -72,11 +88,13 @@ class FakeFaults:
             name, _, value = part.partition("=")
             try:
                 match name:
-                    case "step_delay_s":
+                    case "id":
+                        pass  # under which it is served
+                    case "step_delay_s" | "load_s" | "cell_kib":
                         faults[name] = float(value)
-                    case "eog_period":
+                    case "eog_period" | "weights_mib":
                         faults[name] = int(value)
-                    case "recurrent":
+                    case "recurrent" | "load_fails":
                         faults[name] = bool(int(value))
                     case "bad_sequences" | "bad_tokens" | "abort_tokens":
                         faults[name] = frozenset(int(number) for number in value.split("+"))
@@ -235,8 +253,8 @@ class FakeBackend:
         return hidden_of(self._histories[seq].state)
 
     def memory(self) -> dict[str, int]:
-        """Eight bytes a cell, as if."""
-        return {"weights": 0, "kv": 8 * self._capabilities.num_cells, "compute": self._rows.nbytes}
+        """As if: what was ordered for weights and cells."""
+        return _sizes(self.faults, self._capabilities.num_cells, self._capabilities.n_batch)
 
     def set_threads(self, num_threads: int) -> None:
         """Remembered only."""
@@ -283,18 +301,47 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
 
     Faults may follow: "fake:abort_tokens=7+9,step_delay_s=0.01" (names and meaning as in `FakeFaults`).
     """
-    scheme, _, order = spec.path.partition(":")
-    if scheme != "fake":
-        raise ModelFileError(f"{spec.path!r} is not of the form fake:[fault=value,...]")
-    faults = FakeFaults.parse(order)
-    if on_progress is not None:
-        on_progress(1.0)
+    faults = _faults(spec.path)
+    _take_time(faults, on_progress or (lambda _: None))
     return FakeBackend(
         num_sequences=max(2 * spec.num_slots, spec.num_slots + 8),
-        num_cells=spec.n_ctx or 16384,
+        num_cells=spec.n_ctx or _NUM_CELLS,
         n_batch=spec.n_batch,
         faults=faults,
     )
+
+
+def estimator(path: str) -> Estimator:
+    """What the backend that a path "fake:" asks for would take; exact."""
+    faults = _faults(path)
+
+    def estimate(spec: ModelSpec) -> Estimate:
+        num_cells = spec.n_ctx or _NUM_CELLS
+        return Estimate(lines=_sizes(faults, num_cells, spec.n_batch), n_ctx=num_cells)
+
+    return estimate
+
+
+def _faults(path: str) -> FakeFaults:
+    scheme, _, order = path.partition(":")
+    if scheme != "fake":
+        raise ModelFileError(f"{path!r} is not of the form fake:[fault=value,...]")
+    return FakeFaults.parse(order)
+
+
+def _sizes(faults: FakeFaults, num_cells: int, n_batch: int) -> dict[str, int]:
+    kv_bytes = int(faults.cell_kib * 1024) * num_cells
+    return {"weights": faults.weights_mib * 2**20, "kv": kv_bytes, "compute": 4 * n_batch * N_VOCAB}
+
+
+def _take_time(faults: FakeFaults, on_progress: Callable[[float], None]) -> None:
+    begun = time.monotonic()
+    while (spent := time.monotonic() - begun) < faults.load_s:
+        on_progress(spent / faults.load_s)
+        time.sleep(min(0.02, faults.load_s))
+    if faults.load_fails:
+        raise ModelLoadError("a load that fails was ordered")
+    on_progress(1.0)
 
 
 def _history_of(data: Buffer) -> tuple[int, list[int]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stoker.cache.entry import EntryState, Line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from stoker.cache.entry import Entry
     from stoker.memory.ledger import Ledger
@@ -123,6 +123,12 @@ class DiskTier:
         """Everything is due now, and nothing later: the engine is about to end."""
         self._is_ending = True
         self._due_s = {entry: 0.0 for entry in self._due_s if not entry.leases}
+
+    def press(self, entries: Iterable[Entry]) -> None:
+        """Those of them that are to be written are due now."""
+        for entry in entries:
+            if entry in self._due_s:
+                self._due_s[entry] = 0.0
 
     def put_off(self, entry: Entry, now: float) -> None:
         """It is worth less than the files that would have to go for it."""

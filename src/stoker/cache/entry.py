@@ -79,7 +79,6 @@ class Entry:
     is_exact: bool = False
     is_background: bool = False
     used_s: float = 0.0
-    num_hits: int = 0
     state: EntryState = EntryState.PENDING
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stoker.cache.entry import Entry
 
 MIN_TOKENS = 32
-"""Tokens below which nothing is stored or reused (SPEC C2)."""
+"""Tokens below which nothing is stored or reused: computing them again is as quick (SPEC C2)."""
 MIN_NEW_PART = 8
 """A branch is worth storing if it adds an eighth of its tokens: its state repeats those before them."""
 

@@ -44,6 +44,7 @@ class PrefixCache:
     def __init__(self, limits: CacheLimits, ledger: Ledger) -> None:
         self.limits = limits
         self.disk = DiskTier(limits.disk_bytes, ledger)
+        self._absent: set[str] = set()  # models of which nothing is kept in host memory that is on disk
         self._ledger = ledger
         self._index = EntryIndex()
         self._private: set[Entry] = set()
@@ -74,12 +75,8 @@ class PrefixCache:
         """Every entry that others may use."""
         return iter(self._index)
 
-    def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> Hit | None:
-        """The entry that saves the most of these tokens; the last one is left to compute (SPEC C2, C5)."""
-        return next(iter(self.hits(namespace, key, is_exact=is_exact)), None)
-
     def hits(self, namespace: bytes, key: bytes, *, is_exact: bool) -> list[Hit]:
-        """Entries that save something of these tokens, the best first."""
+        """Entries that save some of these tokens, the last of which is computed; best first (SPEC C2, C5)."""
         return self._index.find(namespace, key, is_exact=is_exact)
 
     def stats(self) -> dict[str, float]:
@@ -207,7 +204,6 @@ class PrefixCache:
     def used(self, entry: Entry, now: float) -> None:
         """It saved somebody time."""
         self._now = entry.used_s = now
-        entry.num_hits += 1
 
     def drop(self, namespace: bytes, key: bytes) -> None:
         """Give up an entry that others make superfluous, unless somebody needs it."""
@@ -289,6 +285,8 @@ class PrefixCache:
         if entry.state is EntryState.GONE:
             self.disk.remove(entry)
             return
+        if entry.model in self._absent and entry.is_free:
+            self._let_go_of_bytes(entry)
         for shorter in self._index.superseded_by(entry):
             self._forget(shorter)
 
@@ -297,6 +295,19 @@ class PrefixCache:
         self.disk.write_ended(entry)
         if problem:
             self.disk.disable(problem)
+
+    def model_gone(self, model: str) -> None:
+        """A model, by its fingerprint, has left memory: of what is saved only files stay, the rest is due."""
+        self._absent.add(model)
+        of_it = [e for e in self._index if e.model == model and e.is_free and e.state is EntryState.RAM]
+        self.disk.press(of_it)
+        for entry in of_it:
+            if entry.file is not None:
+                self._let_go_of_bytes(entry)
+
+    def model_back(self, model: str) -> None:
+        """It is in memory again: what is stored of it may be, too."""
+        self._absent.discard(model)
 
     def files_lost(self, files: Iterable[str]) -> None:
         """These files are no more: removed for room, or by somebody else."""

@@ -146,11 +146,6 @@ class RadixTree(Generic[V]):
             node = node.parent
         return found[::-1]
 
-    def extensions(self, key: bytes) -> bool:
-        """Whether a stored key begins with `key` and is longer."""
-        node, shared = self._descend(key)
-        return shared == len(key) and (node.end > shared or bool(node.children))
-
     def own_tokens(self, key: bytes) -> int:
         """Tokens of this stored key that no other stored key shares. Raises KeyError: not stored."""
         node = self._stored(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -160,3 +160,9 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if all(isinstance(text, str) for text in texts):  # most templates know text only
         return {**message, "content": "".join(text for text in texts if text)}
     return {**message, "content": list(content)}
+
+
+@lru_cache(maxsize=64)
+def template_of(source: str | None, bos_text: str, eos_text: str) -> ChatTemplate:
+    """The template of a model, compiled once. Raises what `ChatTemplate` raises."""
+    return ChatTemplate(source, bos_text=bos_text, eos_text=eos_text)

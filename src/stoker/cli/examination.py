@@ -16,15 +16,22 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from stoker.errors import StokerError
+from stoker.errors import MachineSetupError, StokerError
 from stoker.memory.cores import look_at_cores, threads_that_fit
+from stoker.memory.gauge import Sources, measure
+from stoker.memory.heat import Heat, heat_source
+from stoker.memory.pressure import Pressure, PressureMeter
 from stoker.memory.profile import read_profile
+from stoker.memory.tiers import DEFAULTS, effective_limit, tier_of
 from stoker.models.store import ModelStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stoker.memory.cores import CoreUse
+    from stoker.memory.gauge import Sample
+    from stoker.memory.profile import MemoryProfile
+    from stoker.memory.tiers import TierDefaults
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
@@ -66,6 +73,8 @@ def examine(settings: EngineSettings) -> list[Finding]:
         _cpu(),
         _threads(settings, look_at_cores()),
         _memory(settings),
+        _pressure(measure(Sources(memory_limit=settings.memory_limit))),
+        _heat(settings),
         _cache_dir(settings.cache_dir),
         *_models(found, settings),
         *_smoke(usable, settings),
@@ -133,19 +142,65 @@ def _num_physical_cores() -> int:
 
 
 def _memory(settings: EngineSettings) -> Finding:
-    profile = read_profile(settings.memory_limit)
+    return _limits(settings, read_profile(settings.memory_limit))
+
+
+def _limits(settings: EngineSettings, profile: MemoryProfile) -> Finding:
+    """Every limit, the one that counts, and the tier that follows."""
     limits = [f"physical {decimal(profile.physical_bytes)}"]
     if profile.cgroup_bytes is not None:
         limits.append(f"control group {decimal(profile.cgroup_bytes)}")
     if profile.user_bytes is not None:
         limits.append(f"memory_limit {decimal(profile.user_bytes)}")
+    tier = tier_of(profile.effective_bytes)
+    limit = effective_limit(profile)
+    if limit < profile.effective_bytes:
+        limits.append(f"tier {decimal(limit)}")
     text = (
-        f"{decimal(profile.available_bytes)} available, limit {decimal(profile.effective_bytes)} "
-        f"({', '.join(limits)})"
+        f"{decimal(profile.available_bytes)} available, limit {decimal(limit)} ({', '.join(limits)}), "
+        f"tier {tier}: {_tier_text(DEFAULTS[tier], settings)}"
     )
     if profile.available_bytes < TIGHT_MEMORY_BYTES:
         return Finding("memory", Level.WARNING, text, "close other programs, or use a small --ctx-size")
     return Finding("memory", Level.OK, text)
+
+
+def _tier_text(defaults: TierDefaults, settings: EngineSettings) -> str:
+    """What a tier does where no setting says otherwise."""
+    tokens = defaults.max_tokens if settings.default_max_tokens is None else settings.default_max_tokens
+    keep_s = defaults.keep_alive_s if settings.keep_alive is None else settings.keep_alive
+    kept = "for good" if keep_s < 0 else f"{keep_s:g} s"
+    return f"answers of {tokens or 'any number of'} tokens, idle models kept {kept}"
+
+
+def _pressure(sample: Sample) -> Finding:
+    """How short memory is now, and which source says so."""
+    reading = PressureMeter().update(sample)
+    text = f"{reading.level}: {reading.source} at {reading.fraction:.0%}"
+    if sample.psi_some_avg10 is not None:
+        text += f"; programs waited for memory for {sample.psi_some_avg10:.1f}% of the last 10 s"
+    else:
+        text += "; stalls (PSI) cannot be seen here"
+    if reading.level is Pressure.NORMAL:
+        return Finding("pressure", Level.OK, text)
+    remedy = "close other programs; under pressure caches are dropped, then background work and idle models"
+    return Finding("pressure", Level.WARNING, text, remedy)
+
+
+def _heat(settings: EngineSettings) -> Finding:
+    """How hot it is now; a machine without sensors counts as nominal."""
+    try:
+        reading = heat_source(settings.heat_trace).read()
+    except MachineSetupError as error:
+        return Finding("heat", Level.BROKEN, error.message, "correct the file, or unset heat_trace")
+    if not reading.sensor:
+        return Finding("heat", Level.OK, f"{reading.level}: there are no sensors that can be read here")
+    shown = "" if reading.celsius is None else f" at {reading.celsius:.0f} °C"
+    text = f"{reading.level}: {reading.sensor}{shown}"
+    if reading.level.rank < Heat.SERIOUS.rank:
+        return Finding("heat", Level.OK, text)
+    remedy = "let it cool: until then background work waits and no model is loaded"
+    return Finding("heat", Level.WARNING, text, remedy)
 
 
 def _cache_dir(folder: Path) -> Finding:

@@ -1,8 +1,8 @@
 """The command `stoker`: which subcommands there are and how an error ends one.
 
-Owns exit codes: 0 done, 1 `doctor` or `cache verify` found something broken, 2 the input or the machine is
-at fault, 130 Ctrl-C, 141 the reader of a pipe left. What a command does is its own module's business; such
-a module imports what is heavy when it runs, so that `stoker --help` answers at once.
+Owns exit codes: 0 done, 1 `doctor` or `cache verify` found something broken or `plan` no room, 2 the input or
+the machine is at fault, 130 Ctrl-C, 141 the reader of a pipe left. What a command does is its own module's
+business; such a module imports what is heavy when it runs, so that `stoker --help` answers at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stoker.cli import cache, chat, doctor, models, pull, run, serve
+from stoker.cli import cache, chat, doctor, models, plan, ps, pull, remote, run, serve
 from stoker.errors import StokerError
 
 EXIT_BAD_INPUT = 2
@@ -74,6 +74,13 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("models")(models.models)
 app.command("pull")(pull.pull)
+app.command("plan")(plan.plan)
+app.command("ps")(ps.ps)
+app.command("load")(remote.load)
+app.command("unload")(remote.unload)
+app.command("pin")(remote.pin)
+app.command("suspend")(remote.suspend)
+app.command("resume")(remote.resume)
 app.command("doctor")(doctor.doctor)
 app.add_typer(cache.app, name="cache")
 

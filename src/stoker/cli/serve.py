@@ -57,43 +57,99 @@ CacheDiskBytes = Annotated[
         metavar="SIZE",
     ),
 ]
+MemoryMargin = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-margin", help="Free memory that loading has to leave; 0: none. \\[512MiB]", metavar="SIZE"
+    ),
+]
+KeepAlive = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-alive",
+        help="How long a model stays after its last request: 30s, 10m, -1. \\[by the machine's memory]",
+        metavar="TIME",
+    ),
+]
+DefaultMaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--default-max-tokens",
+        help="Tokens of an answer that does not say; 0: until the context is full. "
+        "\\[by the machine's memory]",
+    ),
+]
+SuspendGraceS = Annotated[
+    float | None,
+    typer.Option("--suspend-grace-s", help="Seconds between a suspend and its begin. \\[0]"),
+]
+Restore = Annotated[
+    bool | None,
+    typer.Option("--restore/--no-restore", help="Without --model, serve what was loaded last. \\[no]"),
+]
+FollowSleep = Annotated[
+    bool | None,
+    typer.Option("--follow-sleep/--no-follow-sleep", help="Suspend and resume with the machine. \\[yes]"),
+]
+HeatTrace = Annotated[
+    Path | None,
+    typer.Option("--heat-trace", help="Recorded heat to follow instead of the machine's sensors."),
+]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Folder of what has to survive the program.")]
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", "-m", help="Model to serve; repeat for more. \\[embedded default]"),
+]
+Host = Annotated[str | None, typer.Option("--host", help="Address to bind. \\[127.0.0.1]")]
+Port = Annotated[int | None, typer.Option("--port", help="0 picks a free one. \\[8686]")]
+Slots = Annotated[int | None, typer.Option("--slots", help="Requests that run at once. \\[8]")]
+KvCells = Annotated[int | None, typer.Option("--kv-cells", help="KV cells to allocate. \\[as --ctx-size]")]
+MemoryLimit = Annotated[
+    str | None,
+    typer.Option("--memory-limit", help="Bytes, or such as 4GiB. \\[what the machine has]", metavar="SIZE"),
+]
+CacheDir = Annotated[Path | None, typer.Option("--cache-dir", help="Folder of the cache.")]
+ApiKeyFile = Annotated[
+    Path | None, typer.Option("--api-key-file", help="File with one accepted key a line. \\[no key]")
+]
+Isolation = Annotated[
+    str | None,
+    typer.Option("--isolation", help="Where native code runs. \\[process]", metavar="process|thread"),
+]
+WatchdogS = Annotated[
+    float | None,
+    typer.Option("--watchdog-s", help="Seconds of silence that end an engine. \\[10]"),
+]
+MaxQueue = Annotated[int | None, typer.Option("--max-queue", help="Requests that may wait. \\[512]")]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option("--allowed-host", help="Further name accepted in the Host header; repeat for more."),
+]
 
 
 def serve(
     *,
-    model: Annotated[
-        list[str] | None,
-        typer.Option("--model", "-m", help="Model to serve; repeat for more. \\[embedded default]"),
-    ] = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to bind. \\[127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="0 picks a free one. \\[8686]")] = None,
-    slots: Annotated[int | None, typer.Option("--slots", help="Requests that run at once. \\[8]")] = None,
+    model: Models = None,
+    host: Host = None,
+    port: Port = None,
+    slots: Slots = None,
     ctx_size: CtxSize = None,
     threads: Threads = None,
-    kv_cells: Annotated[
-        int | None, typer.Option("--kv-cells", help="KV cells to allocate. \\[as --ctx-size]")
-    ] = None,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            "--memory-limit", help="Bytes, or such as 4GiB. \\[what the machine has]", metavar="SIZE"
-        ),
-    ] = None,
-    cache_dir: Annotated[Path | None, typer.Option("--cache-dir", help="Folder of the cache.")] = None,
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="File with one accepted key a line. \\[no key]")
-    ] = None,
-    isolation: Annotated[
-        str | None,
-        typer.Option("--isolation", help="Where native code runs. \\[process]", metavar="process|thread"),
-    ] = None,
-    watchdog_s: Annotated[
-        float | None,
-        typer.Option("--watchdog-s", help="Seconds of silence that end an engine. \\[10]"),
-    ] = None,
-    max_queue: Annotated[
-        int | None, typer.Option("--max-queue", help="Requests that may wait. \\[512]")
-    ] = None,
+    kv_cells: KvCells = None,
+    memory_limit: MemoryLimit = None,
+    memory_margin: MemoryMargin = None,
+    keep_alive: KeepAlive = None,
+    default_max_tokens: DefaultMaxTokens = None,
+    suspend_grace_s: SuspendGraceS = None,
+    restore: Restore = None,
+    follow_sleep: FollowSleep = None,
+    heat_trace: HeatTrace = None,
+    run_dir: RunDir = None,
+    cache_dir: CacheDir = None,
+    api_key_file: ApiKeyFile = None,
+    isolation: Isolation = None,
+    watchdog_s: WatchdogS = None,
+    max_queue: MaxQueue = None,
     policy: StepPolicy = None,
     target_step_ms: TargetStepMs = None,
     background_patience_s: BackgroundPatienceS = None,
@@ -101,10 +157,7 @@ def serve(
     cache_mode: CacheMode = None,
     cache_ram_bytes: CacheRamBytes = None,
     cache_disk_bytes: CacheDiskBytes = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option("--allowed-host", help="Further name accepted in the Host header; repeat for more."),
-    ] = None,
+    allowed_host: AllowedHosts = None,
     config: Config = None,
 ) -> None:
     """Serve models over HTTP until Ctrl-C or SIGTERM; one JSON line on stdout says when it is ready."""

@@ -65,7 +65,7 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
     runtime = (factory or new_runtime)(settings)
     try:
         with Activity() as activity:
-            runtime.on_load = activity.on_load
+            runtime.on_load, runtime.takes_up = activity.on_load, False
             await runtime.start()
         yield runtime
     finally:

@@ -1,11 +1,12 @@
 """The front's side of the engine: starts it, restarts it, replays what it was doing, ends it.
 
-Owns the engine's state and the task that supervises one life after the other. The live requests are
-`requests`', what to replay and whom to charge is `replay`'s, which models to load `roster`'s, open questions
-are `calls`', one life and its watchdog `life`'s, how an engine is carried `carrier`'s.
+Owns the engine's state and the task that supervises one life after the other, with suspensions between
+them. What waits for an engine is the `desk`'s: requests, questions, models. What to replay and whom to charge
+is `replay`'s, which models to load `roster`'s, one life and its watchdog `life`'s, how an engine is carried
+`carrier`'s.
 
-Everything runs on one event loop. Where the engine died clients see a pause; every request gets exactly
-one terminal event, whatever happens.
+Everything runs on one event loop. Where the engine died or was suspended clients see a pause; every request
+gets exactly one terminal event, whatever happens.
 """
 
 from __future__ import annotations
@@ -14,40 +15,28 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from stoker.engine.calls import Calls, Question
+from stoker.engine.calls import Question
 from stoker.engine.carrier import NewCarrier, carrier_for
 from stoker.engine.death import Death, OomCounter
+from stoker.engine.desk import Desk
 from stoker.engine.life import Life
 from stoker.engine.requests import EventSink, Requests
+from stoker.engine.rest import Rest
 from stoker.engine.roster import Roster
 from stoker.engine.state import EngineState, Lifecycle
 from stoker.engine.watchdog import Backoff
-from stoker.engine.wire import WireError
+from stoker.engine.watcher import Keeper, Nobody, Watcher
 from stoker.errors import ErrorInfo, MachineSetupError, NotReadyError, error_from_info
-from stoker.messages import (
-    Command,
-    Delta,
-    Event,
-    GetStatus,
-    Goodbye,
-    Heartbeat,
-    HeatMoved,
-    Hello,
-    ModelState,
-    PressureMoved,
-    Reply,
-    RungTaken,
-    Shutdown,
-    Submit,
-)
+from stoker.messages import GetStatus, KnowModel, Shutdown, Submit
 from stoker.settings import EngineSettings
 from stoker.values import ModelSpec
 
 if TYPE_CHECKING:
+    from stoker.engine.loads import Loads
     from stoker.request import GenerateRequest
+    from stoker.status import ModelStatus
 
 log = logging.getLogger(__name__)
 
@@ -55,20 +44,15 @@ MAX_FAILED_STARTS = 3
 EXIT_LIMIT_S = 10.0
 """What an engine may take, after its drain, to save what it computed, free everything and leave."""
 
-OnModelState = Callable[[ModelState], None]
-
-
-def ignore_state(state: ModelState) -> None:
-    """Watch no loads."""
-
 
 class EngineHost:
     """One engine, kept alive.
 
     Args:
         settings: the engine's.
-        specs: models to serve, loaded again after every restart.
-        on_load: called with every state a model reports.
+        specs: models to serve.
+        watcher: is told of what happens.
+        keeper: keeps the requests of a suspended engine.
         new_carrier: makes the carrier of each life.
     """
 
@@ -77,28 +61,32 @@ class EngineHost:
         settings: EngineSettings,
         specs: list[ModelSpec],
         *,
-        on_load: OnModelState = ignore_state,
+        watcher: Watcher | None = None,
+        keeper: Keeper | None = None,
         new_carrier: NewCarrier = carrier_for,
     ) -> None:
         self._settings = settings
-        self._on_load = on_load
+        watcher = Nobody() if watcher is None else watcher
+        self._keeper = Nobody() if keeper is None else keeper
         self._new_carrier = new_carrier
-        self._lifecycle = Lifecycle()
+        self._lifecycle = Lifecycle(watcher.engine_moved)
         self.roster = Roster(specs)
-        self._requests = Requests(settings.max_queue, self.roster, self._send)
-        self._calls = Calls()
+        self._desk = Desk(settings.max_queue, self.roster, watcher)
+        self._rest = Rest()
         self._backoff = Backoff()
         self._oom = OomCounter()
         self._life: Life | None = None
         self._num_restarts = 0
         self._num_failed_starts = 0
-        self._closed = asyncio.Event()
+        self._has_served = False
+        self._is_closed = False
+        self._leaving: asyncio.Task[None] | None = None
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<EngineHost {self._lifecycle!r} {self._life!r} live={len(self._requests)}>"
+        return f"<EngineHost {self._lifecycle!r} {self._life!r} {self._desk!r}>"
 
     # ------------------------------------------------------------ questions
 
@@ -109,9 +97,19 @@ class EngineHost:
 
     @property
     def is_taking(self) -> bool:
-        """Whether `submit` takes requests: serving, or away and expected back."""
-        is_away = self.state is EngineState.RESTARTING and self._num_failed_starts < MAX_FAILED_STARTS
-        return self.state is EngineState.SERVING or is_away
+        """Whether `submit` takes requests: serving, suspended, or away and expected back."""
+        is_away = self.state is EngineState.RESTARTING and not self._is_hopeless
+        return self.state in {EngineState.SERVING, EngineState.SUSPENDED} or is_away
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the engine is away, or leaving, until `wake`."""
+        return self._rest.is_wanted and not self._is_closed
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves now that was not told to leave."""
+        return self._desk.has_engine
 
     @property
     def pid(self) -> int:
@@ -123,22 +121,28 @@ class EngineHost:
         """Lives that ended without being asked to."""
         return self._num_restarts
 
+    def statuses(self) -> list[ModelStatus]:
+        """Every served model as it was last heard of; needs no engine."""
+        return self._desk.statuses()
+
+    @property
+    def loads(self) -> Loads:
+        """Who waits for models to come or to go."""
+        return self._desk.loads
+
     def stats(self) -> dict[str, int]:
         """What the host holds now."""
-        return {
-            **self._requests.stats(),
-            "num_open_calls": len(self._calls),
-            "num_restarts": self._num_restarts,
-        }
+        return {**self._desk.stats(), "num_restarts": self._num_restarts}
 
     # ------------------------------------------------------------ life of the host
 
     async def start(self) -> None:
-        """Start the engine and load every model.
+        """Start the engine and load every model that fits beside those before it.
 
         Raises:
             MachineSetupError: the engine process does not come up.
             ModelError: a model cannot be loaded (the first one that failed); nothing is left running.
+            MachineError: not one could be, for want of memory or for heat.
         """
         self._started = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(), name="stoker-engine-host")
@@ -159,15 +163,20 @@ class EngineHost:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain_s: float) -> None:
-        was_serving = self.state is EngineState.SERVING
+        life = self._life
+        was_serving = self._desk.has_engine
         self._stop_intake("close")
         if self._task is None:
             return
-        if self._life and was_serving:
+        if life and was_serving:
             self._requests.close_held(NotReadyError("the engine is shutting down"))
-            self._life.send(Shutdown(drain_s))
+            life.send(Shutdown(drain_s))
             await asyncio.wait({self._task}, timeout=drain_s + EXIT_LIMIT_S)
-        if self._life:
+        if (
+            self._leaving and not self._leaving.done()
+        ):  # it saves what it computed, and then the requests are kept
+            await asyncio.wait({self._leaving})
+        elif self._life:
             self._life.kill()
         await asyncio.wait({self._task}, timeout=EXIT_LIMIT_S)
         self._task.cancel()
@@ -175,9 +184,10 @@ class EngineHost:
             await self._task
 
     def _stop_intake(self, why: str) -> None:
-        if not self._closed.is_set():
+        if not self._is_closed:
+            self._is_closed = True
             self._lifecycle.move(EngineState.CLOSED, why)
-            self._closed.set()
+            self._rest.ring()
 
     async def _run(self) -> None:
         """The one task: every life in turn, and the clock beside it."""
@@ -194,37 +204,47 @@ class EngineHost:
             self._end_everything()
 
     async def _supervise(self) -> None:
-        while not self._closed.is_set():
-            life = Life(self._new_carrier(self._settings), self._settings.watchdog_s, self._take)
-            self._life = life
+        while not self._is_closed:
+            if self._rest.is_wanted:
+                await self._stay_away("suspended while no engine ran")
+                continue
+            life = self._life = Life(
+                self._new_carrier(self._settings), self._settings.watchdog_s, self._desk.take
+            )
+            self._desk.meet(life)
             async with asyncio.TaskGroup() as group:
                 boot = group.create_task(self._boot(life))
                 death = await life.live(self._oom)
                 boot.cancel()
-            if self._closed.is_set():
-                return
-            self._bury(life, death)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), self._backoff.after_life(life.served_s))
+            if life.is_leaving:
+                await self._stay_away("suspended")
+            elif not self._is_closed:
+                self._bury(life, death)
+                if life.has_worked:
+                    self._backoff.reset()
+                delay_s = self._backoff.after_life(life.served_s)
+                await self._rest.until(lambda: self._is_closed or self._rest.is_wanted, delay_s)
 
     async def _boot(self, life: Life) -> None:
         """From Hello to serving. Models load one by one: if the engine dies, this one did it."""
         await life.wait_until_up()
         self._num_failed_starts = 0
-        for spec in self.roster.to_load():
-            await life.load(spec, self.roster)
-        if self.state is EngineState.STARTING and self.roster.failures():
-            self._fail_start()
-            return
-        self._serve(life)
+        for spec in self.roster.specs():
+            life.send(KnowModel(spec))
+        await life.load_due(self.roster)
+        if self.state is EngineState.STARTING and (failure := self.roster.start_failure()):
+            self._fail_start(failure)
+        elif not life.is_leaving:
+            self._serve(life)
 
     def _serve(self, life: Life) -> None:
         life.begin_serving()
+        self._has_served = True
         self._lifecycle.move(EngineState.SERVING, f"pid {life.pid}")
         if self._started and not self._started.done():
             self._started.set_result(None)
-        self._requests.fail_unservable()
-        self._hand_out()
+        self._desk.serve()
+        self._rest.ring()
 
     def _bury(self, life: Life, death: Death) -> None:
         """Draw the consequences of a death that nobody asked for."""
@@ -232,40 +252,42 @@ class EngineHost:
         log.warning("engine %d %s; starting another", life.pid, death.reason)
         if not life.is_up and death.is_blamable:
             self._num_failed_starts += 1
-        elif life.loading and death.is_blamable:
-            self.roster.charge(life.loading, death.reason)
-        self.roster.begin_life()
-        self._requests.bury(death)
-        self._calls.bury(death)
+        elif death.is_blamable:
+            self.roster.charge(death.reason)
+        self._desk.bury(death)
         if self.state is EngineState.SERVING:
             self._lifecycle.move(EngineState.RESTARTING, death.reason)
-        if self._num_failed_starts >= MAX_FAILED_STARTS:
+        if self._is_hopeless:
             self._give_up(death)
-        elif self.state is EngineState.STARTING and self.roster.failures():
-            self._fail_start()
+        elif self.state is EngineState.STARTING and (failure := self.roster.start_failure()):
+            self._fail_start(failure)
 
-    def _fail_start(self) -> None:
+    def _fail_start(self, failure: ErrorInfo) -> None:
         """A model of the first start failed: `start` raises its error and closes."""
         if self._started and not self._started.done():
-            self._started.set_exception(error_from_info(next(iter(self.roster.failures().values()))))
+            self._started.set_exception(error_from_info(failure))
 
     def _give_up(self, death: Death) -> None:
         """The engine does not come up: nobody is kept waiting, though starting is tried on."""
-        error = MachineSetupError(
-            f"the engine process does not start ({self._num_failed_starts} times), last: {death.reason}",
-            retry_after_s=2.0,
-        )
+        error = self._setup_error(death.reason)
         if self._started and not self._started.done():
             self._started.set_exception(error)
-        self._requests.fail_all(error)
-        self._calls.fail_all(error)
+        self._desk.fail_all(error)
+        self._rest.ring()
+
+    def _setup_error(self, reason: str) -> MachineSetupError:
+        text = f"the engine process does not start ({self._num_failed_starts} times), last: {reason}"
+        return MachineSetupError(text, retry_after_s=2.0)
 
     def _end_everything(self) -> None:
         """Whatever has not ended yet ends here, exactly once."""
         self._stop_intake("the host's task ended")
         error = NotReadyError("the engine has shut down")
-        self._requests.close(error)
-        self._calls.fail_all(error)
+        if self._rest.is_on:
+            error = NotReadyError("the program ends while suspended; its next start goes on with this")
+        else:
+            self._requests.close(error)
+        self._desk.fail_all(error)
         if self._started and not self._started.done():
             self._started.set_exception(error)
 
@@ -273,11 +295,93 @@ class EngineHost:
         """Look after what no message announces: a hung engine, a deadline that passes without an engine."""
         while True:
             await asyncio.sleep(min(0.5, self._settings.watchdog_s / 4))
-            if self._life:
+            if self._life and not self._life.is_over:
                 self._life.check(time.monotonic())
             self._requests.expire()
 
+    # ------------------------------------------------------------ sleep
+
+    async def suspend(self, grace_s: float = 0.0) -> None:
+        """Have the engine save what it computed and go, and keep every request; returns when that is done.
+
+        Args:
+            grace_s: first wait so long; `wake` meanwhile, and nothing changes.
+
+        Raises:
+            NotReadyError: not started, or closed.
+        """
+        self._check_running()
+        if not await self._rest.grace(grace_s, lambda: self._is_closed):
+            return
+        self._check_running()
+        if not self._rest.is_wanted:
+            life = self._life
+            if life and not (life.is_over or life.is_leaving):
+                self._desk.note_models()
+                self._leaving = asyncio.create_task(life.leave(), name="stoker-engine-leave")
+            self._rest.want()
+        await self._rest.until(lambda: self._rest.is_on or self._is_closed or not self._rest.is_wanted)
+
+    async def wake(self) -> None:
+        """Start an engine again with the models there were, and let every request go on.
+
+        Returns when it serves, or at once where it does; also when it was suspended again meanwhile.
+
+        Raises:
+            NotReadyError: not started, or closed meanwhile.
+            MachineSetupError: the engine process does not come up.
+        """
+        self._check_running()
+        self._rest.wake()
+        await self._rest.until(
+            lambda: self._desk.has_engine or self._rest.is_wanted or self._is_closed or self._is_hopeless
+        )
+        self._check_running()
+        if self._is_hopeless:
+            raise self._setup_error("see the log")
+
+    async def _stay_away(self, why: str) -> None:
+        """Between two lives, until `wake` or `close`; a `wake` that came already ends it at once."""
+        self._desk.sleep()
+        if not self._is_closed:
+            self._lifecycle.move(EngineState.SUSPENDED, why)
+        await self._keeper.keep(self._requests.portable())
+        self._rest.begin()
+        await self._rest.until(lambda: self._is_closed or not self._rest.is_wanted)
+        if self._is_closed:
+            await self._keeper.keep(self._requests.portable())  # with those that came meanwhile
+            return
+        self._rest.end()
+        await self._keeper.release()
+        self._requests.wake()
+        if not self._is_closed:
+            back = EngineState.RESTARTING if self._has_served else EngineState.STARTING
+            self._lifecycle.move(back, "resumed")
+
+    @property
+    def _is_hopeless(self) -> bool:
+        return self._num_failed_starts >= MAX_FAILED_STARTS
+
+    @property
+    def _requests(self) -> Requests:
+        return self._desk.requests
+
+    def _check_running(self) -> None:
+        if self._task is None or self._is_closed:
+            raise NotReadyError(f"the engine is {self.state}")
+
     # ------------------------------------------------------------ requests
+
+    def take_up(self, kept: Submit, sink: EventSink) -> None:
+        """Go on with a request that another program kept.
+
+        Raises:
+            NotReadyError: not started, or closed.
+            InvalidRequestError: a live request has that id.
+        """
+        self.check_open()
+        self._requests.take_up(kept, sink)
+        self._desk.hand_out()
 
     def submit(self, request_id: str, request: GenerateRequest, sink: EventSink) -> None:
         """Run a request; `sink` is called with each of its events, last a `Finished` or a `Failed`.
@@ -288,9 +392,9 @@ class EngineHost:
                 whatever the engine does.
             InvalidRequestError: a live request has that id.
         """
-        self._check_open()
+        self.check_open()
         self._requests.submit(request_id, request, sink)
-        self._hand_out()
+        self._desk.hand_out()
 
     def cancel(self, request_id: str) -> None:
         """End a request; its open choices finish as `cancelled`.
@@ -299,7 +403,7 @@ class EngineHost:
             RequestNotFoundError: no live request has that id.
         """
         self._requests.cancel(request_id)
-        self._hand_out()
+        self._desk.hand_out()
 
     def pause(self, request_id: str) -> None:
         """Let a request stand still until `resume`; the engine's end does not change that. Idempotent.
@@ -308,7 +412,7 @@ class EngineHost:
             RequestNotFoundError: no live request has that id.
         """
         self._requests.pause(request_id)
-        self._hand_out()
+        self._desk.hand_out()
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on. Idempotent.
@@ -317,7 +421,7 @@ class EngineHost:
             RequestNotFoundError: no live request has that id.
         """
         self._requests.resume(request_id)
-        self._hand_out()
+        self._desk.hand_out()
 
     async def ask(self, question: Question) -> dict[str, Any]:
         """The engine's answer to `question`, whatever call id it carries.
@@ -326,66 +430,18 @@ class EngineHost:
             NotReadyError: closed, or the engine is away and the question is about its present state.
             StokerError: what the engine answered.
         """
-        self._check_open()
-        if isinstance(question, GetStatus) and self.state is not EngineState.SERVING:
+        self.check_open()
+        if isinstance(question, GetStatus) and not self._desk.has_engine:
             raise NotReadyError(f"the engine is {self.state}", retry_after_s=1.0)
-        answer = self._calls.open(question)
-        self._hand_out()
+        answer = self._desk.calls.open(question)
+        self._desk.hand_out()
         return await answer
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse what comes before the first engine serves, or after the end.
+
+        Raises:
+            NotReadyError: not started, or closed.
+        """
         if self.state in {EngineState.STARTING, EngineState.CLOSED}:
             raise NotReadyError(f"the engine is {self.state}", retry_after_s=1.0)
-
-    # ------------------------------------------------------------ to and from the engine
-
-    def _hand_out(self) -> None:
-        """Give the serving engine what it may have by now."""
-        if self.state is not EngineState.SERVING:
-            return
-        commands: list[Submit | Question] = [*self._requests.release()]
-        if not self._requests.is_on_trial:
-            commands += self._calls.take_unsent()
-        for command in commands:
-            try:
-                self._send(command)
-            except WireError as error:
-                self._refuse(command, error.info())
-
-    def _refuse(self, command: Submit | Question, error: ErrorInfo) -> None:
-        """It is too large to be sent."""
-        if isinstance(command, Submit):
-            self._requests.fail(command.request_id, error)
-        else:
-            self._calls.settle(Reply(call_id=command.call_id, error=error))
-
-    def _send(self, command: Command) -> None:
-        if self._life:
-            self._life.send(command)
-
-    def _take(self, life: Life, events: list[Event]) -> None:
-        """One frame from an engine; what a former life still says is not heard."""
-        if life is not self._life:
-            return
-        for event in events:
-            self._take_one(life, event)
-        self._hand_out()
-
-    def _take_one(self, life: Life, event: Event) -> None:
-        match event:
-            case Hello():
-                life.greet()
-            case Heartbeat():
-                life.beat(event)
-            case ModelState():
-                self.roster.record(event)
-                life.note_model()
-                asyncio.get_running_loop().call_soon(self._on_load, event)  # its errors are its own
-            case Reply():
-                self._calls.settle(event)
-            case Goodbye() | PressureMoved() | RungTaken() | HeatMoved():
-                pass
-            case _:
-                self._requests.take(event)
-                if isinstance(event, Delta) and event.token_ids:
-                    self._backoff.reset()

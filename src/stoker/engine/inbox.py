@@ -10,14 +10,18 @@ import queue
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from threading import Event
 
+from stoker.backends.encoding import Encoder
 from stoker.backends.protocol import Backend
 from stoker.cache.entry import Entry
 from stoker.cache.snapshot import Snapshot
 from stoker.engine.live import LiveRequest
+from stoker.engine.preparation import PrepContext
 from stoker.errors import StokerError
+from stoker.memory.gauge import Sample
+from stoker.memory.verdict import Estimator
 from stoker.messages import Command, Reply
-from stoker.values import ModelSpec
 
 
 class Closed(Enum):
@@ -28,9 +32,10 @@ class Closed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Worker's post: a request is tokenised and ready for the line."""
+    """Worker's post: a request is tokenised and ready for the line of the model it was tokenised for."""
 
     live: LiveRequest
+    context: PrepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +44,58 @@ class PrepareFailed:
 
     request_id: str
     error: StokerError
+    context: PrepContext
+
+
+class LoadStop(Event):
+    """One load: set, it is to end. Posts of a load that was given up are told by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Worker's post: a model's file was looked at, and nothing loaded.
+
+    Attributes:
+        estimator: what it would take.
+        fingerprint: of the file.
+    """
+
+    load: LoadStop
+    estimator: Estimator
+    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadMoved:
     """Worker's post: a load came to `fraction` of `stage`."""
 
-    model: str
+    load: LoadStop
     stage: str
     fraction: float
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Worker's post: a model is in memory."""
+    """Worker's post: the model at `path` is in memory."""
 
-    spec: ModelSpec
-    backend: Backend
+    load: LoadStop
+    path: str
+    backend: Backend | Encoder
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """Worker's post: a model could not be loaded."""
+    """Worker's post: a model could not be loaded, or its load was stopped."""
 
-    model: str
+    load: LoadStop
     error: StokerError
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Gauge's post: how memory and heat are; the newest counts."""
+
+    sample: Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +138,8 @@ class DiskRead:
 
 
 DiskPost = DiskFound | DiskLost | DiskWritten | DiskRead
-Posted = DiskPost | Prepared | PrepareFailed | LoadMoved | Loaded | LoadFailed | Reply
+LoadPost = Sized | LoadMoved | Loaded | LoadFailed
+Posted = DiskPost | LoadPost | Prepared | PrepareFailed | Measured | Reply
 Item = Command | Posted | Closed
 
 

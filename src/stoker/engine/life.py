@@ -1,12 +1,13 @@
 """One life of an engine: from the start of its carrier to its exit.
 
-Owns what must not survive a restart: the carrier, the watchdog's knowledge, which model is loading.
+Owns what must not survive a restart: the carrier, the watchdog's knowledge, whether it was told to leave.
 A life that is over is dropped whole, so nothing late from it can reach the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -14,19 +15,22 @@ from typing import TYPE_CHECKING
 from stoker.engine.death import Death, OomCounter, judge
 from stoker.engine.watchdog import Watchdog
 from stoker.errors import MachineSetupError
-from stoker.messages import LoadModel
+from stoker.messages import Delta, LoadModel, Suspend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.engine.carrier import Carrier
     from stoker.engine.roster import Roster
-    from stoker.messages import Command, Event, Heartbeat
-    from stoker.values import ModelSpec
+    from stoker.messages import Command, Event, Heartbeat, RequestEvent
 
 log = logging.getLogger(__name__)
 
 START_LIMIT_S = 60.0
+SAVE_S = 1.0
+"""What an engine that is told to leave may take to save what it computed (SPEC L2)."""
+LEAVE_LIMIT_S = 1.7
+"""What it may take in all; then it is ended by force."""
 
 
 class Life:
@@ -50,11 +54,14 @@ class Life:
         self._hang: str | None = None
         self._hello = asyncio.Event()
         self._model_moved = asyncio.Event()
-        self.loading: str | None = None
-        """Id of the model that this engine is loading for the host."""
+        self._over = asyncio.Event()
+        self.is_leaving = False
+        """Whether it was told to leave: its end is no death, and nothing more is given to it."""
+        self.has_worked = False
+        """Whether it has delivered a token."""
 
     def __repr__(self) -> str:
-        return f"<Life pid={self.pid} hello={self.is_up} loading={self.loading} hang={self._hang}>"
+        return f"<Life pid={self.pid} hello={self.is_up} leaving={self.is_leaving} hang={self._hang}>"
 
     @property
     def pid(self) -> int:
@@ -67,6 +74,11 @@ class Life:
         return self._hello.is_set()
 
     @property
+    def is_over(self) -> bool:
+        """Whether the engine is gone and everything that it said has been heard."""
+        return self._over.is_set()
+
+    @property
     def served_s(self) -> float:
         """Seconds since it began to serve."""
         return time.monotonic() - self._serving_since if self._serving_since is not None else 0.0
@@ -75,9 +87,11 @@ class Life:
         """Run it to its end."""
         try:
             await self._carrier.start(self._receive)
+            end = await self._carrier.wait()
         except MachineSetupError as error:
             return Death(error.message, is_blamable=True)
-        end = await self._carrier.wait()
+        finally:
+            self._over.set()
         return judge(end, self._hang, oom)
 
     def _receive(self, events: list[Event]) -> None:
@@ -92,14 +106,28 @@ class Life:
         """Hello arrived."""
         self._hello.set()
 
-    async def load(self, spec: ModelSpec, roster: Roster) -> None:
-        """Load a model; `roster` tells when that has come to an end, good or bad."""
-        self.loading = spec.id
-        self.send(LoadModel(spec))
-        while not roster.is_settled(spec.id):
-            self._model_moved.clear()
-            await self._model_moved.wait()
-        self.loading = None
+    async def load_due(self, roster: Roster) -> None:
+        """Load what the roster says is due, one by one, until each has come to an end, good or bad."""
+        while not self.is_leaving and (due := roster.next_due()) is not None:
+            spec, may_evict = due
+            self.send(LoadModel(spec, may_evict=may_evict))
+            while not roster.is_settled(spec.id):
+                self._model_moved.clear()
+                await self._model_moved.wait()
+
+    async def leave(self) -> None:
+        """Have it save what it computed and go; returns when it is over.
+
+        One that is not up has nothing to save and is ended at once.
+        """
+        self.is_leaving = True
+        if self.is_up:
+            self.send(Suspend(SAVE_S))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), LEAVE_LIMIT_S)
+        if not self._over.is_set():
+            self.kill()
+            await self._over.wait()
 
     def note_model(self) -> None:
         """A model's state is on the roster."""
@@ -109,9 +137,13 @@ class Life:
         """Every model is there."""
         self._serving_since = time.monotonic()
 
-    def beat(self, heartbeat: Heartbeat) -> None:
+    def beat(self, heartbeat: Heartbeat, now: float) -> None:
         """A heartbeat arrived."""
-        self._watchdog.beat(heartbeat, time.monotonic())
+        self._watchdog.beat(heartbeat, now)
+
+    def note_progress(self, event: RequestEvent) -> None:
+        """A request moved; a token shows that this engine works."""
+        self.has_worked = self.has_worked or (isinstance(event, Delta) and bool(event.token_ids))
 
     def check(self, now: float) -> None:
         """Kill it if it hangs: before Hello by the time a start may take, then by its heartbeats."""

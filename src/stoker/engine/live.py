@@ -10,9 +10,9 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from stoker.decode.generation import Drawn, Generation
-from stoker.messages import Admitted, Delta, Finished, PrefillProgress, PromptEcho
+from stoker.messages import Admitted, Delta, Finished, PrefillProgress, PromptEcho, Submit
 from stoker.request import FinishReason, GenerateRequest
-from stoker.scheduler.sequence import Sequence
+from stoker.scheduler.sequence import Sequence, SequenceState
 from stoker.values import CacheSource, Timings, TokenLogprob, Usage
 
 
@@ -34,6 +34,8 @@ class LiveRequest:
         position: place in the line as last told.
         num_dropped: tokens that shifts of the context dropped, over all choices.
         num_generated: tokens of all choices, those delivered before a restart included.
+        past: tokens of the choices that have ended, by index.
+        mirostat_mu: each choice's sampler state after its last token.
         arrival_s, admitted_s, first_token_s: on the engine's clock.
     """
 
@@ -52,6 +54,8 @@ class LiveRequest:
     cache_source: CacheSource | None = None
     num_dropped: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    past: dict[int, list[int]] = field(default_factory=dict)
+    mirostat_mu: dict[int, float | None] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<LiveRequest {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
@@ -60,6 +64,28 @@ class LiveRequest:
     def leader(self) -> Sequence | None:
         """The sequence that computes the prompt for all choices."""
         return next((choice.sequence for choice in self.choices.values()), None)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any choice holds a slot."""
+        return any(choice.sequence.is_running for choice in self.choices.values())
+
+    def submit(self, now: float) -> Submit:
+        """The command that lets it go on elsewhere from the tokens it has."""
+        indices = range(self.request.n)
+        return Submit(
+            request_id=self.request_id,
+            request=self.request,
+            generated=[self._tokens(index) for index in indices],
+            is_finished=[index not in self.choices for index in indices],
+            mirostat_mu=[self.mirostat_mu.get(index) for index in indices],
+            age_s=now - self.arrival_s,
+            is_paused=any(c.sequence.state is SequenceState.PAUSED for c in self.choices.values()),
+        )
+
+    def _tokens(self, index: int) -> list[int]:
+        choice = self.choices.get(index)
+        return list(self.past.get(index, []) if choice is None else choice.generation.tokens)
 
     def admitted(self, sequence: Sequence, now: float) -> Admitted:
         """The event for a choice that got a slot; the first time counts as the end of the waiting."""
@@ -72,6 +98,7 @@ class LiveRequest:
     def delta(self, index: int, drawn: Drawn) -> Delta:
         """The event for one drawn token; ends the choice when it carries a finish reason."""
         self.num_generated += 1
+        self.mirostat_mu[index] = drawn.mirostat_mu
         if drawn.finish_reason is not None:
             self._close_choice(index).close()
         return Delta(
@@ -95,6 +122,7 @@ class LiveRequest:
     def _close_choice(self, index: int) -> Generation:
         choice = self.choices.pop(index)
         self.num_preemptions += choice.sequence.num_preemptions
+        self.past[index] = choice.generation.tokens
         return choice.generation
 
     def close(self) -> None:

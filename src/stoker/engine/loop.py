@@ -20,49 +20,57 @@ from stoker.engine.inbox import (
     Loaded,
     LoadFailed,
     LoadMoved,
+    Measured,
     Prepared,
     PrepareFailed,
+    Sized,
 )
+from stoker.engine.lobby import Lobby
 from stoker.engine.pace import Pace
+from stoker.engine.placement import Placement
 from stoker.engine.prefix_store import PrefixStore
-from stoker.engine.preparation import arrival_of
-from stoker.engine.resident import Resident
-from stoker.engine.residents import Residents
+from stoker.engine.relief import Relief
+from stoker.engine.residency import Residency
+from stoker.engine.residents import AnyResident, Residents
 from stoker.engine.step_clock import StepClock
 from stoker.engine.workers import Workers
 from stoker.errors import NotReadyError, StokerError
+from stoker.memory import allocator
+from stoker.memory.gauge import Gauge, Sample, Sources, measure
+from stoker.memory.heat import heat_source
+from stoker.memory.tiers import DEFAULTS
 from stoker.messages import (
     Cancel,
-    Delta,
     Detokenize,
     Event,
     Failed,
-    Finished,
     GetStatus,
     Goodbye,
     Heartbeat,
     Hello,
+    KnowModel,
     LoadModel,
-    ModelState,
     Pause,
+    PinModel,
     Reply,
     Resume,
     Shutdown,
     Submit,
+    Suspend,
     Tokenize,
     UnloadModel,
 )
-from stoker.request import FinishReason
+from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.sequence import SequenceState
 from stoker.settings import EngineSettings
 from stoker.status import EngineStatus
-from stoker.values import Timings, Usage
 
 log = logging.getLogger(__name__)
 
 
 REST_AFTER_S = 0.2
 """How long nothing is to be computed before cells are copied: the next request may be on its way."""
+RETRY_WHILE_LOADING_S = 5.0
 SAVE_LIMIT_S = 4.0
 """What writing down what was computed may take at the end."""
 
@@ -70,6 +78,7 @@ SAVE_LIMIT_S = 4.0
 class _Phase(Enum):
     RUNNING = "running"
     DRAINING = "draining"
+    SUSPENDING = "suspending"
     CLOSED = "closed"
 
 
@@ -80,24 +89,40 @@ class EngineLoop:
         inbox: where commands and workers' posts arrive.
         publish: called with each turn's events, in order, on the loop's thread.
         settings: the engine's.
+        take_sample: measures memory; None: this machine's.
     """
 
     def __init__(
-        self, inbox: Inbox, publish: Callable[[list[Event]], None], settings: EngineSettings
+        self,
+        inbox: Inbox,
+        publish: Callable[[list[Event]], None],
+        settings: EngineSettings,
+        take_sample: Callable[[], Sample] | None = None,
     ) -> None:
         self._inbox = inbox
         self._publish = publish
+        self._events: list[Event] = []
+        self._sources = _sources(settings)
+        self._gauge: Gauge | None = None
+        self._take_sample = take_sample or (lambda: measure(self._sources))
+        sample = self._take_sample()
+        self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
         self._clock = StepClock(settings.watchdog_s)
         self._workers = Workers(inbox, settings.cache_dir)
         self._pace = Pace(self._clock)
-        self._store = PrefixStore(inbox, settings)
-        self._residents = Residents()
-        self._preparing: dict[str, Submit] = {}
-        self._paused_early: set[str] = set()
-        self._events: list[Event] = []
+        self._store = PrefixStore(inbox, settings, sample.limit_bytes)
+        self._residents = Residents(self._pace, self._store.cache)
+        self._lobby = Lobby(self._workers, self._events)
+        placement = Placement(
+            self._take_sample, self._store.ledger, self._store.cache, settings.memory_margin
+        )
+        self._residency = Residency(self._workers, self._residents, self._lobby, placement, self._events)
+        self._relief = Relief(self._residents, self._residency, self._store, self._events)
         self._phase = _Phase.RUNNING
-        self._drain_until_s = 0.0
+        self._until_s = 0.0
         self._busy_s = 0.0
+        self._nap_until_s = 0.0
+        self._is_clean = True
         self._num_turns = 0
 
     def __repr__(self) -> str:
@@ -113,17 +138,28 @@ class EngineLoop:
         self._events.append(Hello(os.getpid()))
         self._flush()
         self._store.open()
+        self._gauge = Gauge(lambda sample: self._inbox.put(Measured(sample)), self._sources)
+        self._gauge.start()
         try:
-            while self._phase is not _Phase.CLOSED:
+            while self._phase in {_Phase.RUNNING, _Phase.DRAINING}:
                 self.turn(self._wait_s())
             self._save()
         finally:
+            self._gauge.close()
+            self._residency.close()
             self._workers.close()
+            self._free_late()
             self._store.close()
             self._residents.close()
             self._pace.close()
         self._events.append(Goodbye())
         self._flush()
+
+    def _free_late(self) -> None:
+        """A model that came when nobody wanted it any more."""
+        for item in self._inbox.take(0):
+            if isinstance(item, Loaded):
+                item.backend.close()
 
     def turn(self, wait_s: float | None) -> None:
         """One turn; waits up to `wait_s` for something to arrive (None: for ever)."""
@@ -133,33 +169,47 @@ class EngineLoop:
                 self._store.handle(item, self._clock.now())
             else:
                 self._handle(item)
-        resident = self._residents.next_with_work(self._clock.now())
-        self._expire_without(resident)
-        if resident is not None:
-            resident.schedule(self._clock.now())
-            self._flush()  # who is admitted must be known before a step that may crash
-            resident.step(self._clock.now())
-            self._busy_s = self._clock.now()
-        elif self._clock.now() >= self._busy_s + REST_AFTER_S:
-            self._rest()
+        self._residency.tend(self._clock.now())
+        self._step()
         self._store.tend(self._clock.now(), is_busy=self._residents.has_work)
         if self._phase is _Phase.DRAINING:
             self._drain()
         self._flush()
 
+    def _step(self) -> None:
+        """Give one model a turn; with nothing to compute, store what is only in cells."""
+        now = self._clock.now()
+        resident = None if now < self._nap_until_s else self._residents.next_with_work(now)
+        self._expire_without(resident)
+        if resident is not None:
+            resident.schedule(now)
+            self._flush()  # who is admitted must be known before a step that may crash
+            resident.step(self._clock.now())
+            self._busy_s, self._is_clean = self._clock.now(), False
+            if self._relief.slows_down:
+                self._nap_until_s = self._busy_s + (self._busy_s - now)
+        elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):
+            self._rest()
+
     # ------------------------------------------------------------ waiting and publishing
 
     def _wait_s(self) -> float | None:
-        """Nothing to compute: sleep until something arrives, a deadline passes or a drain's time is up."""
+        """Nothing to compute: sleep until something arrives, or is due."""
+        now = self._clock.now()
         if self._residents.has_work:
-            return 0
-        due = [self._residents.next_deadline_s(), self._store.next_due_s()]
+            return max(0.0, self._nap_until_s - now)
+        due = [
+            self._residents.next_deadline_s(),
+            self._lobby.next_deadline_s(),
+            self._residency.next_due_s(now),
+            self._store.next_due_s(),
+        ]
         if self._phase is _Phase.DRAINING:
-            due.append(self._drain_until_s)
-        if self._residents.has_unstored:
+            due.append(self._until_s)
+        if self._residents.has_unstored or (self._cleans_eagerly and not self._is_clean):
             due.append(self._busy_s + REST_AFTER_S)
         soonest = min((at for at in due if at is not None), default=None)
-        return None if soonest is None else max(0.0, soonest - self._clock.now())
+        return None if soonest is None else max(0.0, soonest - now)
 
     def _rest(self) -> None:
         """Nothing is to be computed: what is only in cells is stored, one sequence a turn."""
@@ -167,13 +217,16 @@ class EngineLoop:
             if resident.has_unstored:
                 resident.rest(self._clock.now())
                 return
+        if self._cleans_eagerly and not self._is_clean:
+            allocator.trim()
+        self._is_clean = True
 
     def _save(self) -> None:
         """Before the end: what was computed goes to disk, as far as that is quick."""
-        while self._residents.has_unstored:
+        until_s = self._until_s if self._phase is _Phase.SUSPENDING else self._clock.now() + SAVE_LIMIT_S
+        while self._residents.has_unstored and self._clock.now() < until_s:
             self._rest()
         self._store.hurry()
-        until_s = self._clock.now() + SAVE_LIMIT_S
         while True:
             self._store.tend(self._clock.now())
             wait_s = until_s - self._clock.now()
@@ -183,9 +236,10 @@ class EngineLoop:
                 if isinstance(item, DiskPost):
                     self._store.handle(item, self._clock.now())
 
-    def _expire_without(self, chosen: Resident | None) -> None:
+    def _expire_without(self, chosen: AnyResident | None) -> None:
         """Deadlines pass also in models that get no turn: all is paused there, or others are more urgent."""
         now = self._clock.now()
+        self._lobby.expire(now)
         for resident in self._residents:
             if resident is not chosen:
                 deadline_s = resident.next_deadline_s()
@@ -197,19 +251,18 @@ class EngineLoop:
             self._events += resident.events
             resident.events.clear()
         if self._events:
-            self._publish(self._events)
-            self._events = []
+            self._publish(list(self._events))
+            self._events.clear()
 
     def _drain(self) -> None:
         now = self._clock.now()
-        if (self._residents.has_requests or self._preparing) and now < self._drain_until_s:
+        if (self._residents.has_requests or self._lobby.has_requests) and now < self._until_s:
             return
         self._end_everything(now)
         self._phase = _Phase.CLOSED
 
     def _end_everything(self, now: float) -> None:
-        for submit in list(self._preparing.values()):
-            self._cancel_early(submit)
+        self._lobby.cancel_all()
         for resident in self._residents:
             resident.cancel_all(now)
 
@@ -217,64 +270,102 @@ class EngineLoop:
 
     def _handle(self, item: Item) -> None:
         match item:
-            case Submit():
-                self._submit(item)
-            case Cancel() | Pause() | Resume():
-                self._steer(item)
-            case Prepared() | PrepareFailed():
-                self._prepared(item)
-            case LoadModel() | UnloadModel() | LoadMoved() | Loaded() | LoadFailed():
-                self._model(item)
-            case Tokenize() | Detokenize():
-                self._text(item)
+            case Submit() | Cancel() | Pause() | Resume() | Prepared() | PrepareFailed():
+                self._request(item)
+            case KnowModel() | LoadModel() | UnloadModel() | PinModel():
+                self._residency.command(item, self._clock.now())
+            case Sized() | LoadMoved() | Loaded() | LoadFailed():
+                self._residency.post(item, self._clock.now())
+                if isinstance(item, Loaded):
+                    self._store.model_loaded(item.path, item.backend.capabilities.fingerprint)
+            case Measured(sample):
+                if self._relief.measured(sample, self._clock.now()) and self._gauge:
+                    self._gauge.poke()
+            case Tokenize() | Detokenize() | GetStatus() | Reply():
+                self._question(item)
+            case Suspend() | Shutdown() | Closed():
+                self._end(item)
+
+    def _question(self, item: Tokenize | Detokenize | GetStatus | Reply) -> None:
+        match item:
             case GetStatus(call_id):
                 self._events.append(Reply(call_id=call_id, value={"status": self._status()}))
             case Reply():
                 self._events.append(item)
+            case _:
+                self._text(item)
+
+    def _request(self, item: Submit | Cancel | Pause | Resume | Prepared | PrepareFailed) -> None:
+        match item:
+            case Submit():
+                self._submit(item)
+            case Prepared() | PrepareFailed():
+                self._prepared(item)
+            case _:
+                self._steer(item)
+
+    def _end(self, item: Suspend | Shutdown | Closed) -> None:
+        now = self._clock.now()
+        match item:
+            case Suspend(save_s):
+                self._until_s = now + save_s
+                self._lobby.drop_all()
+                for resident in self._residents:
+                    resident.evacuate("suspended", now)
+                    resident.events.clear()
+                self._phase = _Phase.SUSPENDING
             case Shutdown(drain_s):
-                self._phase = _Phase.DRAINING
-                self._drain_until_s = self._clock.now() + drain_s
+                self._phase, self._until_s = _Phase.DRAINING, now + drain_s
             case Closed.CLOSED:
-                self._end_everything(self._clock.now())
+                self._end_everything(now)
                 self._phase = _Phase.CLOSED
 
     def _submit(self, submit: Submit) -> None:
+        request = submit.request
+        if self._phase is _Phase.SUSPENDING:
+            return  # the next engine gets it
         try:
             if self._phase is not _Phase.RUNNING:
                 raise NotReadyError("the engine is stopping")
-            resident = self._residents.get(submit.request.model)
+            resident = self._residency.resident_for(request.model)
             if not submit.generated:
-                waiting = sum(s.request.model == submit.request.model for s in self._preparing.values())
-                resident.scheduler.check_room(submit.request.priority, waiting)
+                self._check_room(submit, resident)
         except StokerError as error:
             self._events.append(Failed(submit.request_id, error.info()))
             return
-        self._preparing[submit.request_id] = submit
-        if submit.is_paused:
-            self._paused_early.add(submit.request_id)
-        self._workers.prepare(submit, resident.prep, arrival_of(submit))
+        self._residency.used(request.model, request.keep_alive_s, self._clock.now())
+        self._lobby.enter(submit, resident)
+
+    def _check_room(self, submit: Submit, resident: AnyResident | None) -> None:
+        model, priority = submit.request.model, submit.request.priority
+        num_arriving = self._lobby.num_total(model)
+        if resident is not None:
+            resident.check_room(priority, num_arriving)
+        else:
+            line = WaitingLine(self._residency.max_queue(model))
+            line.check_room(priority, num_arriving, RETRY_WHILE_LOADING_S)
 
     def _prepared(self, post: Prepared | PrepareFailed) -> None:
         request_id = post.live.request_id if isinstance(post, Prepared) else post.request_id
-        submit = self._preparing.pop(request_id, None)
-        if submit is None:
+        visitor = self._lobby.leave(request_id)
+        if visitor is None:
             return  # cancelled meanwhile; its terminal event is out
+        resident = self._residents.find(visitor.submit.request.model)
+        if resident is None or resident.prep is not post.context:
+            self._lobby.send_back(visitor, resident)
+            return
         try:
             if isinstance(post, PrepareFailed):
                 raise post.error
-            resident = self._residents.get(submit.request.model)
             resident.accept(post.live, self._clock.now())
-            if request_id in self._paused_early:
+            if visitor.is_paused:
                 resident.pause(request_id, self._clock.now())
         except StokerError as error:
             self._events.append(Failed(request_id, error.info()))
-        self._paused_early.discard(request_id)
 
     def _steer(self, command: Cancel | Pause | Resume) -> None:
         """Now, or for one that is still being tokenised as soon as it has a place in the line."""
-        submit = self._preparing.get(command.request_id)
-        if submit is not None:
-            self._steer_early(submit, command)
+        if self._lobby.steer(command):
             return
         now = self._clock.now()
         for resident in self._residents:
@@ -286,67 +377,17 @@ class EngineLoop:
                 case Resume(request_id):
                     resident.resume(request_id, now)
 
-    def _steer_early(self, submit: Submit, command: Cancel | Pause | Resume) -> None:
-        match command:
-            case Cancel():
-                self._cancel_early(submit)
-            case Pause(request_id):
-                self._paused_early.add(request_id)
-            case Resume(request_id):
-                self._paused_early.discard(request_id)
-
-    def _cancel_early(self, submit: Submit) -> None:
-        """End a request that is still being tokenised."""
-        del self._preparing[submit.request_id]
-        self._paused_early.discard(submit.request_id)
-        for index in range(submit.request.n):
-            if not (submit.is_finished and submit.is_finished[index]):
-                ended = Delta(request_id=submit.request_id, index=index, finish_reason=FinishReason.CANCELLED)
-                self._events.append(ended)
-        self._events.append(Finished(request_id=submit.request_id, usage=Usage(), timings=Timings()))
-
     def _text(self, ask: Tokenize | Detokenize) -> None:
         try:
-            prep = self._residents.get(ask.model).prep
+            resident = self._residency.resident_for(ask.model)
         except StokerError as error:
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
             return
-        if isinstance(ask, Tokenize):
-            self._workers.tokenize(ask, prep.vocabulary)
-        else:
-            self._workers.detokenize(ask, prep)
-
-    # ------------------------------------------------------------ models
-
-    def _model(self, item: LoadModel | UnloadModel | LoadMoved | Loaded | LoadFailed) -> None:
-        match item:
-            case LoadModel(spec):
-                self._events.append(ModelState(model=spec.id, state="loading"))
-                self._workers.load(spec)
-            case LoadMoved(model, stage, fraction):
-                moved = ModelState(model=model, state="loading", stage=stage, fraction=fraction)
-                self._events.append(moved)
-            case Loaded(spec, backend):
-                self._unload(spec.id)
-                resident = self._residents.add(Resident(spec, backend, self._pace, self._store.cache))
-                self._store.model_loaded(spec.path, backend.capabilities.fingerprint)
-                ready = ModelState(model=spec.id, state="ready", fraction=1.0, info=resident.info())
-                self._events.append(ready)
-            case LoadFailed(model, error):
-                self._events.append(ModelState(model=model, state="failed", error=error.info()))
-            case UnloadModel(model):
-                self._unload(model)
-
-    def _unload(self, model: str) -> None:
-        resident = self._residents.remove(model)
         if resident is None:
-            return
-        resident.cancel_all(self._clock.now())
-        while resident.has_unstored:
-            resident.rest(self._clock.now())
-        self._events += resident.events
-        resident.close()
-        self._events.append(ModelState(model=model, state="absent"))
+            self._residency.wanted(ask.model)
+            self._lobby.ask(ask)
+        else:
+            self._workers.answer(ask, resident.prep)
 
     # ------------------------------------------------------------ status
 
@@ -356,10 +397,10 @@ class EngineLoop:
             "num_turns": float(self._num_turns),
             "num_steps": float(self._clock.num_steps),
             "step_busy_s": self._clock.busy_s,
-            "num_preparing": float(len(self._preparing)),
+            "num_preparing": float(self._lobby.num_being_prepared()),
         }
         for resident in residents:
-            for name, value in resident.scheduler.stats().items():
+            for name, value in resident.stats().items():
                 counters[name] = counters.get(name, 0.0) + value
         counters |= self._store.cache.stats()
         counters["step_target_ms"] = max((r.spec.target_step_ms for r in residents), default=0.0)
@@ -372,6 +413,16 @@ class EngineLoop:
             threads_reason=self._pace.reason,
             counters=counters,
             cache=self._store.cache.status(),
-            kv_cells_total=sum(r.scheduler.cells.total for r in residents),
-            kv_cells_used=sum(r.scheduler.cells.used for r in residents),
+            models=self._residency.status(now),
+            memory=self._relief.status(self._take_sample(), self._store.ledger.lines()),
+            kv_cells_total=sum(r.num_cells[0] for r in residents),
+            kv_cells_used=sum(r.num_cells[1] for r in residents),
         )
+
+
+def _sources(settings: EngineSettings) -> Sources:
+    """What is measured: this process, and the front's where that is another."""
+    own = os.getpid()
+    pids = (os.getppid(), own) if settings.isolation == "process" else (own,)
+    heat = heat_source(settings.heat_trace)
+    return Sources(memory_limit=settings.memory_limit, pids=pids, heat=heat)

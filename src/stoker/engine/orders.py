@@ -90,8 +90,9 @@ def _check_length(length: int, entry: Entry) -> None:
 
 
 def _start_anew(order: Import, backend: Backend, room: Room) -> None:
-    """The state could not be had: the sequence begins with its first token."""
+    """The state could not be had: the sequence begins with its first token, here if it still runs here."""
+    sequence = order.sequence
     backend.drop(order.seq)
-    room.lost(order.sequence)
-    if order.sequence.initial_state is not None:
-        backend.write_state(order.seq, order.sequence.initial_state)
+    room.lost(sequence)
+    if sequence.slot == order.seq and sequence.initial_state is not None:
+        backend.write_state(order.seq, sequence.initial_state)

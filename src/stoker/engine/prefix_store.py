@@ -7,6 +7,7 @@ is the cache's own business.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
@@ -20,16 +21,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PART_OF_LIMIT = 4
+
 
 class PrefixStore:
-    """What was computed, for every model of the engine."""
+    """What was computed, for every model of the engine.
 
-    def __init__(self, inbox: Inbox, settings: EngineSettings) -> None:
+    Args:
+        inbox: where the disk's answers arrive.
+        settings: the engine's.
+        limit_bytes: memory that the engine may take in all; stored prefixes get a quarter at most.
+    """
+
+    def __init__(self, inbox: Inbox, settings: EngineSettings, limit_bytes: int) -> None:
         keeps = settings.cache_mode in {"snapshot", "live+snapshot"} and settings.cache_ram_bytes > 0
         disk_bytes = settings.cache_disk_bytes if keeps else 0
-        limits = CacheLimits(ram_bytes=settings.cache_ram_bytes if keeps else 0, disk_bytes=disk_bytes)
+        ram_bytes = min(settings.cache_ram_bytes, limit_bytes // PART_OF_LIMIT) if keeps else 0
+        self._limits = CacheLimits(ram_bytes=ram_bytes, disk_bytes=disk_bytes)
         self.ledger = Ledger()
-        self.cache = PrefixCache(limits, self.ledger)
+        self.cache = PrefixCache(self._limits, self.ledger)
         self._disk = PrefixDisk(inbox, settings.cache_dir, disk_bytes)
 
     def __repr__(self) -> str:
@@ -92,6 +102,20 @@ class PrefixStore:
     def is_saved(self) -> bool:
         """Whether everything that should be on disk is."""
         return self.cache.disk.is_idle
+
+    def hold(self, now: float) -> int:
+        """Memory is short: drop what is stored there, and store nothing until `release` (SPEC M4, C14).
+
+        Returns:
+            Bytes that gave back.
+        """
+        freed_bytes = self.cache.shed(self.cache.ram_bytes, now)
+        self.cache.limits = replace(self._limits, ram_bytes=0)
+        return freed_bytes
+
+    def release(self) -> None:
+        """There is memory again."""
+        self.cache.limits = self._limits
 
     def hurry(self) -> None:
         """The engine ends: everything is due now."""

@@ -80,6 +80,8 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         arrival_s=arrival_s,
         num_generated=sum(len(tokens) for tokens in submit.generated),
         num_dropped=_num_dropped(submit, prompt, context),
+        past={i: list(submit.generated[i]) for i, done in enumerate(submit.is_finished) if done},
+        mirostat_mu=dict(enumerate(submit.mirostat_mu)),
     )
 
 

@@ -11,7 +11,6 @@ buffer is full.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 0.5
 ORPHAN_GRACE_S = 2.0
 READ_BYTES = 256 * 1024
-_M_MMAP_THRESHOLD = -3
-_RETURNED_BYTES = 2**20
 
 Publish = Callable[[list["Event"]], None]
 MakeEngine = Callable[["Inbox", Publish, "EngineSettings"], "RunsEngine"]
@@ -109,13 +106,14 @@ def prepare_signals() -> None:
     faulthandler.enable()
 
 
-def give_memory_back() -> None:
-    """Have what is freed by the MiB go back to the system at once, where malloc is glibc's.
+def limit_allocator(memory_limit: int | None) -> None:
+    """Let malloc keep of freed memory what the machine's tier allows (SPEC M2)."""
+    from stoker.memory import allocator  # noqa: PLC0415 - these imports take a while: signals come first
+    from stoker.memory.profile import read_profile  # noqa: PLC0415 - likewise
+    from stoker.memory.tiers import DEFAULTS, tier_of  # noqa: PLC0415 - likewise
 
-    It would else keep freed states of some MiB for itself, and more of them each time (mallopt(3)).
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+    tier = tier_of(read_profile(memory_limit).effective_bytes)
+    allocator.limit_cache(DEFAULTS[tier].allocator_cache_bytes)
 
 
 def open_front(descriptor: int) -> socket.socket:
@@ -145,7 +143,6 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
         Exit status 0 after an orderly shutdown; anything unexpected leaves as a traceback and status 1.
     """
     prepare_signals()
-    give_memory_back()
     from stoker.engine.inbox import Inbox  # noqa: PLC0415 - these imports take a while: signals come first
     from stoker.settings import EngineSettings  # noqa: PLC0415 - likewise
 
@@ -154,7 +151,9 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     inbox, writer, is_done = Inbox(), EventWriter(sock), threading.Event()
     link = FrontLink(sock, inbox)
     link.start()
-    engine = make_engine(inbox, writer.write, EngineSettings.model_validate_json(settings_json))
+    settings = EngineSettings.model_validate_json(settings_json)
+    limit_allocator(settings.memory_limit)
+    engine = make_engine(inbox, writer.write, settings)
     start_heartbeat(engine.heartbeat, writer, is_done)
     try:
         engine.run()

@@ -18,6 +18,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
 from stoker.messages import (
     Admitted,
@@ -64,6 +66,7 @@ class LiveRequest:
         was_accepted: an engine had it in its line; it is past its preparation.
         is_quiet: its place in the line is the business of the restart, which the client does not see.
         has_shown_pause: what the client was told last.
+        is_asleep: the engine is suspended, and this stands still with it.
     """
 
     __slots__ = (
@@ -71,6 +74,7 @@ class LiveRequest:
         "generated",
         "has_echo",
         "has_shown_pause",
+        "is_asleep",
         "is_cancelling",
         "is_finished",
         "is_paused",
@@ -96,6 +100,7 @@ class LiveRequest:
         self.parked: set[int] = set()
         self.has_echo = False
         self.has_shown_pause = False
+        self.is_asleep = False
         self.is_cancelling = False
         self.is_paused = False
         self.is_quiet = False
@@ -151,18 +156,33 @@ class LiveRequest:
 
         One that was accepted before carries its (perhaps empty) tokens, which keeps its place in the line.
         """
-        age_s = now - self.since
-        if not self.was_accepted:
-            return Submit(request_id=self.request_id, request=self.request, age_s=age_s)
+        whole = self.portable(now)
+        return whole if self.was_accepted else msgspec.structs.replace(whole, is_paused=False)
+
+    def portable(self, now: float) -> Submit:
+        """All that another program needs to go on with it; see `taken_up`."""
+        was_accepted = self.was_accepted
         return Submit(
             request_id=self.request_id,
             request=self.request,
-            generated=[list(tokens) for tokens in self.generated],
-            is_finished=list(self.is_finished),
-            mirostat_mu=list(self.mirostat_mu),
-            age_s=age_s,
+            generated=[list(tokens) for tokens in self.generated] if was_accepted else [],
+            is_finished=list(self.is_finished) if was_accepted else [],
+            mirostat_mu=list(self.mirostat_mu) if was_accepted else [],
+            age_s=now - self.since,
             is_paused=self.is_paused,
         )
+
+    @classmethod
+    def taken_up(cls, kept: Submit, now: float) -> LiveRequest:
+        """A request that another program left, as `portable` told of it."""
+        live = cls(kept.request_id, kept.request, now - kept.age_s)
+        live.is_paused = live.has_shown_pause = kept.is_paused
+        live.was_accepted = bool(kept.generated)
+        if kept.generated:
+            live.generated = [list(tokens) for tokens in kept.generated]
+            live.is_finished = list(kept.is_finished)
+            live.mirostat_mu = list(kept.mirostat_mu)
+        return live
 
     def has_expired(self, now: float) -> bool:
         """Whether its own deadline has passed."""
@@ -180,10 +200,11 @@ class LiveRequest:
 
     def tell_pause(self) -> list[RequestEvent]:
         """What its client has yet to be told of its standing still or going on."""
-        if self.has_shown_pause == self.is_paused:
+        stands_still = self.is_paused or self.is_asleep
+        if self.has_shown_pause == stands_still:
             return []
-        self.has_shown_pause = self.is_paused
-        return [Paused(self.request_id) if self.is_paused else Resumed(self.request_id)]
+        self.has_shown_pause = stands_still
+        return [Paused(self.request_id) if stands_still else Resumed(self.request_id)]
 
 
 class Replay:
@@ -192,6 +213,7 @@ class Replay:
     def __init__(self) -> None:
         self._live: dict[str, LiveRequest] = {}
         self._may_release = False
+        self._asleep_since: float | None = None
 
     def __repr__(self) -> str:
         return f"<Replay live={list(self._live.values())!r}>"
@@ -215,16 +237,23 @@ class Replay:
         """Whether a suspect runs or wants to: it gets the engine to itself."""
         return any(live.is_suspect and not live.is_at_rest for live in self)
 
-    def add(self, request_id: str, request: GenerateRequest, now: float) -> None:
-        """A new request, held until `release` lets it go.
+    @property
+    def is_asleep(self) -> bool:
+        """Whether everything stands still until `wake`, time included."""
+        return self._asleep_since is not None
+
+    def add(self, live: LiveRequest) -> list[RequestEvent]:
+        """Another request, held until `release` lets it go; returns what its client is told now.
 
         Raises:
             InvalidRequestError: a live request has that id.
         """
-        if request_id in self._live:
-            raise InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")
-        self._live[request_id] = LiveRequest(request_id, request, now)
+        if live.request_id in self._live:
+            raise InvalidRequestError(f"request id {live.request_id!r} is in use", param="request_id")
+        self._live[live.request_id] = live
         self._may_release = True
+        live.is_asleep = self.is_asleep
+        return live.tell_pause()
 
     def drop(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -345,6 +374,28 @@ class Replay:
         """Whether an engine may have it paused: what it does with it then has never crashed one."""
         return live.was_accepted and not live.is_suspect
 
+    def sleep(self, now: float) -> list[RequestEvent]:
+        """The engine has left as it was asked to: everything is held, and no time passes until `wake`.
+
+        Returns:
+            What clients are told: that they wait, or of those who had cancelled, the end.
+        """
+        self._asleep_since = now
+        for live in self:
+            live.is_asleep = True
+        return self._hold_all()
+
+    def wake(self, now: float) -> list[RequestEvent]:
+        """An engine is to come; returns what clients are told."""
+        since, self._asleep_since = self._asleep_since, None
+        events: list[RequestEvent] = []
+        for live in self:
+            if since is not None:
+                live.since += now - max(since, live.since)
+            live.is_asleep = False
+            events += live.tell_pause()
+        return events
+
     def bury(self, death: Death) -> list[RequestEvent]:
         """The engine died and nothing is given any more.
 
@@ -356,6 +407,11 @@ class Replay:
         events: list[RequestEvent] = [Failed(live.request_id, _crashed(live, death)) for live in convicted]
         for live in convicted:
             self.drop(live.request_id)
+        return events + self._hold_all()
+
+    def _hold_all(self) -> list[RequestEvent]:
+        """Nothing is given any more; returns the ends of what was cancelled, and pauses not told yet."""
+        events: list[RequestEvent] = []
         for live in self:
             live.stage = Stage.HELD
             live.parked.clear()

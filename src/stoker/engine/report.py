@@ -1,15 +1,34 @@
-"""What one model's slots and line look like from outside, with the stories of who is there (SPEC Q14, I4)."""
+"""What models, their slots and lines look like from outside, with stories of who is there (SPEC Q14, I4)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from stoker.scheduler.sequence import SequenceState
-from stoker.status import SlotStatus, WaitStatus
+from stoker.status import ModelStatus, SlotStatus, WaitStatus
 
 if TYPE_CHECKING:
+    from stoker.memory.residency import Served
     from stoker.scheduler.scheduler import Scheduler
     from stoker.scheduler.sequence import Sequence
+
+
+def model_status(served: Served, leases: int, now: float) -> ModelStatus:
+    """A served model as it is now."""
+    due_s = None if leases else served.due_s()
+    return ModelStatus(
+        id=served.spec.id,
+        state=served.life,
+        stage=served.stage,
+        fraction=served.fraction,
+        bytes=dict(served.size),
+        is_pinned=served.is_pinned,
+        leases=leases,
+        keep_alive_s=served.keep_alive_s,
+        unload_in_s=None if due_s is None else max(0.0, due_s - now),
+        degraded=list(served.degraded),
+        reason=served.reason,
+    )
 
 
 def slots_of(scheduler: Scheduler, model: str, now: float) -> list[SlotStatus]:

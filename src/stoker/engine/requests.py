@@ -7,18 +7,18 @@ is charged to is `replay`'s, when an engine may have them the host's.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.engine.admission import Admission, num_waiting
-from stoker.engine.replay import Replay
+from stoker.engine.replay import LiveRequest, Replay
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
-from stoker.messages import Cancel, Failed, Finished, Pause, RequestEvent, Resume
+from stoker.messages import Cancel, Delta, Failed, Finished, Pause, RequestEvent, Resume
 
 if TYPE_CHECKING:
     from stoker.engine.death import Death
-    from stoker.engine.replay import LiveRequest
     from stoker.engine.roster import Roster
     from stoker.errors import ErrorInfo, StokerError
     from stoker.messages import Submit
@@ -43,11 +43,13 @@ class Requests:
         max_queue: requests of one model that may wait.
         roster: knows how many slots a model has.
         send: hands a command to the engine.
+        watch: is told of every event but deltas.
     """
 
-    def __init__(self, max_queue: int, roster: Roster, send: SendToEngine) -> None:
+    def __init__(self, max_queue: int, roster: Roster, send: SendToEngine, watch: EventSink) -> None:
         self._roster = roster
         self._send = send
+        self._watch = watch
         self._replay = Replay()
         self._admission = Admission(max_queue)
         self._clients: dict[str, _Client] = {}
@@ -73,6 +75,15 @@ class Requests:
             "num_sinks": len(self._clients),
         }
 
+    def num_by_model(self) -> dict[str, int]:
+        """How many there are of each model that has any."""
+        return Counter(live.request.model for live in self._replay)
+
+    def portable(self) -> list[Submit]:
+        """All that another program needs to go on with them."""
+        now = time.monotonic()
+        return [live.portable(now) for live in self._replay]
+
     # ------------------------------------------------------------ what callers want
 
     def submit(self, request_id: str, request: GenerateRequest, sink: EventSink) -> None:
@@ -85,9 +96,22 @@ class Requests:
         now = time.monotonic()
         waiting = num_waiting(self._replay, request.model, self._roster.num_slots(request.model))
         self._admission.check(request, waiting, now)
-        self._replay.add(request_id, request, now)
-        self._admission.arrived(request.model, now)
-        self._clients[request_id] = _Client(request.model, sink)
+        self._add(LiveRequest(request_id, request, now), sink)
+
+    def take_up(self, kept: Submit, sink: EventSink) -> None:
+        """Take a request in that another program left, as `portable` told of it; no bound keeps it out.
+
+        Raises:
+            InvalidRequestError: a live request has that id.
+        """
+        self._add(LiveRequest.taken_up(kept, time.monotonic()), sink)
+
+    def _add(self, live: LiveRequest, sink: EventSink) -> None:
+        model = live.request.model
+        events = self._replay.add(live)
+        self._admission.arrived(model, time.monotonic())
+        self._clients[live.request_id] = _Client(model, sink)
+        self._deliver_all(events)
 
     def cancel(self, request_id: str) -> None:
         """End a request; its open choices finish as `cancelled`.
@@ -149,10 +173,20 @@ class Requests:
         """The engine died: end whom that convicts, hold the others for the next one."""
         self._deliver_all(self._replay.bury(death))
 
+    def sleep(self) -> None:
+        """The engine has left as it was asked to: hold all of them, and their time."""
+        self._deliver_all(self._replay.sleep(time.monotonic()))
+
+    def wake(self) -> None:
+        """Their time goes on, and the next engine gets them."""
+        self._deliver_all(self._replay.wake(time.monotonic()))
+
     # ------------------------------------------------------------ ends
 
     def expire(self) -> None:
-        """End whose deadline passed while no engine had it."""
+        """End whose deadline passed while no engine had it; while it is suspended none passes."""
+        if self._replay.is_asleep:
+            return
         now = time.monotonic()
         for live in self._replay.held():
             if live.has_expired(now):
@@ -200,6 +234,8 @@ class Requests:
         if client is None:
             return
         client.sink(event)
+        if not isinstance(event, Delta):
+            self._watch(event)
         if isinstance(event, Finished | Failed):
             del self._clients[event.request_id]
             self._replay.drop(event.request_id)

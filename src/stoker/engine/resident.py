@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 
-from stoker.backends.protocol import Backend, ModelClass, Rows
+from stoker.backends.protocol import Backend, Rows
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.decode.generation import Drawn
 from stoker.decode.logprobs import token_logprob
 from stoker.decode.workspace import Workspace
 from stoker.engine import report
+from stoker.engine.description import model_info, scheduler_limits
 from stoker.engine.live import LiveRequest
+from stoker.engine.loading import Load
 from stoker.engine.orders import carry_out
 from stoker.engine.pace import Pace
 from stoker.engine.preparation import PrepContext
@@ -26,37 +28,42 @@ from stoker.errors import (
     StepFailedError,
     StokerError,
 )
-from stoker.messages import Event, Failed, Parked, Paused, Queued, Resumed, StateReady
-from stoker.request import FinishReason
+from stoker.messages import Event, Failed, Parked, Paused, Queued, Resumed, StateReady, Submit
+from stoker.request import FinishReason, Priority
 from stoker.scheduler.effects import Parking, Schedule
-from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.plan import Planned, StepPlan
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
+from stoker.scheduler.throttle import Throttle
 from stoker.status import SlotStatus, WaitStatus
 from stoker.values import ModelInfo, ModelSpec, TokenLogprob
 
 log = logging.getLogger(__name__)
-
-PROMPT_ROWS_BYTES = 128 * 2**20
-"""What the logits of one prompt slice may take, when prompt logprobs are asked."""
 
 TELL_EVERY_S = 1.0
 """How often waiting requests hear of their place in the line at most."""
 
 
 class Resident:
-    """A model in memory. Events of what happens are collected in `events`, for the loop to publish."""
+    """A model in memory.
+
+    Attributes:
+        load: how it came into memory.
+        degraded: what it was given less of than was asked for.
+        events: what has happened, for the loop to publish.
+    """
 
     def __init__(self, spec: ModelSpec, backend: Backend, pace: Pace, cache: PrefixCache) -> None:
         self.spec = spec
         self.backend = backend
+        self.load: Load | None = None
+        self.degraded: tuple[str, ...] = ()
         self.events: list[Event] = []
         self._pace = pace
         self._told_s = 0.0
         self._live: dict[str, LiveRequest] = {}
         limits = backend.capabilities
-        self.scheduler = Scheduler(_limits(spec, backend), cache)
+        self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
         self._runner = pace.join(backend, self.scheduler.cost)
         self.prep = PrepContext(
             backend.vocabulary,
@@ -81,32 +88,35 @@ class Resident:
 
     def info(self) -> ModelInfo:
         """What was loaded and the limits that resulted."""
-        limits, vocabulary = self.backend.capabilities, self.backend.vocabulary
-        return ModelInfo(
-            id=self.spec.id,
-            path=self.spec.path,
-            label=limits.label,
-            model_class=limits.model_class,
-            architecture=limits.architecture,
-            description=limits.description,
-            num_params=limits.num_params,
-            size_bytes=limits.size_bytes,
-            n_vocab=limits.n_vocab,
-            n_ctx=limits.n_ctx,
-            n_ctx_train=limits.n_ctx_train,
-            n_batch=limits.n_batch,
-            num_slots=self.scheduler.limits.num_slots,
-            num_threads=self.backend.num_threads,
-            kv_type=limits.kv_type,
-            flash_attention=limits.flash_attention,
-            memory_bytes=self.backend.memory(),
-            chat_template=vocabulary.chat_template,
-            bos_text=vocabulary.bos_text,
-            eos_text=vocabulary.eos_text,
-            can_trim=limits.can_trim,
-            can_fork=limits.can_fork,
-            has_vision=limits.has_vision,
-        )
+        return model_info(self.spec, self.backend, self.scheduler.limits.num_slots, self.degraded)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anybody waits or runs; those that are paused are not counted."""
+        return self.scheduler.has_requests
+
+    @property
+    def num_leases(self) -> int:
+        """Requests that need it to be in memory: those that are paused do not."""
+        paused = {sequence.key.request_id for sequence in self.scheduler.paused}
+        return len(self._live) - len(paused)
+
+    @property
+    def num_cells(self) -> tuple[int, int]:
+        """Cells there are, and cells in use."""
+        return self.scheduler.cells.total, self.scheduler.cells.used
+
+    def memory(self) -> dict[str, int]:
+        """Bytes it takes, by line."""
+        return self.backend.memory()
+
+    def stats(self) -> dict[str, float]:
+        """Every counter, for status pages and bug reports."""
+        return self.scheduler.stats()
+
+    def check_room(self, priority: Priority, num_arriving: int) -> None:
+        """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
+        self.scheduler.check_room(priority, num_arriving)
 
     @property
     def has_people(self) -> bool:
@@ -146,6 +156,9 @@ class Resident:
         self.events.append(Queued(live.request_id, positions[0], self.scheduler.eta_s(positions[0])))
         if live.request.echo and live.request.prompt_logprobs is None:
             self.events.append(live.echo())
+        for index, choice in list(live.choices.items()):
+            if len(choice.sequence.tokens) >= self.prep.n_ctx:  # it began where there was more context
+                self._end_choice(live, index, FinishReason.LENGTH, now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """End a request with `cancelled`; an unknown id is ignored."""
@@ -179,6 +192,37 @@ class Resident:
         """End every request with `cancelled`."""
         for request_id in list(self._live):
             self.cancel(request_id, now)
+
+    def evacuate(self, reason: str, now: float) -> list[Submit]:
+        """It has to go: every request leaves it, to go on later from the tokens it has (SPEC M4, L5).
+
+        What was computed of them stays in cells for `rest` to store. Clients of those that ran hear `Parked`.
+        """
+        return [self._send_off(live, reason, now) for live in list(self._live.values())]
+
+    def evacuate_waiting(self, reason: str, now: float) -> list[Submit]:
+        """The same for requests of which nothing runs."""
+        waiting = [live for live in self._live.values() if not live.is_running]
+        return [self._send_off(live, reason, now) for live in waiting]
+
+    def _send_off(self, live: LiveRequest, reason: str, now: float) -> Submit:
+        submit = live.submit(now)
+        for index, choice in live.choices.items():
+            if choice.sequence.is_running:
+                parked = Parked(request_id=live.request_id, index=index, form=ParkForm.TOKENS, reason=reason)
+                self.events.append(parked)
+            self.scheduler.retire(choice.sequence, FinishReason.PREEMPTED, now)
+        live.close()
+        del self._live[live.request_id]
+        return submit
+
+    def hold_back(self, throttle: Throttle) -> None:
+        """Let only some of its requests run from the next turn on (SPEC M4, M6)."""
+        self.scheduler.throttle = throttle
+
+    def drop_idle(self, now: float) -> None:
+        """Give up every cell that nobody who runs or waits needs."""
+        self._carry_out(self.scheduler.drop_idle(now), now)
 
     def close(self) -> None:
         """Free the native model."""
@@ -268,9 +312,8 @@ class Resident:
         else:
             self._pace.end(self._runner, num_tokens)
             self.scheduler.computed(plan, self._pace.now())
-            carry_out(
-                self.scheduler.room.take_late(), self.backend, self.scheduler.room
-            )  # before it moves on
+            if late := self.scheduler.room.take_late():
+                carry_out(late, self.backend, self.scheduler.room)  # before it moves on
             self._draw(plan, rows)
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
@@ -385,31 +428,6 @@ class Resident:
                 self.scheduler.retire(choice.sequence, FinishReason.ERROR, now)
         live.close()
         self.events.append(Failed(live.request_id, error.info()))
-
-
-def _limits(spec: ModelSpec, backend: Backend) -> SchedulerLimits:
-    """What the loaded model and the settings allow its scheduler."""
-    limits, kv_bytes = backend.capabilities, backend.memory().get("kv", 0)
-    is_recurrent = limits.model_class is ModelClass.RECURRENT
-    return SchedulerLimits(
-        num_slots=min(spec.num_slots, limits.num_sequences),
-        num_sequences=limits.num_sequences,
-        num_cells=limits.num_cells,
-        n_batch=limits.n_batch,
-        max_queue=spec.max_queue,
-        max_prompt_rows=max(1, PROMPT_ROWS_BYTES // (4 * limits.n_vocab)),
-        can_trim=limits.can_trim,
-        can_fork=limits.can_fork,
-        cell_bytes=0 if is_recurrent else kv_bytes // limits.num_cells,
-        state_bytes=kv_bytes // limits.num_sequences if is_recurrent else 0,
-        park_bytes=spec.park_bytes,
-        policy=spec.policy,
-        target_step_s=spec.target_step_ms / 1000,
-        background_patience_s=spec.background_patience_s,
-        cache_mode=spec.cache_mode,
-        model=limits.fingerprint,
-        source=spec.path,
-    )
 
 
 def _parked(parking: Parking) -> Parked:

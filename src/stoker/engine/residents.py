@@ -1,30 +1,53 @@
 """The models in memory, and whose turn it is (SPEC Q13).
 
 A model that somebody waits for steps first, equals take turns. Among other models, one whose background has
-waited over its patience gets one turn in ten meanwhile (SPEC Q7). Loading and unloading are asked for by the
-loop; admission by memory is not decided here.
+waited over its patience gets one turn in ten meanwhile (SPEC Q7). Which models there are is decided by
+residency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
 
+from stoker.backends.protocol import ModelClass
+from stoker.engine.encoder import EncoderResident
 from stoker.engine.resident import Resident
-from stoker.errors import ModelNotFoundError
 from stoker.scheduler.patience import ONE_STEP_IN
+from stoker.scheduler.throttle import Throttle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.backends.encoding import Encoder
+    from stoker.backends.protocol import Backend
+    from stoker.cache.prefix_cache import PrefixCache
+    from stoker.engine.loading import Load
+    from stoker.engine.pace import Pace
+
+
+AnyResident = Resident | EncoderResident
+"""A model in memory: one that generates, or one that makes vectors of texts."""
 
 
 class Residents:
-    """Loaded models by id, in the order of their last turn."""
+    """Loaded models by id, in the order of their last turn.
 
-    def __init__(self) -> None:
-        self._models: dict[str, Resident] = {}
+    Args:
+        pace: surrounds their steps.
+        cache: what they share of finished work.
+    """
+
+    def __init__(self, pace: Pace, cache: PrefixCache) -> None:
+        self._pace = pace
+        self._cache = cache
+        self._models: dict[str, AnyResident] = {}
+        self._throttle = Throttle()
         self._turns_since_owed = 0
 
     def __repr__(self) -> str:
         return f"<Residents {list(self._models.values())}>"
 
-    def __iter__(self) -> Iterator[Resident]:
+    def __iter__(self) -> Iterator[AnyResident]:
         return iter(tuple(self._models.values()))
 
     @property
@@ -35,32 +58,42 @@ class Residents:
     @property
     def has_requests(self) -> bool:
         """Whether anybody waits or runs in any model."""
-        return any(resident.scheduler.has_requests for resident in self._models.values())
+        return any(resident.has_requests for resident in self._models.values())
 
     @property
     def has_unstored(self) -> bool:
         """Whether any model keeps in cells what is stored nowhere else yet."""
         return any(resident.has_unstored for resident in self._models.values())
 
-    def get(self, model: str) -> Resident:
-        """The model of that id; raises ModelNotFoundError."""
-        resident = self._models.get(model)
-        if resident is None:
-            raise ModelNotFoundError(
-                f"no model {model!r} is loaded; loaded: {', '.join(self._models) or 'none'}"
-            )
-        return resident
+    def find(self, model: str) -> AnyResident | None:
+        """The loaded model of that id."""
+        return self._models.get(model)
 
-    def add(self, resident: Resident) -> Resident:
+    def add(self, load: Load, backend: Backend | Encoder) -> AnyResident:
         """Take a loaded model in."""
+        assert load.offer is not None, f"{load!r} was loaded without an offer"
+        spec = load.offer.spec
+        resident: AnyResident
+        if backend.capabilities.model_class is ModelClass.ENCODER:
+            resident = EncoderResident(spec, cast("Encoder", backend), self._pace)
+        else:
+            resident = Resident(spec, cast("Backend", backend), self._pace, self._cache)
+        resident.load, resident.degraded = load, load.offer.degraded
+        resident.hold_back(self._throttle)
         self._models[resident.spec.id] = resident
         return resident
 
-    def remove(self, model: str) -> Resident | None:
+    def remove(self, model: str) -> AnyResident | None:
         """Let a model go; the caller closes it."""
         return self._models.pop(model, None)
 
-    def next_with_work(self, now: float) -> Resident | None:
+    def hold_back(self, throttle: Throttle) -> None:
+        """Let only some requests run, in every model that is or comes into memory (SPEC M4, M6)."""
+        self._throttle = throttle
+        for resident in self._models.values():
+            resident.hold_back(throttle)
+
+    def next_with_work(self, now: float) -> AnyResident | None:
         """The model to step next; it goes to the end of its equals."""
         working = [resident for resident in self._models.values() if resident.has_work]
         if not working:
@@ -70,7 +103,7 @@ class Residents:
         self._models[name] = self._models.pop(name)
         return chosen
 
-    def _choose(self, working: list[Resident], now: float) -> Resident:
+    def _choose(self, working: list[AnyResident], now: float) -> AnyResident:
         people = [resident for resident in working if resident.has_people]
         owed = [resident for resident in working if resident not in people and resident.is_owed(now)]
         self._turns_since_owed += 1

@@ -1,6 +1,7 @@
-"""The models a front asked for: how to load each, what became of it, how often its load killed the engine.
+"""The models a front serves: how to load each, what became of it, how often its load killed the engine.
 
-Owns no file and no native handle; the engine loads, the host says when.
+Owns which models the next engine has to load, and what is known of a model while no engine says it. Owns no
+file and no native handle; the engine loads, the host says when.
 """
 
 from __future__ import annotations
@@ -8,122 +9,306 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.errors import ErrorInfo, ModelLoadError, ModelNotFoundError, NotReadyError, error_from_info
+import msgspec
+
+from stoker.errors import ErrorInfo, ModelLoadError, ModelNotFoundError, error_from_info
+from stoker.memory.residency import ModelLife
+from stoker.status import ModelStatus
+from stoker.values import ModelInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from stoker.messages import ModelState
-    from stoker.values import ModelInfo, ModelSpec
+    from stoker.values import ModelSpec
 
 MAX_LOAD_CRASHES = 2
-READY = "ready"
-FAILED = "failed"
-ABSENT = "absent"
+PASSING = frozenset({"insufficient_memory", "model_too_large", "too_hot", "device_busy"})
+"""Codes of refusals that are the machine's doing: another time, or with less beside it, it may load."""
+_IN_MEMORY = frozenset({ModelLife.LOADING, ModelLife.READY})
+_UNDER_WAY = frozenset({ModelLife.DOWNLOADING, ModelLife.LOADING, ModelLife.UNLOADING})
 
 
 @dataclass(slots=True)
-class RosterEntry:
-    """One model: its last reported state and, once it was ready, what it resolved to."""
+class Entry:
+    """One served model.
+
+    Attributes:
+        spec: how it is loaded.
+        info: what it is; before its first load what its header says.
+        asked: another spec that it is being loaded with; it becomes `spec` once that has gone well.
+        is_due: a fresh engine has to load it.
+        may_evict: idle models may go for that.
+        is_leaving: it was asked to go, so a fresh engine need not load it.
+        is_barred: it has failed for good; requests are refused with `error`.
+    """
 
     spec: ModelSpec
-    state: str = ABSENT
-    info: ModelInfo | None = None
+    info: ModelInfo
+    state: ModelLife = ModelLife.ABSENT
+    stage: str = ""
+    fraction: float = 0.0
+    reason: str = ""
     error: ErrorInfo | None = None
+    asked: ModelSpec | None = None
+    is_due: bool = False
+    may_evict: bool = False
+    is_leaving: bool = False
+    is_barred: bool = False
     load_crashes: int = 0
+
+    @property
+    def to_load(self) -> ModelSpec:
+        """How the next load has to go."""
+        return self.asked or self.spec
 
 
 class Roster:
     """All served models, in order; the first is the default.
 
     Args:
-        specs: how to load each; ids are unique.
+        specs: how to load each; ids are unique. The first engine loads all of them, the first one first.
     """
 
     def __init__(self, specs: Iterable[ModelSpec]) -> None:
-        self._entries = {spec.id: RosterEntry(spec) for spec in specs}
+        self._entries = {spec.id: Entry(spec, bare_info(spec)) for spec in specs}
+        for number, entry in enumerate(self._entries.values()):
+            entry.is_due = True
+            entry.may_evict = number == 0
 
     def __repr__(self) -> str:
         return f"<Roster {self.stats()}>"
 
+    # ------------------------------------------------------------ questions
+
     def stats(self) -> dict[str, str]:
         """State of each model by id."""
-        return {model: entry.state for model, entry in self._entries.items()}
+        return {model: str(entry.state) for model, entry in self._entries.items()}
 
-    def to_load(self) -> list[ModelSpec]:
-        """What a fresh engine has to load: everything that has not failed for good."""
-        return [entry.spec for entry in self._entries.values() if entry.state != FAILED]
-
-    def record(self, event: ModelState) -> None:
-        """The engine reported a state."""
-        entry = self._entries.get(event.model)
-        if entry is None:
-            return
-        entry.state = event.state
-        entry.error = event.error
-        if event.info is not None:
-            entry.info = event.info
-
-    def is_settled(self, model: str) -> bool:
-        """Whether its load has come to an end, good or bad."""
-        return self._entries[model].state in {READY, FAILED}
-
-    def begin_life(self) -> None:
-        """A new engine starts with nothing loaded."""
-        for entry in self._entries.values():
-            if entry.state != FAILED:
-                entry.state = ABSENT
-
-    def charge(self, model: str, reason: str) -> bool:
-        """The engine died while loading `model`; True when that was once too often and it has failed."""
-        entry = self._entries[model]
-        entry.load_crashes += 1
-        if entry.load_crashes < MAX_LOAD_CRASHES:
-            return False
-        entry.state = FAILED
-        entry.error = ModelLoadError(
-            f"loading {model!r} from {entry.spec.path} ended the engine {entry.load_crashes} times, "
-            f"last: {reason}",
-            model=model,
-            crashes=entry.load_crashes,
-        ).info()
-        return True
-
-    def failure(self, model: str) -> ErrorInfo | None:
-        """Why a model cannot be used any more, or None."""
+    def state(self, model: str) -> ModelLife:
+        """Where a model is; one that is not served is absent."""
         entry = self._entries.get(model)
-        return entry.error if entry and entry.state == FAILED else None
+        return entry.state if entry else ModelLife.ABSENT
 
-    def failures(self) -> dict[str, ErrorInfo]:
-        """All of those."""
-        return {m: e.error for m, e in self._entries.items() if e.state == FAILED and e.error}
+    def specs(self) -> list[ModelSpec]:
+        """What a fresh engine has to know of: everything that has not failed for good."""
+        return [entry.spec for entry in self._entries.values() if not entry.is_barred]
+
+    def spec(self, model: str) -> ModelSpec | None:
+        """How a served model is loaded, or is being loaded now."""
+        entry = self._entries.get(model)
+        return entry.to_load if entry else None
+
+    def info(self, model: str) -> ModelInfo:
+        """What is known of a served model, whatever became of it."""
+        return self._entries[model].info
+
+    def ready_paths(self) -> list[str]:
+        """Files of the models that are ready, the default first."""
+        return [entry.spec.path for entry in self._entries.values() if entry.state is ModelLife.READY]
 
     def infos(self) -> list[ModelInfo]:
-        """Every model that was ready once and has not failed, the default first."""
-        return [e.info for e in self._entries.values() if e.info is not None and e.state != FAILED]
+        """Every model that has not failed for good, the default first."""
+        return [entry.info for entry in self._entries.values() if not entry.is_barred]
 
     def num_slots(self, model: str) -> int:
         """Choices that a model runs at once, as far as is known; 0 for one that is not served."""
         entry = self._entries.get(model)
-        if entry is None:
-            return 0
-        return entry.spec.num_slots if entry.info is None else entry.info.num_slots
+        return entry.info.num_slots if entry else 0
 
     def resolve(self, model: str | None) -> ModelInfo:
         """The model a request names; None and "default" mean the first.
 
         Raises:
             ModelNotFoundError: no such model is served.
-            NotReadyError: it has not been loaded yet.
-            ModelError: it failed to load.
+            ModelError: it has failed for good.
         """
         named = next(iter(self._entries), None) if model in {None, "default"} else model
         entry = self._entries.get(named) if named is not None else None
         if entry is None:
             served = ", ".join(self._entries) or "none"
             raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
-        if entry.state == FAILED and entry.error:
+        if entry.is_barred and entry.error:
             raise error_from_info(entry.error)
-        if entry.info is None:
-            raise NotReadyError(f"model {entry.spec.id!r} is {entry.state}", retry_after_s=1.0)
         return entry.info
+
+    def failure(self, model: str) -> ErrorInfo | None:
+        """Why a model cannot be used any more, or None."""
+        entry = self._entries.get(model)
+        return entry.error if entry and entry.is_barred else None
+
+    def start_failure(self) -> ErrorInfo | None:
+        """Why a first start has to fail, or None.
+
+        A broken file or a crash always is a reason; a refusal for want of memory or for heat is one where it
+        leaves nothing to serve.
+        """
+        failed = [e.error for e in self._entries.values() if e.state is ModelLife.FAILED and e.error]
+        broken = [error for error in failed if error.code not in PASSING]
+        if broken or not failed:
+            return broken[0] if broken else None
+        is_any_ready = any(entry.state is ModelLife.READY for entry in self._entries.values())
+        return None if is_any_ready else failed[0]
+
+    def statuses(self, leases: Mapping[str, int]) -> list[ModelStatus]:
+        """Every model as it was last heard of; `leases` are live requests by model."""
+        return [_status(entry, leases.get(model, 0)) for model, entry in self._entries.items()]
+
+    # ------------------------------------------------------------ what callers want
+
+    def ask(self, spec: ModelSpec, info: ModelInfo) -> None:
+        """A caller wants `spec` in memory: by the engine that runs, or else by the next one."""
+        entry = self._entries.get(spec.id)
+        if entry is None:
+            entry = self._entries[spec.id] = Entry(spec, info)
+        if entry.is_barred:
+            entry.is_barred, entry.load_crashes = False, 0
+        entry.asked = spec
+        entry.is_due = entry.may_evict = True
+        entry.is_leaving = False
+        self._move(entry, ModelLife.LOADING)
+
+    def release(self, model: str) -> None:
+        """A caller wants it out of memory; no engine has to load it."""
+        entry = self._entries[model]
+        entry.is_due, entry.is_leaving, entry.asked = False, True, None
+        if entry.state is ModelLife.SUSPENDED:
+            self._move(entry, ModelLife.ABSENT)
+
+    def describe(self, info: ModelInfo) -> None:
+        """What is known of a model before its first load."""
+        self._entries[info.id].info = info
+
+    def pin(self, model: str, *, is_pinned: bool) -> None:
+        """It is never unloaded to make room, or no longer so."""
+        entry = self._entries[model]
+        entry.spec = msgspec.structs.replace(entry.spec, is_pinned=is_pinned)
+        if entry.asked is not None:
+            entry.asked = msgspec.structs.replace(entry.asked, is_pinned=is_pinned)
+
+    # ------------------------------------------------------------ what engines do
+
+    def next_due(self) -> tuple[ModelSpec, bool] | None:
+        """What a booting engine has to load next, and whether idle models may go for it.
+
+        It counts as loading from here on.
+        """
+        for entry in self._entries.values():
+            if entry.is_due and not entry.is_barred:
+                self._move(entry, ModelLife.LOADING)
+                return entry.to_load, entry.may_evict
+        return None
+
+    def is_settled(self, model: str) -> bool:
+        """Whether its load has come to an end, good or bad."""
+        return self._entries[model].state not in _UNDER_WAY
+
+    def record(self, event: ModelState) -> None:
+        """The engine reported a state."""
+        entry = self._entries.get(event.model)
+        if entry is None:
+            return
+        self._move(entry, ModelLife(event.state))
+        entry.stage, entry.fraction = event.stage, event.fraction
+        entry.reason, entry.error = event.reason, event.error
+        if entry.state in _UNDER_WAY:
+            return
+        entry.is_due = entry.is_leaving = False
+        if event.info is not None:
+            entry.info = event.info
+        if entry.state is ModelLife.READY:
+            entry.load_crashes = 0
+            if event.error is None:  # else another was to take its place, and it stays
+                entry.spec = entry.to_load
+        entry.asked = None
+
+    def suspend(self) -> None:
+        """The engine is told to leave: the next one loads what is in memory now, or on its way there."""
+        self._note_due()
+        for entry in self._entries.values():
+            if entry.is_barred:
+                continue
+            self._move(entry, ModelLife.SUSPENDED if entry.is_due else ModelLife.ABSENT)
+
+    def begin_life(self) -> None:
+        """The engine is no more, and a new one starts with nothing: it loads what this one had."""
+        self._note_due()
+        for entry in self._entries.values():
+            if not entry.is_barred and entry.state is not ModelLife.SUSPENDED:
+                self._move(entry, ModelLife.ABSENT)
+
+    def _note_due(self) -> None:
+        is_first = True
+        for entry in self._entries.values():
+            if entry.state in _IN_MEMORY and not entry.is_leaving:
+                # A caller's load may evict in the next engine too; those that fitted together do again.
+                entry.may_evict = entry.is_due and entry.may_evict
+                entry.is_due = True
+            entry.is_leaving = False
+            if entry.is_due:
+                entry.may_evict |= is_first
+                is_first = False
+
+    def charge(self, reason: str) -> None:
+        """The engine died of its work: the model that it was loading may have been it, once too often."""
+        for entry in self._entries.values():
+            if entry.state is ModelLife.LOADING and entry.stage != "waiting":
+                self._charge(entry, reason)
+
+    def _charge(self, entry: Entry, reason: str) -> None:
+        entry.load_crashes += 1
+        if entry.load_crashes < MAX_LOAD_CRASHES:
+            return
+        model = entry.spec.id
+        self._move(entry, ModelLife.FAILED)
+        entry.is_barred, entry.is_due = True, False
+        entry.error = ModelLoadError(
+            f"loading {model!r} from {entry.to_load.path} ended the engine {entry.load_crashes} times, "
+            f"last: {reason}",
+            model=model,
+            crashes=entry.load_crashes,
+        ).info()
+
+    @staticmethod
+    def _move(entry: Entry, to: ModelLife) -> None:
+        entry.state = to
+        entry.stage, entry.fraction, entry.reason, entry.error = "", 0.0, "", None
+
+
+def bare_info(spec: ModelSpec) -> ModelInfo:
+    """What is known of a model whose file nobody has read: what was asked for."""
+    return ModelInfo(
+        id=spec.id,
+        path=spec.path,
+        label="",
+        model_class="",
+        architecture="",
+        description="",
+        num_params=0,
+        size_bytes=0,
+        n_vocab=0,
+        n_ctx=spec.n_ctx,
+        n_ctx_train=0,
+        n_batch=spec.n_batch,
+        num_slots=spec.num_slots,
+        num_threads=spec.num_threads,
+        kv_type=spec.kv_type,
+        flash_attention="",
+        memory_bytes={},
+    )
+
+
+def _status(entry: Entry, leases: int) -> ModelStatus:
+    is_ready = entry.state is ModelLife.READY
+    return ModelStatus(
+        id=entry.spec.id,
+        state=str(entry.state),
+        stage=entry.stage,
+        fraction=entry.fraction,
+        bytes=entry.info.memory_bytes if is_ready else {},
+        is_pinned=entry.spec.is_pinned,
+        leases=leases,
+        keep_alive_s=entry.spec.keep_alive_s,
+        degraded=entry.info.degraded if is_ready else [],
+        reason=entry.error.message if entry.error else entry.reason,
+    )

@@ -6,6 +6,7 @@ Owns which moves are legal and remembers the last ones; what a move entails is t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from enum import StrEnum
 
 
@@ -15,22 +16,36 @@ class EngineState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     RESTARTING = "restarting"
+    SUSPENDED = "suspended"
     CLOSED = "closed"
 
 
 MOVES = {
-    EngineState.STARTING: {EngineState.SERVING, EngineState.CLOSED},
-    EngineState.SERVING: {EngineState.RESTARTING, EngineState.CLOSED},
-    EngineState.RESTARTING: {EngineState.SERVING, EngineState.CLOSED},
+    EngineState.STARTING: {EngineState.SERVING, EngineState.SUSPENDED, EngineState.CLOSED},
+    EngineState.SERVING: {EngineState.RESTARTING, EngineState.SUSPENDED, EngineState.CLOSED},
+    EngineState.RESTARTING: {EngineState.SERVING, EngineState.SUSPENDED, EngineState.CLOSED},
+    # Back to starting where it was suspended before it had ever served.
+    EngineState.SUSPENDED: {EngineState.STARTING, EngineState.RESTARTING, EngineState.CLOSED},
     EngineState.CLOSED: set[EngineState](),
 }
 STORY_LENGTH = 16
 
+OnMove = Callable[[EngineState, str], None]
+
+
+def _ignore(state: EngineState, why: str) -> None:
+    """Nobody watches."""
+
 
 class Lifecycle:
-    """Current state and how it came about."""
+    """Current state and how it came about.
 
-    def __init__(self) -> None:
+    Args:
+        on_move: called with every new state and why.
+    """
+
+    def __init__(self, on_move: OnMove = _ignore) -> None:
+        self._on_move = on_move
         self._state = EngineState.STARTING
         self._story: deque[str] = deque([str(EngineState.STARTING)], maxlen=STORY_LENGTH)
 
@@ -52,3 +67,4 @@ class Lifecycle:
             raise AssertionError(f"illegal move {self._state} -> {to} ({why}); so far: {self!r}")
         self._state = to
         self._story.append(f"-> {to} ({why})")
+        self._on_move(to, why)

@@ -9,17 +9,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from stoker.backends.encoding import Encoder
+from stoker.backends.fake import estimator as fake_estimator
 from stoker.backends.fake import load as load_fake
+from stoker.backends.fake_encoder import asks_for_encoder
+from stoker.backends.fake_encoder import estimator as fake_encoder_estimator
+from stoker.backends.fake_encoder import load as load_fake_encoder
 from stoker.backends.llama import load as load_llama
-from stoker.backends.protocol import Vocabulary
-from stoker.engine.inbox import Inbox, Loaded, LoadFailed, LoadMoved, Posted, Prepared, PrepareFailed
+from stoker.backends.llama.encoder import load as load_encoder
+from stoker.backends.protocol import Backend, ModelClass
+from stoker.engine.headers import Headers
+from stoker.engine.inbox import (
+    Inbox,
+    Loaded,
+    LoadFailed,
+    LoadMoved,
+    LoadStop,
+    Posted,
+    Prepared,
+    PrepareFailed,
+    Sized,
+)
 from stoker.engine.preparation import PrepContext, check_tokens, prepare
-from stoker.errors import EngineError, StokerError
+from stoker.errors import EngineError, NotReadyError, StokerError
 from stoker.messages import Detokenize, Reply, Submit, Tokenize
+from stoker.models.estimate import estimator
 from stoker.values import ModelSpec
 
 FAKE_PREFIX = "fake:"
+TOLD_EVERY = 0.02
+"""How much further a load has to come to be told of again: loaders report each of hundreds of tensors."""
 
 
 class Workers:
@@ -28,6 +49,7 @@ class Workers:
     def __init__(self, inbox: Inbox, cache_dir: Path) -> None:
         self._inbox = inbox
         self._cache_dir = cache_dir
+        self._headers = Headers()
         self._prep = ThreadPoolExecutor(1, thread_name_prefix="stoker-prep")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
 
@@ -38,44 +60,61 @@ class Workers:
         """Tokenise a request; posts Prepared or PrepareFailed."""
 
         def failed(error: StokerError) -> Posted:
-            return PrepareFailed(submit.request_id, error)
+            return PrepareFailed(submit.request_id, error, context)
 
-        self._post(self._prep, lambda: Prepared(prepare(submit, context, arrival_s)), failed)
+        self._post(self._prep, lambda: Prepared(prepare(submit, context, arrival_s), context), failed)
 
-    def tokenize(self, ask: Tokenize, vocabulary: Vocabulary) -> None:
-        """Answer a Tokenize command; posts Reply."""
+    def answer(self, ask: Tokenize | Detokenize, context: PrepContext) -> None:
+        """Answer a question about text; posts Reply."""
 
-        def answer() -> Reply:
-            tokens = vocabulary.tokenize(
-                ask.text, add_special=ask.add_special, parse_special=ask.parse_special
-            )
-            pieces = [vocabulary.special_piece(token) for token in tokens]
-            return Reply(call_id=ask.call_id, value={"tokens": tokens, "pieces": pieces})
+        def work() -> Reply:
+            value = _tokens(ask, context) if isinstance(ask, Tokenize) else _text(ask, context)
+            return Reply(call_id=ask.call_id, value=value)
 
-        self._post(self._prep, answer, lambda error: Reply(call_id=ask.call_id, error=error.info()))
+        self._post(self._prep, work, lambda error: Reply(call_id=ask.call_id, error=error.info()))
 
-    def detokenize(self, ask: Detokenize, context: PrepContext) -> None:
-        """Answer a Detokenize command; posts Reply."""
+    def size(self, load: LoadStop, spec: ModelSpec) -> None:
+        """Look at a model's file; posts Sized or LoadFailed."""
 
-        def answer() -> Reply:
-            check_tokens(ask.tokens, context.n_vocab, "tokens")
-            text = b"".join(map(context.vocabulary.special_piece, ask.tokens)).decode("utf-8", "replace")
-            return Reply(call_id=ask.call_id, value={"text": text})
+        def answer() -> Sized:
+            if spec.path.startswith(FAKE_PREFIX):
+                is_encoder = asks_for_encoder(spec.path)
+                fake = fake_encoder_estimator if is_encoder else fake_estimator
+                return Sized(load, fake(spec.path), "")
+            mark, header = self._headers.get(Path(spec.path))
+            return Sized(load, estimator(header), mark)
 
-        self._post(self._prep, answer, lambda error: Reply(call_id=ask.call_id, error=error.info()))
+        self._post(self._loader, answer, lambda error: LoadFailed(load, error))
 
-    def load(self, spec: ModelSpec) -> None:
-        """Load a model; posts LoadMoved on the way, then Loaded or LoadFailed."""
+    def load(self, load: LoadStop, spec: ModelSpec) -> None:
+        """Load a model; posts LoadMoved on the way, then Loaded or LoadFailed, soon where `load` is set."""
+        next_fraction = 0.0
 
         def moved(fraction: float) -> None:
-            self._inbox.put(LoadMoved(spec.id, "weights", fraction))
+            nonlocal next_fraction
+            if load.is_set():
+                raise NotReadyError(f"the load of {spec.id} was stopped at {fraction:.0%}")
+            if fraction >= min(1.0, next_fraction):
+                next_fraction = fraction + TOLD_EVERY
+                self._inbox.put(LoadMoved(load, "weights", fraction))
 
         def answer() -> Loaded:
-            if spec.path.startswith(FAKE_PREFIX):
-                return Loaded(spec, load_fake(spec, moved))
-            return Loaded(spec, load_llama(spec, moved, self._cache_dir))
+            return Loaded(load, spec.path, self._backend(spec, moved))
 
-        self._post(self._loader, answer, lambda error: LoadFailed(spec.id, error))
+        self._post(self._loader, answer, lambda error: LoadFailed(load, error))
+
+    def _backend(self, spec: ModelSpec, moved: Callable[[float], None]) -> Backend | Encoder:
+        if spec.path.startswith(FAKE_PREFIX):
+            is_encoder = asks_for_encoder(spec.path)
+            return load_fake_encoder(spec, moved) if is_encoder else load_fake(spec, moved)
+        _, header = self._headers.get(Path(spec.path))
+        if header.model_class is ModelClass.ENCODER:
+            return load_encoder(spec, moved, self._cache_dir, header)
+        return load_llama(spec, moved, self._cache_dir, header)
+
+    def settle(self) -> None:
+        """Return when no request is being tokenised: a vocabulary is about to go."""
+        self._prep.submit(int).result()
 
     def close(self) -> None:
         """Wait for what runs, drop what waits."""
@@ -97,3 +136,15 @@ class Workers:
                 self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
 
         pool.submit(run)
+
+
+def _tokens(ask: Tokenize, context: PrepContext) -> dict[str, Any]:
+    vocabulary = context.vocabulary
+    tokens = vocabulary.tokenize(ask.text, add_special=ask.add_special, parse_special=ask.parse_special)
+    return {"tokens": tokens, "pieces": [vocabulary.special_piece(token) for token in tokens]}
+
+
+def _text(ask: Detokenize, context: PrepContext) -> dict[str, Any]:
+    check_tokens(ask.tokens, context.n_vocab, "tokens")
+    pieces = map(context.vocabulary.special_piece, ask.tokens)
+    return {"text": b"".join(pieces).decode("utf-8", "replace")}

@@ -1,13 +1,16 @@
-"""Who holds how many bytes of host memory and disk, by line (SPEC C14).
+"""Who holds how many bytes of memory and disk, by line (SPEC C14): models, stored prefixes, parked states.
 
 Counts only: what a line may hold, and who gives way, is the business of whoever writes it.
 """
 
 from __future__ import annotations
 
+DISK = "disk"
+"""The one line that is no memory."""
+
 
 class Ledger:
-    """Bytes by line, e.g. `cache` or `parked`."""
+    """Bytes by line, e.g. `weights`, `kv`, `cache` or `parked`."""
 
     def __init__(self) -> None:
         self._lines: dict[str, int] = {}
@@ -24,6 +27,10 @@ class Ledger:
     def used(self, line: str) -> int:
         """Bytes on a line."""
         return self._lines.get(line, 0)
+
+    def host_lines(self) -> dict[str, int]:
+        """Every line that is memory."""
+        return {line: size_bytes for line, size_bytes in self._lines.items() if line != DISK}
 
     def lines(self) -> dict[str, int]:
         """Every line."""

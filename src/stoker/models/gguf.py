@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from stoker.backends.protocol import ModelClass
 from stoker.models import gguf_checks, shards, vocabulary_checks
 from stoker.models.architecture import model_class
 from stoker.models.bounded_file import ARRAY_TYPE, MAX_KEY_BYTES, BoundedFile, GgufArray, Scalar
@@ -22,7 +23,6 @@ from stoker.models.tensor_types import FILE_TYPES, TENSOR_TYPES
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stoker.backends.protocol import ModelClass
 
 _VERSIONS = (2, 3)
 _BIG_ENDIAN_MASK = 0xFFFF
@@ -33,6 +33,7 @@ _MAX_DIMS = 4
 _MAX_ELEMENTS = 2**63 - 1
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 65_536
+_POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # enum llama_pooling_type
 _SMALLEST_KEY = 8 + 1 + 4 + 1
 _SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
@@ -89,6 +90,17 @@ class GgufHeader:
     n_ctx_train: int
     block_count: int
     embedding_length: int
+
+    @property
+    def pooling(self) -> str:
+        """How an encoder makes one vector of a text: mean, cls, last or rank; empty: it is no encoder.
+
+        Mean where the file names none: one vector a text is what is served.
+        """
+        if self.model_class is not ModelClass.ENCODER:
+            return ""
+        value = self.metadata.get(f"{self.architecture}.pooling_type")
+        return _POOLING.get(value, "mean") if isinstance(value, int) else "mean"
 
     @property
     def chat_template(self) -> str | None:

@@ -88,3 +88,12 @@ def check_file_name(name: str) -> None:
 def _is_quantised(name: str, label: str) -> bool:
     tail = "" if label.endswith("_") else r"(?![A-Za-z0-9_])"
     return re.search(rf"(?<![A-Za-z0-9]){re.escape(label)}{tail}", name, re.IGNORECASE) is not None
+
+
+def is_reference(text: str) -> bool:
+    """Whether a text could name a repository of the hub."""
+    try:
+        HubReference.parse(text)
+    except InvalidRequestError:
+        return False
+    return True

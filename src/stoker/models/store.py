@@ -82,6 +82,21 @@ class ModelStore:
             return _described(*found)
         return _described(*self._at_path(name, Path(ref).expanduser()))
 
+    def resolve_listed(self, ref: str) -> ModelFile:
+        """As `resolve`, for who may not name any file: a listed name, or a file of the models folder.
+
+        Raises:
+            ModelNotFoundError: nothing of that name, or it lies outside the folder.
+            ModelFileError: the file is broken, incomplete or a folder.
+            UnsupportedError: the file holds no language model.
+        """
+        if not ref.startswith(FAKE_PREFIX) and self._named(ref) is None:
+            folder = self._models_dir.resolve()
+            if not (folder / Path(ref)).resolve().is_relative_to(folder):
+                raise ModelNotFoundError(f"{ref} lies outside the models folder {folder}", model=ref)
+            return _described(*self._at_path(ref, folder / Path(ref)))
+        return self.resolve(ref)
+
     def list(self) -> list[ModelFile]:
         """Everything that `resolve` knows by name, the default first; a broken file carries its `error`."""
         return [_listed(name, path) for name, path in self._names().items()]
@@ -187,10 +202,12 @@ def _listed(name: str, path: Path) -> ModelFile:
 
 
 def _fake(ref: str) -> ModelFile:
+    """The model that a path of the fake backend asks for; `id=NAME` among its orders names it."""
+    orders = dict(order.partition("=")[::2] for order in ref.removeprefix(FAKE_PREFIX).split(","))
     return ModelFile(
-        id="fake",
+        id=orders.get("id", "fake"),
         path=ref,
-        model_class=ModelClass.DECODER,
+        model_class=ModelClass.ENCODER if orders.get("encoder") == "1" else ModelClass.DECODER,
         size_bytes=0,
         n_ctx_train=_FAKE_CONTEXT,
         quantisation="",

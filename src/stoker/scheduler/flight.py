@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.cache.index import MIN_TOKENS
 from stoker.scheduler.sequence import SequenceState
-from stoker.scheduler.slots import MIN_REUSE, common_prefix
+from stoker.scheduler.slots import common_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,7 +47,7 @@ def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: i
         if other.namespace != sequence.namespace:
             continue
         length = min(common_prefix(other.tokens, sequence.tokens), len(sequence.tokens) - 1)
-        is_to_come = length > other.num_computed and length >= num_available + MIN_REUSE
+        is_to_come = length > other.num_computed and length >= num_available + MIN_TOKENS
         if is_to_come and (best is None or length > best.length):
             best = Following(other, length)
     return best

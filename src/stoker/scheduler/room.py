@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
+from stoker.cache.index import MIN_TOKENS
 from stoker.scheduler.cells import CellPool
 from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, Trim
 from stoker.scheduler.sequence import ParkForm
-from stoker.scheduler.slots import MIN_REUSE, Placement, Reuse, SlotTable
+from stoker.scheduler.slots import Placement, Reuse, SlotTable
 from stoker.scheduler.stock import Stock
 from stoker.values import CacheSource
 
@@ -70,8 +71,11 @@ class Room:
     def now(self, now: float) -> None:
         self.stock.now = now
 
-    def fits(self, sequence: Sequence, placement: Placement) -> bool:
-        """Whether it fits beside those who run, with room to grow for each, once nothing else is kept."""
+    def fits(self, sequence: Sequence, placement: Placement, num_cells: int) -> bool:
+        """Whether it fits within so many cells beside those who run, with room to grow for each.
+
+        What is only kept is not counted; one alone always fits.
+        """
         running = self.slots.running
         if not running:
             return True
@@ -81,7 +85,7 @@ class Room:
         is_shared = placement.entry is None and self.slots[placement.source].sequence is not None
         growth = sum(map(self._growth, (*running, sequence)))
         wanted = len(sequence.tokens) - (placement.length if is_shared else 0)
-        return promised + wanted + growth <= self.cells.total
+        return promised + wanted + growth <= num_cells
 
     def _growth(self, sequence: Sequence) -> int:
         """Cells it should find beyond the tokens it has, lest those who come back park each other in turn."""
@@ -326,10 +330,13 @@ class Room:
         self.cache.filled(entry, data, self.now)
 
     def not_exported(self, entry: Entry, sequence: Sequence | None) -> None:
-        """An Export failed: whoever parked on it goes on from its tokens."""
+        """An Export failed: whoever parked on it goes on from its tokens.
+
+        One that was seated again in the same turn learns it from its Import, which is still to come.
+        """
         if entry.state is EntryState.PENDING:
             self.cache.failed(entry)
-        if sequence is not None and sequence.entry is entry:
+        if sequence is not None and sequence.entry is entry and not sequence.is_importing:
             self.lost(sequence)
 
     def imported(self, sequence: Sequence) -> None:
@@ -342,10 +349,12 @@ class Room:
         self.stock.lost(sequence)
         sequence.is_importing = False
         sequence.num_computed = 0
-        if sequence.slot is None:
-            sequence.form = ParkForm.TOKENS
-        else:
+        if sequence.slot is not None:
             self.cells.drop(sequence.slot)
+            return
+        if sequence.home is not None:  # it was parked in the turn that brought it there
+            self.cells.drop(self.slots.clear(sequence, []).id)
+        sequence.form = ParkForm.TOKENS
 
     # ------------------------------------------------------------ invariants
 
@@ -381,7 +390,7 @@ class Room:
         if length == 0:
             self._clear(slot, effects)
         elif length < len(slot.kept):
-            if slot.is_unstored and len(slot.kept) - length >= MIN_REUSE:
+            if slot.is_unstored and len(slot.kept) - length >= MIN_TOKENS:
                 self._store(slot, effects)
             slot.keep(slot.kept[:length])
             self.cells.trim(slot.id, length)

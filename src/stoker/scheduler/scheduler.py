@@ -4,14 +4,14 @@ Pure and synchronous: time is an argument, what has to happen to the backend lea
 Owns the line and who is paused, and decides who gives way to whom. Where cells are is the room's, the step's
 contents are the planner's, the draw is decode's.
 
-Who waits for an answer does not wait for background: an interactive arrival takes the place of the youngest
-background sequence at the next step (SPEC Q3), and that one goes on later. A pool that runs out of cells
-costs nobody an answer either (SPEC Q12): what is only kept goes first, then the youngest running sequence,
-background before interactive, is parked.
+An interactive arrival takes the place of the youngest background sequence at the next step (SPEC Q3). A pool
+that runs out of cells costs nobody an answer (SPEC Q12): what is only kept goes first, then the youngest
+running sequence, background before interactive, is parked.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from stoker.request import FinishReason, Priority
@@ -20,6 +20,7 @@ from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.effects import Parking, Schedule
 from stoker.scheduler.forecast import Forecast
+from stoker.scheduler.invariants import check
 from stoker.scheduler.patience import Patience
 from stoker.scheduler.plan import Planner, StepPlan
 from stoker.scheduler.queue import WaitingLine
@@ -27,6 +28,7 @@ from stoker.scheduler.room import Room
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
 from stoker.scheduler.shift import note_dropped, num_kept, shifted
 from stoker.scheduler.surplus import Surplus
+from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
@@ -36,12 +38,17 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Who runs, who waits, what is kept."""
+    """Who runs, who waits, what is kept.
+
+    Attributes:
+        throttle: who may not run for now; the next `schedule` sees to it.
+    """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
         self.line = WaitingLine(limits.max_queue)
         self.paused: list[Sequence] = []
+        self.throttle = Throttle()
         self.room = Room(limits, cache)
         self.tally = self.room.stock.tally
         self._arrivals = Arrivals(self.room)
@@ -73,9 +80,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something: those that wait for the disk have the first places."""
-        first = list(self.line)[: self.limits.num_slots]
-        return len(self.slots.running) > 0 or any(
-            not (sequence.is_held or self.room.stock.is_fetching(sequence)) for sequence in first
+        allowed = (sequence for sequence in self.line if not self.throttle.holds(sequence))
+        return bool(self.slots.running) or any(
+            not (sequence.is_held or self.room.stock.is_fetching(sequence))
+            for sequence in islice(allowed, self.limits.num_slots)
         )
 
     @property
@@ -90,7 +98,10 @@ class Scheduler:
 
     def is_owed(self, now: float) -> bool:
         """Whether some background of it has waited over its patience (SPEC Q7)."""
-        return any(self._patience.is_owed(s, now) for s in (*self.line, *self.slots.running))
+        return any(self._patience.is_owed(s, now) for s in self._allowed())
+
+    def _allowed(self) -> list[Sequence]:
+        return [s for s in (*self.line, *self.slots.running) if not self.throttle.holds(s)]
 
     def waiting(self) -> list[Sequence]:
         """Sequences in the line, next first, parked ones included."""
@@ -153,9 +164,8 @@ class Scheduler:
             self.line.remove(sequence)
         else:
             self.forecast.note_end(sequence, now)
-        self.room.now = now
+        self.room.now, self._surplus.is_due = now, True
         self.room.release(sequence)
-        self._surplus.is_due = True
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
         self._num_retired_total += 1
@@ -175,8 +185,8 @@ class Scheduler:
     def resume(self, sequence: Sequence, now: float) -> int:
         """Put a paused sequence back in the line, where its arrival places it; returns the position."""
         self.paused.remove(sequence)
-        has_begun = sequence.form is not None
-        sequence.move(SequenceState.PARKED if has_begun else SequenceState.QUEUED, now, "resumed")
+        state = SequenceState.QUEUED if sequence.form is None else SequenceState.PARKED
+        sequence.move(state, now, "resumed")
         sequence.last_step_s = now
         return self.line.rejoin(sequence)
 
@@ -199,12 +209,13 @@ class Scheduler:
         self._expire(turn, now)
         self._arrivals.raise_leaders(self.line)
         self._return_favoured(turn, now)
+        self._hold_back(turn, now)
         self._make_room(turn, now)
-        self._favoured = self._patience.next_owed((*self.line, *self.slots.running), now)
+        self._favoured = self._patience.next_owed(self._allowed(), now)
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
-        self._surplus.shed(turn, self._free_kept)  # not before somebody could use it
+        self._surplus.shed(turn, self._free_kept, self.throttle)  # not before somebody could use it
         self.room.tidy(turn.effects)
         return turn
 
@@ -212,6 +223,13 @@ class Scheduler:
         """Nothing is to be computed: store something that is only in cells, if anything is (SPEC C6)."""
         turn = self._begin(now)
         self.room.store_kept(turn.effects)
+        return turn
+
+    def drop_idle(self, now: float) -> Schedule:
+        """Give up every cell that nobody who runs or waits needs (SPEC M4)."""
+        turn = self._begin(now)
+        while self.room.evict_oldest(turn.effects):
+            pass
         return turn
 
     def shift(self, sequence: Sequence, n_ctx: int, now: float) -> int:
@@ -235,9 +253,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; `schedule` has made sure that there are cells for it."""
-        favoured = self._favoured
-        if favoured is not None and not favoured.is_running:
-            favoured = None
+        favoured = self._favoured if self._favoured and self._favoured.is_running else None
         plan = self._planner.plan(self.slots.running, favoured)
         if plan is not None:
             self._patience.stepped(favoured)
@@ -271,30 +287,12 @@ class Scheduler:
         return turn
 
     def check(self) -> None:
-        """Assert the invariants: slots, line and cells tell one story."""
-        self.room.check()
-        running = self.slots.running
-        everybody = (*self.line, *self.paused, *running)
-        assert len({s.key for s in everybody}) == len(everybody), "held twice"
-        assert all(s.state in (SequenceState.PREFILL, SequenceState.DECODE) for s in running), running
-        assert all(s.state is SequenceState.PAUSED for s in self.paused), self.paused
-        for sequence in (*self.line, *self.paused):
-            assert sequence.slot is None, f"{sequence!r} waits with a slot"
-            assert (sequence.form is ParkForm.CELLS) == (sequence.home is not None), repr(sequence)
-        for sequence in self.line:
-            assert sequence.state in (SequenceState.QUEUED, SequenceState.PARKED), repr(sequence)
-        waiting = [*self.line, *self.paused]
-        assert {id(guest) for guest in self.slots.guests()} <= {id(s) for s in waiting}, "a guest is gone"
-        for sequence in everybody:
-            assert sequence.entry is None or sequence.key in sequence.entry.leases, (
-                f"{sequence!r} has no lease"
-            )
-            assert sequence.form is not ParkForm.SNAPSHOT or sequence.entry is not None, repr(sequence)
+        """Assert the invariants."""
+        check(self)
 
     def _expire(self, turn: Schedule, now: float) -> None:
-        for sequence in (*self.line, *self.paused, *self.slots.running):
-            if sequence.deadline_s is not None and sequence.deadline_s <= now:
-                turn.expired.append(sequence)
+        everybody = (*self.line, *self.paused, *self.slots.running)
+        turn.expired += [s for s in everybody if s.deadline_s is not None and s.deadline_s <= now]
         for sequence in turn.expired:
             self.retire(sequence, FinishReason.ERROR, now)
 
@@ -325,6 +323,11 @@ class Scheduler:
             return
         if len(self.slots.running) > self.limits.num_slots:
             self._lodge(favoured, "its step in ten is over", turn, now)
+
+    def _hold_back(self, turn: Schedule, now: float) -> None:
+        """Whoever may not run for now is parked (SPEC M4, M6)."""
+        for sequence in [s for s in self.slots.running if self.throttle.holds(s)]:
+            self._park(sequence, self.throttle.reason, turn, now)
 
     @staticmethod
     def _youngest(running: list[Sequence]) -> Sequence:
@@ -376,6 +379,8 @@ class Scheduler:
             self._seat_favoured(favoured, turn, now)
         num_ahead = 0  # those that will run as soon as what they wait for is there: their places are theirs
         for sequence in self.line:
+            if self.throttle.holds(sequence):
+                continue
             if not (self._has_place(num_ahead) or self._may_displace(sequence)):
                 return
             if self._arrivals.is_awaiting(sequence):
@@ -403,11 +408,13 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, turn: Schedule) -> bool:
         placement = self._placement(sequence, turn)
-        return placement is not None and self.room.fits(sequence, placement)
+        most = self.throttle.lowered(self.cells.total)
+        return placement is not None and self.room.fits(sequence, placement, most)
 
     def _has_place(self, num_ahead: int) -> bool:
         """Whether one more may run; the one that is owed a step takes nobody's place."""
-        return len(self.slots.running) - self._is_beyond + num_ahead < self.limits.num_slots
+        num_slots = self.throttle.lowered(self.limits.num_slots)
+        return len(self.slots.running) - self._is_beyond + num_ahead < num_slots
 
     def _seat_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
         """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7).

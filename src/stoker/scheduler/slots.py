@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
+from stoker.cache.index import MIN_TOKENS
 from stoker.scheduler.sequence import ParkForm, Sequence
 
 if TYPE_CHECKING:
     from stoker.cache.entry import Entry
-
-MIN_REUSE = 32
-"""Tokens below which a stored prefix is not worth taking over (SPEC C2)."""
-
 
 _FIRST_LOOK = 32
 
@@ -144,7 +141,7 @@ class Reuse:
         held = slot.kept if slot.holder is None else slot.holder.tokens
         tokens = self.sequence.tokens
         length = min(common_prefix(held, tokens, slot.num_tokens), len(tokens) - 1)
-        least = MIN_REUSE if self.sequence.leader is None else 1
+        least = MIN_TOKENS if self.sequence.leader is None else 1
         if length < least or (not self.can_trim and length != slot.num_tokens):
             return 0
         return length

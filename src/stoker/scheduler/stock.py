@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.cache.entry import Entry, EntryState
+from stoker.cache.index import MIN_TOKENS
 from stoker.cache.keys import key_of
 from stoker.scheduler.checkpoints import Checkpoints
 from stoker.scheduler.sequence import ParkForm
-from stoker.scheduler.slots import MIN_REUSE
 from stoker.scheduler.tally import Tally
 from stoker.values import CacheSource
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from stoker.scheduler.limits import SchedulerLimits
     from stoker.scheduler.sequence import Sequence
 
-MIN_SNAPSHOT = 32
-"""Tokens below which computing again is as quick as a snapshot."""
 MIN_GAIN = 16
 """Tokens more that a stored state has to save than cells at hand."""
 MAX_IMPORT = 64
@@ -43,6 +41,7 @@ class Stock:
         self.cache = cache
         self.now = 0.0
         self.tally = Tally()
+        self._asked: tuple[list[int], int, bytes] = ([], 0, b"")
 
     def __repr__(self) -> str:
         return f"<Stock {self.cache!r}>"
@@ -54,7 +53,7 @@ class Stock:
         mode = self.limits.cache_mode
         if not (mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
             return None
-        key, is_exact = key_of(sequence.tokens), not self.limits.can_trim
+        key, is_exact = self._key(sequence.tokens), not self.limits.can_trim
         for hit in self.cache.hits(sequence.namespace, key, is_exact=is_exact):
             if hit.num_tokens < num_live + MIN_GAIN:
                 return None
@@ -62,6 +61,14 @@ class Stock:
             if hit.entry.num_tokens <= most and self.cache.can_fetch(hit.entry):
                 return hit
         return None
+
+    def _key(self, tokens: list[int]) -> bytes:
+        """The key of a whole prompt, remembered: an admission asks for it several times in a row."""
+        asked, length, key = self._asked
+        if asked is not tokens or length != len(tokens):  # tokens are only ever added to a list
+            key = key_of(tokens)
+            self._asked = tokens, len(tokens), key
+        return key
 
     def take_up(self, sequence: Sequence, entry: Entry | None) -> None:
         """Lease the state it is about to go on from, lest it goes before it is used; None: it needs none."""
@@ -137,7 +144,7 @@ class Stock:
 
     def park(self, sequence: Sequence) -> Entry | None:
         """An entry for what a parked sequence has computed, leased by it; None: its tokens have to do."""
-        if sequence.num_computed < MIN_SNAPSHOT or not self.limits.can_export:
+        if sequence.num_computed < MIN_TOKENS or not self.limits.can_export:
             return None
         new = self._new_entry(sequence, sequence.num_computed)
         return self.cache.park(new, sequence.key, self.limits.park_bytes, self.now)
@@ -159,7 +166,9 @@ class Stock:
     def checkpoint(self, sequence: Sequence) -> Entry | None:
         """An entry for the state it is in now, to be filled before it moves on, if one belongs here."""
         checkpoints, at = sequence.checkpoints, sequence.num_computed
-        if checkpoints is None or not checkpoints.is_at(at) or at < MIN_REUSE or not self.may_store(sequence):
+        if checkpoints is None or not checkpoints.is_at(at):
+            return None
+        if at < MIN_TOKENS or not self.may_store(sequence):
             return None
         new = self._new_entry(sequence, at)
         entry = self.cache.store(new, self.now, is_wanted=checkpoints.is_marked(at))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from stoker.scheduler.effects import Effect, Schedule
     from stoker.scheduler.room import Room
+    from stoker.scheduler.throttle import Throttle
 
 REST_CELLS = 512
 """Cells that may be held for nobody who runs: attention walks over them, 7 % of a step each 1,000."""
@@ -38,12 +39,17 @@ class Surplus:
     def __repr__(self) -> str:
         return f"<Surplus of {self._room!r}, {'due' if self.is_due else 'seen to'}>"
 
-    def shed(self, turn: Schedule, free_kept: Callable[[Schedule], bool]) -> None:
+    def shed(
+        self, turn: Schedule, free_kept: Callable[[Schedule], bool], throttle: Throttle | None = None
+    ) -> None:
         """Free what is too much: before somebody starts only what costs no time, the rest a turn later.
 
         `free_kept` frees something that no running sequence needs; False: there is nothing.
         """
-        if turn.admitted:
+        if throttle is not None and throttle.keeps_nothing:
+            while self._room.evict_oldest(turn.effects):
+                pass
+        elif turn.admitted:
             self._drop_copied(turn)
         elif self.is_due:
             self._free(turn, free_kept)

@@ -16,9 +16,22 @@ from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
 from stoker.server.gate import Gate
 from stoker.server.metrics import Metrics
-from stoker.server.routes import chat, completions, models, probes, runtime, states, tokens
+from stoker.server.routes import (
+    chat,
+    completions,
+    embeddings,
+    models,
+    probes,
+    requests,
+    residency,
+    runtime,
+    states,
+    tokens,
+)
 from stoker.server.schema.chat import ChatRequest, Conversation
 from stoker.server.schema.completion import CompletionRequest
+from stoker.server.schema.embeddings import EmbeddingRequest
+from stoker.server.schema.residency import LoadModelRequest, ModelRequest, PinModelRequest, SuspendRequest
 from stoker.server.schema.states import SaveStateRequest, StateEmbeddingRequest
 from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from stoker.server.security import HostList, KeyRing
@@ -35,15 +48,23 @@ _BODIES = (
     DetokenizeRequest,
     SaveStateRequest,
     StateEmbeddingRequest,
+    EmbeddingRequest,
+    LoadModelRequest,
+    ModelRequest,
+    PinModelRequest,
+    SuspendRequest,
 )
 _ROUTERS = (
     chat.router,
     completions.router,
     states.router,
+    embeddings.router,
     models.router,
     tokens.router,
     probes.router,
     runtime.router,
+    residency.router,
+    requests.router,
 )
 
 

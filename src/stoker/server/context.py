@@ -1,4 +1,4 @@
-"""What the routes share: the runtime, the settings, the metrics and the list of live requests.
+"""What the routes share: the runtime, the settings, the metrics and the live requests with their names.
 
 One `ServerContext` is made by `app` and handed to each router; nothing here knows HTTP.
 """
@@ -22,6 +22,23 @@ if TYPE_CHECKING:
 RETRY_AFTER_S = 2.0
 
 
+@dataclass(frozen=True)
+class LiveRequest:
+    """A request whose client is connected.
+
+    Attributes:
+        id: the runtime's.
+        names: what else it is known by: the client's `X-Request-Id`, then the answer's id.
+        owner: digest of the API key that it came with; empty: none is asked for.
+    """
+
+    id: str
+    names: tuple[str, ...]
+    model: str
+    is_chat: bool
+    owner: str = ""
+
+
 class LiveRequests:
     """Names under which running requests are known outside, and the runtime's ids behind them.
 
@@ -31,14 +48,16 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._ids: dict[str, list[str]] = {}
+        self._requests: dict[str, LiveRequest] = {}
 
     def __repr__(self) -> str:
         return f"LiveRequests({len(self._ids)} names)"
 
     @contextlib.contextmanager
-    def entered(self, names: Sequence[str], runtime_ids: Sequence[str]) -> Iterator[None]:
-        """Known by `names` and by each of `runtime_ids` while the block runs."""
-        pairs = {(name, own) for name in names for own in runtime_ids} | {(own, own) for own in runtime_ids}
+    def entered(self, requests: Sequence[LiveRequest]) -> Iterator[None]:
+        """Known by their names and their own ids while the block runs."""
+        pairs = {(name, request.id) for request in requests for name in (*request.names, request.id)}
+        self._requests |= {request.id: request for request in requests}
         for name, own in pairs:
             self._ids.setdefault(name, []).append(own)
         try:
@@ -48,6 +67,8 @@ class LiveRequests:
                 self._ids[name].remove(own)
                 if not self._ids[name]:
                     del self._ids[name]
+            for request in requests:
+                del self._requests[request.id]
 
     def runtime_ids(self, name: str) -> list[str]:
         """The runtime's ids behind `name`.
@@ -58,6 +79,10 @@ class LiveRequests:
         if name not in self._ids:
             raise RequestNotFoundError(f"no live request has the id {name!r}", param="id")
         return sorted(self._ids[name])
+
+    def requests(self) -> list[LiveRequest]:
+        """Everything that is live, oldest first."""
+        return list(self._requests.values())
 
     def num_names(self) -> int:
         """Names known now; 0 when nothing runs."""

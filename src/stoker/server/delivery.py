@@ -31,6 +31,14 @@ ETA_HEADER = "X-Stoker-Eta"
 CACHE_HEADER = "X-Stoker-Cache"
 
 
+class Source(Protocol):
+    """Where events come from: a generation, or a kept request that its client comes back to."""
+
+    def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        """(index of the prompt, event) as they come."""
+        ...
+
+
 class ChunkWriter(Protocol):
     """Writes events as SSE frames."""
 
@@ -55,8 +63,8 @@ class WholeWriter(Protocol):
         ...
 
 
-def streamed(generation: Generation, writer: ChunkWriter, keepalive_s: float) -> EventStream:
-    """The generation as server-sent events.
+def streamed(source: Source, writer: ChunkWriter, keepalive_s: float) -> EventStream:
+    """The events of `source` as server-sent events.
 
     The headers tell the place in the line at arrival and, where known, the seconds to go (SPEC Q14); what
     changes while it waits or stands still comes as comments, which clients ignore unless they know them.
@@ -64,7 +72,7 @@ def streamed(generation: Generation, writer: ChunkWriter, keepalive_s: float) ->
     to begin while it still waited has no such header, only the usage at its end.
     """
     headers: dict[str, str] = {}
-    return EventStream(_frames(generation, writer, headers), headers, keepalive_s)
+    return EventStream(_frames(source, writer, headers), headers, keepalive_s)
 
 
 async def collected(generation: Generation, writer: WholeWriter, request: Request) -> Response:
@@ -85,9 +93,9 @@ def _cache_header(source: CacheSource | None, num_tokens: int) -> str:
 
 
 async def _frames(
-    generation: Generation, writer: ChunkWriter, headers: dict[str, str]
+    source: Source, writer: ChunkWriter, headers: dict[str, str]
 ) -> AsyncGenerator[bytes, None]:
-    async with aclosing(generation.events()) as events:
+    async with aclosing(source.events()) as events:
         async for prompt, event in events:
             if isinstance(event, Notice):
                 yield _notice(event, headers)

@@ -8,20 +8,38 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.server.context import LiveRequest
 from stoker.values import Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from starlette.requests import Request
+
     from stoker.request import GenerateRequest
     from stoker.server.context import ServerContext
     from stoker.streams import StreamEvent
 
-    Arrival = tuple[int, StreamEvent | Exception | None]
+    Numbered = AsyncGenerator[tuple[int, StreamEvent], None]  # with the index of the prompt
+    Arrival = tuple[int, StreamEvent] | Exception | None
 
 _MERGE_DEPTH = 64  # events waiting for a slow client; then the prompts' streams wait too
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks: the id of the HTTP request and the digest of its API key."""
+
+    request_id: str
+    key_digest: str = ""
+
+    @classmethod
+    def of(cls, request: Request) -> Caller:
+        """As the gate found them."""
+        return cls(request.state.request_id, request.state.key_digest)
 
 
 class Generation:
@@ -33,11 +51,12 @@ class Generation:
     """
 
     def __init__(
-        self, context: ServerContext, prefix: str, request_id: str, requests: Sequence[GenerateRequest]
+        self, context: ServerContext, prefix: str, caller: Caller, requests: Sequence[GenerateRequest]
     ) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._context = context
-        self._request_id = request_id
+        self._names = (caller.request_id, self.id)
+        self._owner = caller.key_digest
         self._requests = requests
         several = len(requests) > 1
         self.runtime_ids = [f"{self.id}-{i}" if several else self.id for i in range(len(requests))]
@@ -45,54 +64,75 @@ class Generation:
     def __repr__(self) -> str:
         return f"Generation({self.id}, {len(self._requests)} prompts)"
 
-    async def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+    async def events(self) -> Numbered:
         """(index of the prompt, event) as they come; closing it cancels every prompt.
 
         Raises:
             StokerError: of the first prompt that failed; the others are cancelled.
         """
-        with self._context.live.entered([self._request_id, self.id], self.runtime_ids):
-            merged = self._one(0) if len(self._requests) == 1 else self._merged()
-            async with aclosing(merged) as events:
+        with self._context.live.entered(self._live()):
+            streams = [self._one(index) for index in range(len(self._requests))]
+            async with aclosing(merged(streams)) as events:
                 async for event in events:
                     yield event
 
-    async def _one(self, index: int) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        stream = self._context.runtime.stream(self._requests[index], request_id=self.runtime_ids[index])
+    def _live(self) -> list[LiveRequest]:
+        return [
+            LiveRequest(own, self._names, request.model, request.is_chat, self._owner)
+            for own, request in zip(self.runtime_ids, self._requests, strict=True)
+        ]
+
+    async def _one(self, index: int) -> Numbered:
+        stream = self._context.runtime.stream(
+            self._requests[index],
+            request_id=self.runtime_ids[index],
+            names=self._names,
+            owner=self._owner,
+        )
         with self._context.metrics.request() as meter:
             async with aclosing(stream) as events:
                 async for event in events:
                     meter.note(event)
                     yield index, event
 
-    async def _merged(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        arrived: asyncio.Queue[Arrival] = asyncio.Queue(_MERGE_DEPTH)
-        tasks = [asyncio.ensure_future(self._forward(i, arrived)) for i in range(len(self._requests))]
-        num_open = len(tasks)
-        try:
-            while num_open:
-                index, event = await arrived.get()
-                if event is None:
-                    num_open -= 1
-                elif isinstance(event, Exception):
-                    raise event
-                else:
-                    yield index, event
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _forward(self, index: int, arrived: asyncio.Queue[Arrival]) -> None:
-        """Pass one prompt's events on, then None or what ended it."""
-        try:
-            async with aclosing(self._one(index)) as events:
-                async for event in events:
-                    await arrived.put(event)
-        except Exception as error:  # noqa: BLE001 - raised again where the streams meet
-            await arrived.put((index, error))
-        else:
-            await arrived.put((index, None))
+def merged(streams: Sequence[Numbered]) -> Numbered:
+    """The events of several prompts' streams as they come; closing it closes all of them.
+
+    Iterating raises the StokerError of the first stream that failed; the others are closed.
+    """
+    return streams[0] if len(streams) == 1 else _merge(streams)
+
+
+async def _merge(streams: Sequence[Numbered]) -> Numbered:
+    arrived: asyncio.Queue[Arrival] = asyncio.Queue(_MERGE_DEPTH)
+    tasks = [asyncio.ensure_future(_forward(stream, arrived)) for stream in streams]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            arrival = await arrived.get()
+            if arrival is None:
+                num_open -= 1
+            elif isinstance(arrival, Exception):
+                raise arrival
+            else:
+                yield arrival
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(stream: Numbered, arrived: asyncio.Queue[Arrival]) -> None:
+    """Pass one stream's events on, then None or what ended it."""
+    try:
+        async with aclosing(stream) as events:
+            async for event in events:
+                await arrived.put(event)
+    except Exception as error:  # noqa: BLE001 - raised again where the streams meet
+        await arrived.put(error)
+    else:
+        await arrived.put(None)
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:

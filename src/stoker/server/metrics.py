@@ -1,7 +1,7 @@
-"""Prometheus metrics (SPEC O1): what the front measures of each stream, and what the engine's status says.
+"""Prometheus metrics (SPEC O1): what the front measures of each stream, beside what the engine's status says.
 
 Names are the field's with the prefix `stoker:`. Reading them asks the engine for its status and wakes
-nothing (SPEC S6).
+nothing (SPEC S6). The figures of the status are `status_metrics`'s.
 """
 
 from __future__ import annotations
@@ -11,24 +11,20 @@ import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from stoker.errors import StokerError
 from stoker.messages import Delta, Finished
-from stoker.values import CacheSource
+from stoker.server.status_metrics import StatusCollector
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from stoker.messages import Event
     from stoker.runtime import RuntimeStatus
-    from stoker.status import CacheStatus
+    from stoker.status import ModelStatus
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
-_RUNNING = frozenset({"prefill", "decode"})
-_MILLISECONDS = 1000.0
 
 
 class Metrics:
@@ -36,7 +32,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._status = _StatusCollector()
+        self._status = StatusCollector()
         self._registry.register(self._status)
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "From submission to the first token.", _SECONDS
@@ -74,9 +70,14 @@ class Metrics:
             self.generation_tokens.inc(meter.num_tokens)
             self.outcomes.labels(outcome).inc()
 
-    def render(self, status: RuntimeStatus | None) -> bytes:
-        """The text format; without a status the engine's own figures are left out."""
-        self._status.status = status
+    def render(self, status: RuntimeStatus | None, roster: Sequence[ModelStatus] = ()) -> bytes:
+        """The text format; without a status the engine's own figures are left out.
+
+        Args:
+            status: of the runtime; None: there is none.
+            roster: served models as the front last heard of them.
+        """
+        self._status.status, self._status.roster = status, roster
         return generate_latest(self._registry)
 
 
@@ -107,77 +108,3 @@ class StreamMeter:
             self._metrics.first_token.observe(now - self._begun)
         self._last[index] = now
         self.num_tokens += count
-
-
-class _StatusCollector(Collector):
-    """The engine's figures, read from the status that `render` was given."""
-
-    def __init__(self) -> None:
-        self.status: RuntimeStatus | None = None
-
-    def collect(self) -> Iterable[Metric]:
-        status = self.status
-        if status is None:
-            return
-        engine = status.engine
-        running = sum(slot.state in _RUNNING for slot in engine.slots)
-        used = engine.kv_cells_used / engine.kv_cells_total if engine.kv_cells_total else 0.0
-        yield GaugeMetricFamily("stoker:num_requests_running", "Sequences in a slot.", running)
-        yield GaugeMetricFamily("stoker:num_requests_waiting", "Sequences in the queue.", len(engine.queue))
-        yield GaugeMetricFamily("stoker:num_requests_parked", "Sequences preempted.", len(engine.parked))
-        yield GaugeMetricFamily("stoker:num_requests_paused", "Sequences paused.", len(engine.paused))
-        yield GaugeMetricFamily("stoker:kv_cache_usage_perc", "Used KV cells, 0 to 1.", used)
-        yield GaugeMetricFamily("stoker:num_threads", "CPU threads a step uses.", status.threads)
-        yield from _counted(engine.counters)
-        yield from _cached(engine.counters)
-        yield from _stored(engine.cache)
-        yield CounterMetricFamily("stoker:engine_restarts", "Restarts of the engine.", status.restarts)
-
-
-def _counted(counters: dict[str, float]) -> Iterable[Metric]:
-    """What the engine counts; after a restart it counts from 0."""
-    preemptions = counters.get("num_preemptions_total", 0.0)
-    yield CounterMetricFamily(
-        "stoker:num_preemptions", "Sequences that others took the place of.", preemptions
-    )
-    parked = counters.get("parked_bytes", 0.0)
-    yield GaugeMetricFamily("stoker:parked_bytes", "Host memory of parked sequences' states.", parked)
-    target_s = counters.get("step_target_ms", 0.0) / _MILLISECONDS
-    yield GaugeMetricFamily("stoker:step_target_seconds", "How long a step may take; 0: no target.", target_s)
-
-
-def _cached(counters: dict[str, float]) -> Iterable[Metric]:
-    """What the cache saved, by where it came from (SPEC C13); after a restart it counts from 0."""
-    tokens = {source: counters.get(f"cached_tokens_{source}_total", 0.0) for source in CacheSource}
-    hits = {source: counters.get(f"cache_hits_{source}_total", 0.0) for source in CacheSource}
-    for name, text, key in (
-        ("prefix_cache_queries", "Prompt tokens of admitted requests.", "prompt_tokens_total"),
-        ("prompt_tokens_computed", "Prompt tokens that steps computed.", "prompt_tokens_computed_total"),
-        ("cache_misses", "Admitted requests that the cache had nothing for.", "cache_misses_total"),
-        ("cache_stored", "Prefixes that were stored.", "cache_stored_total"),
-        ("cache_evicted", "Stored prefixes that were given up for room.", "cache_evicted_total"),
-        ("cache_damaged", "Stored prefixes that were found damaged.", "cache_damaged_total"),
-    ):
-        yield CounterMetricFamily(f"stoker:{name}", text, counters.get(key, 0.0))
-    yield CounterMetricFamily(
-        "stoker:prefix_cache_hits", "Prompt tokens that were not computed.", sum(tokens.values())
-    )
-    for name, text, values in (
-        ("cached_tokens", "Prompt tokens that were not computed, by where they came from.", tokens),
-        ("cache_hits", "Admitted requests that the cache had something for, by where it was.", hits),
-    ):
-        family = CounterMetricFamily(f"stoker:{name}", text, labels=["source"])
-        for source, value in values.items():
-            family.add_metric([source], value)
-        yield family
-
-
-def _stored(cache: CacheStatus) -> Iterable[Metric]:
-    """What the cache holds now."""
-    num_bytes = GaugeMetricFamily("stoker:cache_bytes", "Bytes of stored prefixes.", labels=["tier"])
-    entries = GaugeMetricFamily("stoker:cache_entries", "Stored prefixes.", labels=["tier"])
-    num_bytes.add_metric(["ram"], cache.ram_bytes)
-    num_bytes.add_metric(["disk"], cache.disk_bytes)
-    entries.add_metric(["ram"], cache.num_ram)
-    entries.add_metric(["disk"], cache.num_disk)
-    yield from (num_bytes, entries)

@@ -20,6 +20,7 @@ import uvicorn
 
 from stoker.errors import MachineSetupError
 from stoker.server.app import create_app, server_context
+from stoker.server.sleep import SleepSwitch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,6 +73,7 @@ class Service:
     Attributes:
         context: what the routes share.
         server: uvicorn's, for its connections and tasks.
+        sleep: for suspend and resume that no client waits for.
 
     Args:
         runtime: not started yet; started and closed here.
@@ -87,6 +89,7 @@ class Service:
         self._runtime = runtime
         self._listener = listener
         self._stopping = asyncio.Event()
+        self.sleep = SleepSwitch(runtime)
         self.server = _Server(
             uvicorn.Config(
                 create_app(self.context),
@@ -123,12 +126,15 @@ class Service:
             if starting.done():
                 await starting
                 announce(self._ready_line())
+                if self.context.settings.follow_sleep:
+                    self.sleep.follow_machine()
                 await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.context.is_stopping = True
             starting.cancel()
             stopping.cancel()
             await asyncio.gather(starting, stopping, return_exceptions=True)
+            await self.sleep.close()
             await self._runtime.close()
             self.server.should_exit = True
             await serving
@@ -173,6 +179,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)
+    loop.add_signal_handler(signal.SIGUSR1, service.sleep.suspend)
+    loop.add_signal_handler(signal.SIGUSR2, service.sleep.resume)
     await service.run(_print_line)
 
 

@@ -21,6 +21,7 @@ from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
 from stoker.errors import ModelLoadError, UnsupportedError
+from stoker.models.estimate import num_sequences
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf import read_header
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from stoker.models.gguf import GgufHeader
     from stoker.values import ModelSpec, Tensor
 
-MAX_SEQUENCES = 256  # llama_max_parallel_sequences()
-SPARE_SEQUENCES = 32
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
 
@@ -136,7 +135,8 @@ class LlamaBackend:
 
     def close_up(self, seqs: Sequence[int]) -> None:
         """Move the tokens of these sequences together; only where the order of cells matters to the bit."""
-        if self._context.key_type is KeyType.BF16 and self._model.keeps_every_cell:
+        is_fixed = self._capabilities.computes_on_cpu and self._context.key_type is not KeyType.F16
+        if is_fixed and self._model.keeps_every_cell:
             self._states.lay_anew(seqs)
 
     def length(self, seq: int) -> int:
@@ -196,6 +196,7 @@ def load(
     spec: ModelSpec,
     on_progress: Callable[[float], None] | None = None,
     cache_dir: Path | None = None,
+    header: GgufHeader | None = None,
 ) -> LlamaBackend:
     """Load a model file, after a smoke decode in a child process where none is remembered (SPEC R9, K1).
 
@@ -203,20 +204,23 @@ def load(
         spec: the file and the limits asked for.
         on_progress: told the fraction of the weights loaded; what it raises cancels the load.
         cache_dir: where smoke verdicts are remembered; None: this user's cache folder.
+        header: of the file, where it was read already.
 
     Raises:
         ModelFileError: the file is missing, truncated, corrupt or foreign.
         UnsupportedError: a sound model of a class that does not generate.
         ModelLoadError: llama.cpp refused it or crashes on it.
     """
-    header = read_header(spec.path)
+    header = header or read_header(spec.path)
     if header.model_class not in _GENERATING:
         raise UnsupportedError(
             f"{header.path.name} is an {header.model_class} ({header.architecture}): "
             f"this build generates with decoder, recurrent and hybrid models only",
             model_class=str(header.model_class),
         )
-    verdict = verdict_of(header, cache_dir or Path(platformdirs.user_cache_dir("stoker")))
+    on_progress = on_progress or ignore_progress
+    folder = cache_dir or Path(platformdirs.user_cache_dir("stoker"))
+    verdict = verdict_of(header, folder, lambda: on_progress(0.0))
     if verdict.setting is SmokeSetting.BROKEN:
         raise ModelLoadError(f"{header.path.name} cannot be run here: {verdict.detail}", path=spec.path)
     model = LlamaModel(
@@ -239,16 +243,30 @@ def load(
         raise
 
 
+def ignore_progress(fraction: float) -> None:
+    """Watch no load."""
+
+
 def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
-    wanted = spec.num_slots + SPARE_SEQUENCES
     return ContextOptions(
         num_cells=spec.n_ctx or model.n_ctx_train,
         n_batch=spec.n_batch,
-        num_sequences=min(wanted, MAX_SEQUENCES),
+        num_sequences=num_sequences(spec.num_slots),
         num_threads=spec.num_threads or num_physical_cores(),
-        key_type=KeyType.F16 if device_names() else KeyType.BF16,
+        key_type=_key_type(spec),
     )
+
+
+def _key_type(spec: ModelSpec) -> KeyType:
+    """What was asked for; else what computes repeatably here and takes two bytes."""
+    if not spec.kv_type:
+        return KeyType.F16 if device_names() else KeyType.BF16
+    try:
+        return KeyType(spec.kv_type)
+    except ValueError:
+        known = ", ".join(KeyType)
+        raise UnsupportedError(f"cells of type {spec.kv_type!r} are not known; {known} are") from None
 
 
 def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) -> Capabilities:
@@ -265,9 +283,15 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) 
         num_sequences=context.num_sequences,
         num_params=model.num_params,
         size_bytes=model.size_bytes,
-        kv_type="f16" if context.key_type is KeyType.F16 else f"{context.key_type}/f16",
+        kv_type=_kv_type_name(context.key_type),
         flash_attention=context.flash_attention,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,
         computes_on_cpu=not device_names(),
     )
+
+
+def _kv_type_name(key_type: KeyType) -> str:
+    """For people: the type of keys and values, both where they differ."""
+    is_same = key_type is key_type.value_type
+    return str(key_type) if is_same else f"{key_type}/{key_type.value_type}"

@@ -95,7 +95,7 @@ def capture_log() -> Iterator[list[LogLine]]:
     try:
         yield lines
     finally:
-        _log.listeners.remove(lines)
+        _log.listeners = [other for other in _log.listeners if other is not lines]  # equal ones stay
 
 
 def error_text(lines: list[LogLine]) -> str:

@@ -36,18 +36,30 @@ _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)
 
 
 class KeyType(StrEnum):
-    """Element type of the cached keys; values are f16.
+    """Element type of the cached keys; values are f16, beside quantised keys of the same type as those.
 
-    BF16 takes the same bytes. On a CPU, where it differs from the values' type, llama.cpp adds attention up
+    BF16 takes the bytes of F16. On a CPU, where it differs from the values' type, llama.cpp adds attention up
     in one fixed way: results do not depend on the shape of the batch, long prefills are slower
-    (docs/adr/0006).
+    (docs/adr/0006). So it does over quantised cells, which take about a half and a quarter of the bytes.
     """
 
     F16 = "f16"
     BF16 = "bf16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether cells are stored in blocks with a common scale; only flash attention reads such."""
+        return self in {KeyType.Q8_0, KeyType.Q4_0}
+
+    @property
+    def value_type(self) -> KeyType:
+        """Element type of the cached values."""
+        return self if self.is_quantised else KeyType.F16
 
 
-_NATIVE_TYPES = {KeyType.F16: 1, KeyType.BF16: 30}  # enum ggml_type
+_NATIVE_TYPES = {KeyType.F16: 1, KeyType.BF16: 30, KeyType.Q8_0: 8, KeyType.Q4_0: 2}  # enum ggml_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +71,7 @@ class ContextOptions:
         n_batch: tokens one step may carry.
         num_sequences: sequences that may exist at once, at most 256.
         num_threads: CPU threads of a step.
-        key_type: element type of the cached keys.
+        key_type: element type of the cached keys; it decides that of the values.
     """
 
     num_cells: int
@@ -97,7 +109,7 @@ class LlamaContext:
         self.num_cells: int = llama.llama_n_ctx(handle)
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
-        self.flash_attention = _flash_attention(lines)
+        self.flash_attention = "on" if self.key_type.is_quantised else _flash_attention(lines)
         self._buffer_bytes = _buffer_bytes(lines)
         # A state that no token made needs a position of its own; recurrent models do not look at positions.
         self._first_position = 1 if model.is_recurrent else 0
@@ -226,6 +238,7 @@ def _native_params(options: ContextOptions) -> object:
     params.n_outputs_max_per_seq = 0  # prompt logprobs ask for a row a token
     params.n_threads = params.n_threads_batch = options.num_threads
     params.type_k = _NATIVE_TYPES[options.key_type]
+    params.type_v = _NATIVE_TYPES[options.key_type.value_type]
     params.flash_attn_type = _FLASH_ATTENTION_AUTO
     params.kv_unified = True  # one pool, cells shared between sequences
     params.pooling_type = _POOLING_NONE

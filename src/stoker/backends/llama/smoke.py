@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -27,9 +28,12 @@ from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION
 from stoker.models.gguf import read_header
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stoker.models.gguf import GgufHeader
 
 TRIAL_TIMEOUT_S = 300.0
+ASK_EVERY_S = 0.1
 VERDICT_FILE = "smoke.json"
 MAX_DETAIL_CHARS = 500
 
@@ -86,15 +90,20 @@ def verdict_for(path: Path, cache_dir: Path) -> SmokeVerdict:
     return verdict_of(read_header(path), cache_dir)
 
 
-def verdict_of(header: GgufHeader, cache_dir: Path) -> SmokeVerdict:
-    """Like `verdict_for`, for a header that was read already."""
+def verdict_of(
+    header: GgufHeader, cache_dir: Path, on_wait: Callable[[], None] | None = None
+) -> SmokeVerdict:
+    """Like `verdict_for`, for a header that was read already.
+
+    `on_wait` is called several times a second while a child tries; what it raises ends the trial.
+    """
     file = cache_dir / VERDICT_FILE
     key = _key(header)
     known = _read(file)
     verdict = _decoded(known.get(key))
     if verdict is not None:
         return verdict
-    verdict, is_lasting = _try_settings(header.path)
+    verdict, is_lasting = _try_settings(header.path, on_wait or _wait_on)
     if verdict.setting is not SmokeSetting.OK:
         _logger.warning("smoke decode of %s: %s: %s", header.path.name, verdict.setting, verdict.detail)
     if is_lasting:
@@ -102,25 +111,27 @@ def verdict_of(header: GgufHeader, cache_dir: Path) -> SmokeVerdict:
     return verdict
 
 
-def _try_settings(path: Path) -> tuple[SmokeVerdict, bool]:
+def _wait_on() -> None:
+    """Nobody wants the trial to end early."""
+
+
+def _try_settings(path: Path, on_wait: Callable[[], None]) -> tuple[SmokeVerdict, bool]:
     """The verdict, and whether it lasts: not if a child was killed from outside or took too long."""
-    full = _run_trial(path, "on")
+    full = _run_trial(path, "on", on_wait)
     if full.is_ok:
         return SmokeVerdict(SmokeSetting.OK, "", full.label), True
     if full.is_refusal:
         return SmokeVerdict(SmokeSetting.BROKEN, full.detail, full.label), False
-    safe = _run_trial(path, "off")
+    safe = _run_trial(path, "off", on_wait)
     if safe.is_ok:
         return SmokeVerdict(SmokeSetting.NO_EXTRA_BUFTS, full.detail, safe.label), full.is_telling
     return SmokeVerdict(SmokeSetting.BROKEN, f"{full.detail}; without repacking: {safe.detail}", ""), False
 
 
-def _run_trial(path: Path, extra_bufts: str) -> _Outcome:
+def _run_trial(path: Path, extra_bufts: str, on_wait: Callable[[], None]) -> _Outcome:
     command = [sys.executable, "-m", "stoker.backends.llama.trial", str(path), "--extra-bufts", extra_bufts]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIAL_TIMEOUT_S, check=False
-        )
+        done = _run(command, on_wait)
     except subprocess.TimeoutExpired:
         return _failed(f"a trial decode took more than {TRIAL_TIMEOUT_S:g} s", is_telling=False)
     if done.returncode < 0:
@@ -139,6 +150,25 @@ def _run_trial(path: Path, extra_bufts: str) -> _Outcome:
     except (IndexError, KeyError, TypeError, ValueError):
         text = done.stderr.decode(errors="replace").strip()[-MAX_DETAIL_CHARS:]
         return _failed(f"a trial decode ended with code {done.returncode}: {text}", is_telling=False)
+
+
+def _run(command: list[str], on_wait: Callable[[], None]) -> subprocess.CompletedProcess[bytes]:
+    """`subprocess.run` that asks now and then whether to go on; the child never outlives it."""
+    until_s = time.monotonic() + TRIAL_TIMEOUT_S
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as child:
+        try:
+            while True:
+                try:
+                    output, errors = child.communicate(timeout=ASK_EVERY_S)
+                    return subprocess.CompletedProcess(command, child.returncode, output, errors)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > until_s:
+                        raise
+                on_wait()
+        except BaseException:
+            child.kill()
+            raise
 
 
 def _failed(detail: str, *, is_telling: bool) -> _Outcome:

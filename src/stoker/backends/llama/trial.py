@@ -4,7 +4,7 @@
 
 prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`. A crash says the rest by its
 signal. The variable STOKER_SMOKE_FAULT makes it fail on purpose, for tests: "segv" and "nan" with repacked
-weights, "segv-always" with and without.
+weights, "segv-always" with and without, "hang" for good.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     fault = os.environ.get("STOKER_SMOKE_FAULT", "")
     if fault == "segv-always" or (fault == "segv" and options.extra_bufts == "on"):
         signal.raise_signal(signal.SIGSEGV)
+    if fault == "hang":
+        signal.pause()
     try:
         model = LlamaModel(ModelOptions(path=options.path, use_extra_bufts=options.extra_bufts == "on"))
     except StokerError as error:

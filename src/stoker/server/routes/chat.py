@@ -9,7 +9,7 @@ from stoker.request import GenerateRequest
 from stoker.server.body import described, read_body
 from stoker.server.context import ServerContext
 from stoker.server.delivery import collected, streamed
-from stoker.server.generation import Generation
+from stoker.server.generation import Caller, Generation
 from stoker.server.routes.headers import header_fields
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.chat import ChatRequest
@@ -33,7 +33,7 @@ def router(context: ServerContext) -> APIRouter:
         asked = _to_request(context, info, body, request)
         initial = await initial_state(context, request, state_bytes(body.state), info.id)
         asked = msgspec.structs.replace(asked, **initial)
-        generation = Generation(context, "chatcmpl", request.state.request_id, [asked])
+        generation = Generation(context, "chatcmpl", Caller.of(request), [asked])
         head = Head(generation.id, info.id, asked.n, body.wants_usage)
         if body.stream:
             return streamed(generation, ChatChunks(head), context.settings.keepalive_s)

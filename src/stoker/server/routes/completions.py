@@ -8,7 +8,7 @@ from stoker.request import GenerateRequest
 from stoker.server.body import described, read_body
 from stoker.server.context import ServerContext
 from stoker.server.delivery import collected, streamed
-from stoker.server.generation import Generation
+from stoker.server.generation import Caller, Generation
 from stoker.server.routes.headers import header_fields
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.completion import CompletionRequest
@@ -32,7 +32,7 @@ def router(context: ServerContext) -> APIRouter:
         shared |= await initial_state(context, request, state_bytes(body.state), info.id)
         prompts = body.prompts(info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.id, **shared) for prompt in prompts]
-        generation = Generation(context, "cmpl", request.state.request_id, asked)
+        generation = Generation(context, "cmpl", Caller.of(request), asked)
         head = Head(generation.id, info.id, asked[0].n, body.wants_usage)
         if body.stream:
             return streamed(generation, TextChunks(head, len(asked)), context.settings.keepalive_s)

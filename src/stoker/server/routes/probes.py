@@ -20,9 +20,10 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/ready")
     async def ready() -> Response:
-        """Requests are taken; 503 until then."""
+        """Requests are taken; 503 until then. A suspended runtime takes them and keeps them."""
         context.require_ready()
-        return Response(msgspec.json.encode({"status": "ready"}), media_type="application/json")
+        state = "suspended" if context.runtime.is_suspended else "ready"
+        return Response(msgspec.json.encode({"status": state}), media_type="application/json")
 
     @routes.get("/metrics")
     async def metrics() -> Response:
@@ -31,6 +32,7 @@ def router(context: ServerContext) -> APIRouter:
             status = await context.runtime.status()
         except StokerError:  # an engine that restarts has no figures; the front's own still count
             status = None
-        return Response(context.metrics.render(status), media_type=CONTENT_TYPE_LATEST)
+        text = context.metrics.render(status, context.runtime.model_states())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes

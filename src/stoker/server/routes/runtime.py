@@ -1,69 +1,38 @@
-"""GET /v1/runtime and the actions on live requests (SPEC I4, Q17)."""
+"""GET /v1/runtime and /v1/runtime/events: how the engine is, and what happens in it (SPEC I4, O3)."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from stoker.errors import RequestNotFoundError
 from stoker.server.context import ServerContext
 from stoker.server.schema.status import status_document
-
-Action = Callable[[str], Awaitable[None]]
+from stoker.server.sse import EventStream, frame
 
 
 def router(context: ServerContext) -> APIRouter:
-    """What the engine holds; end, pause and resume a request by id.
-
-    A request is known by its `X-Request-Id`, its answer's id or the runtime's. Each action answers with the
-    runtime's ids that it reached.
-    """
+    """What the engine holds, now or as it changes; neither wakes anything (SPEC S6)."""
     routes = APIRouter(tags=["runtime"])
 
     @routes.get("/v1/runtime")
     async def runtime() -> Response:
-        """Engine, slots, queue, parked and paused requests, models and memory."""
+        """Engine, slots, queue, parked and paused requests, models, memory and heat."""
         status = await context.runtime.status()
-        return _json(status_document(status, context.runtime.models))
+        document = status_document(status, context.runtime.model_states())
+        return Response(msgspec.json.encode(document), media_type="application/json")
 
-    @routes.post("/v1/runtime/requests/{request_id}/cancel")
-    async def cancel(request_id: str) -> Response:
-        """End a live request; what it has written stands."""
-        ended = await _each(context, request_id, context.runtime.cancel)
-        return _json({"id": request_id, "cancelled": ended})
-
-    @routes.post("/v1/runtime/requests/{request_id}/pause")
-    async def pause(request_id: str) -> Response:
-        """Let a live request stand still; again: the same answer."""
-        paused = await _each(context, request_id, context.runtime.pause_request)
-        return _json({"id": request_id, "paused": paused})
-
-    @routes.post("/v1/runtime/requests/{request_id}/resume")
-    async def resume(request_id: str) -> Response:
-        """Let a paused request go on in its stream; one that is not paused goes on anyway."""
-        resumed = await _each(context, request_id, context.runtime.resume_request)
-        return _json({"id": request_id, "resumed": resumed})
+    @routes.get("/v1/runtime/events")
+    async def events() -> Response:
+        """What happens from now on, as server-sent events; the first is a snapshot."""
+        return EventStream(_frames(context), {}, context.settings.keepalive_s)
 
     return routes
 
 
-async def _each(context: ServerContext, name: str, act: Action) -> list[str]:
-    """Do it to every runtime request behind `name`; those that it reached.
-
-    Raises:
-        RequestNotFoundError: nothing of that name is live.
-    """
-    reached = []
-    for runtime_id in context.live.runtime_ids(name):
-        try:
-            await act(runtime_id)
-        except RequestNotFoundError:  # one prompt of several has ended by itself
-            continue
-        reached.append(runtime_id)
-    return reached
-
-
-def _json(document: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
+async def _frames(context: ServerContext) -> AsyncGenerator[bytes, None]:
+    """`{"event": name, "at": seconds since the epoch, ...}`, one a frame."""
+    async with aclosing(context.runtime.events()) as events:
+        async for event in events:
+            yield frame(msgspec.json.encode({"event": event.event, "at": event.at, **event.fields}))

@@ -1,4 +1,4 @@
-"""/v1/states: states of recurrent models, saved, uploaded, listed and deleted; embeddings by state.
+"""/v1/states: states of recurrent models, saved, uploaded, listed and deleted; a prompt's embedding by state.
 
 With API keys a state belongs to the key that made it. What the routes do is `stoker.states`'.
 """
@@ -13,13 +13,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.embeddings import ENCODER
+from stoker.errors import UnsupportedError
 from stoker.server.body import described, read_body
 from stoker.server.disconnect import while_connected
 from stoker.server.routes.headers import header_fields
 from stoker.server.schema.fields import decoded
 from stoker.server.schema.states import (
-    EmbeddingEntry,
-    EmbeddingList,
     EmbeddingUsage,
     SaveStateRequest,
     StateEmbeddingAnswer,
@@ -37,7 +37,7 @@ BINARY = "application/octet-stream"
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The routes of states and of embeddings by state."""
+    """The routes of states and of one prompt's embedding by state."""
     routes = APIRouter(tags=["states"])
     states = _StateRoutes(context)
     body = described(SaveStateRequest)
@@ -48,7 +48,6 @@ def router(context: ServerContext) -> APIRouter:
     routes.delete("/v1/states/{state_id}")(states.delete)
     inputs = described(StateEmbeddingRequest)
     routes.post("/v1/states/embeddings", openapi_extra=inputs)(states.embed)
-    routes.post("/v1/embeddings", openapi_extra=inputs)(states.embed_several)
     return routes
 
 
@@ -116,38 +115,37 @@ class _StateRoutes:
     async def embed(self, request: Request) -> Response:
         """The recurrent state of one prompt, or its last hidden state, with the shape."""
         body = await read_body(request, StateEmbeddingRequest)
-        (found,) = await self._embedded(request, body, most=1)
+        (found,) = await embedded_by_state(self._context, request, body, most=1)
         data = await asyncio.to_thread(body.encoded, found)
-        usage = _usage([found])
-        return await _json_later(StateEmbeddingAnswer(found.model, found.shape, data, usage))
+        usage = usage_of(found.usage.prompt_tokens)
+        return await json_later(StateEmbeddingAnswer(found.model, found.shape, data, usage))
 
-    async def embed_several(self, request: Request) -> Response:
-        """The same for several prompts in the form of OpenAI's embeddings, with `"kind": "state"`."""
-        body = await read_body(request, StateEmbeddingRequest)
-        body.require_state_kind()
-        found = await self._embedded(request, body)
-        entries = [
-            EmbeddingEntry(index, embedding.shape, await asyncio.to_thread(body.encoded, embedding))
-            for index, embedding in enumerate(found)
-        ]
-        return await _json_later(EmbeddingList(entries, found[0].model, _usage(found)))
 
-    async def _embedded(
-        self, request: Request, body: StateEmbeddingRequest, most: int | None = None
-    ) -> Sequence[StateEmbedding]:
-        self._context.require_ready()
-        info = self._context.runtime.resolve(body.model)
-        owner = request.state.key_digest
-        fields = {**body.fields(owner), **header_fields(request), "model": info.id, "owner": owner}
-        prompts = body.inputs(info.n_vocab, most)
-        states = self._context.runtime.states
+async def embedded_by_state(
+    context: ServerContext, request: Request, body: StateEmbeddingRequest, most: int | None = None
+) -> Sequence[StateEmbedding]:
+    """The states that the body's prompts leave, at most `most` of them.
 
-        async def work() -> list[StateEmbedding]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(states.embed(prompt, **fields)) for prompt in prompts]
-            return [task.result() for task in tasks]
+    Raises:
+        UnsupportedError: the model is an encoder, which has none.
+        StokerError: a request was refused or failed.
+    """
+    context.require_ready()
+    info = context.runtime.resolve(body.model)
+    if info.model_class == ENCODER:
+        raise UnsupportedError(
+            f'{info.id} is an encoder: it has no state; leave "kind" out for vectors of texts', param="kind"
+        )
+    owner = request.state.key_digest
+    fields = {**body.fields(owner), **header_fields(request), "model": info.id, "owner": owner}
+    prompts = body.inputs(info.n_vocab, most)
 
-        return await while_connected(_unwrapped(work()), request.receive)
+    async def work() -> list[StateEmbedding]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(context.runtime.states.embed(prompt, **fields)) for prompt in prompts]
+        return [task.result() for task in tasks]
+
+    return await while_connected(_unwrapped(work()), request.receive)
 
 
 async def initial_state(
@@ -173,8 +171,8 @@ async def _unwrapped(work: Any) -> Any:
         raise group.exceptions[0] from None
 
 
-def _usage(found: Sequence[StateEmbedding]) -> EmbeddingUsage:
-    num_tokens = sum(embedding.usage.prompt_tokens for embedding in found)
+def usage_of(num_tokens: int) -> EmbeddingUsage:
+    """What embedding so many tokens is counted as: nothing is generated."""
     return EmbeddingUsage(num_tokens, num_tokens)
 
 
@@ -186,6 +184,6 @@ def _json(document: Any) -> Response:
     return Response(msgspec.json.encode(document), media_type="application/json")
 
 
-async def _json_later(document: Any) -> Response:
-    """Of many numbers, off the loop."""
+async def json_later(document: Any) -> Response:
+    """A response of many numbers, written off the loop."""
     return await asyncio.to_thread(_json, document)

@@ -15,6 +15,7 @@ from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SALT_CHARS, Preempt, Priority, Sampling
 from stoker.server.body import Body
 from stoker.server.security import salt_of
+from stoker.settings import parse_keep_alive
 
 # Wide enough for every range of `stoker.request`, narrow enough to be a machine's number.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -127,6 +128,7 @@ class GenerationFields(SamplingFields):
     cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
     context_shift: bool | None = None
     state: str | InlineState | None = None
+    keep_alive: float | str | None = None
     # Constraints are later work; taking them silently would return unconstrained text.
     grammar: Any = None
     regex: Any = None
@@ -172,11 +174,25 @@ class GenerationFields(SamplingFields):
             "cache": self.cache,
             "cache_salt": salt_of(key_digest, self.cache_salt or ""),
             "context_shift": self.context_shift,
+            "keep_alive_s": keep_alive_seconds(self.keep_alive),
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
             "preempt": None if self.preempt is None else Preempt(self.preempt),
         }
         kept = {name: value for name, value in given.items() if value is not None}
         return {"sampling": self.to_sampling(n_vocab), "stop": stop, **kept}
+
+
+def keep_alive_seconds(keep_alive: float | str | None) -> float | None:
+    """Seconds of a number or of a text like `10m`; negative: for good (SPEC R8).
+
+    Raises:
+        InvalidRequestError: it is no time.
+    """
+    try:
+        seconds = parse_keep_alive(keep_alive)
+    except ValueError as error:
+        raise InvalidRequestError(f"keep_alive: {error}", param="keep_alive") from None
+    return float(seconds) if isinstance(seconds, int | float) else None
 
 
 def check_logprobs(name: str, count: int | None) -> None:

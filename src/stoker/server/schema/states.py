@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import array
 import base64
-import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from pydantic import AliasChoices, Field
 
-from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.embeddings import floats_of
+from stoker.errors import InvalidRequestError
 from stoker.request import MAX_SALT_CHARS, Priority
 from stoker.server.body import Body
 from stoker.server.schema.chat import Message
@@ -80,14 +79,6 @@ class StateEmbeddingRequest(StateWork):
     )
     encoding_format: Literal["float", "base64"] | None = None
 
-    def require_state_kind(self) -> None:
-        """Raise UnsupportedError unless `kind` is `state`."""
-        if self.kind != "state":
-            raise UnsupportedError(
-                f'embeddings of the kind {(self.kind or "text")[:40]!r} are not served; "kind": "state" is',
-                param="kind",
-            )
-
     def inputs(self, n_vocab: int, most: int | None = None) -> list[str | tuple[int, ...]]:
         """Every prompt, at most `most`: text, or token ids of a vocabulary of `n_vocab`.
 
@@ -108,19 +99,20 @@ class StateEmbeddingRequest(StateWork):
         Raises:
             InvalidRequestError: too many to be written as JSON numbers.
         """
-        if self.encoding_format == "base64":
-            return base64.b64encode(embedding.data).decode()
         count = len(embedding.data) // 4
-        if count > MAX_JSON_FLOATS:
+        if self.encoding_format != "base64" and count > MAX_JSON_FLOATS:
             raise InvalidRequestError(
                 f"the state has {count} numbers, at most {MAX_JSON_FLOATS} go as JSON;"
                 ' ask for "encoding_format": "base64"',
                 param="encoding_format",
             )
-        numbers = array.array("f", embedding.data)
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers.tolist()
+        return self.written(embedding.data)
+
+    def written(self, data: bytes) -> list[float] | str:
+        """Little-endian float32 as base64, or as numbers."""
+        if self.encoding_format == "base64":
+            return base64.b64encode(data).decode()
+        return floats_of(data).tolist()
 
 
 def prompt_of(given: str | list[int], n_vocab: int, param: str) -> str | tuple[int, ...]:

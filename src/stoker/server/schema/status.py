@@ -1,4 +1,8 @@
-"""The document of GET /v1/runtime (SPEC I4): what the engine holds, as plain values."""
+"""The document of GET /v1/runtime (SPEC I4): what the engine holds, as plain values.
+
+Owns what is shown while no engine can be asked: models as the front last heard of them, memory as it is
+measured here.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stoker.runtime import RuntimeStatus
-    from stoker.status import EngineStatus, SlotStatus, WaitStatus
-    from stoker.values import ModelInfo
+    from stoker.status import EngineStatus, ModelStatus, SlotStatus, WaitStatus
 
 
-def status_document(status: RuntimeStatus, models: list[ModelInfo]) -> dict[str, Any]:
-    """Engine, slots, everybody who does not run, models and memory."""
+def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dict[str, Any]:
+    """Engine, slots, everybody who does not run, models, memory and heat."""
     engine = status.engine
     return {
         "engine": {
@@ -28,10 +33,34 @@ def status_document(status: RuntimeStatus, models: list[ModelInfo]) -> dict[str,
         "queue": [_waiting(waiting) for waiting in engine.queue],
         "parked": [_waiting(waiting) for waiting in engine.parked],
         "paused": [_waiting(waiting) for waiting in engine.paused],
-        "models": [{"id": info.id, "state": "ready", "bytes": info.memory_bytes} for info in models],
+        "models": [_model(model) for model in models_now(status, roster)],
         "memory": _memory(status),
+        "heat": engine.memory.heat,
         "cache": _cache(engine),
         "counters": engine.counters,
+    }
+
+
+def models_now(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> list[ModelStatus]:
+    """Every served model, the default first: by the engine where it knows it, else by the front."""
+    known = {model.id: model for model in status.engine.models}
+    served = [known.pop(model.id, model) for model in roster]
+    return served + list(known.values())
+
+
+def _model(model: ModelStatus) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "state": model.state,
+        "stage": model.stage,
+        "fraction": model.fraction,
+        "bytes": model.bytes,
+        "pinned": model.is_pinned,
+        "leases": model.leases,
+        "keep_alive_s": model.keep_alive_s,
+        "unload_in_s": model.unload_in_s,
+        "degraded": model.degraded,
+        "reason": model.reason,
     }
 
 
@@ -61,10 +90,28 @@ def _waiting(waiting: WaitStatus) -> dict[str, Any]:
     }
 
 
-def _memory(status: RuntimeStatus) -> dict[str, int | None]:
-    """Bytes: what both processes hold, and what the machine could still give."""
+def _memory(status: RuntimeStatus) -> dict[str, Any]:
+    """Bytes and pressure as the engine measured them last; what can be measured here while there is none."""
+    memory = status.engine.memory
+    if not memory.limit:
+        return {**_measured(status.pid), "tier": None, "pressure": None, "rungs": [], "lines": {}}
+    return {
+        "limit": memory.limit,
+        "footprint": memory.footprint,
+        "available": memory.available,
+        "tier": memory.tier,
+        "pressure": memory.pressure or None,
+        "pressure_fraction": memory.pressure_fraction,
+        "pressure_source": memory.pressure_source,
+        "rungs": memory.rungs,
+        "lines": memory.lines,
+    }
+
+
+def _measured(engine_pid: int) -> dict[str, int]:
+    """What both processes hold, and what the machine could still give."""
     footprint = 0
-    for pid in {psutil.Process().pid, status.pid} - {None, 0}:
+    for pid in {psutil.Process().pid, engine_pid} - {0}:
         try:
             footprint += psutil.Process(pid).memory_info().rss
         except psutil.Error:  # the engine died between the two questions

@@ -14,12 +14,10 @@ from stoker.server.schema.answers import (
     ChatDelta,
     ChatMessage,
     encode,
-    shift_answer,
-    usage_answer,
 )
 from stoker.server.schema.logprobs import chat_logprobs
 from stoker.server.sse import frame
-from stoker.server.writers.head import Head, Totals, closing, progress
+from stoker.server.writers.head import Head, Totals, closing, progress, whole
 
 if TYPE_CHECKING:
     from stoker.streams import StreamEvent
@@ -48,12 +46,7 @@ class ChatChunks:
         if isinstance(event, Finished):
             self._totals.add(event)
         elif isinstance(event, PrefillProgress):
-            head = self._head
-            choices = [ChatChunkChoice(0, _NOTHING)]
-            chunk = Answer(
-                head.id, _CHUNK, head.created, head.model, choices, prompt_progress=progress(event)
-            )
-            return frame(encode(chunk))
+            return progress(self._head, _CHUNK, event, [ChatChunkChoice(0, _NOTHING)])
         return b""
 
     def end(self) -> bytes:
@@ -106,7 +99,6 @@ class WholeChat:
 
     def whole(self) -> bytes:
         """The answer's body."""
-        head, totals = self._head, self._totals
         choices = [
             ChatChoice(
                 index,
@@ -114,18 +106,6 @@ class WholeChat:
                 self._reasons[index],
                 chat_logprobs(self._logprobs[index]) if self._has_logprobs else None,
             )
-            for index in range(head.n)
+            for index in range(self._head.n)
         ]
-        usage = totals.usage()
-        return encode(
-            Answer(
-                head.id,
-                _WHOLE,
-                head.created,
-                head.model,
-                choices,
-                usage=usage_answer(usage),
-                timings=totals.timings(),
-                context_shift=shift_answer(usage),
-            )
-        )
+        return whole(self._head, _WHOLE, self._totals, choices)

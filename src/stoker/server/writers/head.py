@@ -11,6 +11,7 @@ from msgspec import UNSET
 from stoker.server.generation import total_usage
 from stoker.server.schema.answers import (
     Answer,
+    ChatChoice,
     ChatChunkChoice,
     Progress,
     TextChoice,
@@ -97,6 +98,24 @@ def closing(head: Head, kind: str, usage: Usage, nothing: _Choices) -> bytes:
     return frame(encode(last))
 
 
-def progress(event: PrefillProgress) -> Progress:
-    """`prompt_progress` of an event."""
-    return Progress(total=event.total, cache=event.cached, processed=event.processed, time_ms=event.time_ms)
+def progress(head: Head, kind: str, event: PrefillProgress, nothing: _Choices) -> bytes:
+    """The frame of a chunk with `prompt_progress`; the other arguments are as in `closing`."""
+    done = Progress(total=event.total, cache=event.cached, processed=event.processed, time_ms=event.time_ms)
+    return frame(encode(Answer(head.id, kind, head.created, head.model, nothing, prompt_progress=done)))
+
+
+def whole(head: Head, kind: str, totals: Totals, choices: list[ChatChoice] | list[TextChoice]) -> bytes:
+    """The body of an answer in one piece, `kind` being its `object`."""
+    usage = totals.usage()
+    return encode(
+        Answer(
+            head.id,
+            kind,
+            head.created,
+            head.model,
+            choices,
+            usage=usage_answer(usage),
+            timings=totals.timings(),
+            context_shift=shift_answer(usage),
+        )
+    )

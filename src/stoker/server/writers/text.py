@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from stoker.messages import Delta, Finished, PrefillProgress, PromptEcho
-from stoker.server.schema.answers import Answer, TextChoice, encode, shift_answer, usage_answer
+from stoker.server.schema.answers import Answer, TextChoice, encode
 from stoker.server.schema.logprobs import TextLogprobs, TextLogprobsWriter
 from stoker.server.sse import frame
-from stoker.server.writers.head import Head, Totals, closing, progress
+from stoker.server.writers.head import Head, Totals, closing, progress, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,19 +48,7 @@ class TextChunks:
         if isinstance(event, Finished):
             self._totals.add(event)
         elif isinstance(event, PrefillProgress):
-            head, choices_none = self._head, [TextChoice(first, "")]
-            return frame(
-                encode(
-                    Answer(
-                        head.id,
-                        _OBJECT,
-                        head.created,
-                        head.model,
-                        choices_none,
-                        prompt_progress=progress(event),
-                    )
-                )
-            )
+            return progress(self._head, _OBJECT, event, [TextChoice(first, "")])
         return b""
 
     def end(self) -> bytes:
@@ -118,21 +106,8 @@ class WholeText:
 
     def whole(self) -> bytes:
         """The answer's body."""
-        head, totals = self._head, self._totals
         choices = [
             TextChoice(index, "".join(texts), self._logprobs[index], self._reasons[index])
             for index, texts in enumerate(self._texts)
         ]
-        usage = totals.usage()
-        return encode(
-            Answer(
-                head.id,
-                _OBJECT,
-                head.created,
-                head.model,
-                choices,
-                usage=usage_answer(usage),
-                timings=totals.timings(),
-                context_shift=shift_answer(usage),
-            )
-        )
+        return whole(self._head, _OBJECT, self._totals, choices)

@@ -1,0 +1,172 @@
+"""What callers want of models: loads and unloads that they wait for, and pins.
+
+Owns who waits for which model. One load serves all who ask for the same (SPEC R4); one that nobody waits for
+any more is stopped. When an engine may be told, and what it says, is the host's business; what is known of
+a model the roster's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from stoker.errors import ModelNotFoundError, NotReadyError, error_from_info
+from stoker.memory.residency import ModelLife
+from stoker.messages import LoadModel, PinModel, UnloadModel
+
+if TYPE_CHECKING:
+    from stoker.engine.roster import Roster
+    from stoker.errors import StokerError
+    from stoker.messages import ModelState
+    from stoker.values import ModelInfo, ModelSpec
+
+Tell = Callable[[LoadModel | UnloadModel | PinModel], None]
+
+
+class Loads:
+    """Everybody who waits for a model to come or to go.
+
+    Args:
+        roster: what is known of the models.
+        tell: hands a command to the engine, if one serves; else it goes nowhere, the roster remembers.
+        num_requests: live requests of a model.
+    """
+
+    def __init__(self, roster: Roster, tell: Tell, num_requests: Callable[[str], int]) -> None:
+        self._roster = roster
+        self._tell = tell
+        self._num_requests = num_requests
+        self._coming: dict[str, list[asyncio.Future[ModelInfo]]] = {}
+        self._going: dict[str, list[asyncio.Future[None]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Loads coming={sorted(self._coming)} going={sorted(self._going)}>"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._coming.values())) + sum(map(len, self._going.values()))
+
+    async def load(self, spec: ModelSpec, info: ModelInfo) -> ModelInfo:
+        """Have a model in memory; `info` is what is known of one that is not served yet.
+
+        Cancelled by the last who waits for it, the load is stopped, unless requests want the model.
+
+        Raises:
+            NotReadyError: it was unloaded meanwhile.
+            StokerError: why it cannot be loaded.
+        """
+        model = spec.id
+        is_same = self._roster.spec(model) == spec
+        if is_same and self._roster.state(model) is ModelLife.READY:
+            return self._roster.resolve(model)
+        was_ready = self._roster.state(model) is ModelLife.READY
+        waiting = self._coming.setdefault(model, [])
+        answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
+        waiting.append(answer)
+        if not (is_same and len(waiting) > 1):
+            self._roster.ask(spec, info)
+            self._tell(LoadModel(spec))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            waiting.remove(answer)
+            if not waiting and not was_ready and not self._num_requests(model):
+                self._stop(model)
+            raise
+        finally:
+            if self._coming.get(model) == []:
+                del self._coming[model]
+
+    def _stop(self, model: str) -> None:
+        if self._roster.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
+            self._roster.release(model)
+            self._tell(UnloadModel(model))
+
+    async def unload(self, model: str) -> None:
+        """Have a model out of memory; those that run on it are parked, and need it again.
+
+        Raises:
+            ModelNotFoundError: it is not served.
+        """
+        self._check(model)
+        is_there = self._roster.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
+        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._going.setdefault(model, [])
+        if is_there:
+            waiting.append(gone)
+        else:
+            gone.set_result(None)
+        self._roster.release(model)
+        self._tell(UnloadModel(model))
+        try:
+            await gone
+        finally:
+            if gone in waiting:
+                waiting.remove(gone)
+            if self._going.get(model) == []:
+                del self._going[model]
+
+    def pin(self, model: str, *, is_pinned: bool) -> None:
+        """Never unload a model to make room, or no longer so.
+
+        Raises:
+            ModelNotFoundError: it is not served.
+        """
+        self._check(model)
+        self._roster.pin(model, is_pinned=is_pinned)
+        self._tell(PinModel(model, is_pinned=is_pinned))
+
+    def moved(self, event: ModelState) -> None:
+        """The roster has a model's new state: tell who waited for it."""
+        state = self._roster.state(event.model)
+        if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
+            return
+        # Ready with an error: another was to take its place, and it stays.
+        error = error_from_info(event.error) if event.error else _unloaded(event)
+        is_there = state is ModelLife.READY and event.error is None
+        for come in self._pop_coming(event.model):
+            if is_there:
+                come.set_result(self._roster.resolve(event.model))
+            else:
+                come.set_exception(error)
+        if state is not ModelLife.READY:
+            self._gone(event.model)
+
+    def lost(self) -> None:
+        """The engine is no more: what had to go is gone, and what was to come will come of the next one.
+
+        A model that has failed for good will not.
+        """
+        for model in list(self._going):
+            self._gone(model)
+        for model in list(self._coming):
+            failure = self._roster.failure(model)
+            if failure is not None:
+                for come in self._pop_coming(model):
+                    come.set_exception(error_from_info(failure))
+
+    def fail_all(self, error: StokerError) -> None:
+        """No engine will come."""
+        for model in list(self._coming):
+            for come in self._pop_coming(model):
+                come.set_exception(error)
+        for model in list(self._going):
+            self._gone(model)
+
+    def _gone(self, model: str) -> None:
+        for gone in self._going.pop(model, []):
+            if not gone.done():
+                gone.set_result(None)
+
+    def _pop_coming(self, model: str) -> list[asyncio.Future[ModelInfo]]:
+        return [come for come in self._coming.pop(model, []) if not come.done()]
+
+    def _check(self, model: str) -> None:
+        if self._roster.spec(model) is None:
+            served = ", ".join(self._roster.stats()) or "none"
+            raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
+
+
+def _unloaded(event: ModelState) -> StokerError:
+    why = f": {event.reason}" if event.reason else ""
+    return NotReadyError(f"model {event.model!r} was unloaded before it was ready{why}", retry_after_s=1.0)

@@ -1,0 +1,125 @@
+"""From settings and a file to a served model: how it is to be loaded, and what its header says it is.
+
+Reads headers only. Where a file is found is `stoker.models.store`'s business; that it really loads the
+engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
+from stoker.engine.roster import bare_info
+from stoker.errors import InvalidRequestError
+from stoker.memory.profile import read_profile
+from stoker.memory.tiers import DEFAULTS, TierDefaults, tier_of
+from stoker.models.gguf import read_header
+from stoker.models.store import FAKE_PREFIX, ModelFile, ModelStore
+from stoker.values import CacheMode, ModelInfo, ModelSpec, Policy
+
+if TYPE_CHECKING:
+    from stoker.models.gguf import GgufHeader
+    from stoker.settings import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model to serve; `info` is provisional until it was loaded once."""
+
+    spec: ModelSpec
+    info: ModelInfo
+
+
+def tier_defaults(settings: EngineSettings) -> TierDefaults:
+    """What holds on this machine where no setting says otherwise (SPEC M2); measures the machine."""
+    return DEFAULTS[tier_of(read_profile(settings.memory_limit).effective_bytes)]
+
+
+def max_tokens_of(settings: EngineSettings, defaults: TierDefaults) -> int | None:
+    """Tokens an answer may have where its request does not say; None: until the context is full."""
+    given = settings.default_max_tokens
+    return defaults.max_tokens if given is None else given or None
+
+
+def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[Served]]:
+    """What holds on this machine, and what the settings name, the default first; reads the files' headers.
+
+    Raises:
+        ModelNotFoundError: a name or path leads nowhere.
+        ModelFileError: a file is broken.
+        InvalidRequestError: two models would be served under one name.
+    """
+    defaults = tier_defaults(settings)
+    store = ModelStore(settings.models_dir)
+    found: dict[str, Served] = {}
+    for ref in settings.models or (None,):
+        file = store.resolve(ref)
+        if file.id in found:
+            text = f"two models would be served as {file.id!r}: {found[file.id].spec.path} and {file.path}"
+            raise InvalidRequestError(text, param="models")
+        found[file.id] = served(file, settings, defaults)
+    return defaults, list(found.values())
+
+
+def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) -> Served:
+    """One model as the settings would have it. Raises what reading its header raises."""
+    spec = ModelSpec(
+        id=file.id,
+        path=file.path,
+        num_slots=settings.slots,
+        n_ctx=settings.kv_cells or settings.ctx_size,
+        n_batch=settings.n_batch,
+        num_threads=settings.threads,
+        max_queue=settings.max_queue,
+        policy=Policy(settings.policy),
+        target_step_ms=settings.target_step_ms,
+        background_patience_s=settings.background_patience_s,
+        park_bytes=settings.park_bytes,
+        cache_mode=CacheMode(settings.cache_mode),
+        keep_alive_s=defaults.keep_alive_s if settings.keep_alive is None else settings.keep_alive,
+    )
+    return Served(spec, _info(spec, file))
+
+
+def _info(spec: ModelSpec, file: ModelFile) -> ModelInfo:
+    bare = bare_info(spec)
+    n_ctx = min(spec.n_ctx or file.n_ctx_train, file.n_ctx_train)
+    bare = msgspec.structs.replace(bare, n_ctx=n_ctx, n_ctx_train=file.n_ctx_train)
+    if file.path.startswith(FAKE_PREFIX):
+        return _fake_info(bare, spec, file)
+    return _header_info(bare, read_header(file.path))
+
+
+def _header_info(bare: ModelInfo, header: GgufHeader) -> ModelInfo:
+    name = header.metadata.get("general.name")
+    return msgspec.structs.replace(
+        bare,
+        model_class=str(header.model_class),
+        architecture=header.architecture,
+        description=name if isinstance(name, str) else "",
+        num_params=header.num_params,
+        size_bytes=header.size_bytes,
+        n_vocab=header.n_vocab,
+        chat_template=header.chat_template,
+        bos_text=header.bos_text,
+        eos_text=header.eos_text,
+        pooling=header.pooling,
+        n_embd=header.embedding_length,
+    )
+
+
+def _fake_info(bare: ModelInfo, spec: ModelSpec, file: ModelFile) -> ModelInfo:
+    vocabulary = FakeVocabulary()
+    return msgspec.structs.replace(
+        bare,
+        n_ctx=spec.n_ctx or file.n_ctx_train,  # it takes what it is given
+        model_class=str(file.model_class),
+        architecture="fake",
+        n_vocab=N_VOCAB,
+        chat_template=vocabulary.chat_template,
+        bos_text=vocabulary.bos_text,
+        eos_text=vocabulary.eos_text,
+    )

@@ -1,0 +1,1 @@
+"""Sleep of the machine, what survives the program, and what is told of all that."""

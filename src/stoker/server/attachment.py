@@ -1,0 +1,79 @@
+"""A kept request's stream for a client that comes back (SPEC L2): whole, from its first token.
+
+Owns which of the runtime's requests an id stands for and in which form they are written. What is kept, and
+for how long, is the runtime's business.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from stoker.errors import RequestNotFoundError
+from stoker.server.generation import merged
+from stoker.server.writers.chat import ChatChunks
+from stoker.server.writers.head import Head
+from stoker.server.writers.text import TextChunks
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from stoker.server.context import ServerContext
+    from stoker.server.delivery import ChunkWriter
+    from stoker.server.generation import Caller
+    from stoker.streams import StreamEvent
+
+
+class Attachment:
+    """The kept requests behind one name: one, or the prompts of one completion, in order.
+
+    Args:
+        context: of the server.
+        caller: requests of its API key are found, and those that came without one.
+        name: the client's `X-Request-Id`, the answer's id or the runtime's.
+
+    Raises:
+        RequestNotFoundError: nothing of that name is kept for this caller.
+    """
+
+    def __init__(self, context: ServerContext, caller: Caller, name: str) -> None:
+        self._context = context
+        self._owner = caller.key_digest
+        found = [
+            kept
+            for kept in context.runtime.kept()
+            if kept.owner in {"", self._owner} and name in (kept.id, *kept.names)
+        ]
+        if not found:
+            raise RequestNotFoundError(f"no request is kept under the id {name!r}", param="id")
+        # One X-Request-Id may have been sent with several requests: the last answer is meant.
+        answer = found[-1].names[-1] if found[-1].names else found[-1].id
+        same = [kept for kept in found if (kept.names[-1] if kept.names else kept.id) == answer]
+        self._kept = sorted(same, key=lambda kept: (len(kept.id), kept.id))  # ...-2 before ...-10
+        self._answer_id = answer
+
+    def __repr__(self) -> str:
+        return f"Attachment({self._answer_id}, {len(self._kept)} prompts)"
+
+    def writer(self) -> ChunkWriter:
+        """Writes chunks as the request's own route does; usage comes with the last one."""
+        first = self._kept[0]
+        head = Head(self._answer_id, first.model, first.n, wants_usage=True)
+        return ChatChunks(head) if first.is_chat else TextChunks(head, len(self._kept))
+
+    async def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        """(index of the prompt, event) as they come; leaving ends nothing.
+
+        Raises:
+            StokerError: what ended one of the requests.
+        """
+        streams = [self._one(index) for index in range(len(self._kept))]
+        async with aclosing(merged(streams)) as events:
+            async for event in events:
+                yield event
+
+    async def _one(self, index: int) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        stream = self._context.runtime.attach(self._kept[index].id, owner=self._owner)
+        async with aclosing(stream) as events:
+            async for event in events:
+                yield index, event

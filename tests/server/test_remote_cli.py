@@ -1,0 +1,187 @@
+"""`stoker ps`, `load`, `unload`, `pin`, `suspend` and `resume` against a server."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from stand_in import INFO, StandInRuntime
+from typer.testing import CliRunner
+
+from stoker.cli.main import app
+from stoker.errors import InsufficientMemoryError
+from stoker.request import Priority
+from stoker.status import EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
+
+
+@pytest.fixture
+def call(scripted, monkeypatch):
+    """One call of the program at the scripted server; a proxy of the environment is not asked."""
+    monkeypatch.setenv("STOKER_URL", scripted.url)
+    monkeypatch.delenv("STOKER_API_KEY", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+
+    def invoke(*arguments):
+        return CliRunner().invoke(app, list(arguments))
+
+    return invoke
+
+
+def busy_engine():
+    """Two models, of which one works for somebody, and somebody who waits."""
+    return EngineStatus(
+        slots=[
+            SlotStatus(
+                id=0,
+                state="decode",
+                model="stand-in",
+                num_tokens=70,
+                request_id="chatcmpl-1",
+                priority=Priority.INTERACTIVE,
+            ),
+            SlotStatus(id=1, state="idle", model="stand-in", num_tokens=30),
+        ],
+        queue=[
+            WaitStatus(
+                request_id="cmpl-2", priority=Priority.BACKGROUND, model="stand-in", position=0, eta_s=90
+            )
+        ],
+        parked=[WaitStatus(request_id="cmpl-3", priority=Priority.BACKGROUND, model="stand-in")],
+        counters={},
+        kv_cells_total=1,
+        kv_cells_used=0,
+        models=[
+            ModelStatus(
+                id="stand-in",
+                state="ready",
+                bytes={"weights": 98_000_000, "kv": 2_000_000},
+                leases=2,
+                degraded=["context 4096 instead of 16384"],
+            ),
+            ModelStatus(
+                id="tiny[x]", state="loading", stage="weights", fraction=0.25, bytes={"kv": 3_000_000}
+            ),
+            ModelStatus(id="idle", state="ready", keep_alive_s=600, unload_in_s=125.0),
+            ModelStatus(id="held", state="ready", is_pinned=True),
+            ModelStatus(id="broken", state="failed", reason="it is cut short"),
+        ],
+        memory=MemoryStatus(
+            limit=4_000_000_000,
+            footprint=600_000_000,
+            available=3_000_000_000,
+            pressure="warning",
+            heat="fair",
+        ),
+    )
+
+
+def test_ps_shows_models_requests_and_memory(call, scripted):
+    """SPEC I1, I4: a line a model with memory, slots and how long it stays; a line a request; the sums."""
+    scripted.runtime.engine = busy_engine()
+    done = call("ps")
+    assert done.exit_code == 0
+    rows = {line.split()[0]: " ".join(line.split()) for line in done.stdout.splitlines() if line.strip()}
+    assert rows["stand-in"] == "stand-in ready 100.0 MB 1/2 100 in use context 4096 instead of 16384"
+    assert rows["tiny[x]"] == "tiny[x] loading weights 25% (3.0 MB)"
+    assert rows["idle"].endswith("for 2 min")
+    assert rows["held"].endswith("pinned")
+    assert rows["broken"] == "broken failed it is cut short"
+    assert rows["chatcmpl-1"] == "chatcmpl-1 stand-in interactive decode 70"
+    assert rows["cmpl-2"] == "cmpl-2 stand-in background waits at 0, about 2 min 0"
+    assert rows["cmpl-3"] == "cmpl-3 stand-in background parked 0"
+    assert "600.0 MB of 4.0 GB used, 3.0 GB available, pressure warning, heat fair" in done.stdout
+
+
+def test_ps_speaks_json(call):
+    """SPEC I1, I4: the document of the server."""
+    status = json.loads(call("ps", "--json").stdout)
+    assert status["models"][0]["id"] == "stand-in"
+
+
+def test_ps_of_an_idle_server_has_no_table_of_requests(call, scripted):
+    """SPEC I1: nothing runs, nothing is listed."""
+    scripted.runtime.engine = EngineStatus(
+        slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0
+    )
+    done = call("ps")
+    assert done.exit_code == 0
+    assert "request" not in done.stdout
+
+
+def test_each_command_asks_the_server_for_its_one_thing(call, scripted):
+    """SPEC I4, L2, R3: and says what came of it."""
+    said = [
+        call("load", "m", "--keep-alive", "5m", "--ctx-size", "64", "--slots", "2"),
+        call("load", "stand-in", "--keep-alive", "5m", "--ctx-size", "64", "--slots", "2"),
+        call("unload", "stand-in"),
+        call("pin", "stand-in"),
+        call("pin", "stand-in", "--off"),
+        call("suspend"),
+        call("suspend", "--grace-s", "0.5"),
+        call("resume"),
+    ]
+    assert [done.exit_code for done in said] == [2, *[0] * 7]
+    assert "no model 'm' is served" in said[0].stderr
+    assert f"stand-in is ready: 1 byte, context {INFO.n_ctx}" in said[1].stdout.replace("bytes", "byte")
+    assert [done.stdout.strip() for done in said[2:]] == [
+        "stand-in is not in memory any more",
+        "stand-in stays in memory",
+        "stand-in may be unloaded",
+        "suspended",
+        "suspended",
+        "serving",
+    ]
+    assert scripted.runtime.calls == [
+        ("load", "m", 300.0, 64, 2),
+        ("load", "stand-in", 300.0, 64, 2),
+        ("unload", "stand-in"),
+        ("pin", "stand-in", True),
+        ("pin", "stand-in", False),
+        ("suspend", "request", None),
+        ("suspend", "request", 0.5),
+        ("resume",),
+    ]
+
+
+def test_each_command_speaks_json(call):
+    """SPEC I1: for programs."""
+    assert json.loads(call("load", "stand-in", "--json").stdout)["state"] == "ready"
+    assert json.loads(call("suspend", "--json").stdout) == {"suspended": True}
+    assert json.loads(call("resume", "--json").stdout) == {"suspended": False}
+
+
+def test_an_error_of_the_server_is_one_line_with_its_numbers(call, scripted):
+    """SPEC R1: the same sentence that HTTP clients get."""
+    scripted.runtime.load_error = InsufficientMemoryError("needs 5 GiB, free 3 GiB")
+    done = call("load", "m")
+    assert (done.exit_code, done.stderr.strip()) == (2, "stoker: needs 5 GiB, free 3 GiB")
+
+
+def test_a_server_that_is_not_there_or_not_ours_is_one_line(call, start_server):
+    """SPEC I1: it says where it looked and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        free = other.getsockname()[1]
+    done = call("ps", "--url", f"http://127.0.0.1:{free}")
+    assert done.exit_code == 2
+    assert f"no server answers at http://127.0.0.1:{free}" in done.stderr
+    assert "stoker serve" in done.stderr
+    for nonsense in ("ftp://x", "http://[", "nothing"):
+        assert call("ps", "--url", nonsense).exit_code == 2
+    started = start_server()
+    strange = call("ps", "--url", f"{started.url}/elsewhere")
+    assert strange.exit_code == 2
+
+
+def test_the_key_comes_from_the_environment_or_a_flag(call, start_server, tmp_path, monkeypatch):
+    """SPEC S4: without it the server refuses, and the line says why."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    server = start_server(StandInRuntime, api_key_file=keys)
+    server.ready.result(60)
+    refused = call("ps", "--url", server.url)
+    assert refused.exit_code == 2
+    assert "API key" in refused.stderr
+    assert call("ps", "--url", server.url, "--api-key", "secret").exit_code == 0
+    monkeypatch.setenv("STOKER_API_KEY", "secret")
+    assert call("resume", "--url", server.url).exit_code == 0

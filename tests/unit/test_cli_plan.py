@@ -1,0 +1,153 @@
+"""`stoker plan`: what it says of a model, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import TinyModel
+from typer.testing import CliRunner
+
+from stoker.cli import plan
+from stoker.cli.main import app
+from stoker.memory import profile
+from stoker.memory.profile import MemoryProfile
+from stoker.models.estimate import estimator_of
+from stoker.values import ModelSpec
+
+MIB = 2**20
+CELL_BYTES = 4096
+N_CTX = 8192
+SPEC = ModelSpec(id="m", path="m", n_ctx=N_CTX)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of 4 KiB a cell: 32 MiB for the pool it was trained for."""
+    changes = {f"llama.attention.{part}_length": np.uint32(256) for part in ("key", "value")}
+    changes["llama.context_length"] = np.uint32(N_CTX)
+    return TinyModel(changes=changes).write(tmp_path / "m.gguf")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets the machine's memory, in bytes."""
+
+    def set_memory(available: int, physical: int) -> None:
+        def read(memory_limit: int | None = None) -> MemoryProfile:
+            return MemoryProfile(physical_bytes=physical, available_bytes=available, user_bytes=memory_limit)
+
+        monkeypatch.setattr(profile, "read_profile", read)
+
+    return set_memory
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and output."""
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
+    return result.exit_code, result.output
+
+
+def record(*arguments: str | Path) -> tuple[int, dict[str, Any]]:
+    """Exit code and what is printed for programs."""
+    code, output = run(*arguments, "--json")
+    return code, json.loads(output)
+
+
+def needed(path: Path, **changes: Any) -> int:
+    """Bytes of the estimate."""
+    return estimator_of(path)(ModelSpec(**{"id": "m", "path": "m", "n_ctx": N_CTX, **changes})).total_bytes
+
+
+def test_a_model_with_room_fits(model: Path, machine: Any) -> None:
+    """SPEC R2: lines, free, margin, limit and tier; exit code 0."""
+    machine(6 * 2**30, 8 * 2**30)
+    code, found = record(model, "--ctx-size", str(N_CTX))
+    assert (code, found["verdict"], found["degraded"]) == (0, "fits", [])
+    assert found["bytes"]["kv"] == N_CTX * CELL_BYTES
+    assert found["total_bytes"] == sum(found["bytes"].values()) == needed(model)
+    assert (found["free_bytes"], found["margin_bytes"], found["limit_bytes"]) == (
+        6 * 2**30,
+        512 * MIB,
+        8 * 2**30,
+    )
+    assert (found["tier"], found["n_ctx"], found["slots"]) == ("high", N_CTX, 8)
+
+
+def test_the_table_names_every_line_and_what_is_degraded(model: Path, machine: Any) -> None:
+    """SPEC R2: for people the same numbers."""
+    machine(needed(model) - 1, 8 * 2**30)
+    code, output = run(model, "--ctx", str(N_CTX), "--margin", "0")
+    assert code == 0
+    for word in ("weights", "kv", "compute", "other", "total", "free", "margin", "limit", "tier", "high"):
+        assert word in output
+    assert "degraded" in output
+    assert f"context {N_CTX // 2} instead of {N_CTX}" in output
+
+
+def test_what_does_not_fit_now_exits_with_1_and_numbers(model: Path, machine: Any) -> None:
+    """SPEC R1: refused with needed, free and margin, though the machine is large enough."""
+    machine(600 * MIB - 512 * MIB // 8, 8 * 2**30)
+    code, found = record(model, "--ctx", "2048", "--margin", "550MiB")
+    assert (code, found["verdict"]) == (1, "insufficient")
+    assert "536 MiB can be had now" in found["reason"]
+    assert "550 MiB have to stay free" in found["reason"]
+
+
+def test_what_never_fits_exits_with_1(model: Path, machine: Any) -> None:
+    """SPEC R2: too_large, in the smallest form there is."""
+    machine(6 * 2**30, 8 * 2**30)
+    code, found = record(model, "--limit", "10MiB", "--margin", "0")
+    assert (code, found["verdict"], found["limit_bytes"]) == (1, "too_large", 10 * MIB)
+    assert (found["n_ctx"], found["kv_type"]) == (2048, "q8_0")
+    code, output = run(model, "--limit", "10MiB", "--margin", "0")
+    assert code == 1
+    assert "too_large: it needs" in output
+    assert "even with q8_0 cells" in output
+
+
+def test_options_change_what_is_planned(model: Path, machine: Any) -> None:
+    """SPEC R2: context, slots, limit and margin."""
+    machine(6 * 2**30, 8 * 2**30)
+    code, found = record(model, "--ctx", "4096", "--slots", "2", "--limit", "4GiB", "--margin", "1GiB")
+    assert code == 0
+    assert (found["n_ctx"], found["slots"]) == (4096, 2)
+    assert (found["limit_bytes"], found["margin_bytes"]) == (4 * 2**30, 2**30)
+    assert found["total_bytes"] == needed(model, n_ctx=4096, num_slots=2)
+
+
+def test_the_tiers_own_limit_counts(model: Path, machine: Any) -> None:
+    """SPEC M2, M5: a machine of 2 GiB gives models 1.5 GB."""
+    machine(2**30, 2 * 2**30)
+    _, found = record(model)
+    assert (found["tier"], found["limit_bytes"]) == ("ultra_low", 1_500_000_000)
+
+
+def test_a_broken_file_is_not_a_model_that_does_not_fit(tmp_path: Path) -> None:
+    """SPEC R7: exit code 2 and one line, as every command has it."""
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF")
+    code, output = run(path)
+    assert code == 2
+    assert output.startswith("stoker: ")
+
+
+def test_no_native_library_is_loaded(model: Path) -> None:
+    """SPEC R2: without loading; also nothing that takes long to import."""
+    code = (
+        "import sys\nfrom stoker.cli import plan\n"
+        f"plan.plan(model={str(model)!r}, as_json=True)\n"
+        "print([name for name in ('llama_cpp', 'numpy', 'fastapi') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_verdict_has_its_words() -> None:
+    """SPEC R2: what can be loaded is explained; the others come with numbers of their own."""
+    assert set(plan._MEANINGS) == set(plan._COLOURS) == {"fits", "tight", "degraded"}

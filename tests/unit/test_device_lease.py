@@ -1,0 +1,115 @@
+"""One process at a time on an accelerator."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from stoker.errors import DeviceBusyError, MachineSetupError
+from stoker.memory.device_lease import DeviceLease
+
+HOLDER = """
+import sys
+from pathlib import Path
+from stoker.memory.device_lease import DeviceLease
+lease = DeviceLease(sys.argv[2:], Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds CUDA0 until it is killed."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), "CUDA0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "held\n"
+        yield child
+        child.kill()
+
+
+def test_a_held_device_is_refused_with_the_holders_pid(tmp_path, holder):
+    """SPEC R6: typed, with the numbers."""
+    with pytest.raises(DeviceBusyError, match=str(holder.pid)) as caught:
+        DeviceLease(["CUDA0"], tmp_path)
+    assert caught.value.details == {"device": "CUDA0", "pid": holder.pid}
+
+
+def test_a_dead_owner_frees_its_device(tmp_path, holder):
+    """SPEC R6: the system lets go of a lock whose process was killed."""
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    with DeviceLease(["CUDA0"], tmp_path) as lease:
+        assert lease.names == ("CUDA0",)
+
+
+def test_all_devices_are_held_or_none(tmp_path, holder):
+    """SPEC R6: the free one of two is free again after the refusal."""
+    with pytest.raises(DeviceBusyError):
+        DeviceLease(["CUDA1", "CUDA0", "A"], tmp_path)
+    with DeviceLease(["CUDA1", "A"], tmp_path):
+        pass
+
+
+def test_a_closed_lease_can_be_had_again(tmp_path):
+    """SPEC R6: within one process too; closing twice does nothing."""
+    lease = DeviceLease(["CUDA0"], tmp_path)
+    with pytest.raises(DeviceBusyError) as caught:
+        DeviceLease(["CUDA0"], tmp_path)
+    assert caught.value.details["pid"] == os.getpid()
+    lease.close()
+    lease.close()
+    with DeviceLease(["CUDA0", "CUDA0"], tmp_path) as again:
+        assert repr(again) == "<DeviceLease CUDA0>"
+
+
+def test_a_refusal_names_the_holder_and_not_one_before_it(tmp_path):
+    """SPEC R6: an earlier owner's number was longer."""
+    (tmp_path / "device-CUDA0.lock").write_text("1234567890123", encoding="ascii")
+    with DeviceLease(["CUDA0"], tmp_path), pytest.raises(DeviceBusyError) as caught:
+        DeviceLease(["CUDA0"], tmp_path)
+    assert caught.value.details["pid"] == os.getpid()
+
+
+def test_a_cpu_alone_locks_nothing(tmp_path):
+    """SPEC R6: none for CPU only."""
+    folder = tmp_path / "run"
+    with DeviceLease([], folder), DeviceLease([], folder):
+        assert not folder.exists()
+
+
+def test_a_child_process_does_not_inherit_the_lease(tmp_path):
+    """SPEC R6: a program that the holder started does not keep the device after it."""
+    lease = DeviceLease(["CUDA0"], tmp_path)
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:  # noqa: S607 - any program will do
+        lease.close()
+        with DeviceLease(["CUDA0"], tmp_path):
+            pass
+        child.kill()
+
+
+def test_devices_with_odd_names_stay_in_the_folder(tmp_path):
+    """SPEC R6: a name is never a path."""
+    with DeviceLease(["../x/0000:41:00.0"], tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["device-.._x_0000_41_00.0.lock"]
+
+
+def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
+    """SPEC R6: nobody's other file is written."""
+    victim = tmp_path / "victim"
+    victim.write_text("text", encoding="ascii")
+    (tmp_path / "device-CUDA0.lock").symlink_to(victim)
+    with pytest.raises(MachineSetupError, match=r"device-CUDA0\.lock"):
+        DeviceLease(["CUDA0"], tmp_path)
+    assert victim.read_text(encoding="ascii") == "text"
+
+
+def test_a_forgotten_lease_warns_and_lets_go(tmp_path):
+    """STYLE 13: a leaked resource warns with its story."""
+    lease = DeviceLease(["CUDA0"], tmp_path)
+    with pytest.warns(ResourceWarning, match="DeviceLease CUDA0"):
+        lease.__del__()
+    with DeviceLease(["CUDA0"], tmp_path):
+        pass

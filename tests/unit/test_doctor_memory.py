@@ -1,0 +1,81 @@
+"""What `stoker doctor` says of memory limits, pressure and heat."""
+
+import pytest
+
+from stoker.cli import examination
+from stoker.memory.gauge import Sample
+from stoker.memory.profile import MemoryProfile
+from stoker.settings import EngineSettings
+
+GIB = 1024**3
+
+
+def sample(**fields):
+    """A machine of a thousand bytes, nearly empty, with some fields changed."""
+    rest = {
+        "at_s": 0.0,
+        "footprint_bytes": 0,
+        "limit_bytes": 1000,
+        "available_bytes": 900,
+        "total_bytes": 1000,
+        "system_available_bytes": 900,
+    }
+    return Sample(**{**rest, **fields})
+
+
+def test_doctor_names_the_tier_and_its_limit():
+    """SPEC M2: a machine of 4 GiB may use 2.5 GB."""
+    finding = examination._limits(
+        EngineSettings(), MemoryProfile(physical_bytes=4 * GIB, available_bytes=3 * GIB)
+    )
+    assert finding.level == "ok"
+    assert "limit 2.5 GB (physical 4.3 GB, tier 2.5 GB), tier standard" in finding.text
+    assert "answers of 800 tokens, idle models kept 600 s" in finding.text
+
+
+def test_doctor_shows_what_settings_put_in_the_place_of_the_tiers_defaults():
+    """SPEC M2: all overridable."""
+    settings = EngineSettings(keep_alive=-1, default_max_tokens=0)
+    profile = MemoryProfile(physical_bytes=4 * GIB, available_bytes=GIB // 2, user_bytes=3 * GIB)
+    finding = examination._limits(settings, profile)
+    assert finding.level == "warning"
+    assert "limit 3.2 GB (physical 4.3 GB, memory_limit 3.2 GB)" in finding.text
+    assert "answers of any number of tokens, idle models kept for good" in finding.text
+
+
+def test_doctor_says_how_short_memory_is_and_who_says_so():
+    """SPEC M3: level, source and fraction."""
+    calm = examination._pressure(sample(psi_some_avg10=1.25))
+    assert (calm.level, calm.remedy) == ("ok", "")
+    assert calm.text.startswith("normal: system at 10%; programs waited for memory for 1.2%")
+    short = examination._pressure(sample(footprint_bytes=900))
+    assert short.level == "warning"
+    assert short.text == "critical: footprint at 90%; stalls (PSI) cannot be seen here"
+    assert "background" in short.remedy
+
+
+@pytest.mark.parametrize(
+    ("trace", "level", "text"),
+    [
+        ("0,fair", "ok", "fair: trace"),
+        ("0,98.5", "warning", "serious: trace at 98 °C"),
+        ("0,critical", "warning", "critical: trace"),
+        ("0,hot", "broken", "line 1"),
+    ],
+)
+def test_doctor_says_how_hot_it_is(tmp_path, trace, level, text):
+    """SPEC M6: from the recorded trace too; one that cannot be read is broken."""
+    path = tmp_path / "heat.csv"
+    path.write_text(trace, encoding="ascii")
+    finding = examination._heat(EngineSettings(heat_trace=path))
+    assert finding.level == level
+    assert text in finding.text
+    assert bool(finding.remedy) is (level != "ok")
+
+
+def test_doctor_takes_a_machine_without_sensors_for_nominal(monkeypatch):
+    """SPEC M6: unknown sensors are nominal."""
+    monkeypatch.setattr("stoker.memory.heat.psutil.sensors_temperatures", dict, raising=False)
+    finding = examination._heat(EngineSettings())
+    assert finding.level == "ok"
+    assert finding.text.startswith("nominal: there are no sensors")

@@ -1,0 +1,344 @@
+"""Suspended requests over the end of the program: their files, their records, and who may have them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker import GenerateRequest, Runtime, Sampling
+from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
+from stoker.lifecycle.keeper import ENDED_KEPT_S, MAX_ENDED, Keeper
+from stoker.lifecycle.kept_file import KeptFile, KeptFolder
+from stoker.lifecycle.last_models import LastModels
+from stoker.lifecycle.transcript import Transcript
+from stoker.messages import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    PromptEcho,
+    Queued,
+    RequestEvent,
+    Submit,
+)
+from stoker.request import FinishReason
+from stoker.streams import StreamEvent
+from stoker.values import Timings, TokenLogprob, Usage
+
+FAKE = "fake:eog_period=0,step_delay_s=0.003"
+ASKED = GenerateRequest(prompt="hello", model="fake", max_tokens=40, n=2, sampling=Sampling(seed=5))
+
+
+def submit(request_id: str, **fields: Any) -> Submit:
+    """A request as the host tells of it."""
+    return Submit(request_id=request_id, request=ASKED, **fields)
+
+
+def delta(request_id: str, text: str, *tokens: int, index: int = 0, **fields: Any) -> Delta:
+    """A piece of a choice."""
+    return Delta(request_id=request_id, index=index, text=text, token_ids=list(tokens), **fields)
+
+
+def finished(request_id: str) -> Finished:
+    """The end."""
+    return Finished(request_id=request_id, usage=Usage(), timings=Timings())
+
+
+def files(folder: Path) -> list[Path]:
+    """What is kept on disk."""
+    return sorted(folder.glob("*"))
+
+
+def text_by_choice(events: list[StreamEvent] | list[Event] | list[RequestEvent]) -> dict[int, str]:
+    """All text of each choice."""
+    deltas = [event for event in events if isinstance(event, Delta)]
+    return {index: "".join(d.text for d in deltas if d.index == index) for index in (0, 1)}
+
+
+# ------------------------------------------------------------ the transcript
+
+
+def test_a_transcript_tells_all_that_was_shown_in_few_events() -> None:
+    """SPEC L2: one echo, one delta a choice with every token and logprob, the end; no places in a line."""
+    logprob = TokenLogprob(1, b"a", -0.5, [])
+    transcript = Transcript("r")
+    echo = PromptEcho(request_id="r", text="hello")
+    assert [transcript.take(event) for event in (Queued("r", 0), echo, echo)] == [True, True, False]
+    transcript.take(delta("r", "a", 1, logprobs=[logprob]))
+    transcript.take(delta("r", "x", 7, index=1))
+    transcript.take(delta("r", "b", 2, logprobs=[logprob], finish_reason=FinishReason.STOP, stop_text="."))
+    whole = delta("r", "ab", 1, 2, logprobs=[logprob] * 2, finish_reason=FinishReason.STOP, stop_text=".")
+    assert transcript.shown() == [echo, whole, delta("r", "x", 7, index=1)]
+    assert (transcript.num_tokens, transcript.is_ended) == (3, False)
+    transcript.take(finished("r"))
+    assert transcript.is_ended
+    assert Transcript("r", transcript.shown()).shown() == transcript.shown()
+
+
+# ------------------------------------------------------------ the files
+
+
+def test_a_file_holds_everything_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+    """SPEC L2: request, tokens, sampler state, age, names, owner; mode 0600; the newest replaces."""
+    folder = KeptFolder(tmp_path / "suspended")
+    kept = KeptFile(
+        submit=submit(
+            "a", generated=[[1], [2]], is_finished=[False, True], mirostat_mu=[1.5, None], age_s=3.0
+        ),
+        shown=[delta("a", "x", 1), PromptEcho(request_id="a", text="hello")],
+        names=["xid"],
+        owner="k",
+    )
+    folder.write(KeptFile(submit=submit("a"), shown=[]))
+    folder.write(kept)
+    (file,) = files(tmp_path / "suspended")
+    assert file.stat().st_mode & 0o777 == 0o600
+    folder.close()
+    assert list(KeptFolder(tmp_path / "suspended").take(["fake"])) == [kept]
+
+
+def test_a_file_of_a_living_program_or_of_another_model_is_left_alone(tmp_path: Path) -> None:
+    """SPEC L2: nobody runs what somebody still has; a model that is not served now may be another time."""
+    owner, other = KeptFolder(tmp_path), KeptFolder(tmp_path)
+    owner.write(KeptFile(submit=submit("a"), shown=[]))
+    assert list(other.take(["fake"])) == []
+    owner.close()
+    assert list(other.take(["x"])) == []
+    assert len(list(other.take(["fake"]))) == 1
+    assert list(other.take(["fake"])) == []
+    other.remove("a")
+    other.remove("a")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["short", "flipped", "foreign", "empty", "valid sum, foreign body"])
+def test_a_damaged_file_is_put_aside_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """SPEC L2, C9: never trusted, never a crash, and the others are taken up."""
+    folder = KeptFolder(tmp_path)
+    folder.write(KeptFile(submit=submit("a"), shown=[]))
+    folder.close()
+    (file,) = files(tmp_path)
+    data = file.read_bytes()
+    match damage:
+        case "short":
+            file.write_bytes(data[:-3])
+        case "flipped":
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        case "foreign":
+            file.write_bytes(b"something else altogether, long enough to hold a header")
+        case "empty":
+            file.write_bytes(b"")
+        case _:
+            import hashlib  # noqa: PLC0415 - one use
+
+            body = b"\x93\x01\x02\x03"
+            file.write_bytes(data[:8] + hashlib.sha256(body).digest() + body)
+    folder.write(KeptFile(submit=submit("b"), shown=[]))
+    folder.close()
+    with caplog.at_level(logging.WARNING):
+        assert [kept.submit.request_id for kept in KeptFolder(tmp_path).take(["fake"])] == ["b"]
+    assert "put aside" in caplog.text
+    assert sorted(path.suffix for path in files(tmp_path)) == [".bad", ".request"]
+
+
+# ------------------------------------------------------------ the keeper
+
+
+async def test_requests_with_a_client_lose_their_files_when_the_engine_comes_back(tmp_path: Path) -> None:
+    """SPEC L2: and one that ends while suspended at once."""
+    keeper = Keeper(tmp_path)
+    sinks = {name: keeper.open(name, ASKED, (), "", lambda _: None) for name in "ab"}
+    await keeper.keep([submit("a"), submit("b"), submit("unknown")])
+    assert len(files(tmp_path)) == 2
+    sinks["a"](finished("a"))
+    assert len(files(tmp_path)) == 1
+    await keeper.release()
+    assert files(tmp_path) == []
+    assert len(keeper) == 1
+
+
+async def test_an_id_that_is_in_use_is_refused_and_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
+    """SPEC L6: two requests of one id would be told apart by nobody."""
+    keeper = Keeper(tmp_path)
+    keeper.open("a", ASKED, (), "", lambda _: None)
+    with pytest.raises(InvalidRequestError, match="in use"):
+        keeper.open("a", ASKED, (), "", lambda _: None)
+    keeper.discard("a")
+    assert len(keeper) == 0
+
+
+async def taken_up(tmp_path: Path, *request_ids: str, clock: list[float]) -> tuple[Keeper, list[Any]]:
+    """A keeper that found these on disk, each with "old " delivered."""
+    former = Keeper(tmp_path)
+    for request_id in request_ids:
+        former.open(request_id, ASKED, [f"x-{request_id}"], "key", lambda _: None)(
+            delta(request_id, "old ", 1)
+        )
+    await former.keep([submit(request_id, generated=[[1], []]) for request_id in request_ids])
+    former.close()
+    keeper = Keeper(tmp_path, lambda: clock[0])
+    return keeper, [sink for _, sink in await keeper.take_up(["fake"])]
+
+
+async def test_whoever_attaches_is_shown_everything_from_the_first_delta(tmp_path: Path) -> None:
+    """SPEC L2: by any of its names, with the right key; several may, and the end read by one lets it go."""
+    keeper, (sink,) = await taken_up(tmp_path, "a", clock=[0.0])
+    (kept,) = keeper.kept()
+    assert (kept.id, kept.names, kept.owner, kept.state, kept.num_tokens, kept.n) == (
+        "a",
+        ["x-a"],
+        "key",
+        "running",
+        1,
+        2,
+    )
+    for name, owner in (("a", ""), ("a", "other"), ("b", "key")):
+        with pytest.raises(RequestNotFoundError):
+            keeper.attach(name, owner, lambda _: None)
+    first: list[RequestEvent] = []
+    second: list[RequestEvent] = []
+    assert keeper.attach("a", "key", first.append) == "a"
+    sink(delta("a", "new", 2))
+    assert keeper.attach("x-a", "key", second.append) == "a"
+    keeper.detach("a", first.append, has_read_all=False)
+    sink(finished("a"))
+    assert text_by_choice(first) == text_by_choice(second) == {0: "old new", 1: ""}
+    assert not any(isinstance(event, Finished) for event in first)
+    assert isinstance(second[-1], Finished)
+    assert keeper.kept()[0].state == "ended"
+    keeper.detach("a", second.append, has_read_all=True)
+    assert keeper.kept() == []
+    assert files(tmp_path) == []
+
+
+async def test_what_nobody_attaches_to_is_kept_for_ten_minutes_after_its_end(tmp_path: Path) -> None:
+    """SPEC L2: then it goes, with its file; what still runs stays."""
+    clock = [0.0]
+    keeper, (ended, _) = await taken_up(tmp_path, "a", "b", clock=clock)
+    ended(finished("a"))
+    clock[0] = ENDED_KEPT_S
+    assert [kept.id for kept in keeper.kept()] == ["a", "b"]
+    clock[0] += 1.0
+    assert [kept.id for kept in keeper.kept()] == ["b"]
+    assert len(files(tmp_path)) == 1
+
+
+async def test_ended_requests_that_nobody_reads_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L2: the oldest goes first."""
+    assert MAX_ENDED >= 512
+    monkeypatch.setattr("stoker.lifecycle.keeper.MAX_ENDED", 1)
+    keeper, sinks = await taken_up(tmp_path, "a", "b", clock=[0.0])
+    for sink, name in zip(sinks, "ab", strict=True):
+        sink(finished(name))
+    assert [kept.id for kept in keeper.kept()] == ["b"]
+
+
+async def test_what_ends_with_the_program_goes_on_with_the_next(tmp_path: Path) -> None:
+    """SPEC L2, L4: the end that a shutdown brings is not the request's own."""
+    keeper, (sink,) = await taken_up(tmp_path, "a", clock=[0.0])
+    keeper.begin_closing()
+    sink(Failed("a", NotReadyError("the program ends").info()))
+    keeper.close()
+    assert [kept.submit.request_id for kept in KeptFolder(tmp_path).take(["fake"])] == ["a"]
+
+
+async def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SPEC L2: the engine is suspended all the same, and its clients go on later."""
+    (tmp_path / "file").write_text("in the way")
+    keeper = Keeper(tmp_path / "file")
+    keeper.open("a", ASKED, (), "", lambda _: None)
+    await keeper.keep([submit("a")])
+    assert "1 of 1 suspended requests are not written" in caplog.text
+
+
+# ------------------------------------------------------------ the runtime
+
+
+@asynccontextmanager
+async def running(tmp_path: Path, **fields: Any) -> AsyncIterator[Runtime]:
+    """A runtime of one program."""
+    options: dict[str, Any] = {
+        "isolation": "thread",
+        "slots": 4,
+        "run_dir": tmp_path,
+        "drain_s": 0.0,
+        **fields,
+    }
+    async with Runtime(FAKE, **options) as runtime:
+        yield runtime
+
+
+async def test_requests_of_an_ended_program_go_on_and_are_read_from_their_beginning(tmp_path: Path) -> None:
+    """SPEC L2: the undisturbed text, also of one that came while suspended; their clients are told."""
+    async with running(tmp_path) as runtime:
+        expected = text_by_choice([event async for event in runtime.stream(ASKED)])
+        begun = runtime.stream(ASKED, "a", names=["xid"], owner="key")
+        num_deltas = 0
+        async with aclosing(begun):
+            while num_deltas < 6:
+                num_deltas += isinstance(await anext(begun), Delta)
+            await runtime.suspend()
+            assert runtime.is_suspended
+            late = runtime.stream(ASKED, "b")
+            await anext(late)
+            await runtime.close()
+            for stream in (begun, late):
+                with pytest.raises(NotReadyError, match="next start"):
+                    [event async for event in stream]
+    async with running(tmp_path) as runtime:
+        assert sorted(kept.id for kept in runtime.kept()) == ["a", "b"]
+        with pytest.raises(RequestNotFoundError):
+            await anext(runtime.attach("xid", owner="other"))
+        for name, owner in (("xid", "key"), ("b", "")):
+            assert text_by_choice([event async for event in runtime.attach(name, owner=owner)]) == expected
+        assert runtime.kept() == []
+        assert files(tmp_path / "suspended") == []
+
+
+async def test_leaving_an_attached_stream_does_not_end_the_request(tmp_path: Path) -> None:
+    """SPEC L2: who comes back is shown everything again."""
+    async with running(tmp_path) as runtime:
+        expected = text_by_choice([event async for event in runtime.stream(ASKED)])
+        await runtime.suspend()
+        stream = runtime.stream(ASKED, "a")
+        await anext(stream)
+        await runtime.close()
+        with pytest.raises(NotReadyError):
+            await anext(stream)
+    async with running(tmp_path) as runtime:
+        async with aclosing(runtime.attach("a")) as events:
+            await anext(events)
+        assert text_by_choice([event async for event in runtime.attach("a")]) == expected
+
+
+async def test_the_models_of_the_last_time_are_served_again(tmp_path: Path) -> None:
+    """SPEC L8: where that is asked for and none is named."""
+    async with running(tmp_path):
+        pass
+    restored = Runtime(run_dir=tmp_path, restore=True, isolation="thread", drain_s=0.0)
+    async with restored:
+        assert [info.path for info in restored.models] == [FAKE]
+
+
+def test_a_memory_of_models_that_is_gone_or_broken_is_none(tmp_path: Path) -> None:
+    """SPEC L8: files that are no longer there are left out, and an unloaded machine forgets nothing."""
+    last = LastModels(tmp_path)
+    assert last.read() == ()
+    last.note(["fake:", str(tmp_path / "gone.gguf")])
+    last.note([])
+    assert LastModels(tmp_path).read() == ("fake:",)
+    (tmp_path / "models.json").write_text('{"models": 3}')
+    assert last.read() == ()
+    (tmp_path / "models.json").write_text("{")
+    assert last.read() == ()

@@ -1,0 +1,192 @@
+"""Models by name into a running engine: found, downloaded, loaded; the engine is the real one with fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from gguf_files import write_tiny
+
+from stoker import Runtime
+from stoker.engine.specs import max_tokens_of, tier_defaults
+from stoker.errors import DownloadError, InvalidRequestError, ModelNotFoundError, NotReadyError, StokerError
+from stoker.models import hub as hub_module
+from stoker.models.downloads import Downloads
+from stoker.models.hub import PullRequest
+from stoker.settings import EngineSettings
+
+FAKE = "fake:eog_period=0"
+REF = "acme/tiny-GGUF"
+
+Pull = Callable[[PullRequest, Callable[[int, int, str], None]], Path]
+
+
+class SlowHub:
+    """Stands in for `pull`: goes on when it is told to, and counts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_pulls = 0
+        self.go_on = threading.Event()
+        self.was_stopped = threading.Event()
+        self.error: StokerError | None = None
+
+    def pull(self, request: PullRequest, on_progress: Callable[[int, int, str], None]) -> Path:
+        """As `stoker.models.hub.pull`."""
+        assert request.reference == REF
+        self.num_pulls += 1
+        on_progress(30, 100, "tiny.gguf")
+        self.go_on.wait()
+        if self.error:
+            raise self.error
+        try:
+            on_progress(100, 100, "tiny.gguf")
+        except BaseException:
+            self.was_stopped.set()
+            raise
+        return self.path
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlowHub:
+    """A hub that holds every download until `go_on`."""
+    found = SlowHub(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(hub_module, "pull", found.pull)
+    return found
+
+
+@pytest.fixture
+async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
+    """A runtime with one fake model and an empty models folder."""
+    async with Runtime(FAKE, isolation="thread", models_dir=tmp_path, drain_s=0.0) as started:
+        yield started
+
+
+def states(runtime: Runtime) -> dict[str, str]:
+    """State of each model."""
+    return {status.id: str(status.state) for status in runtime.model_states()}
+
+
+async def turns_until(condition: Callable[[], bool]) -> None:
+    """Until it holds."""
+    while not condition():  # noqa: ASYNC110 - threads announce it to the event loop in their own time
+        await asyncio.sleep(0)
+
+
+async def test_all_who_want_one_download_share_it(hub: SlowHub, tmp_path: Path) -> None:
+    """SPEC R4, L7: with its progress; the first to leave does not stop it."""
+    moved: list[tuple[str, str, float]] = []
+    found = Downloads(tmp_path, lambda *step: moved.append(step))
+    wanting = [asyncio.create_task(found.get(REF)) for _ in range(3)]
+    await turns_until(lambda: bool(moved))
+    wanting[0].cancel()
+    hub.go_on.set()
+    assert await wanting[1] == await wanting[2] == hub.path
+    assert (hub.num_pulls, REF in found) == (1, False)
+    assert moved == [(REF, "tiny.gguf", 0.3), (REF, "tiny.gguf", 1.0)]
+
+
+@pytest.mark.parametrize("how", ["all leave", "stop", "close"])
+async def test_a_download_that_nobody_wants_ends_at_its_next_piece(
+    hub: SlowHub, tmp_path: Path, how: str
+) -> None:
+    """SPEC R4: whoever waits is told at once."""
+    moved: list[float] = []
+    found = Downloads(tmp_path, lambda _ref, _name, fraction: moved.append(fraction))
+    wanting = asyncio.create_task(found.get(REF))
+    await turns_until(lambda: bool(moved))
+    match how:
+        case "all leave":
+            wanting.cancel()
+        case "stop":
+            found.stop(REF)
+        case _:
+            found.close()
+    with pytest.raises(asyncio.CancelledError if how == "all leave" else NotReadyError):
+        await wanting
+    hub.go_on.set()
+    assert await asyncio.to_thread(hub.was_stopped.wait, 20)
+    assert moved == [0.3]
+
+
+async def test_a_failed_download_raises_its_own_error(hub: SlowHub, tmp_path: Path) -> None:
+    """SPEC L7: and the next one tries anew."""
+    hub.error = DownloadError("offline")
+    hub.go_on.set()
+    found = Downloads(tmp_path, lambda *_: None)
+    for _ in range(2):
+        with pytest.raises(DownloadError, match="offline"):
+            await found.get(REF)
+    assert hub.num_pulls == 2
+
+
+async def test_a_download_shows_among_the_models_and_is_stopped_like_one(
+    hub: SlowHub, runtime: Runtime
+) -> None:
+    """SPEC L1: downloading with a fraction while it runs, gone afterwards."""
+    loading = asyncio.create_task(runtime.load_model(REF))
+    await turns_until(lambda: any(status.fraction == 0.3 for status in runtime.model_states()))
+    assert states(runtime) == {"fake": "ready", REF: "downloading"}
+    await runtime.unload_model(REF)
+    with pytest.raises(NotReadyError, match="stopped"):
+        await loading
+    assert states(runtime) == {"fake": "ready"}
+    hub.go_on.set()
+
+
+async def test_only_what_lies_in_the_models_folder_is_loaded_by_name(
+    runtime: Runtime, tmp_path: Path
+) -> None:
+    """SPEC S4, R7: a caller over HTTP may not have any file of this machine opened."""
+    outside = write_tiny(tmp_path.parent / f"{tmp_path.name}-outside" / "tiny.gguf")
+    for ref in (str(outside), f"../{outside.parent.name}/tiny.gguf", "no-such-model", "/etc/passwd"):
+        with pytest.raises(ModelNotFoundError):
+            await runtime.load_model(ref)
+    assert states(runtime) == {"fake": "ready"}
+
+
+async def test_a_served_model_is_unloaded_loaded_and_loaded_otherwise(runtime: Runtime) -> None:
+    """SPEC R3, R5, L5: what is asked for differently is what it is then; a pin shows."""
+    await runtime.unload_model("fake")
+    assert states(runtime) == {"fake": "absent"}
+    assert (await runtime.load_model("fake")).num_slots == 8
+    info = await runtime.load_model("fake", num_slots=2, n_ctx=1024, keep_alive_s=-1.0)
+    assert (info.num_slots, info.n_ctx) == (2, 1024)
+    await runtime.pin_model("fake")
+    (status,) = runtime.model_states()
+    assert (status.is_pinned, status.keep_alive_s) == (True, -1.0)
+    assert runtime.resolve("fake").num_slots == 2
+
+
+async def test_nothing_is_loaded_before_the_start() -> None:
+    """SPEC S3: not ready, not a crash."""
+    runtime = Runtime(FAKE)
+    assert runtime.model_states() == []
+    with pytest.raises(NotReadyError):
+        await runtime.load_model("fake")
+
+
+def test_how_long_an_answer_may_be_follows_setting_then_tier() -> None:
+    """SPEC M2: 0 is until the context is full."""
+    small = EngineSettings(memory_limit=2**31)
+    defaults = tier_defaults(small)
+    assert max_tokens_of(small, defaults) == 300
+    assert max_tokens_of(small.replace(default_max_tokens=7), defaults) == 7
+    assert max_tokens_of(small.replace(default_max_tokens=0), defaults) is None
+
+
+async def test_a_request_that_names_no_length_gets_the_default() -> None:
+    """SPEC M2: one that does keeps its own."""
+    async with Runtime(FAKE, isolation="thread", default_max_tokens=3, drain_s=0.0) as runtime:
+        for asked, expected in ((None, 3), (5, 5), (0, 0)):
+            deltas = [delta async for delta in runtime.generate("hello", max_tokens=asked)]
+            assert sum(len(delta.token_ids) for delta in deltas) == expected
+
+
+async def test_two_files_of_one_name_are_refused_at_the_start() -> None:
+    """SPEC R4: before anything runs."""
+    with pytest.raises(InvalidRequestError, match="two models"):
+        await Runtime(FAKE, models=["fake:"], isolation="thread").start()
