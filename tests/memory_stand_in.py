@@ -172,6 +172,7 @@ class Machine:
     Attributes:
         events: everything the loop has published.
         others_mib: what other programs take of the machine's memory now.
+        untouched_mib: what models were given and have not written to: it measures as free.
         part: how full memory is said to be, whatever the counts are; None: as counted.
         heat: how hot it is.
     """
@@ -182,6 +183,7 @@ class Machine:
         self.inbox = Inbox()
         self.limit_mib = limit_mib
         self.others_mib = 0
+        self.untouched_mib = 0
         self.part = None
         self.heat = Heat.NOMINAL
         own = EngineSettings(isolation="thread", cache_dir=folder, memory_margin=margin_mib * MIB, **settings)
@@ -203,7 +205,7 @@ class Machine:
     def sample(self, *, is_os_event=False):
         """What a gauge would measure now."""
         held = 0 if self.loop is None else sum(self.loop._store.ledger.host_lines().values())
-        limit, footprint = self.limit_mib * MIB, OWN_MIB * MIB + held
+        limit, footprint = self.limit_mib * MIB, OWN_MIB * MIB + held - self.untouched_mib * MIB
         free = max(0, limit - footprint - self.others_mib * MIB)
         told = free if self.part is None else int(limit * (1 - self.part))
         return Sample(

@@ -14,6 +14,7 @@ from stoker.messages import (
     Finished,
     Goodbye,
     LoadModel,
+    Parked,
     Pause,
     PromptEcho,
     Resume,
@@ -230,7 +231,7 @@ def test_a_suspended_engine_says_goodbye_and_ends_no_request(make, tmp_path):
         make, tmp_path, requests, lambda m: len(m.tokens("r0")) > 10, num_slots=2, n_batch=64
     )
     assert isinstance(machine.events[-1], Goodbye)
-    assert machine.of((Finished, Failed)) == []
+    assert machine.of((Finished, Failed, Parked)) == []
     assert machine.resident("a") is None
     after = make(folder=tmp_path / "shared")
     after.loop._store.open()

@@ -89,6 +89,16 @@ def test_the_idle_model_that_was_used_longest_ago_goes_first(make):
     assert told == ["gives way to c"]
 
 
+def test_memory_that_a_model_was_given_and_has_not_touched_is_not_free(make):
+    """SPEC R1, C14: though it measures so."""
+    machine = make()
+    serve(machine, "a", "b", "c")
+    use(machine, "a", "b")
+    machine.untouched_mib = 700
+    use(machine, "c")
+    assert (machine.state("a"), machine.state("b"), machine.state("c")) == ("absent", "ready", "ready")
+
+
 def test_a_load_that_has_evicted_goes_on_at_once(make):
     """SPEC R3: nothing is waited for once there is room."""
     machine = make()
@@ -132,8 +142,9 @@ def test_one_that_can_never_fit_is_refused_and_nothing_goes_for_it(make):
     serve(machine, "a", "b")
     use(machine, "a", "b")
     machine.know("huge", "weights_mib=4000")
-    for name in ("first", "second"):  # the second is told as quickly as the first
-        machine.submit(name, "huge")
+    machine.know("nearly", "weights_mib=950")  # the engine itself takes a hundred
+    for name, model in (("first", "huge"), ("second", "huge"), ("third", "nearly")):  # each as quickly
+        machine.submit(name, model)
         machine.until(lambda name=name: machine.has_ended(name), turns=200)
         error = machine.error(name)
         assert error.code == "model_too_large"

@@ -13,7 +13,7 @@ from stoker.errors import TooHotError
 from stoker.memory import allocator
 from stoker.memory.heat import Heat, HeatReading
 from stoker.memory.policy import Ladder, Rung
-from stoker.memory.pressure import Pressure, PressureMeter, Reading
+from stoker.memory.pressure import Pressure, PressureMeter, Reading, fullest
 from stoker.messages import HeatMoved, PressureMoved, RungTaken
 from stoker.scheduler.throttle import Throttle
 from stoker.status import MemoryStatus
@@ -164,15 +164,16 @@ class Relief:
 
     def status(self, sample: Sample, lines: dict[str, int]) -> MemoryStatus:
         """Memory as `sample` shows it now, and what is done about it; `lines` are the ledger's."""
-        reading = self._reading or Reading(Pressure.NORMAL, 0.0, "")
+        level = self._reading.level if self._reading else Pressure.NORMAL
+        fraction, source = fullest(sample)
         return MemoryStatus(
             limit=sample.limit_bytes,
             footprint=sample.footprint_bytes,
             available=sample.available_bytes,
             tier=sample.tier,
-            pressure=reading.level,
-            pressure_fraction=round(reading.fraction, 3),
-            pressure_source=reading.source,
+            pressure=level,
+            pressure_fraction=round(fraction, 3),
+            pressure_source=source,
             rungs=list(self._ladder.taken),
             lines=lines,
             heat=self._heat.level,

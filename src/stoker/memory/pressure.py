@@ -73,7 +73,7 @@ class PressureMeter:
 
     def update(self, sample: Sample) -> Reading:
         """Take the next sample; its time must not be before the last one's."""
-        fraction, source = max(_fractions(sample))
+        fraction, source = fullest(sample)
         self._level = Pressure.CRITICAL if sample.is_os_event else self._settle(fraction)
         if sample.is_os_event:
             self._event_s = sample.at_s
@@ -89,6 +89,11 @@ class PressureMeter:
             if fraction >= mark - (HYSTERESIS if self._level.rank >= level.rank else 0.0):
                 return level
         return Pressure.NORMAL
+
+
+def fullest(sample: Sample) -> tuple[float, str]:
+    """How far the worst source of a sample is, and which it is."""
+    return max(_fractions(sample))
 
 
 def is_ours_to_ease(sample: Sample) -> bool:

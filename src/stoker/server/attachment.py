@@ -55,6 +55,11 @@ class Attachment:
     def __repr__(self) -> str:
         return f"Attachment({self._answer_id}, {len(self._kept)} prompts)"
 
+    @property
+    def is_ready(self) -> bool:
+        """It was taken in before; there is nothing to wait for."""
+        return True
+
     def writer(self) -> ChunkWriter:
         """Writes chunks as the request's own route does; usage comes with the last one."""
         first = self._kept[0]

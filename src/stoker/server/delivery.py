@@ -13,7 +13,7 @@ from starlette.responses import Response
 from stoker.messages import Admitted, Finished, Queued
 from stoker.server.disconnect import while_connected
 from stoker.server.generation import total_usage
-from stoker.server.sse import EventStream, comment
+from stoker.server.sse import GRACE_S, LOADING_GRACE_S, EventStream, comment
 from stoker.streams import Notice
 from stoker.values import Usage
 
@@ -33,6 +33,11 @@ CACHE_HEADER = "X-Stoker-Cache"
 
 class Source(Protocol):
     """Where events come from: a generation, or a kept request that its client comes back to."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model it needs is in memory."""
+        ...
 
     def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
         """(index of the prompt, event) as they come."""
@@ -69,10 +74,12 @@ def streamed(source: Source, writer: ChunkWriter, keepalive_s: float) -> EventSt
     The headers tell the place in the line at arrival and, where known, the seconds to go (SPEC Q14); what
     changes while it waits or stands still comes as comments, which clients ignore unless they know them.
     X-Stoker-Cache tells what the first prompt to get a slot found in the cache (SPEC C13); a stream that had
-    to begin while it still waited has no such header, only the usage at its end.
+    to begin while it still waited has no such header, only the usage at its end. Where a model has to be
+    loaded it begins a little later, as a load that is refused is an ordinary HTTP error.
     """
     headers: dict[str, str] = {}
-    return EventStream(_frames(source, writer, headers), headers, keepalive_s)
+    grace_s = GRACE_S if source.is_ready else LOADING_GRACE_S
+    return EventStream(_frames(source, writer, headers), headers, keepalive_s, grace_s)
 
 
 async def collected(generation: Generation, writer: WholeWriter, request: Request) -> Response:

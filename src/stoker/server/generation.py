@@ -76,6 +76,13 @@ class Generation:
                 async for event in events:
                     yield event
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether every model it needs is in memory."""
+        needed = {request.model for request in self._requests}
+        ready = {status.id for status in self._context.runtime.model_states() if status.state == "ready"}
+        return needed <= ready
+
     def _live(self) -> list[LiveRequest]:
         return [
             LiveRequest(own, self._names, request.model, request.is_chat, self._owner)

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 GRACE_S = 0.02  # longer than an engine's events take to come, too short to be noticed
+LOADING_GRACE_S = 1.0  # where a model is to be loaded first: by then it is known whether it fits
 
 
 def frame(data: bytes) -> bytes:
@@ -45,23 +46,29 @@ class EventStream(Response):
     """A streamed answer made of the frames that a generator yields.
 
     The answer begins with the first data frame, so an error raised before that is an ordinary HTTP error. An
-    empty frame or a comment begins it GRACE_S later, as what comes right behind it may be a header: a request
-    that finds a free slot is queued and admitted at once. If nothing comes for `keepalive_s` it begins too.
-    A client that leaves cancels the generator at once.
+    empty frame or a comment begins it `grace_s` later, as what comes right behind it may be a header: a
+    request that finds a free slot is queued and admitted at once. If nothing comes for `keepalive_s` it
+    begins too. A client that leaves cancels the generator at once.
 
     Args:
         frames: complete SSE frames; closed by this class.
         headers: sent with the beginning; the generator may add to it until then.
         keepalive_s: seconds of silence after which a comment is sent.
+        grace_s: what an empty frame or a comment waits.
     """
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], headers: dict[str, str], keepalive_s: float
+        self,
+        frames: AsyncGenerator[bytes, None],
+        headers: dict[str, str],
+        keepalive_s: float,
+        grace_s: float = GRACE_S,
     ) -> None:
         super().__init__(media_type="text/event-stream")
         self._frames = frames
         self._late_headers = headers
         self._keepalive_s = keepalive_s
+        self._grace_s = grace_s
         self._held = b""  # comments that came before the beginning
         self._opening = asyncio.Lock()
         self._opener: asyncio.Future[None] | None = None
@@ -108,7 +115,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _open_soon(self, send: Send) -> None:
-        await asyncio.sleep(GRACE_S)
+        await asyncio.sleep(self._grace_s)
         await self._open(send)
 
     async def _open(self, send: Send) -> None:
