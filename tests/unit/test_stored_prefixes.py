@@ -415,7 +415,8 @@ def test_what_is_only_in_cells_is_stored_before_its_model_goes(tmp_path: Path) -
     engine.until(lambda: engine.states("absent"))
     engine.load()
     usage = engine.run("two")
-    assert (usage.cached_tokens, usage.cache_source) == (len(PROMPT) - 1, "ram")
+    assert usage.cached_tokens == len(PROMPT) - 1
+    assert usage.cache_source in {"ram", "disk"}  # it may be written before the model is back
     engine.close()
 
 

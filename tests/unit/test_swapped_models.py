@@ -98,6 +98,25 @@ def test_what_takes_too_long_is_parked_and_goes_on_when_its_model_is_back(make, 
     assert len(machine.of((Finished, Failed), "long")) == 1
 
 
+def test_a_job_for_another_model_does_not_disturb_people_until_its_patience_is_over(make, clock):
+    """SPEC Q3, Q7, R3."""
+    machine = make()
+    serve(machine, "a", "b", order=LARGE)
+    machine.submit("long", "a", max_tokens=1800)
+    machine.until_tokens("long", 5)
+    clock.pass_(300)
+    machine.submit("job", "b", priority=Priority.BACKGROUND)
+    machine.turn()
+    clock.pass_(10)
+    machine.until_tokens("long", 50)
+    assert machine.state("a") == "ready"
+    waiting = [status for status in machine.status().queue if status.request_id == "job"]
+    assert [(status.model, status.position) for status in waiting] == [("b", 0)]
+    clock.pass_(30)
+    machine.until(lambda: "unloading" in machine.states("a"))
+    machine.run("long", "job")
+
+
 def test_a_model_that_need_not_go_any_more_takes_newcomers_again(make, clock):
     """SPEC R3: whoever wanted its room has gone."""
     machine = make()

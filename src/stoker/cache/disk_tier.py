@@ -92,6 +92,10 @@ class DiskTier:
         """Whether an entry should be saved and is not."""
         return entry in self._due_s or entry is self._writing
 
+    def is_writing(self, entry: Entry) -> bool:
+        """Whether it is on its way to disk."""
+        return entry is self._writing
+
     def next_due_s(self) -> float | None:
         """When the next entry wants to be written; None: none does, or one is on its way."""
         if self._writing is not None:

@@ -104,3 +104,9 @@ class Entry:
         """Change state; an AssertionError with what it was if the table has no such move."""
         assert state in MOVES[self.state], f"{self!r} cannot become {state}"
         self.state = state
+
+    def check(self) -> None:
+        """Assert that its parts fit its state."""
+        assert (self.state is EntryState.RAM) == (self.data is not None), repr(self)
+        assert self.state is not EntryState.DISK or self.file, repr(self)
+        assert self.data is None or memoryview(self.data).nbytes == self.size_bytes, repr(self)

@@ -221,7 +221,7 @@ class PrefixCache:
     # ------------------------------------------------------------ disk
 
     def found(self, entries: Iterable[Entry], now: float) -> None:
-        """What the folder held at the start; what is known already is better."""
+        """What the folder held at the start; of what is known already the file is taken over."""
         self._now = now
         for entry in entries:
             assert entry.file is not None, f"{entry!r} was not found on disk"
@@ -229,13 +229,21 @@ class PrefixCache:
             entry.file, entry.file_bytes = None, 0
             if entry.size_bytes > self.limits.ram_bytes:
                 continue  # of a server with more memory
-            if self._get(entry) is not None:
-                self.disk.remove_file(file)
+            if (known := self._get(entry)) is not None:
+                self._take_over(known, file, size)
                 continue
             self._keep_count(entry.namespace)
             self._index.insert(entry)
             entry.move(EntryState.DISK)
             self.disk.added(entry, file, size)
+
+    def _take_over(self, known: Entry, file: str, size: int) -> None:
+        """The disk has it too: its file need not be written, unless that is going on under the same name."""
+        if known.file is None and not self.disk.is_writing(known):
+            self.disk.forget(known)
+            self.disk.added(known, file, size)
+        elif known.file not in {None, file}:
+            self.disk.remove_file(file)
 
     def tend(self, now: float, *, is_busy: bool = False) -> None:
         """Order the next write, if one is due; while something is computed, and memory lasts, it may wait."""
@@ -433,14 +441,10 @@ class PrefixCache:
         """Assert that entries, trees, tiers and ledger tell one story."""
         self._index.check()
         entries = [*self.entries(), *self._private]
-        held = {Line.CACHE: 0, Line.PARKED: 0}
         for entry in entries:
             assert entry.is_private or self._get(entry) is entry, f"{entry!r} is not in its tree"
-            assert (entry.state is EntryState.RAM) == (entry.data is not None), repr(entry)
-            assert entry.state is not EntryState.DISK or entry.file, repr(entry)
-            if entry.state is not EntryState.DISK:
-                held[entry.line] += entry.size_bytes
-            if entry.data is not None:
-                assert memoryview(entry.data).nbytes == entry.size_bytes, repr(entry)
-        assert all(self._ledger.used(line) == size for line, size in held.items()), f"{self!r} {held}"
+            entry.check()
+        for line in (Line.CACHE, Line.PARKED):
+            held = sum(e.size_bytes for e in entries if e.line is line and e.state is not EntryState.DISK)
+            assert self._ledger.used(line) == held, f"{self!r} {line} {held}"
         self.disk.check(entries)

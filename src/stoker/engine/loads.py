@@ -83,7 +83,7 @@ class Loads:
             self._tell(UnloadModel(model))
 
     async def unload(self, model: str) -> None:
-        """Have a model out of memory; those that run on it are parked, and need it again.
+        """Have a model out of memory as soon as nothing runs on it; requests that come have it loaded again.
 
         Raises:
             ModelNotFoundError: it is not served.

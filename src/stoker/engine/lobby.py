@@ -15,6 +15,8 @@ from stoker.engine.preparation import arrival_of
 from stoker.errors import InsufficientMemoryError, RequestTimeoutError, TooHotError
 from stoker.messages import Cancel, Delta, Failed, Finished, Pause, Paused, Queued, Resume, Resumed, Submit
 from stoker.request import FinishReason, Priority
+from stoker.scheduler.sequence import ParkForm
+from stoker.status import WaitStatus
 from stoker.values import Timings, Usage
 
 if TYPE_CHECKING:
@@ -100,6 +102,25 @@ class Lobby:
     def num_being_prepared(self) -> int:
         """The same over all models."""
         return sum(visitor.is_preparing for visitor in self._visitors.values())
+
+    def status(self) -> list[WaitStatus]:
+        """Those that wait for their model, for status pages: each with its place among those of its model."""
+        places: dict[str, int] = {}
+        told = []
+        for visitor in self._visitors.values():
+            request = visitor.submit.request
+            if not (visitor.is_preparing or visitor.is_paused):
+                places[request.model] = places.get(request.model, -1) + 1
+                told.append(
+                    WaitStatus(
+                        request_id=visitor.submit.request_id,
+                        priority=request.priority,
+                        model=request.model,
+                        position=places[request.model],
+                        form=ParkForm.TOKENS if visitor.has_begun else None,
+                    )
+                )
+        return told
 
     def next_deadline_s(self) -> float | None:
         """When the first that waits passes its deadline."""

@@ -406,7 +406,10 @@ class EngineLoop:
         counters["step_target_ms"] = max((r.spec.target_step_ms for r in residents), default=0.0)
         return EngineStatus(
             slots=[status for resident in residents for status in resident.slot_status(now)],
-            queue=[s for r in residents for s in r.line_status(SequenceState.QUEUED, now)],
+            queue=[
+                *(s for r in residents for s in r.line_status(SequenceState.QUEUED, now)),
+                *self._lobby.status(),
+            ],
             parked=[s for r in residents for s in r.line_status(SequenceState.PARKED, now)],
             paused=[s for r in residents for s in r.paused_status(now)],
             num_threads=self._pace.num_threads,

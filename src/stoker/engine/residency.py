@@ -35,8 +35,7 @@ RETRY_S = 5.0
 """When a model that could not be had is tried again for requests that have begun."""
 LOOK_AGAIN_S = 0.25
 """How often a load that waits for room looks again."""
-ASKED_TO = "asked to"
-"""Why a model goes that somebody wants out of memory; it goes though nobody needs its room."""
+ASKED_TO = "asked to"  # a model goes though nobody needs its room
 ModelCommand = KnowModel | LoadModel | UnloadModel | PinModel
 
 
@@ -294,8 +293,15 @@ class Residency:
         elif idle:
             self._unload(idle[0], f"gives way to {load.spec.id}", now)
             load.look_s = now
-        elif going := self._swaps.choose(busy, load.spec.id, load.begun_s, now):
+        elif going := self._swaps.choose(self._disturbable(busy, load, now), load.spec.id, load.begun_s, now):
             self._make_yield(going, f"gives way to {load.spec.id}", now)
+
+    def _disturbable(self, busy: list[Served], load: Load, now: float) -> list[Served]:
+        """Those that have to go for it: background is patient with models that people use (SPEC Q3, Q7)."""
+        is_for_people = not self._urgency(load.served)[0]
+        if is_for_people or now - load.begun_s >= load.spec.background_patience_s:
+            return busy
+        return [s for s in busy if not ((r := self._residents.find(s.spec.id)) and r.has_people)]
 
     def _make_yield(self, served: Served, reason: str, now: float) -> None:
         """It takes no newcomers until what runs on it has ended (SPEC R3)."""
