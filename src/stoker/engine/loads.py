@@ -8,6 +8,7 @@ a model the roster's.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from stoker.messages import ModelState
     from stoker.values import ModelInfo, ModelSpec
 
-Tell = Callable[[LoadModel | UnloadModel | PinModel], None]
+Tell = Callable[[LoadModel | UnloadModel | PinModel], bool]
 
 
 class Loads:
@@ -29,7 +30,7 @@ class Loads:
 
     Args:
         roster: what is known of the models.
-        tell: hands a command to the engine, if one serves; else it goes nowhere, the roster remembers.
+        tell: hands a command to the engine, if one serves; else False, and the roster remembers.
         num_requests: live requests of a model.
     """
 
@@ -39,6 +40,7 @@ class Loads:
         self._num_requests = num_requests
         self._coming: dict[str, list[asyncio.Future[ModelInfo]]] = {}
         self._going: dict[str, list[asyncio.Future[None]]] = {}
+        self._absences: Counter[str] = Counter()  # answers to unloads that are still to come
 
     def __repr__(self) -> str:
         return f"<Loads coming={sorted(self._coming)} going={sorted(self._going)}>"
@@ -56,9 +58,9 @@ class Loads:
             StokerError: why it cannot be loaded.
         """
         model = spec.id
-        is_same = self._roster.spec(model) == spec
-        if is_same and self._roster.state(model) is ModelLife.READY:
+        if self._roster.is_in_memory(spec):
             return self._roster.resolve(model)
+        is_same = self._roster.spec(model) == spec
         was_ready = self._roster.state(model) is ModelLife.READY
         waiting = self._coming.setdefault(model, [])
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
@@ -79,8 +81,7 @@ class Loads:
 
     def _stop(self, model: str) -> None:
         if self._roster.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
-            self._roster.release(model)
-            self._tell(UnloadModel(model))
+            self._release(model)
 
     async def unload(self, model: str) -> None:
         """Have a model out of memory as soon as nothing runs on it; requests that come have it loaded again.
@@ -89,15 +90,13 @@ class Loads:
             ModelNotFoundError: it is not served.
         """
         self._check(model)
+        self._give_up(model)
         is_there = self._roster.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._going.setdefault(model, [])
-        if is_there:
-            waiting.append(gone)
-        else:
+        waiting.append(gone)
+        if not (self._release(model) and is_there):
             gone.set_result(None)
-        self._roster.release(model)
-        self._tell(UnloadModel(model))
         try:
             await gone
         finally:
@@ -124,6 +123,10 @@ class Loads:
         # Ready with an error: another was to take its place, and it stays.
         error = error_from_info(event.error) if event.error else _unloaded(event)
         is_there = state is ModelLife.READY and event.error is None
+        if state is ModelLife.ABSENT and self._absences[event.model]:
+            self._absences[event.model] -= 1
+            self._gone(event.model)  # who wants it since then has asked for another load
+            return
         for come in self._pop_coming(event.model):
             if is_there:
                 come.set_result(self._roster.resolve(event.model))
@@ -137,6 +140,7 @@ class Loads:
 
         A model that has failed for good will not.
         """
+        self._absences.clear()
         for model in list(self._going):
             self._gone(model)
         for model in list(self._coming):
@@ -152,6 +156,21 @@ class Loads:
                 come.set_exception(error)
         for model in list(self._going):
             self._gone(model)
+
+    def _release(self, model: str) -> bool:
+        """No engine shall have it; whether there is one that will say when that is so."""
+        self._roster.release(model)
+        is_told = self._tell(UnloadModel(model))
+        if is_told:
+            self._absences[model] += 1
+        else:
+            self._roster.set_aside(model)
+        return is_told
+
+    def _give_up(self, model: str) -> None:
+        error = NotReadyError(f"model {model!r} was unloaded before it was ready", retry_after_s=1.0)
+        for come in self._pop_coming(model):
+            come.set_exception(error)
 
     def _gone(self, model: str) -> None:
         for gone in self._going.pop(model, []):

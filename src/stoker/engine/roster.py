@@ -99,6 +99,13 @@ class Roster:
         entry = self._entries.get(model)
         return entry.to_load if entry else None
 
+    def is_in_memory(self, spec: ModelSpec) -> bool:
+        """Whether a model is there just so, and neither on its way out nor about to be replaced."""
+        entry = self._entries.get(spec.id)
+        if entry is None or entry.state is not ModelLife.READY or entry.is_leaving:
+            return False
+        return entry.asked is None and entry.spec == spec
+
     def info(self, model: str) -> ModelInfo:
         """What is known of a served model, whatever became of it."""
         return self._entries[model].info
@@ -166,13 +173,20 @@ class Roster:
         entry.asked = spec
         entry.is_due = entry.may_evict = True
         entry.is_leaving = False
-        self._move(entry, ModelLife.LOADING)
+        if entry.state is not ModelLife.READY:  # else it serves on until the other is in (SPEC L5)
+            self._move(entry, ModelLife.LOADING)
 
     def release(self, model: str) -> None:
         """A caller wants it out of memory; no engine has to load it."""
         entry = self._entries[model]
         entry.is_due, entry.is_leaving, entry.asked = False, True, None
         if entry.state is ModelLife.SUSPENDED:
+            self._move(entry, ModelLife.ABSENT)
+
+    def set_aside(self, model: str) -> None:
+        """It was released, and there is no engine that has it."""
+        entry = self._entries[model]
+        if entry.state in _IN_MEMORY | _UNDER_WAY:
             self._move(entry, ModelLife.ABSENT)
 
     def describe(self, info: ModelInfo) -> None:

@@ -49,7 +49,7 @@ class _Choice:
             index=index,
             text="".join(self.texts),
             token_ids=list(self.token_ids),
-            logprobs=self.logprobs,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.finish_reason,
             stop_text=self.stop_text,
             mirostat_mu=self.mirostat_mu,

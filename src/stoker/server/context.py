@@ -70,15 +70,16 @@ class LiveRequests:
             for request in requests:
                 del self._requests[request.id]
 
-    def runtime_ids(self, name: str) -> list[str]:
-        """The runtime's ids behind `name`.
+    def runtime_ids(self, name: str, owner: str) -> list[str]:
+        """The runtime's ids behind `name`, of requests that came with that API key.
 
         Raises:
-            RequestNotFoundError: nothing of that name is live.
+            RequestNotFoundError: the owner has nothing live of that name.
         """
-        if name not in self._ids:
+        found = sorted(own for own in self._ids.get(name, ()) if self._requests[own].owner == owner)
+        if not found:
             raise RequestNotFoundError(f"no live request has the id {name!r}", param="id")
-        return sorted(self._ids[name])
+        return found
 
     def requests(self) -> list[LiveRequest]:
         """Everything that is live, oldest first."""

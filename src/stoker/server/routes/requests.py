@@ -41,34 +41,34 @@ def router(context: ServerContext) -> APIRouter:
         return streamed(attachment, attachment.writer(), context.settings.keepalive_s)
 
     @routes.post("/v1/runtime/requests/{request_id}/cancel")
-    async def cancel(request_id: str) -> Response:
+    async def cancel(request_id: str, request: Request) -> Response:
         """End a request; what it has written stands."""
-        ended = await _each(context, request_id, context.runtime.cancel)
+        ended = await _each(context, request, request_id, context.runtime.cancel)
         return _json({"id": request_id, "cancelled": ended})
 
     @routes.post("/v1/runtime/requests/{request_id}/pause")
-    async def pause(request_id: str) -> Response:
+    async def pause(request_id: str, request: Request) -> Response:
         """Let a live request stand still; again: the same answer."""
-        paused = await _each(context, request_id, context.runtime.pause_request)
+        paused = await _each(context, request, request_id, context.runtime.pause_request)
         return _json({"id": request_id, "paused": paused})
 
     @routes.post("/v1/runtime/requests/{request_id}/resume")
-    async def resume(request_id: str) -> Response:
+    async def resume(request_id: str, request: Request) -> Response:
         """Let a paused request go on in its stream; one that is not paused goes on anyway."""
-        resumed = await _each(context, request_id, context.runtime.resume_request)
+        resumed = await _each(context, request, request_id, context.runtime.resume_request)
         return _json({"id": request_id, "resumed": resumed})
 
     return routes
 
 
-async def _each(context: ServerContext, name: str, act: Action) -> list[str]:
-    """Do it to every runtime request behind `name`; those that it reached.
+async def _each(context: ServerContext, request: Request, name: str, act: Action) -> list[str]:
+    """Do it to every runtime request of the caller's behind `name`; those that it reached.
 
     Raises:
         RequestNotFoundError: nothing of that name is live or kept.
     """
     reached = []
-    for runtime_id in _runtime_ids(context, name):
+    for runtime_id in _runtime_ids(context, name, Caller.of(request).key_digest):
         try:
             await act(runtime_id)
         except RequestNotFoundError:  # one prompt of several has ended by itself
@@ -77,10 +77,11 @@ async def _each(context: ServerContext, name: str, act: Action) -> list[str]:
     return reached
 
 
-def _runtime_ids(context: ServerContext, name: str) -> list[str]:
-    kept = [found.id for found in context.runtime.kept() if name in (found.id, *found.names)]
+def _runtime_ids(context: ServerContext, name: str, owner: str) -> list[str]:
+    everybodys = [found for found in context.runtime.kept() if name in (found.id, *found.names)]
+    kept = [found.id for found in everybodys if found.owner in {"", owner}]
     try:
-        return context.live.runtime_ids(name) + kept
+        return context.live.runtime_ids(name, owner) + kept
     except RequestNotFoundError:
         if not kept:
             raise
