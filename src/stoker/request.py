@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from stoker.constraint import Constraint
 from stoker.errors import InvalidRequestError
 
 MAX_STOPS = 16
@@ -145,6 +146,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         state_output: deliver the state after the prompt; with `max_tokens` 0.
         keep_alive_s: how long its model stays in memory after it (SPEC R8); negative: for good; None: as
             long as the model's own setting says.
+        constraint: what the text has to match as a whole (SPEC D2); None: nothing.
+        spelled: control tokens that are part of the text, by their own text; others add nothing to it.
     """
 
     prompt: str | tuple[int, ...]
@@ -169,6 +172,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     initial_state: bytes | None = None
     state_output: StateOutput | None = None
     keep_alive_s: float | None = None
+    constraint: Constraint | None = None
+    spelled: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

@@ -52,6 +52,8 @@ def test_every_route_is_published(http):
     assert paths == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
         "/v1/states",
         "/v1/states/{state_id}",
         "/v1/states/{state_id}/content",

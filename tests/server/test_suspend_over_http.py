@@ -133,6 +133,8 @@ def test_only_the_key_that_made_a_request_finds_it(start_server, tmp_path):
         hidden = http.get(f"{REQUESTS}/a/stream", headers=two)
         assert (hidden.status_code, hidden.json()["error"]["code"]) == (404, "request_not_found")
         assert http.get(REQUESTS, headers=two).json()["data"] == []
+        for action in ("pause", "resume", "cancel"):
+            assert http.post(f"{REQUESTS}/a/{action}", headers=two).status_code == 404
         assert [found["id"] for found in http.get(REQUESTS, headers=one).json()["data"]] == ["a"]
         with http.stream("GET", f"{REQUESTS}/a/stream", headers=one) as answer:
             assert chunks(answer)

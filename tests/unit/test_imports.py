@@ -13,11 +13,12 @@ import stoker
 SOURCE = Path(stoker.__file__).parent
 
 # What each room may import, besides itself. A module's room is its longest prefix here.
-WORDS = {"errors", "request", "values", "messages", "status"}
+WORDS = {"errors", "constraint", "request", "values", "messages", "status"}
 ALLOWED = {
     "": WORDS | {"runtime", "settings", "sync", "streams"},  # exports
     "errors": set[str](),
-    "request": {"errors"},
+    "constraint": {"errors"},
+    "request": {"errors", "constraint"},
     "values": set[str](),
     "messages": {"errors", "request", "values"},
     "status": {"request"},

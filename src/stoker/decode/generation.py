@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stoker.backends.protocol import Rows, Vocabulary
+from stoker.decode.constraint_state import ConstraintState
 from stoker.decode.dry import DryPenalty
 from stoker.decode.edits import EarlyEndBan, LogitBias, LogitEdit
 from stoker.decode.logprobs import token_logprob
@@ -80,6 +81,8 @@ class Generation:
         self._ends = frozenset(vocabulary.eog_tokens)
         self._assembler = TextAssembler()
         self._gate = StopGate(request.stop)
+        self._constraint: ConstraintState | None = None
+        self._spelled = frozenset(text.encode() for text in request.spelled)
         edits = [
             *_bans(request, vocabulary, workspace),
             *_penalties(request, vocabulary, prompt, workspace),
@@ -91,6 +94,12 @@ class Generation:
             f"Generation(index={self._index}, num_tokens={len(self.tokens)}, finish={self.finish_reason}, "
             f"{self._assembler!r}, {self._gate!r}, {self._sampler!r})"
         )
+
+    def constrain(self, constraint: ConstraintState) -> None:
+        """Hold it to a constraint, its own from here on; before its first token."""
+        assert not self.tokens, f"constrained after it began: {self!r}"
+        self._constraint = constraint
+        self._sampler.add_edit(constraint)
 
     def advance(self, row: Rows) -> Drawn:
         """Draw the next token.
@@ -137,15 +146,29 @@ class Generation:
         if token in self._ends:
             self.finish_reason = FinishReason.STOP
             return self.flush()
-        text = self._assembler.push(self._vocabulary.piece(token))
+        text = self._assembler.push(self._piece(token))
         if len(self.tokens) > self._request.min_tokens:
             text, self.stop_text = self._gate.push(text)
         if self.stop_text is not None:
             self.finish_reason = FinishReason.STOP
+        elif self._constraint is not None and self._constraint.is_complete:
+            self.finish_reason = FinishReason.STOP
+            text += self.flush()
         elif len(self.tokens) == self._request.max_tokens:
             self.finish_reason = FinishReason.LENGTH
             text += self.flush()
         return text
+
+    def _piece(self, token: int) -> bytes:
+        """The bytes it adds to the text; a control token adds its own where the request spells it."""
+        piece = self._vocabulary.piece(token)
+        if (
+            not piece
+            and self._spelled
+            and (spelled := self._vocabulary.special_piece(token)) in self._spelled
+        ):
+            return spelled
+        return piece
 
 
 def _bans(request: GenerateRequest, vocabulary: Vocabulary, workspace: Workspace) -> list[LogitEdit]:

@@ -51,6 +51,10 @@ class Sampler:
     def __repr__(self) -> str:
         return f"Sampler(seed={self._seed}, num_drawn={self._num_drawn}, mu={self.mirostat_mu})"
 
+    def add_edit(self, edit: LogitEdit) -> None:
+        """One more, after those there are."""
+        self._edits = (*self._edits, edit)
+
     @property
     def edits_logits(self) -> bool:
         """Whether `draw` overwrites the row it is given."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from stoker.backends.protocol import Vocabulary
 from stoker.cache.namespace import Namespace
+from stoker.decode.constraint_compile import GrammarCompiler
 from stoker.decode.generation import Generation
 from stoker.decode.workspace import Workspace
 from stoker.engine.live import Choice, LiveRequest
@@ -31,6 +32,7 @@ class PrepContext:
         model: its id.
         fingerprint, state_layout: as in `Capabilities`.
         cache_mode: what is kept of its finished work.
+        grammars: compiles constraints; None: it generates no text.
     """
 
     vocabulary: Vocabulary
@@ -41,6 +43,7 @@ class PrepContext:
     fingerprint: str = ""
     state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
     cache_mode: CacheMode = CacheMode.BOTH
+    grammars: GrammarCompiler | None = None
 
 
 def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveRequest:
@@ -53,7 +56,8 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
 
     Raises:
         ContextLengthError: the prompt leaves no room for a token.
-        InvalidRequestError: the prompt is empty or holds token ids the model does not have.
+        InvalidRequestError: the prompt is empty or holds token ids the model does not have; the constraint
+            does not compile.
     """
     request = submit.request
     prompt = _prompt_tokens(request, context)
@@ -93,6 +97,8 @@ def arrival_of(submit: Submit) -> float:
 def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> Choice:
     request = submit.request
     generation = Generation(request, index, context.vocabulary, prompt, context.workspace)
+    if request.constraint is not None and context.grammars is not None:
+        generation.constrain(context.grammars.state(request.constraint))
     delivered = submit.generated[index] if submit.generated else []
     if delivered:
         generation.replay(delivered, submit.mirostat_mu[index] if submit.mirostat_mu else None)

@@ -10,6 +10,8 @@ import logging
 
 from stoker.backends.protocol import Backend, Rows
 from stoker.cache.prefix_cache import PrefixCache
+from stoker.decode.constraint_compile import GrammarCompiler
+from stoker.decode.constraint_tokenizer import GrammarTokenizer
 from stoker.decode.generation import Drawn
 from stoker.decode.logprobs import token_logprob
 from stoker.decode.workspace import Workspace
@@ -74,6 +76,7 @@ class Resident:
             fingerprint=limits.fingerprint,
             state_layout=limits.state_layout,
             cache_mode=spec.cache_mode,
+            grammars=GrammarCompiler(lambda: GrammarTokenizer(backend.vocabulary, limits.n_vocab)),
         )
 
     def __repr__(self) -> str:

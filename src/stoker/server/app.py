@@ -20,10 +20,12 @@ from stoker.server.routes import (
     chat,
     completions,
     embeddings,
+    messages,
     models,
     probes,
     requests,
     residency,
+    responses,
     runtime,
     states,
     tokens,
@@ -31,7 +33,9 @@ from stoker.server.routes import (
 from stoker.server.schema.chat import ChatRequest, Conversation
 from stoker.server.schema.completion import CompletionRequest
 from stoker.server.schema.embeddings import EmbeddingRequest
+from stoker.server.schema.messages import MessagesRequest
 from stoker.server.schema.residency import LoadModelRequest, ModelRequest, PinModelRequest, SuspendRequest
+from stoker.server.schema.responses import ResponsesRequest
 from stoker.server.schema.states import SaveStateRequest, StateEmbeddingRequest
 from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
 from stoker.server.security import HostList, KeyRing
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 _BODIES = (
     ChatRequest,
     CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
     Conversation,
     TokenizeRequest,
     DetokenizeRequest,
@@ -57,6 +63,8 @@ _BODIES = (
 _ROUTERS = (
     chat.router,
     completions.router,
+    responses.router,
+    messages.router,
     states.router,
     embeddings.router,
     models.router,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from stoker.messages import Admitted, Finished, Queued
 from stoker.server.disconnect import while_connected
 from stoker.server.generation import total_usage
-from stoker.server.sse import GRACE_S, LOADING_GRACE_S, EventStream, comment
+from stoker.server.sse import GRACE_S, LOADING_GRACE_S, Ending, EventStream, comment
 from stoker.streams import Notice
 from stoker.values import Usage
 
@@ -68,7 +68,9 @@ class WholeWriter(Protocol):
         ...
 
 
-def streamed(source: Source, writer: ChunkWriter, keepalive_s: float) -> EventStream:
+def streamed(
+    source: Source, writer: ChunkWriter, keepalive_s: float, ending: Ending | None = None
+) -> EventStream:
     """The events of `source` as server-sent events.
 
     The headers tell the place in the line at arrival and, where known, the seconds to go (SPEC Q14); what
@@ -79,7 +81,7 @@ def streamed(source: Source, writer: ChunkWriter, keepalive_s: float) -> EventSt
     """
     headers: dict[str, str] = {}
     grace_s = GRACE_S if source.is_ready else LOADING_GRACE_S
-    return EventStream(_frames(source, writer, headers), headers, keepalive_s, grace_s)
+    return EventStream(_frames(source, writer, headers), headers, keepalive_s, grace_s, ending)
 
 
 async def collected(generation: Generation, writer: WholeWriter, request: Request) -> Response:

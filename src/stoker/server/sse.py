@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.responses import Response
@@ -42,6 +44,18 @@ def comment(text: str) -> bytes:
 KEEP_ALIVE = comment("keep-alive")
 
 
+def _failed(info: ErrorInfo) -> bytes:
+    return frame(error_body(info))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a stream ends: the last frame, and what an error after its beginning is written as."""
+
+    done: bytes = DONE
+    fail: Callable[[ErrorInfo], bytes] = _failed
+
+
 class EventStream(Response):
     """A streamed answer made of the frames that a generator yields.
 
@@ -55,6 +69,7 @@ class EventStream(Response):
         headers: sent with the beginning; the generator may add to it until then.
         keepalive_s: seconds of silence after which a comment is sent.
         grace_s: what an empty frame or a comment waits.
+        ending: what the stream ends with; OpenAI's way by default.
     """
 
     def __init__(
@@ -63,12 +78,14 @@ class EventStream(Response):
         headers: dict[str, str],
         keepalive_s: float,
         grace_s: float = GRACE_S,
+        ending: Ending | None = None,
     ) -> None:
         super().__init__(media_type="text/event-stream")
         self._frames = frames
         self._late_headers = headers
         self._keepalive_s = keepalive_s
         self._grace_s = grace_s
+        self._ending = ending or Ending()
         self._held = b""  # comments that came before the beginning
         self._opening = asyncio.Lock()
         self._opener: asyncio.Future[None] | None = None
@@ -99,10 +116,10 @@ class EventStream(Response):
                     if self._opener is not None:
                         self._opener.cancel()
                     raise
-            failed = frame(error_body(_info(error)))
+            failed = self._ending.fail(_info(error))
             await send({"type": "http.response.body", "body": failed, "more_body": True})
         await self._open(send)
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._ending.done, "more_body": False})
 
     async def _pass_on(self, data: bytes, send: Send) -> None:
         if not self._is_open:

@@ -57,11 +57,29 @@ class Progress(msgspec.Struct, frozen=True):
     time_ms: float
 
 
+class FunctionPiece(msgspec.Struct, frozen=True):
+    """What a chunk adds to a call: its name once, its arguments in pieces."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallPiece(msgspec.Struct, frozen=True):
+    """A call's beginning, with id and type, or more of it."""
+
+    index: int
+    function: FunctionPiece
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct, frozen=True):
     """What a chunk adds to a message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallPiece] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -73,12 +91,29 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class ChatMessage(msgspec.Struct, frozen=True):
-    """A whole assistant message."""
+class Function(msgspec.Struct, frozen=True):
+    """What is called."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A whole call."""
+
+    id: str
+    function: Function
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """A whole assistant message; without text where it has calls alone."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):

@@ -6,8 +6,13 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
+from stoker.chat.conversation import NO_TOOLS, ToolOffer
+from stoker.chat.tool_constraints import MAX_FORCED_CALLS
+from stoker.chat.tools import checked_choice, checked_tools
+from stoker.constraint import Constraint
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.server.body import Body
+from stoker.server.schema.constraints import ResponseFormat
 from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
 
 _RESERVED_ARGS = frozenset({"messages", "model", "options", "self", "tools"})
@@ -93,12 +98,6 @@ class Conversation(Body):
         return given
 
 
-class ResponseFormat(Body):
-    """The form of the answer; text is what this server gives."""
-
-    type: str
-
-
 class ChatRequest(Conversation, GenerationFields):
     """A chat completion to make."""
 
@@ -109,19 +108,28 @@ class ChatRequest(Conversation, GenerationFields):
     response_format: ResponseFormat | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
-    def refuse_unsupported(self) -> None:
-        """Refuse formats and tools as well."""
-        super().refuse_unsupported()
-        if self.response_format is not None and self.response_format.type != "text":
-            raise UnsupportedError(
-                f"response_format {self.response_format.type[:40]!r} is not supported; text is",
-                param="response_format",
-            )
-        if self.tools and self.tool_choice != "none":
-            raise UnsupportedError("tools are not supported by this server", param="tools")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise UnsupportedError("tool_choice needs tools, which this server lacks", param="tool_choice")
+    def offer(self) -> ToolOffer:
+        """The tools and what is to be done with them; of no matter are those that may not be called.
+
+        Raises:
+            InvalidRequestError, UnsupportedError: naming the field.
+        """
+        if self.tool_choice == "none":
+            return NO_TOOLS
+        tools = checked_tools(self.tools)
+        max_calls = 1 if self.parallel_tool_calls is False else MAX_FORCED_CALLS
+        return ToolOffer(tools, checked_choice(self.tool_choice, tools), max_calls)
+
+    def constraint(self) -> Constraint | None:
+        """What the answer has to match: a format, or what a further field says; not both."""
+        made = super().constraint()
+        wanted = self.response_format.constraint() if self.response_format else None
+        if made is not None and wanted is not None:
+            text = f"response_format and {made.param} cannot be asked for together"
+            raise InvalidRequestError(text, param="response_format")
+        return made if wanted is None else wanted
 
     def token_limit(self) -> int | None:
         """Tokens to generate at most; the newer name wins."""

@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.errors import InvalidRequestError
 from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SALT_CHARS, Preempt, Priority, Sampling
 from stoker.server.body import Body
+from stoker.server.schema.constraints import ConstraintFields
 from stoker.server.security import salt_of
 from stoker.settings import parse_keep_alive
 
@@ -21,15 +22,6 @@ from stoker.settings import parse_keep_alive
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 _BREAKERS = 64
-# Ignoring one of these would give another answer than was asked for.
-_REFUSED = (
-    "grammar",
-    "regex",
-    "choice",
-    "json_schema",
-    "guided_json",
-    "guided_grammar",
-)
 
 
 class StreamOptions(Body):
@@ -110,7 +102,7 @@ def decoded(text: str, param: str) -> bytes:
         raise InvalidRequestError(f"{param} is not base64: {error}", param=param) from None
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(SamplingFields, ConstraintFields):
     """What all generating routes share."""
 
     model: str | None = None
@@ -129,13 +121,6 @@ class GenerationFields(SamplingFields):
     context_shift: bool | None = None
     state: str | InlineState | None = None
     keep_alive: float | str | None = None
-    # Constraints are later work; taking them silently would return unconstrained text.
-    grammar: Any = None
-    regex: Any = None
-    choice: Any = None
-    json_schema: Any = None
-    guided_json: Any = None
-    guided_grammar: Any = None
 
     @property
     def wants_usage(self) -> bool:
@@ -143,14 +128,7 @@ class GenerationFields(SamplingFields):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def refuse_unsupported(self) -> None:
-        """Refuse fields that would change the answer and are not served.
-
-        Raises:
-            UnsupportedError: naming the field.
-        """
-        for name, value in self.model_dump(include=set(_REFUSED), exclude_none=True).items():
-            if value not in ("", [], {}, False):
-                raise UnsupportedError(f"{name} is not supported by this server", param=name)
+        """Refuse fields that would change the answer and are not served; all of these are."""
 
     def common(self, n_vocab: int, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of a `GenerateRequest` that come from these fields.
@@ -161,7 +139,6 @@ class GenerationFields(SamplingFields):
 
         Raises:
             InvalidRequestError: a value is out of range.
-            UnsupportedError: a field is not served.
         """
         self.refuse_unsupported()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -177,6 +154,7 @@ class GenerationFields(SamplingFields):
             "keep_alive_s": keep_alive_seconds(self.keep_alive),
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
             "preempt": None if self.preempt is None else Preempt(self.preempt),
+            "constraint": self.constraint(),
         }
         kept = {name: value for name, value in given.items() if value is not None}
         return {"sampling": self.to_sampling(n_vocab), "stop": stop, **kept}

@@ -1,4 +1,7 @@
-"""Chat completions on the wire: chunk by chunk, or one whole answer."""
+"""Chat completions on the wire: chunk by chunk, or one whole answer.
+
+Reasoning, content and tool calls are told apart by `reading`; here they get their places in OpenAI's shape.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,28 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
+from stoker.chat.answer import AnswerForm, WholeAnswer
+from stoker.chat.answer_events import CallArguments, CallBegan, Content, Reasoning
 from stoker.messages import Delta, Finished, PrefillProgress
 from stoker.server.schema.answers import (
     Answer,
+    Call,
+    CallPiece,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
     ChatMessage,
+    Function,
+    FunctionPiece,
     encode,
 )
 from stoker.server.schema.logprobs import chat_logprobs
 from stoker.server.sse import frame
 from stoker.server.writers.head import Head, Totals, closing, progress, whole
+from stoker.server.writers.reading import ChoiceReaders
 
 if TYPE_CHECKING:
+    from stoker.chat.answer_events import AnswerEvent
     from stoker.streams import StreamEvent
     from stoker.values import TokenLogprob
 
@@ -27,13 +38,16 @@ _CHUNK = "chat.completion.chunk"
 _WHOLE = "chat.completion"
 _ROLE = ChatDelta(role="assistant", content="")
 _NOTHING = ChatDelta()
+PLAIN = AnswerForm()
+"""Nothing is looked for in the text; it is content as it comes."""
 
 
 class ChatChunks:
     """A chat completion as chunks; the first of each choice names the role."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, form: AnswerForm = PLAIN) -> None:
         self._head = head
+        self._readers = ChoiceReaders(form, head.id)
         self._totals = Totals()
         self._begun: set[int] = set()
         # Where usage was asked for, every chunk has the field and the last one fills it.
@@ -58,16 +72,15 @@ class ChatChunks:
         if event.index not in self._begun:
             self._begun.add(event.index)
             opening = self._frame(ChatChunkChoice(event.index, _ROLE))
-        if not (event.text or event.finish_reason or event.logprobs):
+        found = [_delta_of(piece) for piece in self._readers.read(event)]
+        deltas = [delta for delta in found if delta is not _NOTHING]
+        if not (deltas or event.finish_reason or event.logprobs):
             return opening
-        return opening + self._frame(
-            ChatChunkChoice(
-                event.index,
-                ChatDelta(content=event.text) if event.text else _NOTHING,
-                chat_logprobs(event.logprobs) if event.logprobs else None,
-                event.finish_reason,
-            )
-        )
+        *before, last = deltas or [_NOTHING]
+        frames = [self._frame(ChatChunkChoice(event.index, delta)) for delta in before]
+        logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
+        reason = self._readers.finish_reason(event)
+        return b"".join([opening, *frames, self._frame(ChatChunkChoice(event.index, last, logprobs, reason))])
 
     def _frame(self, choice: ChatChunkChoice) -> bytes:
         head = self._head
@@ -79,21 +92,22 @@ class ChatChunks:
 class WholeChat:
     """A chat completion as one answer."""
 
-    def __init__(self, head: Head, *, has_logprobs: bool) -> None:
+    def __init__(self, head: Head, form: AnswerForm = PLAIN, *, has_logprobs: bool) -> None:
         self._head = head
+        self._readers = ChoiceReaders(form, head.id)
         self._has_logprobs = has_logprobs
         self._totals = Totals()
-        self._texts: list[list[str]] = [[] for _ in range(head.n)]
+        self._answers = [WholeAnswer() for _ in range(head.n)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(head.n)]
         self._reasons = ["length"] * head.n
 
     def add(self, _prompt: int, event: StreamEvent) -> None:
         """Take in one event."""
         if isinstance(event, Delta):
-            self._texts[event.index].append(event.text)
+            self._answers[event.index].add(self._readers.read(event))
             self._logprobs[event.index].extend(event.logprobs or ())
-            if event.finish_reason is not None:
-                self._reasons[event.index] = event.finish_reason
+            if reason := self._readers.finish_reason(event):
+                self._reasons[event.index] = reason
         elif isinstance(event, Finished):
             self._totals.add(event)
 
@@ -102,10 +116,33 @@ class WholeChat:
         choices = [
             ChatChoice(
                 index,
-                ChatMessage("".join(self._texts[index])),
+                _message_of(self._answers[index]),
                 self._reasons[index],
                 chat_logprobs(self._logprobs[index]) if self._has_logprobs else None,
             )
             for index in range(self._head.n)
         ]
         return whole(self._head, _WHOLE, self._totals, choices)
+
+
+def _delta_of(event: AnswerEvent) -> ChatDelta:
+    """What a piece of the answer adds; an end of a call adds nothing."""
+    match event:
+        case Content(text):
+            return ChatDelta(content=text)
+        case Reasoning(text):
+            return ChatDelta(reasoning_content=text)
+        case CallBegan(index, own_id, name):
+            return ChatDelta(tool_calls=[CallPiece(index, FunctionPiece("", name), own_id, "function")])
+        case CallArguments(index, fragment):
+            return ChatDelta(tool_calls=[CallPiece(index, FunctionPiece(fragment))])
+    return _NOTHING
+
+
+def _message_of(answer: WholeAnswer) -> ChatMessage:
+    calls = [Call(call.id, Function(call.name, call.arguments)) for call in answer.calls]
+    return ChatMessage(
+        None if calls and not answer.content else answer.content,
+        reasoning_content=answer.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )

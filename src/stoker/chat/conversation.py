@@ -1,0 +1,93 @@
+"""One turn of a conversation prepared: what the template gets, what the answer must be, how it is read.
+
+Owns the order of these steps only; each is a module of its own. Rendering and running are others' business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stoker.chat.answer import AnswerForm
+from stoker.chat.reasoning import is_opened_by, reasoning_tags_of, strip_reasoning
+from stoker.chat.tool_constraints import MAX_FORCED_CALLS, forced_calls
+from stoker.chat.tool_formats import tool_syntax_of
+from stoker.chat.tool_history import TemplateInput, template_input
+from stoker.chat.tools import AUTO, ChoiceMode, Tool, ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOffer:
+    """What a caller offers.
+
+    Attributes:
+        tools: what may be called.
+        choice: whether and which.
+        max_calls: in one answer; only 1 is kept to in an answer that is not forced.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = AUTO
+    max_calls: int = MAX_FORCED_CALLS
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedTurn:
+    """One turn before it is rendered.
+
+    Attributes:
+        messages: the template's variable.
+        tools: the template's variable.
+        prefill: text that the rendered prompt is continued with.
+        constraint: (kind, source) of the grammar that the answer has to follow, behind its reasoning; None:
+            it is free.
+        stops: stop strings that end the answer behind its first call, where it may have no other.
+        control_tokens: tokens that have to be spelled out in the answer's text to be seen in it.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    prefill: str
+    constraint: tuple[str, str] | None
+    stops: tuple[str, ...]
+    control_tokens: tuple[str, ...]
+    _form: AnswerForm
+
+    def form(self, prompt: str) -> AnswerForm:
+        """How the answer to the rendered prompt is to be read."""
+        tags = self._form.tags
+        is_reasoning = tags is not None and is_opened_by(prompt, tags)
+        return dataclasses.replace(self._form, is_reasoning=is_reasoning)
+
+
+NO_TOOLS = ToolOffer()
+
+
+def prepared_turn(
+    messages: Sequence[Mapping[str, Any]], template: str | None, offer: ToolOffer = NO_TOOLS
+) -> PreparedTurn:
+    """The turn for a model with that chat template (Jinja source; None: it has none).
+
+    Raises:
+        InvalidRequestError: a call in the history is malformed, or the tools are too many to be forced;
+            `param` names it.
+    """
+    tags = reasoning_tags_of(template)
+    syntax = tool_syntax_of(template)
+    tools = () if offer.choice.mode is ChoiceMode.NONE else offer.tools
+    kept = messages if tags is None else strip_reasoning(messages, tags)
+    given: TemplateInput = template_input(kept, tools, syntax, template)
+    is_forced = offer.choice.is_forced
+    spelled = [*(syntax.control_tokens if tools else ()), *((tags.opener, tags.closer) if tags else ())]
+    return PreparedTurn(
+        messages=given.messages,
+        tools=given.tools,
+        # Reasoning comes first, and behind it the model opens the call by itself.
+        prefill=syntax.prefill if is_forced and tags is None else "",
+        constraint=forced_calls(syntax, tools, offer.choice, offer.max_calls) if is_forced else None,
+        stops=(syntax.closer,) if tools and not is_forced and offer.max_calls == 1 and syntax.closer else (),
+        control_tokens=tuple(spelled),
+        _form=AnswerForm(syntax if tools else None, tuple(tool.name for tool in tools), tags),
+    )

@@ -1,0 +1,204 @@
+"""The tools a caller offers and which of them the model has to call, checked like a stranger's (SPEC D7).
+
+Owns OpenAI's form of `tools` and `tool_choice` and the bounds on them. What a schema allows is the grammar
+compiler's business; how a template or another API spells the same things is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from stoker.errors import InvalidRequestError, UnsupportedError
+
+MAX_TOOLS = 128  # OpenAI's
+MAX_DESCRIPTION_CHARS = 16_384
+MAX_SCHEMA_CHARS = 65_536
+MAX_SCHEMAS_CHARS = 524_288
+MAX_SCHEMA_DEPTH = 32
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+class ChoiceMode(StrEnum):
+    """Whether the model calls tools."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`tool_choice`; `name` is the tool's where the mode is named."""
+
+    mode: ChoiceMode = ChoiceMode.AUTO
+    name: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.mode in {ChoiceMode.REQUIRED, ChoiceMode.NAMED}
+
+
+AUTO = ToolChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function the model may call; `parameters` is a JSON Schema of an object."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: dict(_NO_PARAMETERS))
+
+    def to_template(self) -> dict[str, Any]:
+        """As chat templates expect it, which is OpenAI's form."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+def checked_tools(given: Any) -> tuple[Tool, ...]:
+    """The tools of a request, `given` being its field `tools` as JSON; None and an empty list: none.
+
+    Raises:
+        InvalidRequestError: malformed, two of one name, or over a bound; `param` names the place.
+        UnsupportedError: a tool is no function.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequestError("tools is not a list", param="tools")
+    if len(given) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(given)} entries, at most {MAX_TOOLS} are taken", param="tools"
+        )
+    tools = tuple(_checked_tool(one, f"tools.{index}") for index, one in enumerate(given))
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            where = f"tools.{index}.function.name"
+            raise InvalidRequestError(f"{where}: there are two tools named {name!r}", param=where)
+    size = sum(_size(tool.parameters) for tool in tools)
+    if size > MAX_SCHEMAS_CHARS:
+        raise InvalidRequestError(
+            f"the parameters of all tools have {size} characters, at most {MAX_SCHEMAS_CHARS} are taken",
+            param="tools",
+        )
+    return tools
+
+
+def checked_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """The choice of a request, `given` being its field `tool_choice` as JSON; None: auto.
+
+    Raises:
+        InvalidRequestError: malformed, an unknown name, or a call is required and there are no tools.
+        UnsupportedError: a form of OpenAI's that is not served.
+    """
+    choice = _choice(given)
+    if choice.is_forced and not tools:
+        raise InvalidRequestError("tool_choice needs tools, and the request has none", param="tool_choice")
+    if choice.mode is ChoiceMode.NAMED and choice.name not in {tool.name for tool in tools}:
+        raise InvalidRequestError(
+            f"tool_choice names {choice.name[:80]!r}, which is none of the tools", param="tool_choice"
+        )
+    return choice
+
+
+def _choice(given: Any) -> ToolChoice:
+    if given is None:
+        return AUTO
+    if isinstance(given, str) and given in {"auto", "none", "required"}:
+        return ToolChoice(ChoiceMode(given))
+    if isinstance(given, Mapping):
+        function = given.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if given.get("type") == "function" and isinstance(name, str):
+            return ToolChoice(ChoiceMode.NAMED, name)
+        if given.get("type") in {"allowed_tools", "custom"}:
+            raise UnsupportedError(
+                f"tool_choice of type {given['type']} is not supported", param="tool_choice"
+            )
+    raise InvalidRequestError(
+        'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+        param="tool_choice",
+    )
+
+
+def _checked_tool(given: Any, where: str) -> Tool:
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{where} is not an object", param=where)
+    kind = given.get("type")
+    if isinstance(kind, str) and kind != "function":
+        raise UnsupportedError(
+            f"{where}: tools of type {kind[:40]!r} are not supported", param=f"{where}.type"
+        )
+    function = given.get("function")
+    if kind is None or not isinstance(function, Mapping):
+        raise InvalidRequestError(
+            f'{where} is not of the form {{"type": "function", "function": {{"name": ...}}}}', param=where
+        )
+    where = f"{where}.function"
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"{where}.name: 1 to 64 letters, digits and characters of _.:- are taken", param=f"{where}.name"
+        )
+    return Tool(
+        name,
+        _checked_description(function.get("description"), f"{where}.description"),
+        _checked_parameters(function.get("parameters"), f"{where}.parameters"),
+    )
+
+
+def _checked_description(given: Any, where: str) -> str:
+    if given is None:
+        return ""
+    if not isinstance(given, str):
+        raise InvalidRequestError(f"{where} is not text", param=where)
+    if len(given) > MAX_DESCRIPTION_CHARS:
+        raise InvalidRequestError(
+            f"{where} has {len(given)} characters, at most {MAX_DESCRIPTION_CHARS} are taken", param=where
+        )
+    return given
+
+
+def _checked_parameters(given: Any, where: str) -> dict[str, Any]:
+    if given is None or given == {}:
+        return dict(_NO_PARAMETERS)
+    if not isinstance(given, Mapping) or given.get("type", "object") != "object":
+        raise InvalidRequestError(f'{where} is not a JSON Schema of type "object"', param=where)
+    depth = _depth(given)  # first, as encoding recurses
+    if depth > MAX_SCHEMA_DEPTH:
+        raise InvalidRequestError(
+            f"{where} is nested over {MAX_SCHEMA_DEPTH} deep, which is the most that is taken", param=where
+        )
+    if (size := _size(given)) > MAX_SCHEMA_CHARS:
+        raise InvalidRequestError(
+            f"{where} has {size} characters, at most {MAX_SCHEMA_CHARS} are taken", param=where
+        )
+    return {"type": "object", **given}
+
+
+def _size(schema: Mapping[str, Any]) -> int:
+    return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists, counted no further than one past the bound."""
+    level, depth = [value], 0
+    while level and depth <= MAX_SCHEMA_DEPTH:
+        level = [child for one in level for child in _children(one)]
+        depth += 1
+    return depth
+
+
+def _children(value: Any) -> list[Any]:
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [child for child in children if isinstance(child, Mapping | list)]

@@ -1,0 +1,160 @@
+"""Grammar rules as a tree, whatever notation they came in: characters, sequences, alternatives, repetitions.
+
+Nodes compare by identity, so that two places that look alike can be treated differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
+MAX_CODEPOINT = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)  # no characters of any text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chars:
+    """One character of some ranges of code points, ascending, ends included."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequence:
+    """All items in turn; none is the empty text."""
+
+    items: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One of the options."""
+
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeat:
+    """An item `low` to `high` times; None: without end."""
+
+    item: Node
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ref:
+    """Another rule."""
+
+    name: str
+
+
+Node: TypeAlias = Chars | Sequence | Choice | Repeat | Ref
+Rules: TypeAlias = Mapping[str, Node]
+
+
+def parts(node: Node) -> tuple[Node, ...]:
+    """The nodes directly below."""
+    match node:
+        case Sequence(items):
+            return items
+        case Choice(options):
+            return options
+        case Repeat(item):
+            return (item,)
+        case _:
+            return ()
+
+
+def references(node: Node) -> Iterator[str]:
+    """Names of the rules that a tree refers to."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Ref):
+            yield node.name
+        waiting.extend(parts(node))
+
+
+def rules_that(rules: Rules, holds: Callable[[Node, AbstractSet[str]], bool]) -> frozenset[str]:
+    """Names of the rules for which `holds` is true, given those found so far; the least such set."""
+    users: dict[str, list[str]] = {}
+    for name, node in rules.items():
+        for used in references(node):
+            users.setdefault(used, []).append(name)
+    found: set[str] = set()
+    waiting = list(rules)
+    while waiting:
+        name = waiting.pop()
+        if name not in found and holds(rules[name], found):
+            found.add(name)
+            waiting.extend(users.get(name, ()))
+    return frozenset(found)
+
+
+def is_nullable(node: Node, nullable: AbstractSet[str]) -> bool:
+    """Whether a tree matches the empty text, where the rules that do are known."""
+    match node:
+        case Chars():
+            return False
+        case Ref(name):
+            return name in nullable
+        case Sequence(items):
+            return all(is_nullable(item, nullable) for item in items)
+        case Choice(options):
+            return any(is_nullable(option, nullable) for option in options)
+        case Repeat(item, low, _):
+            return low == 0 or is_nullable(item, nullable)
+
+
+def one_char(char: str) -> Chars:
+    """That character."""
+    return Chars(((ord(char), ord(char)),))
+
+
+def is_character(code: int) -> bool:
+    """Whether a code point may stand in a text."""
+    return code <= MAX_CODEPOINT and not _SURROGATES[0] <= code <= _SURROGATES[1]
+
+
+def text(chars: str) -> Node:
+    """These characters in turn."""
+    items = tuple(map(one_char, chars))
+    return items[0] if len(items) == 1 else Sequence(items)
+
+
+def char_class(ranges: list[tuple[int, int]], *, is_negated: bool) -> Chars:
+    """A class of characters with its ranges put in order and joined; surrogates are left out."""
+    if is_negated:
+        ranges = list(_gaps([*_joined(ranges), _SURROGATES]))
+    kept: list[tuple[int, int]] = []
+    for low, high in _joined(ranges):
+        if low < _SURROGATES[0]:
+            kept.append((low, min(high, _SURROGATES[0] - 1)))
+        if high > _SURROGATES[1]:
+            kept.append((max(low, _SURROGATES[1] + 1), high))
+    return Chars(tuple(kept))
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _gaps(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for low, high in _joined(ranges):
+        if low > start:
+            yield start, low - 1
+        start = high + 1
+    if start <= MAX_CODEPOINT:
+        yield start, MAX_CODEPOINT

@@ -1,0 +1,41 @@
+"""How large a regex becomes when its counted repetitions are written out.
+
+The grammar engine derives automata lazily, so a short regex may cost seconds later; this says so before.
+Whether it is a regex at all is the engine's to judge.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_EXPANDED_CHARS = 20_000
+
+_COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|.)", re.DOTALL)
+
+
+def expanded_size(regex: str) -> int:
+    """Characters to match in `regex` with every `{m,n}` written out; a lower bound where it is malformed."""
+    totals, last = [0], 0
+    index = 0
+    while index < len(regex):
+        char = regex[index]
+        match = _CLASS.match(regex, index) or _ESCAPE.match(regex, index)
+        if char == "(":
+            totals.append(0)
+            last = 0
+        elif char == ")" and len(totals) > 1:
+            last = totals.pop()
+            totals[-1] += last
+        elif (count := _COUNT.match(regex, index)) is not None:
+            times = max(int(number or 0) for number in (count[1], count[3]))
+            grown = last * max(times, 1)
+            totals[-1] += grown - last
+            last = grown
+            match = count
+        elif char not in "*+?|^$":
+            last = 1
+            totals[-1] += 1
+        index = index + 1 if match is None else match.end()
+    return sum(totals)

@@ -1,0 +1,117 @@
+"""Constraints of a body, by the names that OpenAI, llama-server and vLLM have for them (SPEC D2, I7)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field
+
+from stoker.constraint import Constraint, ConstraintKind
+from stoker.errors import InvalidRequestError
+from stoker.server.body import Body
+
+Schema = dict[str, Any] | bool
+
+
+class NamedSchema(Body):
+    """A JSON Schema and what it is called."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Body):
+    """The form of the answer: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: Schema | None = Field(None, alias="schema")  # llama-server's, with json_object
+
+    def constraint(self) -> Constraint | None:
+        """What it asks for; None: any text. Raises InvalidRequestError."""
+        if self.type == "text":
+            return None
+        schema = self.schema_
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema_ is None:
+                text = "response_format.json_schema.schema is missing"
+                raise InvalidRequestError(text, param="response_format.json_schema")
+            schema = self.json_schema.schema_
+        return Constraint(kind=ConstraintKind.JSON_OBJECT) if schema is None else of_schema(schema)
+
+
+class StructuredOutputs(Body):
+    """vLLM's fields for the same, in one object."""
+
+    json_: Schema | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class ConstraintFields(Body):
+    """Constraints as further fields of a request; at most one of them."""
+
+    grammar: str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    json_schema: Schema | str | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def constraint(self) -> Constraint | None:
+        """The one that is asked for.
+
+        Raises:
+            InvalidRequestError: there are several, or it is over a limit.
+        """
+        found = {name: made for name, made in self._constraints().items() if made is not None}
+        if len(found) > 1:
+            text = f"{' and '.join(sorted(found))} cannot be asked for together"
+            raise InvalidRequestError(text, param=sorted(found)[1])
+        return next(iter(found.values()), None)
+
+    def _constraints(self) -> dict[str, Constraint | None]:
+        nested = self.structured_outputs or StructuredOutputs.model_validate({})
+        return {
+            "grammar": _grammar(self.grammar),
+            "regex": _regex(self.regex),
+            "choice": _choice(self.choice),
+            "json_schema": _json(self.json_schema),
+            "guided_json": _json(self.guided_json),
+            "guided_regex": _regex(self.guided_regex),
+            "guided_choice": _choice(self.guided_choice),
+            "guided_grammar": _grammar(self.guided_grammar),
+            "structured_outputs.json": _json(nested.json_),
+            "structured_outputs.regex": _regex(nested.regex),
+            "structured_outputs.choice": _choice(nested.choice),
+            "structured_outputs.grammar": _grammar(nested.grammar),
+        }
+
+
+def of_schema(schema: Schema | str) -> Constraint:
+    """JSON of that schema; the order of its keys is the answer's."""
+    source = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source)
+
+
+def _json(schema: Schema | str | None) -> Constraint | None:
+    return None if schema is None else of_schema(schema)
+
+
+def _regex(source: str | None) -> Constraint | None:
+    return None if source is None else Constraint(kind=ConstraintKind.REGEX, source=source)
+
+
+def _choice(choices: list[str] | None) -> Constraint | None:
+    return None if choices is None else Constraint(kind=ConstraintKind.CHOICE, choices=tuple(choices))
+
+
+def _grammar(text: str | None) -> Constraint | None:
+    return Constraint.of_grammar(text) if text else None

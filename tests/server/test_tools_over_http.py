@@ -1,0 +1,162 @@
+"""Tool calls, reasoning, responses and messages through the official clients."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import openai
+import pytest
+import stand_in
+from stand_in import FINISHED, INFO, delta
+
+from stoker.errors import NotReadyError
+from stoker.request import FinishReason
+
+QWEN = "{{ tools }}<tool_call></tool_call></think>"
+CALLS = (
+    '<think>Hm.</think>\n\nSo:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {"a": 2}}\n</tool_call>'
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+FLAT = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def reasoning_model(monkeypatch):
+    """The stand-in's model has a template that knows tools and reasoning."""
+    monkeypatch.setattr(stand_in, "INFO", msgspec.structs.replace(INFO, chat_template=QWEN))
+
+
+def script(scripted, text, reason=FinishReason.STOP):
+    """The next answer, a character a delta."""
+    steps = [*(delta(char) for char in text), delta("", finish_reason=reason), FINISHED]
+    scripted.call(lambda: scripted.runtime.scripts.append(steps))
+
+
+@pytest.fixture
+def loaded(scripted, reasoning_model):
+    """A server whose next answer reasons, speaks and calls twice."""
+    script(scripted, CALLS)
+    return scripted
+
+
+def test_calls_stream_with_index_and_id(loaded, scripted_client):
+    """D7: the name once, arguments as fragments, reasoning_content beside content."""
+    stream = scripted_client.chat.completions.create(
+        model="default", messages=HELLO, tools=TOOLS, stream=True
+    )
+    calls, content, reasoning, reason = {}, "", "", None
+    for chunk in stream:
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            reason = choice.finish_reason or reason
+            for piece in choice.delta.tool_calls or []:
+                if piece.id:
+                    calls[piece.index] = [piece.id, piece.function.name, ""]
+                calls[piece.index][2] += piece.function.arguments
+    assert (content, reasoning, reason) == ("So:", "Hm.", "tool_calls")
+    assert [(call[1], json.loads(call[2])) for call in calls.values()] == [("f", {"a": 1}), ("f", {"a": 2})]
+
+
+def test_a_whole_answer_has_all_three_parts(loaded, scripted_client):
+    """D7: content, reasoning_content and every call in one message."""
+    answer = scripted_client.chat.completions.create(model="default", messages=HELLO, tools=TOOLS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"a": 1}, {"a": 2}]
+    assert choice.message.reasoning_content == "Hm."
+    assert loaded.runtime.requests[0].constraint is None
+
+
+def test_a_required_call_is_constrained(loaded, scripted_client):
+    """D7, D2: the constraint waits for the end of the reasoning."""
+    scripted_client.chat.completions.create(
+        model="default", messages=HELLO, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
+    )
+    constraint = loaded.runtime.requests[0].constraint
+    assert (constraint.kind, constraint.reasoning_end) == ("lark", "</think>")
+
+
+def test_a_choice_that_names_no_tool_is_refused(scripted_client, reasoning_model):
+    """S3: 400 naming tool_choice."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        scripted_client.chat.completions.create(
+            model="default",
+            messages=HELLO,
+            tools=TOOLS,
+            tool_choice={"type": "function", "function": {"name": "x"}},
+        )
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_response_comes_whole(loaded, scripted_client):
+    """S1: one response with an item for each part."""
+    response = scripted_client.responses.create(model="default", input="Hi", tools=FLAT)
+    assert response.output_text == "So:"
+    assert [item.type for item in response.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+
+
+def test_a_response_comes_as_events(loaded, scripted_client):
+    """S1: the client's own stream puts it together."""
+    with scripted_client.responses.stream(model="default", input="Hi", tools=FLAT) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[-1] == "response.completed"
+    assert final.output_text == "So:"
+
+
+def test_a_response_fails_within_its_stream(scripted, scripted_client):
+    """S2: in band, as an event of that API."""
+    scripted.call(lambda: scripted.runtime.scripts.append([delta("a"), NotReadyError("gone")]))
+    events = list(scripted_client.responses.create(model="default", input="Hi", stream=True))
+    assert events[-1].type == "response.failed"
+
+
+@pytest.fixture
+def claude(scripted):
+    """The official client of the Messages API."""
+    anthropic = pytest.importorskip("anthropic")
+    with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as found:
+        yield found
+
+
+ASK = {
+    "model": "default",
+    "max_tokens": 99,
+    "messages": HELLO,
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+}
+
+
+def test_a_message_comes_whole(loaded, claude):
+    """S1: one message with a block for each part."""
+    message = claude.messages.create(**ASK)
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message.stop_reason == "tool_use"
+
+
+def test_a_message_comes_as_events(loaded, claude):
+    """S1: the client's own stream puts it together."""
+    with claude.messages.stream(**ASK) as stream:
+        message = stream.get_final_message()
+    assert [block.type for block in message.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message.content[3].input == {"a": 2}
+    assert message.usage.input_tokens == 2
+
+
+def test_errors_reach_the_client_of_the_messages_api(scripted, claude):
+    """S2, S3: as errors of the client, before and within the stream."""
+    anthropic = pytest.importorskip("anthropic")
+    with pytest.raises(anthropic.BadRequestError):
+        claude.messages.create(**{**ASK, "tools": [{"name": "bad name", "input_schema": {}}]})
+    scripted.call(lambda: scripted.runtime.scripts.append([delta("a"), NotReadyError("gone")]))
+    with pytest.raises(anthropic.APIStatusError, match="gone"), claude.messages.stream(**ASK) as stream:
+        stream.get_final_message()
