@@ -33,6 +33,11 @@ class BertReference:
                 return hidden[-1]
         raise ValueError(pooling)
 
+    def score(self, tokens: list[int]) -> float:
+        """What the classifier makes of the first token, as BERT's pooler and head do."""
+        hidden = np.tanh(self._linear("cls", self._hidden(tokens)[:1]))
+        return float(self._linear("cls.output", hidden)[0, 0])
+
     def _hidden(self, tokens: list[int]) -> np.ndarray:
         weights = self._weights
         hidden = weights["token_embd.weight"][tokens] + weights["position_embd.weight"][: len(tokens)]

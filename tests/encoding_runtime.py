@@ -1,9 +1,11 @@
-"""A runtime without an engine whose one model is the fake encoder; the line's bound is on order."""
+"""A runtime without an engine whose one model is the fake encoder or reranker; its line's bound is set."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+
+import msgspec
 
 from stoker.backends.fake_encoder import N_EMBD, vector_of
 from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
@@ -33,6 +35,14 @@ ENCODER_INFO = ModelInfo(
     pooling="mean",
     n_embd=N_EMBD,
 )
+
+
+RERANKER_INFO = msgspec.structs.replace(ENCODER_INFO, id="reranker", pooling="rank")
+
+
+def score_of(query, document):
+    """What the fake reranker gives."""
+    return float(vector_of(FakeVocabulary().pair(query, document))[0])
 
 
 class EncodingRuntime:
@@ -97,7 +107,10 @@ class EncodingRuntime:
             if request.prompt == self.bad_text:
                 raise InvalidRequestError("a bad text", param="input")
             prompt = request.prompt
-            tokens = self.tokens(prompt) if isinstance(prompt, str) else list(prompt)
+            if request.document is not None:
+                tokens = FakeVocabulary().pair(prompt, request.document)
+            else:
+                tokens = self.tokens(prompt) if isinstance(prompt, str) else list(prompt)
             data = self.vector or vector_of(tokens).astype("<f4").tobytes()
             tensor = Tensor(self.tensor_name, (N_EMBD,), data)
             yield StateReady(request_id="x", num_tokens=len(tokens), tensors=[tensor])

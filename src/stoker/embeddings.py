@@ -1,40 +1,29 @@
 """Vectors of texts for callers (SPEC K2): many texts at once, normalised, cut to fewer numbers.
 
-Owns which model embeds and which generates, and how many texts of one call are under way. A text travels as
-any request does, so classes, deadlines, bounds and restarts hold for it; computing is the engine's.
+Owns which model embeds and which generates. A text travels as any request does, so classes, deadlines, bounds
+and restarts hold for it; how many are under way at once is `tensor_call`'s, computing the engine's.
 """
 
 from __future__ import annotations
 
 import array
-import asyncio
 import math
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from stoker.errors import (
-    EngineError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestTimeoutError,
-    UnsupportedError,
-)
+from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.fields import request_of
-from stoker.messages import Finished, StateReady
 from stoker.request import GenerateRequest, StateOutput
-from stoker.streams import StreamEvent
-from stoker.values import ModelInfo, Usage
+from stoker.tensor_call import Engine, tensors_of
+from stoker.values import ModelInfo, Tensor, Usage
 
 __all__ = ["Embeddings", "Text", "TextEmbeddings", "require_embedding", "require_generation"]
 
 Text = str | Sequence[int]
 ENCODER, ENCODER_DECODER = "encoder", "encoder-decoder"
-MAX_IN_FLIGHT = 64
-"""Texts of one call that are under way at once."""
 _VECTOR = "embedding"
 _RANK = "rank"
 
@@ -49,18 +38,6 @@ class TextEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
     def floats(self) -> list[list[float]]:
         """The same as numbers."""
         return [floats_of(vector).tolist() for vector in self.vectors]
-
-
-class Engine(Protocol):
-    """What embedding takes of the runtime."""
-
-    def resolve(self, model: str | None) -> ModelInfo:
-        """The served model of that name."""
-        ...
-
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
-        """The events of a request."""
-        ...
 
 
 class Embeddings:
@@ -101,80 +78,13 @@ class Embeddings:
         _check_dimensions(dimensions, info)
         wanted = {"temperature": 0.0, **fields, "model": info.id}
         requests = [_request(text, wanted) for text in _several(texts)]
-        call = _Call(self._engine, info, asyncio.get_running_loop().time())
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(call.vector(request)) for request in requests]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        found = [task.result() for task in tasks]
+        found = await tensors_of(self._engine, requests)
+        vectors = [_vector_of(tensor, info) for tensor, _ in found]
         return TextEmbeddings(
             model=info.id,
-            vectors=[_finished(vector, dimensions, normalize=normalize) for vector, _ in found],
+            vectors=[_finished(vector, dimensions, normalize=normalize) for vector in vectors],
             usage=Usage(prompt_tokens=sum(usage.prompt_tokens for _, usage in found)),
         )
-
-
-class _Call:
-    """The texts of one call. Where the line is at its bound, fewer of them are under way at once."""
-
-    def __init__(self, engine: Engine, info: ModelInfo, begun_s: float) -> None:
-        self._engine = engine
-        self._info = info
-        self._begun_s = begun_s
-        self._limit = MAX_IN_FLIGHT
-        self._num_running = 0
-        self._has_moved = asyncio.Condition()
-
-    async def vector(self, request: GenerateRequest) -> tuple[bytes, Usage]:
-        """The vector of one text as the model gave it."""
-        while True:
-            async with self._place():
-                try:
-                    return await self._ask(self._with_time_left(request))
-                except QueueFullError:
-                    if self._num_running == 1:  # it is others who wait there
-                        raise
-                    self._limit = min(self._limit, self._num_running - 1)
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        async with self._has_moved:
-            await self._has_moved.wait_for(lambda: self._num_running < self._limit)
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            async with self._has_moved:
-                self._has_moved.notify_all()
-
-    def _with_time_left(self, request: GenerateRequest) -> GenerateRequest:
-        if request.timeout_s is None:
-            return request
-        left_s = request.timeout_s - (asyncio.get_running_loop().time() - self._begun_s)
-        if left_s <= 0:
-            raise RequestTimeoutError(
-                f"the texts took longer than their timeout_s {request.timeout_s}", param="timeout_s"
-            )
-        return msgspec.structs.replace(request, timeout_s=left_s)
-
-    async def _ask(self, request: GenerateRequest) -> tuple[bytes, Usage]:
-        vector: bytes | None = None
-        async with aclosing(self._engine.stream(request)) as events:
-            async for event in events:
-                match event:
-                    case StateReady():
-                        vector = self._vector_of(event)
-                    case Finished() if vector is not None:
-                        return vector, event.usage
-        raise EngineError("the request ended without the vector that it asked for")
-
-    def _vector_of(self, ready: StateReady) -> bytes:
-        (tensor, *_) = ready.tensors
-        if tensor.name != _VECTOR:  # a model whose class nobody knew before it was loaded
-            raise UnsupportedError(f"{self._info.id} is no encoder: {_ASK_STATE}", param="kind")
-        return tensor.data
 
 
 # ---------------------------------------------------------------- which model does what
@@ -201,7 +111,7 @@ def require_generation(request: GenerateRequest, info: ModelInfo) -> None:
 
     Better here than in the engine: the model need not be loaded for it.
     """
-    if info.model_class == ENCODER and request.state_output is not StateOutput.EMBED:
+    if info.model_class == ENCODER and request.state_output not in {StateOutput.EMBED, StateOutput.SCORE}:
         raise UnsupportedError(
             f"{info.id} is an encoder ({info.architecture}): it embeds texts and generates none",
             param="model",
@@ -228,6 +138,12 @@ def _several(texts: Text | Sequence[Text]) -> list[Text]:
 def _request(text: Text, fields: dict[str, Any]) -> GenerateRequest:
     request = request_of(text, dict(fields))
     return msgspec.structs.replace(request, max_tokens=0, n=1, state_output=StateOutput.EMBED)
+
+
+def _vector_of(tensor: Tensor, info: ModelInfo) -> bytes:
+    if tensor.name != _VECTOR:  # a model whose class nobody knew before it was loaded
+        raise UnsupportedError(f"{info.id} is no encoder: {_ASK_STATE}", param="kind")
+    return tensor.data
 
 
 def _check_dimensions(dimensions: int | None, info: ModelInfo) -> None:

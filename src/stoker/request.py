@@ -41,6 +41,7 @@ class StateOutput(StrEnum):
 
     SAVE = "save"
     EMBED = "embed"
+    SCORE = "score"
 
 
 class FinishReason(StrEnum):
@@ -148,6 +149,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             long as the model's own setting says.
         constraint: what the text has to match as a whole (SPEC D2); None: nothing.
         spelled: control tokens that are part of the text, by their own text; others add nothing to it.
+        document: what a reranker is to score for the prompt, which is the query then (SPEC K4); with
+            `state_output` "score" only.
     """
 
     prompt: str | tuple[int, ...]
@@ -174,6 +177,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float | None = None
     constraint: Constraint | None = None
     spelled: tuple[str, ...] = ()
+    document: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -193,6 +197,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.state_output is not None and self.max_tokens != 0:
             raise InvalidRequestError("a state is delivered with max_tokens 0 only", param="max_tokens")
+        self._check_document()
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequestError(
                 f"stop has {len(self.stop)} strings, at most {MAX_STOPS} are taken", param="stop"
@@ -202,3 +207,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequestError(
                     f"a stop string has {len(text)} characters, 1 to {MAX_STOP_CHARS} are taken", param="stop"
                 )
+
+    def _check_document(self) -> None:
+        if (self.document is not None) != (self.state_output is StateOutput.SCORE):
+            raise InvalidRequestError("a document is scored, and nothing else is", param="document")
+        if self.document is not None and not isinstance(self.prompt, str):
+            raise InvalidRequestError("a query is text, not token ids", param="prompt")

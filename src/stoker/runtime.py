@@ -33,6 +33,7 @@ from stoker.lifecycle.last_models import LastModels
 from stoker.memory.residency import ModelLife
 from stoker.messages import ModelState, Tokenize
 from stoker.request import GenerateRequest
+from stoker.reranking import Ranking, Reranking
 from stoker.settings import EngineSettings
 from stoker.states import GivenState, States
 from stoker.status import ModelStatus, RuntimeStatus
@@ -412,12 +413,12 @@ class Runtime:
     # ------------------------------------------------------------ text
 
     async def embed(self, inputs: Text | Sequence[Text], **fields: Any) -> TextEmbeddings:
-        """Vectors of texts, by an encoder; `fields` as `Embeddings.embed` takes them.
-
-        Raises:
-            StokerError: a text was refused, or the model makes no vectors.
-        """
+        """Vectors of texts, by an encoder; fields and errors are those of `Embeddings.embed`."""
         return await Embeddings(self).embed(inputs, **fields)
+
+    async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
+        """Documents for a query, the best first; fields and errors are those of `Reranking.rerank`."""
+        return await Reranking(self).rerank(query, documents, **fields)
 
     async def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True

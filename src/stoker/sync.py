@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stoker.embeddings import Text, TextEmbeddings
     from stoker.messages import ModelState
     from stoker.request import GenerateRequest
+    from stoker.reranking import Ranking
     from stoker.runtime import KeptRequest, Message, RuntimeEvent, RuntimeStatus, TextDelta
     from stoker.settings import EngineSettings
     from stoker.states import Prompt, SavedState, StateEmbedding
@@ -217,6 +218,10 @@ class Runtime:
     def embed(self, inputs: Text | Sequence[Text], **fields: Any) -> TextEmbeddings:
         """See `stoker.Runtime.embed`."""
         return self._wait(self._runtime.embed(inputs, **fields))
+
+    def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
+        """See `stoker.Runtime.rerank`."""
+        return self._wait(self._runtime.rerank(query, documents, **fields))
 
     def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True

@@ -55,6 +55,7 @@ def standing(status: dict[str, Any]) -> list[str]:
     return [waiting["class"] for waiting in status["parked"] + status["queue"]]
 
 
+@pytest.mark.slow
 async def test_a_machine_that_gets_hot_rests_and_recovers_by_itself(tmp_path: Path) -> None:
     """SPEC M6: background parked, loads refused with the reason, interactive at half speed; then as ever."""
     trace = tmp_path / "heat.csv"

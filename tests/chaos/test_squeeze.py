@@ -157,6 +157,7 @@ async def over_squeezes(group: MemoryGroup, number: int, back_to: Rung) -> None:
     assert group.num_kills() == 0
 
 
+@pytest.mark.slow
 async def test_a_squeeze_to_the_top_of_the_ladder_costs_no_stream_a_token(group: MemoryGroup) -> None:
     """SPEC M3, M4: rungs are taken in order and undone in order until all run again; every text is whole."""
     await over_squeezes(group, 1, back_to=Rung.PAUSE_BACKGROUND)

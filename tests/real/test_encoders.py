@@ -14,7 +14,6 @@ from stoker.errors import UnsupportedError
 from stoker.values import ModelSpec
 from tiny_models import BERT_CONTEXT_LENGTH, WIDTH, write_bert
 
-RERANKER = Path("/work/shared/models/reranker-bertmini-q8_0.gguf")
 TEXTS = ["a", "hello", "the quick brown fox jumps", "0123456789", "one, two, three!", "", "z" * 20]
 ENOUGH = 0.9999
 
@@ -99,15 +98,6 @@ def test_a_decoder_is_no_encoder_and_a_closed_one_stays_closed(tmp_path):
     encoder.close()
     with pytest.raises(UnsupportedError, match="no encoder"):
         encoder_of("/work/shared/models/stories260K-f32.gguf")
-
-
-def test_a_reranker_loads_and_gives_no_vectors(tmp_path):
-    """SPEC K2, K4: pooling `rank` scores; its vectors would mean nothing."""
-    path = RERANKER if RERANKER.exists() else write_bert(tmp_path / "rank.gguf", pooling=4)
-    with encoder_of(path) as encoder:
-        assert encoder.pooling == "rank"
-        with pytest.raises(UnsupportedError, match="reranker"):
-            encoder.encode([[101, 102]])
 
 
 @pytest.fixture(scope="module")

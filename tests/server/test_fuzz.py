@@ -59,6 +59,8 @@ def test_every_route_is_published(http):
         "/v1/states/{state_id}/content",
         "/v1/states/embeddings",
         "/v1/embeddings",
+        "/v1/rerank",
+        "/rerank",
         "/v1/models",
         "/v1/models/{model_id}",
         "/tokenize",

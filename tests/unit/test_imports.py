@@ -40,16 +40,19 @@ ALLOWED = {
     "streams": WORDS,
     "fields": WORDS,
     "texts": WORDS | {"chat"},
-    "embeddings": WORDS | {"streams", "fields"},
+    "tensor_call": WORDS | {"streams"},
+    "embeddings": WORDS | {"fields", "tensor_call"},
+    "reranking": WORDS | {"fields", "tensor_call", "embeddings"},
     "states": WORDS | {"models", "streams", "fields"},
     "runtime": WORDS
     | {"settings", "engine", "chat", "models", "memory", "streams", "fields", "states", "embeddings"}
-    | {"lifecycle", "texts"},
-    "sync": WORDS | {"settings", "runtime", "streams", "states", "embeddings"},
-    "server": WORDS | {"", "settings", "runtime", "streams", "chat", "states", "embeddings", "lifecycle"},
+    | {"lifecycle", "texts", "reranking"},
+    "sync": WORDS | {"settings", "runtime", "streams", "states", "embeddings", "reranking"},
+    "server": WORDS
+    | {"", "settings", "runtime", "streams", "chat", "states", "embeddings", "reranking", "lifecycle"},
     "cli": WORDS
     | {"", "settings", "runtime", "streams", "server", "models", "memory", "memory.verdict", "backends"}
-    | {"cache", "chat"},
+    | {"cache", "chat", "embeddings", "reranking"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (

@@ -11,9 +11,10 @@ import pytest
 
 from encoding_runtime import ENCODER_INFO, EncodingRuntime
 from stoker.backends.fake_encoder import N_EMBD, vector_of
-from stoker.embeddings import MAX_IN_FLIGHT, Embeddings, require_embedding, require_generation
+from stoker.embeddings import Embeddings, require_embedding, require_generation
 from stoker.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnsupportedError
 from stoker.request import GenerateRequest, Priority, StateOutput
+from stoker.tensor_call import MAX_IN_FLIGHT
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ class Encoder(Protocol):
 
     @property
     def pooling(self) -> str:
-        """How one vector is made of a text's tokens: mean, cls, last; rank: it scores and has no vectors."""
+        """How one vector is made of a text's tokens: mean, cls, last; rank: it scores pairs (SPEC K4)."""
         ...
 
     @property
@@ -49,11 +49,14 @@ class Encoder(Protocol):
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
         """One forward pass over whole texts; a vector does not depend on the texts beside it.
 
+        Where it pools by rank, a text is a pair as `Vocabulary.pair` writes it, and a row holds the raw
+        outputs of its classifier.
+
         Args:
             texts: token ids of each, 1 to `n_ctx`; together at most `n_batch`, or one longer text alone.
 
         Returns:
-            float32 (len(texts), n_embd), the caller's own; not normalised.
+            float32 (len(texts), n_embd or outputs), the caller's own; not normalised.
 
         Raises:
             StepFailedError: the native encode failed.

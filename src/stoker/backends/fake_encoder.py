@@ -18,7 +18,7 @@ from stoker.backends.fake import FakeFaults
 from stoker.backends.fake_history import FakeHistory, hidden_of
 from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
 from stoker.backends.protocol import Capabilities, ModelClass
-from stoker.errors import ModelFileError, ModelLoadError, StepFailedError, UnsupportedError
+from stoker.errors import ModelFileError, ModelLoadError, StepFailedError
 from stoker.memory.verdict import Estimate
 
 if TYPE_CHECKING:
@@ -68,17 +68,16 @@ class FakeEncoder:
         return self._vocabulary
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
-        """Eight numbers in [-1, 1) a text, which follow from its tokens."""
+        """Eight numbers in [-1, 1) a text, which follow from its tokens; the first alone for "rank"."""
         assert not self.is_closed, "a call after close"
-        if self.pooling == "rank":
-            raise UnsupportedError("the fake reranker scores, it gives no vectors")
         check_texts(texts, self._capabilities)
         for text in texts:
             self._meet_faults(text)
         if self.faults.step_delay_s:
             time.sleep(self.faults.step_delay_s)
         self.calls.append(len(texts))
-        return np.stack([vector_of(text) for text in texts])
+        width = 1 if self.pooling == "rank" else N_EMBD
+        return np.stack([vector_of(text)[:width] for text in texts])
 
     def memory(self) -> dict[str, int]:
         """As if: what was ordered for weights."""

@@ -40,6 +40,13 @@ class FakeVocabulary:
                 tokens.extend(part.encode())
         return tokens
 
+    def pair(self, query: str, document: str) -> list[int]:
+        """BOS, the query, EOS, the document."""
+        first, second = (
+            self.tokenize(text, add_special=False, parse_special=False) for text in (query, document)
+        )
+        return [BOS, *first, EOS, *second]
+
     def piece(self, token: int) -> bytes:
         """The byte; empty for control tokens."""
         text = self.special_piece(token)

@@ -117,6 +117,13 @@ class Vocabulary(Protocol):
         """
         ...
 
+    def pair(self, query: str, document: str) -> list[int]:
+        """Token ids of a query and a document as a cross-encoder reads them (SPEC K4).
+
+        Control tokens in either are text: no document ends the query or begins another.
+        """
+        ...
+
     def piece(self, token: int) -> bytes:
         """The bytes a generated token adds to the text; empty for control tokens."""
         ...

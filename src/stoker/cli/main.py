@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stoker.cli import cache, chat, doctor, models, plan, ps, pull, remote, run, serve
+from stoker.cli import cache, chat, doctor, embed, models, plan, ps, pull, remote, rerank, run, serve
 from stoker.errors import StokerError
 
 EXIT_BAD_INPUT = 2
@@ -72,6 +72,8 @@ def _options(
 app.command("run")(run.run)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
+app.command("embed")(embed.embed)
+app.command("rerank")(rerank.rerank)
 app.command("models")(models.models)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)

@@ -1,9 +1,9 @@
-"""An encoder in memory and the texts that wait for it (SPEC K2, Q13).
+"""An encoder in memory and the texts that wait for it (SPEC K2, K4, Q13).
 
 Has the surface of `resident.Resident`, so that the loop treats both alike. Requests are those of
-`state_output` "embed": each gets one `StateReady` with its vector, then its terminal event. A call carries as
-many whole texts as the step target allows, so that people who wait for another model wait no longer than one
-step of any other.
+`state_output` "embed", or "score" where it is a reranker: each gets one `StateReady` with its vector or its
+scores, then its terminal event. A call carries as many whole texts as the step target allows, so that people
+who wait for another model wait no longer than one step of any other.
 """
 
 from __future__ import annotations
@@ -87,10 +87,15 @@ class EncoderResident:
             Workspace(limits.n_vocab),
             model=spec.id,
             fingerprint=limits.fingerprint,
+            scores_pairs=self._is_reranker,
         )
 
     def __repr__(self) -> str:
         return f"<EncoderResident {self.spec.id} {self.line!r} {len(self._live)} live>"
+
+    @property
+    def _is_reranker(self) -> bool:
+        return self.backend.pooling == "rank"
 
     # ------------------------------------------------------------ questions
 
@@ -194,9 +199,10 @@ class EncoderResident:
 
     def _check(self, live: LiveRequest) -> None:
         name, n_ctx = self.spec.id, self.backend.capabilities.n_ctx
-        if live.request.state_output is not StateOutput.EMBED:
+        wanted = live.request.state_output
+        if wanted not in {StateOutput.EMBED, StateOutput.SCORE}:
             raise UnsupportedError(f"{name} is an encoder: it embeds texts and generates none", param="model")
-        if self.backend.pooling == "rank":
+        if self._is_reranker and wanted is StateOutput.EMBED:
             raise UnsupportedError(
                 f"{name} is a reranker: it scores texts, it gives no vectors", param="model"
             )
@@ -205,7 +211,7 @@ class EncoderResident:
         if len(live.prompt) > n_ctx:
             raise ContextLengthError(
                 f"the text has {len(live.prompt)} tokens, {name} takes {n_ctx}",
-                param="input",
+                param="documents" if wanted is StateOutput.SCORE else "input",
                 num_tokens=len(live.prompt),
                 n_ctx=n_ctx,
             )
@@ -336,7 +342,8 @@ class EncoderResident:
         if not np.isfinite(vector).all():
             self._fail(live, StepFailedError("the model's vector holds what is no finite number"), now)
             return
-        tensor = Tensor("embedding", vector.shape, vector.astype(_FLOATS).tobytes())
+        name = "scores" if self._is_reranker else "embedding"
+        tensor = Tensor(name, vector.shape, vector.astype(_FLOATS).tobytes())
         ready = StateReady(request_id=live.request_id, num_tokens=len(sequence.tokens), tensors=[tensor])
         self.events.append(ready)
         self._end(live, FinishReason.LENGTH, now)

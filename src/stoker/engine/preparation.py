@@ -15,7 +15,7 @@ from stoker.decode.constraint_compile import GrammarCompiler
 from stoker.decode.generation import Generation
 from stoker.decode.workspace import Workspace
 from stoker.engine.live import Choice, LiveRequest
-from stoker.errors import ContextLengthError, InvalidRequestError
+from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.messages import Submit
 from stoker.models.state_file import parse_state
 from stoker.request import GenerateRequest, Preempt, StateOutput
@@ -33,6 +33,7 @@ class PrepContext:
         fingerprint, state_layout: as in `Capabilities`.
         cache_mode: what is kept of its finished work.
         grammars: compiles constraints; None: it generates no text.
+        scores_pairs: it is a reranker.
     """
 
     vocabulary: Vocabulary
@@ -44,6 +45,7 @@ class PrepContext:
     state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
     cache_mode: CacheMode = CacheMode.BOTH
     grammars: GrammarCompiler | None = None
+    scores_pairs: bool = False
 
 
 def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveRequest:
@@ -58,6 +60,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         ContextLengthError: the prompt leaves no room for a token.
         InvalidRequestError: the prompt is empty or holds token ids the model does not have; the constraint
             does not compile.
+        UnsupportedError: a document is to be scored by what is no reranker.
     """
     request = submit.request
     prompt = _prompt_tokens(request, context)
@@ -166,7 +169,11 @@ def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
 
 def _prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
     vocabulary = context.vocabulary
-    if not isinstance(request.prompt, str):
+    if request.document is not None:
+        if not context.scores_pairs:
+            raise UnsupportedError(f"{context.model} is no reranker: it scores no documents", param="model")
+        tokens = vocabulary.pair(str(request.prompt), request.document)
+    elif not isinstance(request.prompt, str):
         tokens = list(request.prompt)
         check_tokens(tokens, context.n_vocab, "prompt")
     else:

@@ -24,6 +24,7 @@ from stoker.server.routes import (
     models,
     probes,
     requests,
+    rerank,
     residency,
     responses,
     runtime,
@@ -34,6 +35,7 @@ from stoker.server.schema.chat import ChatRequest, Conversation
 from stoker.server.schema.completion import CompletionRequest
 from stoker.server.schema.embeddings import EmbeddingRequest
 from stoker.server.schema.messages import MessagesRequest
+from stoker.server.schema.rerank import RerankRequest
 from stoker.server.schema.residency import LoadModelRequest, ModelRequest, PinModelRequest, SuspendRequest
 from stoker.server.schema.responses import ResponsesRequest
 from stoker.server.schema.states import SaveStateRequest, StateEmbeddingRequest
@@ -55,6 +57,7 @@ _BODIES = (
     SaveStateRequest,
     StateEmbeddingRequest,
     EmbeddingRequest,
+    RerankRequest,
     LoadModelRequest,
     ModelRequest,
     PinModelRequest,
@@ -67,6 +70,7 @@ _ROUTERS = (
     messages.router,
     states.router,
     embeddings.router,
+    rerank.router,
     models.router,
     tokens.router,
     probes.router,

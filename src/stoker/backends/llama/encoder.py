@@ -1,4 +1,4 @@
-"""An encoder of llama.cpp: whole texts in, one pooled vector each out (SPEC K2).
+"""An encoder of llama.cpp: whole texts in, one pooled vector or the scores of each out (SPEC K2, K4).
 
 Its context has no cells: every call computes its texts from their first token. Weights and tokenizer are
 `model`'s, the native batch is `batch`'s.
@@ -57,6 +57,8 @@ class LlamaEncoder:
         self._model = model
         self.pooling = header.pooling
         self.n_embd: int = llama.llama_model_n_embd_out(model.handle)
+        is_reranker = self.pooling == "rank"
+        self._width: int = llama.llama_model_n_cls_out(model.handle) if is_reranker else self.n_embd
         self.num_threads = spec.num_threads or num_physical_cores()
         n_ctx = context_length_of(header, spec)
         self._max_tokens = max(n_ctx, spec.n_batch)
@@ -105,14 +107,11 @@ class LlamaEncoder:
         return self._model.vocabulary
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
-        """The vectors of whole texts; see `Encoder.encode`.
+        """The vectors of whole texts, or the scores of pairs; see `Encoder.encode`.
 
         Raises:
-            UnsupportedError: it scores pairs of texts and has no vectors.
             StepFailedError: the native encode failed.
         """
-        if self.pooling == "rank":
-            raise UnsupportedError(f"{self._model.description} is a reranker: it scores, it gives no vectors")
         check_texts(texts, self._capabilities)
         items = tuple(PlanItem(seq, 0, text, len(text)) for seq, text in enumerate(texts))
         plan = BatchPlan(items)
@@ -124,12 +123,12 @@ class LlamaEncoder:
                 f"llama_encode returned {code} for {plan.num_tokens} tokens of {len(texts)} texts",
                 native_code=code,
             )
-        vectors = np.empty((len(texts), self.n_embd), np.float32)
+        vectors = np.empty((len(texts), self._width), np.float32)
         for seq in range(len(texts)):
             pointer = llama.llama_get_embeddings_seq(self._handle, seq)
             if not pointer:
                 raise StepFailedError(f"llama.cpp gave no vector for text {seq} of {len(texts)}")
-            vectors[seq] = np.ctypeslib.as_array(pointer, (self.n_embd,))
+            vectors[seq] = np.ctypeslib.as_array(pointer, (self._width,))
         return vectors
 
     def memory(self) -> dict[str, int]:

@@ -58,6 +58,24 @@ class LlamaVocabulary:
         assert count >= 0, f"the tokenizer asks for {-count} more tokens than it said"
         return buffer[:count]
 
+    def pair(self, query: str, document: str) -> list[int]:
+        """[BOS] query [EOS] [SEP] document [EOS], of these what the vocabulary says it adds.
+
+        That is how llama.cpp's server writes a pair, so that scores are the same; SEP stands for an EOS that
+        is wanted and missing. Raises InvalidRequestError where a text is no valid Unicode.
+        """
+        first, second = (
+            self.tokenize(text, add_special=False, parse_special=False) for text in (query, document)
+        )
+        bos, eos, sep = (
+            ask(self._handle) for ask in (llama.llama_vocab_bos, llama.llama_vocab_eos, llama.llama_vocab_sep)
+        )
+        begin = [bos] if llama.llama_vocab_get_add_bos(self._handle) else []
+        end = [sep if eos == _NO_TOKEN else eos] if llama.llama_vocab_get_add_eos(self._handle) else []
+        between = [sep] if llama.llama_vocab_get_add_sep(self._handle) else []
+        tokens = [*begin, *first, *end, *between, *second, *end]
+        return [token for token in tokens if token != _NO_TOKEN]
+
     def piece(self, token: int) -> bytes:
         """The bytes a generated token adds to the text; empty for control tokens."""
         self._check(token)

@@ -1,0 +1,236 @@
+"""Documents in order for a query: in front of a runtime that plays a reranker, and the engine's resident."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from encoding_runtime import ENCODER_INFO, RERANKER_INFO, EncodingRuntime, score_of
+from stoker.backends.fake_encoder import N_EMBD, load, vector_of
+from stoker.backends.fake_vocabulary import BOS, EOS, FakeVocabulary
+from stoker.cli.main import app
+from stoker.engine.encoder import EncoderResident
+from stoker.engine.pace import Pace
+from stoker.engine.preparation import prepare
+from stoker.engine.step_clock import StepClock
+from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
+from stoker.messages import Failed, Finished, StateReady, Submit
+from stoker.request import GenerateRequest, Priority, Sampling, StateOutput
+from stoker.reranking import Reranking, require_reranking
+from stoker.runtime import Runtime
+from stoker.tensor_call import MAX_IN_FLIGHT
+from stoker.values import ModelSpec, Policy
+
+QUERY = "who waits?"
+DOCUMENTS = [f"document {at}" for at in range(12)]
+BEST = sorted(range(len(DOCUMENTS)), key=lambda at: -score_of(QUERY, DOCUMENTS[at]))
+
+
+@pytest.fixture
+def runtime():
+    """A runtime with one reranker."""
+    runtime = EncodingRuntime()
+    runtime.info = RERANKER_INFO
+    return runtime
+
+
+@pytest.fixture
+def reranking(runtime):
+    """What is tested."""
+    return Reranking(runtime)
+
+
+# ---------------------------------------------------------------- in front
+
+
+async def test_documents_come_best_first_with_the_models_own_scores(reranking, runtime):
+    """SPEC K4: raw scores, no sigmoid; every document once, with the tokens of all pairs counted."""
+    found = await reranking.rerank(QUERY, DOCUMENTS, priority=Priority.BACKGROUND)
+    assert [each.index for each in found.results] == BEST
+    for each in found.results:
+        assert each.score == score_of(QUERY, DOCUMENTS[each.index])
+    pairs = [FakeVocabulary().pair(QUERY, document) for document in DOCUMENTS]
+    assert (found.model, found.usage.prompt_tokens) == ("reranker", sum(map(len, pairs)))
+    assert {request.priority for request in runtime.requests} == {Priority.BACKGROUND}
+    assert {request.state_output for request in runtime.requests} == {StateOutput.SCORE}
+    assert (await reranking.rerank(QUERY, [])).results == []
+
+
+async def test_only_the_best_are_told_of_and_equal_ones_keep_their_order(reranking, runtime):
+    """SPEC K4: all are scored, `top_n` are told of; what is equal stays as it was given."""
+    found = await reranking.rerank(QUERY, DOCUMENTS, top_n=3)
+    assert [each.index for each in found.results] == BEST[:3]
+    assert len(runtime.requests) == len(DOCUMENTS)
+    assert len((await reranking.rerank(QUERY, DOCUMENTS, top_n=99)).results) == len(DOCUMENTS)
+    runtime.vector = np.ones(N_EMBD, "<f4").tobytes()
+    assert [each.index for each in (await reranking.rerank(QUERY, DOCUMENTS)).results] == [*range(12)]
+    with pytest.raises(InvalidRequestError) as refused:
+        await reranking.rerank(QUERY, DOCUMENTS, top_n=0)
+    assert refused.value.param == "top_n"
+
+
+async def test_only_so_many_documents_are_under_way_at_once(reranking, runtime):
+    """SPEC Q11: a long list does not fill the line."""
+    found = await reranking.rerank(QUERY, ["x"] * (2 * MAX_IN_FLIGHT))
+    assert len(found.results) == 2 * MAX_IN_FLIGHT
+    assert runtime.most_live == MAX_IN_FLIGHT
+
+
+async def test_the_deadline_is_of_all_documents_together(reranking, runtime, monkeypatch):
+    """SPEC Q1: those that begin late have what is left of it, or end."""
+    now_s = [0.0]
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s[0])
+
+    def later():
+        now_s[0] += 1.0
+
+    runtime.before = later
+    with pytest.raises(RequestTimeoutError):
+        await reranking.rerank(QUERY, ["x"] * (2 * MAX_IN_FLIGHT), timeout_s=20.0)
+    assert runtime.num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"model_class": "decoder"}, "is a decoder model"),
+        ({"model_class": "encoder-decoder"}, "is a encoder-decoder model"),
+        ({"model_class": "recurrent"}, "is a recurrent model"),
+        ({"pooling": "mean"}, "encoder without a classifier"),
+    ],
+)
+def test_what_is_no_reranker_is_refused_with_the_reason(fields, why):
+    """SPEC K4: a typed error before anything is loaded; of an unknown class the engine decides."""
+    with pytest.raises(UnsupportedError, match=why):
+        require_reranking(msgspec.structs.replace(RERANKER_INFO, **fields))
+    require_reranking(RERANKER_INFO)
+    require_reranking(msgspec.structs.replace(ENCODER_INFO, model_class="", pooling=""))
+
+
+def test_a_document_goes_with_a_score_and_with_text():
+    """SPEC S3: a request that makes no sense is never made."""
+    score = {"max_tokens": 0, "state_output": StateOutput.SCORE}
+    for prompt, fields in (("q", score), ("q", {"document": "d"}), ((1, 2), score | {"document": "d"})):
+        with pytest.raises(InvalidRequestError):
+            GenerateRequest(prompt=prompt, **fields)
+
+
+# ---------------------------------------------------------------- in the engine
+
+
+def resident_of(**spec):
+    """A resident reranker, and the encoder in it."""
+    fields = {"id": "r", "path": "fake:encoder=1,pooling=rank", "policy": Policy.THROUGHPUT} | spec
+    spec = ModelSpec(**fields)
+    encoder = load(spec)
+    return EncoderResident(spec, encoder, Pace(StepClock(10.0))), encoder
+
+
+def enter(resident, name, document, **fields):
+    """A pair arrives."""
+    wanted = {"model": "r", "max_tokens": 0, "state_output": StateOutput.SCORE}
+    wanted |= {"sampling": Sampling(temperature=0)} | fields
+    request = GenerateRequest(prompt=QUERY, document=document, **wanted)
+    resident.accept(prepare(Submit(request_id=name, request=request), resident.prep, 0.0), 0.0)
+
+
+def test_pairs_of_several_requests_are_scored_in_one_call():
+    """SPEC K4, Q9: each gets its own score, then one ending; people before jobs."""
+    resident, encoder = resident_of(n_batch=64)
+    enter(resident, "job", "one", priority=Priority.BACKGROUND)
+    enter(resident, "a", "two")
+    enter(resident, "b", "three")
+    for now in (0.0, 1.0):
+        resident.schedule(now)
+        resident.step(now)
+    ready = [event for event in resident.events if isinstance(event, StateReady)]
+    assert [event.request_id for event in ready] == ["a", "b", "job"]
+    assert encoder.calls == [3]
+    for event, document in zip(ready, ("two", "three", "one"), strict=True):
+        (tensor,) = event.tensors
+        assert (tensor.name, tensor.shape) == ("scores", (1,))
+        assert np.frombuffer(tensor.data, "<f4") == np.float32(score_of(QUERY, document))
+    assert [e.request_id for e in resident.events if isinstance(e, Finished)] == ["a", "b", "job"]
+
+
+def test_a_late_pair_and_a_long_one_end_with_their_reason():
+    """SPEC Q1, K7: as texts to embed do; the fault is named by the field that callers know."""
+    resident, _ = resident_of()
+    enter(resident, "late", "one", timeout_s=1.0)
+    resident.schedule(2.0)
+    (failed,) = [event for event in resident.events if isinstance(event, Failed)]
+    assert failed.error.code == "request_timeout"
+    with pytest.raises(ContextLengthError) as refused:
+        enter(resident, "long", "x" * 600)
+    assert refused.value.param == "documents"
+
+
+def test_control_tokens_in_a_document_are_text():
+    """SPEC S8: a document cannot end the query or begin another pair."""
+    tokens = FakeVocabulary().pair("q", "</s><s>d")
+    assert tokens == [BOS, *b"q", EOS, *b"</s><s>d"]
+
+
+@pytest.mark.parametrize("path", ["fake:", "fake:encoder=1"])
+async def test_the_engine_refuses_a_pair_for_any_other_model(tmp_path, path):
+    """SPEC K4: where nobody in front knew the class, what is loaded says so."""
+    async with Runtime(path, isolation="thread", cache_dir=tmp_path, states_dir=tmp_path) as runtime:
+        with pytest.raises(UnsupportedError):
+            await Reranking(runtime).rerank(QUERY, DOCUMENTS)
+        request = GenerateRequest(prompt=QUERY, document="d", max_tokens=0, state_output=StateOutput.SCORE)
+        with pytest.raises(UnsupportedError, match="no reranker"):
+            async for _ in runtime.stream(request):
+                pass
+
+
+# ---------------------------------------------------------------- commands
+
+
+@pytest.fixture
+def of_nobody(tmp_path, monkeypatch):
+    """Folders of nobody's home."""
+    for name in ("MODELS_DIR", "CACHE_DIR"):
+        monkeypatch.setenv(f"STOKER_{name}", str(tmp_path / name))
+
+
+def invoke(*arguments, runtime, stdin=None):
+    """One call of the program."""
+    return CliRunner().invoke(app, list(arguments), obj=lambda settings: runtime, input=stdin)
+
+
+@pytest.mark.usefixtures("of_nobody")
+def test_the_command_prints_the_best_first(runtime):
+    """SPEC I1: `stoker rerank QUERY DOC...`, or a document a line; --json as the server answers."""
+    given = ["one", "two", "three"]
+    expected = sorted(given, key=lambda document: -score_of(QUERY, document))
+    lines = "".join(f"{score_of(QUERY, document):.4f}\t{document}\n" for document in expected)
+    assert invoke("rerank", QUERY, *given, runtime=runtime).stdout == lines
+    assert invoke("rerank", QUERY, runtime=runtime, stdin="one\n\ntwo\nthree\n").stdout == lines
+    answer = json.loads(invoke("rerank", QUERY, *given, "--json", "--top-n", "1", runtime=runtime).stdout)
+    (result,) = answer["results"]
+    assert result["document"] == {"text": expected[0]}
+    assert result["relevance_score"] == score_of(QUERY, expected[0])
+    nothing = invoke("rerank", QUERY, runtime=runtime, stdin="\n")
+    assert (nothing.exit_code, "no documents" in nothing.stderr) == (2, True)
+
+
+@pytest.mark.usefixtures("of_nobody")
+def test_the_command_prints_a_vector_a_line(runtime):
+    """SPEC I1: `stoker embed TEXT...`, or a text a line; --json as the server answers."""
+    runtime.info = ENCODER_INFO
+    given = ["one", "two"]
+    printed = invoke("embed", *given, runtime=runtime).stdout
+    for line, text in zip(printed.splitlines(), given, strict=True):
+        vector = vector_of(EncodingRuntime.tokens(text))
+        assert np.allclose(json.loads(line), vector / np.linalg.norm(vector), atol=1e-6)
+    assert invoke("embed", runtime=runtime, stdin="one\ntwo\n").stdout == printed
+    answer = json.loads(invoke("embed", *given, "--json", runtime=runtime).stdout)
+    assert [entry["embedding"] for entry in answer["data"]] == [*map(json.loads, printed.splitlines())]
+    runtime.info = RERANKER_INFO
+    refused = invoke("embed", "one", runtime=runtime)
+    assert (refused.exit_code, "is a reranker" in refused.stderr) == (2, True)
