@@ -39,6 +39,7 @@ ALLOWED = {
     | {"memory", "memory.ledger", "memory.verdict", "settings", "streams"},
     "streams": WORDS,
     "fields": WORDS,
+    "llm_plugin": WORDS | {"settings", "models", "sync"},
     "texts": WORDS | {"chat"},
     "tensor_call": WORDS | {"streams"},
     "embeddings": WORDS | {"fields", "tensor_call"},
