@@ -238,7 +238,13 @@ def run(seed):
     assert not machine.scheduler.slots.guests()
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 100))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, 800, 100),
+        *(pytest.param(first, marks=pytest.mark.slow) for first in range(800, 2000, 100)),
+    ],
+)
 def test_every_history_gives_each_request_the_tokens_it_gets_alone(first):
     """Q2, Q3, Q4, Q7, Q9, Q10, Q12, Q17, L6: none lost, none twice, no cell leaked, whatever happens."""
     for seed in range(first, first + 100):

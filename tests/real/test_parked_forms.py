@@ -19,6 +19,8 @@ from stoker.scheduler.sequence import ParkForm, SequenceState
 from stoker.values import ModelSpec
 
 NUM_TOKENS = 400
+NUM_QUICK = 2
+"""Of the samplings; with the others it takes minutes."""
 PARK_EVERY = 20
 PROMPT = "Here is a long list of things that can be found in a kitchen, one after the other:"
 SAMPLINGS = {
@@ -103,7 +105,13 @@ def undisturbed(resident):
 
 
 @pytest.mark.parametrize("form", ParkForm)
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if at < NUM_QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for at, name in enumerate(SAMPLINGS)
+    ],
+)
 def test_parked_every_twenty_tokens_the_text_is_the_undisturbed_one(resident, undisturbed, name, form):
     """Q4: token-identical for cells and snapshots, and with quantised weights on a CPU for tokens too."""
     outcome = run(resident, SAMPLINGS[name], form)
