@@ -6,7 +6,7 @@ That holds over an eviction in this engine, over a reload, and over a suspend in
 import msgspec
 import pytest
 
-from memory_stand_in import GREEDY, Gate, Machines
+from memory_stand_in import GREEDY, Gate
 from stoker.messages import (
     Cancel,
     Delta,
@@ -26,14 +26,6 @@ from stoker.values import CacheSource
 
 ORDER = "eog_period=0,weights_mib=100"
 STORY = "a long story " * 12
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Machines, closed at the end."""
-    machines = Machines(tmp_path)
-    yield machines
-    machines.close()
 
 
 KINDS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memory_stand_in import Clock, Machines
+from memory_stand_in import Clock
 from stoker.memory.heat import Heat
 from stoker.memory.policy import CALM_S, Rung
 from stoker.messages import Admitted, Failed, Finished, HeatMoved, Parked, Submit
@@ -10,20 +10,6 @@ from stoker.request import GenerateRequest, Priority
 
 ORDER = "eog_period=0,weights_mib=100"
 LONG = {"prompt": "a long story " * 10, "max_tokens": 1500}
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Machines, closed at the end."""
-    machines = Machines(tmp_path)
-    yield machines
-    machines.close()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time to be moved."""
-    return Clock(monkeypatch)
 
 
 def test_serious_heat_holds_background_and_refuses_loads_with_the_reason(make, clock):

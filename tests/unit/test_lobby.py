@@ -2,34 +2,11 @@
 
 import pytest
 
-from memory_stand_in import Clock, Gate, Machines
 from stoker.engine.inbox import Closed
 from stoker.messages import Cancel, Failed, Finished, Pause, Paused, Queued, Resume, Resumed, Shutdown
 from stoker.request import FinishReason, Priority
 
 BIG = "eog_period=0,weights_mib=400"
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Machines, closed at the end."""
-    machines = Machines(tmp_path)
-    yield machines
-    machines.close()
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    """Holds loads until it is opened; opened at the end, whatever happened."""
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.open()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time to be moved."""
-    return Clock(monkeypatch)
 
 
 def test_the_line_of_a_model_that_is_being_loaded_is_bounded_and_background_goes_first(make, gate):

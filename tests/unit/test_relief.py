@@ -1,8 +1,6 @@
 """What the engine does about a shortage of memory, rung by rung, and that it ends."""
 
-import pytest
-
-from memory_stand_in import MIB, Clock, Gate, Machines
+from memory_stand_in import MIB, Clock, Gate
 from stoker.memory import allocator
 from stoker.memory.policy import LADDER, Rung
 from stoker.memory.pressure import EVENT_HOLD_S, Pressure
@@ -11,20 +9,6 @@ from stoker.request import Priority
 
 ORDER = "eog_period=0,weights_mib=100"
 LONG = {"prompt": "a long story " * 10, "max_tokens": 1500}
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Machines, closed at the end."""
-    machines = Machines(tmp_path)
-    yield machines
-    machines.close()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time to be moved."""
-    return Clock(monkeypatch)
 
 
 # ---------------------------------------------------------------- the ladder

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from memory_stand_in import MIB, OWN_MIB, Clock, Gate, Machines
+from memory_stand_in import MIB, OWN_MIB
 from stoker.errors import ModelLoadError
 from stoker.messages import (
     Cancel,
@@ -23,28 +23,6 @@ from stoker.request import FinishReason, GenerateRequest
 
 BIG = "eog_period=0,weights_mib=400"
 """Two of these fit."""
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Machines, closed at the end."""
-    machines = Machines(tmp_path)
-    yield machines
-    machines.close()
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    """Holds loads until it is opened; opened at the end, whatever happened."""
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.open()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time to be moved."""
-    return Clock(monkeypatch)
 
 
 def serve(machine, *models, order=BIG):

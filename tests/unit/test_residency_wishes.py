@@ -6,7 +6,6 @@ from threading import Event
 import msgspec
 import pytest
 
-from memory_stand_in import Clock, Gate, Machines
 from stoker.engine.resident import Resident
 from stoker.errors import ModelLoadError
 from stoker.messages import (
@@ -22,28 +21,6 @@ from stoker.messages import (
 from stoker.request import StateOutput
 
 BIG = "eog_period=0,weights_mib=400"
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Machines, closed at the end."""
-    machines = Machines(tmp_path)
-    yield machines
-    machines.close()
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    """Holds loads until it is opened; opened at the end, whatever happened."""
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.open()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time to be moved."""
-    return Clock(monkeypatch)
 
 
 def loaded(machine, model="a", order=BIG, **spec):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from memory_stand_in import Clock, Machines
 from stoker.messages import Cancel, Failed, Finished, PinModel, UnloadModel
 from stoker.request import Priority, Sampling
 
@@ -10,20 +9,6 @@ BIG = "eog_period=0,weights_mib=400"
 """Two of these fit."""
 LARGE = "eog_period=0,weights_mib=700"
 """One fits."""
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Machines, closed at the end."""
-    machines = Machines(tmp_path)
-    yield machines
-    machines.close()
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """Time to be moved."""
-    return Clock(monkeypatch)
 
 
 def serve(machine, *models, order=BIG):

@@ -118,7 +118,7 @@ class Shelf:
                 raise
             path = await self._download(ref)
             file = await asyncio.to_thread(self._store.resolve_listed, str(path))
-        return await asyncio.to_thread(served, file, self._settings, self._defaults)
+        return served(file, self._settings, self._defaults)
 
     async def _download(self, ref: str) -> str:
         self._download_moved(ref, "", 0.0)

@@ -16,8 +16,7 @@ from stoker.engine.roster import bare_info
 from stoker.errors import InvalidRequestError
 from stoker.memory.profile import read_profile
 from stoker.memory.tiers import DEFAULTS, TierDefaults, tier_of
-from stoker.models.gguf import read_header
-from stoker.models.store import FAKE_PREFIX, ModelFile, ModelStore
+from stoker.models.store import ModelFile, ModelStore
 from stoker.values import CacheMode, ModelInfo, ModelSpec, Policy
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[Served]]:
 
 
 def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) -> Served:
-    """One model as the settings would have it. Raises what reading its header raises."""
+    """One model as the settings would have it."""
     spec = ModelSpec(
         id=file.id,
         path=file.path,
@@ -88,9 +87,7 @@ def _info(spec: ModelSpec, file: ModelFile) -> ModelInfo:
     bare = bare_info(spec)
     n_ctx = min(spec.n_ctx or file.n_ctx_train, file.n_ctx_train)
     bare = msgspec.structs.replace(bare, n_ctx=n_ctx, n_ctx_train=file.n_ctx_train)
-    if file.path.startswith(FAKE_PREFIX):
-        return _fake_info(bare, spec, file)
-    return _header_info(bare, read_header(file.path))
+    return _fake_info(bare, spec, file) if file.header is None else _header_info(bare, file.header)
 
 
 def _header_info(bare: ModelInfo, header: GgufHeader) -> ModelInfo:

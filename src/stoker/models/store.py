@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from stoker.models.gguf import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from stoker.models.gguf import GgufHeader
 
 DEFAULT_ID = "smollm2-135m-instruct"
 FAKE_PREFIX = "fake:"
@@ -40,6 +42,7 @@ class ModelFile:
         n_ctx_train: tokens of context it was trained for; 0 with `error`.
         quantisation: label such as Q4_K_M; empty with `error`.
         error: what is wrong with the file; None for one that can be loaded.
+        header: what the file says; None with `error`, and of a fake.
     """
 
     id: str
@@ -49,6 +52,7 @@ class ModelFile:
     n_ctx_train: int
     quantisation: str
     error: ErrorInfo | None = None
+    header: GgufHeader | None = field(default=None, repr=False)
 
 
 class ModelStore:
@@ -182,6 +186,7 @@ def _described(name: str, path: Path) -> ModelFile:
         size_bytes=header.size_bytes,
         n_ctx_train=header.n_ctx_train,
         quantisation=header.quantisation,
+        header=header,
     )
 
 
