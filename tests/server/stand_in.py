@@ -87,6 +87,7 @@ class StandInRuntime:
     engine: EngineStatus | None = None
     start_error: Exception | None = None
     waits_for_models: bool = False
+    model_state: str = ""  # what is shown of its model, if not what `is_ready` says
     is_suspended: bool = False
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     load_error: Exception | None = None
@@ -212,7 +213,8 @@ class StandInRuntime:
 
     def model_states(self) -> list[ModelStatus]:
         """One model, ready or loading."""
-        return [ModelStatus(id=INFO.id, state="ready" if self.is_ready else "loading", bytes={"weights": 1})]
+        state = self.model_state or ("ready" if self.is_ready else "loading")
+        return [ModelStatus(id=INFO.id, state=state, bytes={"weights": 1})]
 
     async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
         """Suspended at once."""
@@ -282,7 +284,7 @@ class StandInRuntime:
         self._released.clear()
         self.engine = None
         self.is_suspended = self.load_waits = False
-        self.load_error = None
+        self.load_error, self.model_state = None, ""
         self.kept_scripts.clear()
         for record in (self.requests, self.abandoned, self.cancelled, self.steered, self.scripts):
             record.clear()

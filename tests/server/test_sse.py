@@ -11,8 +11,10 @@ import threading
 import pytest
 from stand_in import FINISHED, HOLD, delta
 
+from stoker.errors import ModelTooLargeError
 from stoker.messages import Parked, Paused, PrefillProgress, Queued, Resumed
 from stoker.request import FinishReason
+from stoker.server import delivery
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"
@@ -88,6 +90,36 @@ def test_a_waiting_client_learns_its_place_at_once(scripted, scripted_http):
         assert answer.headers["x-stoker-queue-position"] == "7"
         scripted.call(scripted.runtime.release)
         answer.read()
+
+
+@pytest.mark.parametrize("state", ["ready", "loading"])
+def test_a_stream_whose_model_is_refused_while_it_is_loaded_is_an_http_error(
+    scripted, scripted_http, until, monkeypatch, state
+):
+    """S3, R1: it begins later where a model has to come first; else an error comes in the stream."""
+    status = {"ready": 200, "loading": 422}[state]
+    monkeypatch.setattr(delivery, "GRACE_S", 0.0)
+    monkeypatch.setattr(delivery, "LOADING_GRACE_S", 60.0)
+    refused = ModelTooLargeError("it needs 9 MiB", needed=9)
+    scripted.runtime.model_state = state
+    scripted.runtime.scripts.append([Queued("x", 0), HOLD, refused])
+    answers, opened = [], threading.Event()
+
+    def ask():
+        with scripted_http.stream("POST", CHAT, json={"messages": HELLO, "stream": True}) as answer:
+            opened.set()
+            answers.append((answer.status_code, answer.read()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: scripted.call(lambda: len(scripted.runtime.live) == 1))
+    if status == 200:
+        opened.wait()
+    assert opened.is_set() == (status == 200)
+    scripted.call(scripted.runtime.release)
+    asking.join()
+    assert answers[0][0] == status
+    assert b"model_too_large" in answers[0][1]
 
 
 def comments_of(text):

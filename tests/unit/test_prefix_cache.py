@@ -672,8 +672,20 @@ def test_what_the_folder_held_of_something_computed_meanwhile_is_not_saved_twice
     known = store.put(span(0, 50), 0.0)
     store.cache.found([entry_of(span(0, 50), file="old", file_bytes=507)], 0.0)
     assert len(store.cache) == 1
-    orders = store.orders(99.0)
-    assert known.file == "old" or Remove("old") in orders
+    assert known.file == "old"
+    assert store.orders(99.0) == []
+
+
+def test_a_file_that_is_being_written_is_not_removed_as_an_old_one_of_its_name():
+    """C9: names follow from tokens, so what a look at the disk finds may be the very file."""
+    store = Store(disk=PLENTY)
+    known = store.put(span(0, 50), 0.0)
+    assert store.orders(99.0) == [Write(known)]
+    store.cache.found([entry_of(span(0, 50), file="same", file_bytes=507)], 99.0)
+    store.cache.written(known, "same", 507)
+    assert known.file == "same"
+    assert store.orders(200.0) == []
+    assert store.cache.status().disk_bytes == 507
 
 
 def test_a_write_waits_while_something_is_computed_unless_memory_is_short():
