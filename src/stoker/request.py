@@ -6,6 +6,7 @@ tokens, cells and steps are the engine's.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from enum import StrEnum
 
@@ -20,6 +21,8 @@ MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
 MAX_SALT_CHARS = 256
+IMAGE_MARKER = "<__media__>"
+"""Where a picture stands in a prompt's text."""
 
 
 class Priority(StrEnum):
@@ -121,6 +124,31 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequestError("seed must fit in 64 bits", param="seed")
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """A picture as the model is to see it: decoded, turned upright and shrunk by the front.
+
+    Attributes:
+        width, height: in pixels.
+        rgb: one byte a channel, rows from the top; `width * height * 3` bytes.
+    """
+
+    width: int
+    height: int
+    rgb: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.rgb) != self.width * self.height * 3 or not self.rgb:
+            raise InvalidRequestError(
+                f"{len(self.rgb)} bytes are no picture of {self.width} x {self.height} pixels", param="image"
+            )
+
+    @property
+    def content(self) -> bytes:
+        """Digest of what it shows: equal pictures have equal ones (SPEC C11)."""
+        head = f"{self.width}x{self.height}:".encode()
+        return hashlib.blake2b(head + self.rgb, digest_size=32).digest()
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and what to make of it.
 
@@ -149,6 +177,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             long as the model's own setting says.
         constraint: what the text has to match as a whole (SPEC D2); None: nothing.
         spelled: control tokens that are part of the text, by their own text; others add nothing to it.
+        pictures: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
         document: what a reranker is to score for the prompt, which is the query then (SPEC K4); with
             `state_output` "score" only.
     """
@@ -178,6 +207,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     spelled: tuple[str, ...] = ()
     document: str | None = None
+    pictures: tuple[Picture, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:

@@ -31,7 +31,7 @@ from stoker.backends.fake_history import (
 )
 from stoker.backends.fake_vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.lengths import Lengths
-from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
+from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
 from stoker.errors import (
     InvalidRequestError,
     ModelFileError,
@@ -187,6 +187,11 @@ class FakeBackend:
         self._lengths.advance(plan)
         self.num_steps += 1
         return self._logits(wanted)
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:  # noqa: ARG002 - takes none yet
+        """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
+        if conditioning != PLAIN:
+            raise UnsupportedError(f"{self._capabilities.description} takes tokens and nothing beside them")
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty `dst` share the first `length` tokens of `src`."""

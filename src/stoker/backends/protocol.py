@@ -73,6 +73,36 @@ class BatchPlan(msgspec.Struct, frozen=True):
         return sum(item.num_logits for item in self.items)
 
 
+class Placed(msgspec.Struct, frozen=True, eq=False):
+    """A picture's place in a sequence: its embeddings stand where tokens would (SPEC V3).
+
+    Attributes:
+        start: position of the first of them.
+        embeddings: float32 (num_tokens, n_embd).
+    """
+
+    start: int
+    embeddings: Rows
+
+
+class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sequence's tokens are computed with beside themselves.
+
+    Attributes:
+        adapters: name and scale of each LoRA adapter, in the order of names (SPEC K6).
+        source: what the encoder of an encoder-decoder reads (SPEC K3).
+        pictures: where embeddings stand in place of tokens, in order of their starts.
+    """
+
+    adapters: tuple[tuple[str, float], ...] = ()
+    source: tuple[int, ...] = ()
+    pictures: tuple[Placed, ...] = ()
+
+
+PLAIN = Conditioning()
+"""Tokens and nothing beside them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a loaded model can do and the limits that resulted (SPEC K7).
@@ -184,6 +214,16 @@ class Backend(Protocol):
         Raises:
             PoolFullError: no cells for these tokens; nothing changed.
             StepFailedError: the native decode failed; nothing changed.
+        """
+        ...
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:
+        """Compute the sequence's next tokens with this, until told otherwise; computes nothing itself.
+
+        Told each time a sequence of the scheduler gets this number, so a backend may forget it at a drop.
+
+        Raises:
+            UnsupportedError: it holds what this model cannot do.
         """
         ...
 

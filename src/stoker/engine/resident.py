@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 
-from stoker.backends.protocol import Backend, Rows
+from stoker.backends.protocol import Backend
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.decode.constraint_compile import GrammarCompiler
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
-from stoker.decode.generation import Drawn
-from stoker.decode.logprobs import token_logprob
 from stoker.decode.workspace import Workspace
 from stoker.engine import report
 from stoker.engine.description import model_info, scheduler_limits
+from stoker.engine.harvest import Harvest
 from stoker.engine.live import LiveRequest
+from stoker.engine.live_requests import LiveRequests
 from stoker.engine.loading import Load
 from stoker.engine.orders import carry_out
 from stoker.engine.pace import Pace
@@ -28,17 +28,16 @@ from stoker.errors import (
     RequestTimeoutError,
     SchedulerStalledError,
     StepFailedError,
-    StokerError,
 )
-from stoker.messages import Event, Failed, Parked, Paused, Queued, Resumed, StateReady, Submit
+from stoker.messages import Event, Parked, Paused, Queued, Resumed, Submit
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.effects import Parking, Schedule
-from stoker.scheduler.plan import Planned, StepPlan
+from stoker.scheduler.plan import StepPlan
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
 from stoker.scheduler.throttle import Throttle
 from stoker.status import SlotStatus, WaitStatus
-from stoker.values import ModelInfo, ModelSpec, TokenLogprob
+from stoker.values import ModelInfo, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,6 @@ class Resident:
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
-        events: what has happened, for the loop to publish.
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend, pace: Pace, cache: PrefixCache) -> None:
@@ -60,12 +58,12 @@ class Resident:
         self.backend = backend
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
-        self.events: list[Event] = []
         self._pace = pace
         self._told_s = 0.0
-        self._live: dict[str, LiveRequest] = {}
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
+        self._live = LiveRequests(self.scheduler)
+        self._harvest = Harvest(backend, self.scheduler, self._live, pace)
         self._runner = pace.join(backend, self.scheduler.cost)
         self.prep = PrepContext(
             backend.vocabulary,
@@ -83,6 +81,11 @@ class Resident:
         return f"<Resident {self.spec.id} {self.scheduler!r} {len(self._live)} live>"
 
     # ------------------------------------------------------------ questions
+
+    @property
+    def events(self) -> list[Event]:
+        """What has happened, for the loop to publish."""
+        return self._live.events
 
     @property
     def has_work(self) -> bool:
@@ -150,9 +153,9 @@ class Resident:
 
     def accept(self, live: LiveRequest, now: float) -> None:
         """Put a prepared request in the line."""
-        self._live[live.request_id] = live
+        self._live.add(live)
         if not live.choices:
-            self._finish(live, now)
+            self._live.finish(live, now)
             return
         positions = [self.scheduler.enqueue(choice.sequence, now) for choice in live.choices.values()]
         live.position = positions[0]
@@ -161,7 +164,7 @@ class Resident:
             self.events.append(live.echo())
         for index, choice in list(live.choices.items()):
             if len(choice.sequence.tokens) >= self.prep.n_ctx:  # it began where there was more context
-                self._end_choice(live, index, FinishReason.LENGTH, now)
+                self._live.end_choice(live, index, FinishReason.LENGTH, now)
 
     def cancel(self, request_id: str, now: float) -> None:
         """End a request with `cancelled`; an unknown id is ignored."""
@@ -169,7 +172,7 @@ class Resident:
         if live is None:
             return
         for index in list(live.choices):
-            self._end_choice(live, index, FinishReason.CANCELLED, now)
+            self._live.end_choice(live, index, FinishReason.CANCELLED, now)
 
     def pause(self, request_id: str, now: float) -> None:
         """Let a request stand still; an unknown id is ignored (SPEC Q17)."""
@@ -193,19 +196,19 @@ class Resident:
 
     def cancel_all(self, now: float) -> None:
         """End every request with `cancelled`."""
-        for request_id in list(self._live):
-            self.cancel(request_id, now)
+        for live in self._live:
+            self.cancel(live.request_id, now)
 
     def evacuate(self, reason: str, now: float) -> list[Submit]:
         """It has to go: every request leaves it, to go on later from the tokens it has (SPEC M4, L5).
 
         What was computed of them stays in cells for `rest` to store. Clients of those that ran hear `Parked`.
         """
-        return [self._send_off(live, reason, now) for live in list(self._live.values())]
+        return [self._send_off(live, reason, now) for live in self._live]
 
     def evacuate_waiting(self, reason: str, now: float) -> list[Submit]:
         """The same for requests of which nothing runs."""
-        waiting = [live for live in self._live.values() if not live.is_running]
+        waiting = [live for live in self._live if not live.is_running]
         return [self._send_off(live, reason, now) for live in waiting]
 
     def _send_off(self, live: LiveRequest, reason: str, now: float) -> Submit:
@@ -215,8 +218,7 @@ class Resident:
                 parked = Parked(request_id=live.request_id, index=index, form=ParkForm.TOKENS, reason=reason)
                 self.events.append(parked)
             self.scheduler.retire(choice.sequence, FinishReason.PREEMPTED, now)
-        live.close()
-        del self._live[live.request_id]
+        self._live.remove(live)
         return submit
 
     def hold_back(self, throttle: Throttle) -> None:
@@ -266,14 +268,17 @@ class Resident:
             live = self._live.get(sequence.key.request_id)
             if live is not None:
                 waited = f"{now - live.arrival_s:.1f} s of its timeout_s {live.request.timeout_s}"
-                self._fail(live, RequestTimeoutError(f"the request took {waited}", param="timeout_s"), now)
+                error = RequestTimeoutError(f"the request took {waited}", param="timeout_s")
+                self._live.fail(live, error, now)
         for sequence in schedule.preempted:
             live = self._live[sequence.key.request_id]
             self.events.append(live.ended(sequence.key.index, FinishReason.PREEMPTED))
-            self._finish_if_done(live, now)
+            self._live.finish_if_done(live, now)
         for parking in schedule.parked:
             self.events.append(_parked(parking))
         for sequence in schedule.admitted:
+            if sequence.slot is not None:
+                self.backend.condition(sequence.slot, sequence.conditioning)
             live = self._live[sequence.key.request_id]
             self.events.append(live.admitted(sequence, now))
 
@@ -305,7 +310,7 @@ class Resident:
             if len(plan.parts) == 1:
                 live = self._live[plan.parts[0].sequence.key.request_id]
                 log.warning("step failed for %r: %s", live, error)
-                self._fail(live, error, now)
+                self._live.fail(live, error, now)
                 return
             middle = len(plan.parts) // 2
             for half in (plan.parts[:middle], plan.parts[middle:]):
@@ -317,7 +322,7 @@ class Resident:
             self.scheduler.computed(plan, self._pace.now())
             if late := self.scheduler.room.take_late():
                 carry_out(late, self.backend, self.scheduler.room)  # before it moves on
-            self._draw(plan, rows)
+            self._harvest.draw(plan, rows)
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
         """The native pool is fuller than counted: free something and let the next turn try again."""
@@ -326,8 +331,8 @@ class Resident:
             self._carry_out(relief, now)
             return
         live = self._live[plan.parts[0].sequence.key.request_id]
-        n_ctx = self.prep.n_ctx
-        self._fail(live, ContextLengthError(f"{error.message}; alone it needs more", n_ctx=n_ctx), now)
+        text = f"{error.message}; alone it needs more"
+        self._live.fail(live, ContextLengthError(text, n_ctx=self.prep.n_ctx), now)
 
     def _report_stall(self, now: float) -> None:
         """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""
@@ -335,102 +340,7 @@ class Resident:
         counters = self.scheduler.stats()
         error = SchedulerStalledError(f"no step can be planned: {head!r}, {counters}", counters=counters)
         log.error("%s", error)
-        self._fail(self._live[head.key.request_id], error, now)
-
-    # ------------------------------------------------------------ after the step
-
-    def _draw(self, plan: StepPlan, rows: Rows) -> None:
-        at = 0
-        for part in plan.parts:
-            num_rows = part.item.num_logits
-            live = self._live.get(part.sequence.key.request_id)
-            if live is not None and part.sequence.is_running:
-                try:
-                    self._digest(live, part, rows[at : at + num_rows])
-                except StokerError as error:
-                    self._fail(live, error, self._pace.now())
-            at += num_rows
-
-    def _digest(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
-        """What one sequence's rows mean for its request."""
-        sequence, start = part.sequence, part.item.start
-        if start < sequence.num_prompt:
-            if sequence.wants_prompt_logits:
-                self._note_prompt_logprobs(live, start, rows)
-            if live.request.return_progress and sequence is live.leader and live.first_token_s is None:
-                self.events.append(live.progress(sequence, self._pace.now()))
-        if sequence.num_pending > sequence.is_to_embed:
-            return
-        index = sequence.key.index
-        if live.request.max_tokens == 0:
-            if live.request.state_output is not None:
-                self.events.append(self._state_of(live, sequence))
-            self._end_choice(live, index, FinishReason.LENGTH, self._pace.now())
-            return
-        self._take(live, sequence, live.choices[index].generation.advance(rows[-1]))
-
-    def _take(self, live: LiveRequest, sequence: Sequence, drawn: Drawn) -> None:
-        """Append the drawn token; end the choice if it is its last, or if no further one would fit."""
-        now = self._pace.now()
-        index = sequence.key.index
-        if live.first_token_s is None:
-            live.first_token_s = now
-        sequence.tokens.append(drawn.token_id)
-        event = live.delta(index, drawn)
-        self.events.append(event)
-        if drawn.finish_reason is not None:
-            self.scheduler.retire(sequence, drawn.finish_reason, now)
-            self._finish_if_done(live, now)
-        elif len(sequence.tokens) >= self.prep.n_ctx:
-            if live.request.context_shift:
-                live.num_dropped += self.scheduler.shift(sequence, self.prep.n_ctx, now)
-            else:
-                self._end_choice(live, index, FinishReason.LENGTH, now)
-
-    def _state_of(self, live: LiveRequest, sequence: Sequence) -> StateReady:
-        """What the model has made of the prompt (SPEC K5, D8)."""
-        assert sequence.slot is not None, f"{sequence!r} does not run"
-        if sequence.is_to_embed:
-            tensors = [self.backend.last_hidden(sequence.slot, sequence.tokens)]
-            self.scheduler.completed(sequence)
-        else:
-            tensors = self.backend.read_state(sequence.slot)
-        return StateReady(request_id=live.request_id, num_tokens=sequence.num_computed, tensors=tensors)
-
-    def _note_prompt_logprobs(self, live: LiveRequest, start: int, rows: Rows) -> None:
-        noted, prompt, vocabulary = live.prompt_logprobs, live.prompt, self.backend.vocabulary
-        num_top = live.request.prompt_logprobs or 0
-        if not noted:
-            noted.append(TokenLogprob(prompt[0], vocabulary.special_piece(prompt[0]), None, []))
-        for at, row in enumerate(rows, start=start + 1):
-            if at == len(noted) and at < len(prompt):
-                noted.append(token_logprob(row, prompt[at], num_top, vocabulary))
-        if start + len(rows) == len(prompt):
-            self.events.append(live.echo())
-
-    # ------------------------------------------------------------ endings
-
-    def _end_choice(self, live: LiveRequest, index: int, reason: FinishReason, now: float) -> None:
-        self.scheduler.retire(live.choices[index].sequence, reason, now)
-        self.events.append(live.ended(index, reason))
-        self._finish_if_done(live, now)
-
-    def _finish_if_done(self, live: LiveRequest, now: float) -> None:
-        if not live.choices:
-            self._finish(live, now)
-
-    def _finish(self, live: LiveRequest, now: float) -> None:
-        del self._live[live.request_id]
-        self.events.append(live.finished(now))
-
-    def _fail(self, live: LiveRequest, error: StokerError, now: float) -> None:
-        """The request's terminal event is an error; its other choices end with it."""
-        del self._live[live.request_id]
-        for choice in live.choices.values():
-            if choice.sequence.state is not SequenceState.DONE:
-                self.scheduler.retire(choice.sequence, FinishReason.ERROR, now)
-        live.close()
-        self.events.append(Failed(live.request_id, error.info()))
+        self._live.fail(self._live[head.key.request_id], error, now)
 
 
 def _parked(parking: Parking) -> Parked:

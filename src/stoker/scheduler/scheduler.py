@@ -18,6 +18,7 @@ from stoker.request import FinishReason, Priority
 from stoker.scheduler.arrivals import Arrivals
 from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
+from stoker.scheduler.counters import counters
 from stoker.scheduler.effects import Parking, Schedule
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.invariants import check
@@ -42,6 +43,7 @@ class Scheduler:
 
     Attributes:
         throttle: who may not run for now; the next `schedule` sees to it.
+        num_parked_total, num_retired_total: how often anything was.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
@@ -59,8 +61,8 @@ class Scheduler:
         self._favoured: Sequence | None = None
         self._is_beyond = False
         self._surplus = Surplus(self.room)
-        self._num_parked_total = 0
-        self._num_retired_total = 0
+        self.num_parked_total = 0
+        self.num_retired_total = 0
 
     def __repr__(self) -> str:
         return f"<Scheduler {self.line!r} {len(self.paused)} paused {self.room!r}>"
@@ -126,20 +128,7 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
-        running = self.slots.running
-        return {
-            "num_waiting": len(self.line),
-            "num_parked": sum(s.state is SequenceState.PARKED for s in self.line),
-            "num_paused": len(self.paused),
-            "num_running": len(running),
-            "num_prefill": sum(s.state is SequenceState.PREFILL for s in running),
-            "num_slots": self.limits.num_slots,
-            "cells_total": self.cells.total,
-            "cells_used": self.cells.used,
-            "num_preemptions_total": self._num_parked_total,
-            "num_retired_total": self._num_retired_total,
-            **self.tally.stats(),
-        }
+        return counters(self)
 
     # ------------------------------------------------------------ commands
 
@@ -168,7 +157,7 @@ class Scheduler:
         self.room.release(sequence)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
-        self._num_retired_total += 1
+        self.num_retired_total += 1
 
     def pause(self, sequence: Sequence, now: float) -> None:
         """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
@@ -301,7 +290,7 @@ class Scheduler:
     def _park(self, victim: Sequence, why: str, turn: Schedule, now: float) -> None:
         """Take a running sequence out of its slot for another's sake; its cells stay for now."""
         victim.num_preemptions += 1
-        self._num_parked_total += 1
+        self.num_parked_total += 1
         if victim.ends_if_preempted:
             self.retire(victim, FinishReason.PREEMPTED, now)
             turn.preempted.append(victim)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from stoker.backends.protocol import PLAIN, Conditioning
 from stoker.request import FinishReason, Priority
 from stoker.values import CacheSource
 
@@ -91,6 +92,7 @@ class Sequence:
         namespace: who may share what is computed for it (SPEC C1).
         shares: whether it uses what others computed, and they use its own (SPEC C10).
         initial_state: what a recurrent model begins from; None: its own.
+        conditioning: what its tokens are computed with beside themselves.
         follows: who computes a prefix that it waits for (SPEC C4).
         is_to_embed: what is wanted is the model's view of its last token, which is left to the backend.
         meets_at: where a step of it ends, so that those who follow it go on together with it.
@@ -124,6 +126,7 @@ class Sequence:
     namespace: bytes = b""
     shares: bool = True
     initial_state: list[Tensor] | None = None
+    conditioning: Conditioning = PLAIN
     is_to_embed: bool = False
     follows: Following | None = None
     meets_at: int = 0

@@ -19,7 +19,7 @@ from stoker.backends.llama.scoring import Scorer
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
+from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
 from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.models.estimate import num_sequences
 from stoker.models.fingerprint import fingerprint
@@ -120,6 +120,11 @@ class LlamaBackend:
         """The scorer begins from the model's own state."""
         begins_elsewhere = item.seq in self._context.with_initial_state
         return self._scorer is not None and not begins_elsewhere and self._scorer.can_score(item)
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:  # noqa: ARG002 - takes none yet
+        """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
+        if conditioning != PLAIN:
+            raise UnsupportedError(f"{self._capabilities.description} takes tokens and nothing beside them")
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty sequence `dst` share the first `length` tokens of `src`."""
