@@ -47,7 +47,7 @@ NUM_TAIL_CHARS = 1500
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `figures` holds names out of `overhead` and `idle`.
+    """What to measure. `figures` holds names out of `overhead`, `masks` and `idle`.
 
     `has_swap`: the workload `swap` as well, whose servers are told otherwise than those of all others.
     """
@@ -75,6 +75,9 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
     if "overhead" in plan.figures:
         console.print("Python's own time per step ...")
         figures += await asyncio.to_thread(measure_overhead, contestants)
+    if "masks" in plan.figures:
+        console.print("Masks of constraints ...")
+        figures += await asyncio.to_thread(measure_masks, contestants.model)
     with tempfile.TemporaryDirectory(prefix="bench-") as logs:
         for shape, workloads in _by_shape(plan.workloads, contestants.shape).items():
             async with AsyncExitStack() as stack:
@@ -124,14 +127,44 @@ def measure_overhead(contestants: Contestants) -> list[Figure]:
     Raises:
         BenchError: that process failed; the message carries the end of what it said.
     """
-    command = [sys.executable, "-m", "bench.step_overhead", "--json"]
-    command += ["--model", str(contestants.model)]
+    arguments = ["--model", str(contestants.model)]
     if contestants.shape.num_threads is not None:
-        command += ["--threads", str(contestants.shape.num_threads)]
+        arguments += ["--threads", str(contestants.shape.num_threads)]
+    ways = _measured("step_overhead", arguments)
+    return [figure for way in ways for figure in _overhead_figures(way)]
+
+
+def measure_masks(model: Path) -> list[Figure]:
+    """What constraints cost on the tokens of `model`, measured in a process of its own.
+
+    Raises:
+        BenchError: that process failed; the message carries the end of what it said.
+    """
+    return [
+        figure for cost in _measured("mask_cost", ["--model", str(model)]) for figure in _mask_figures(cost)
+    ]
+
+
+def _measured(module: str, arguments: Sequence[str]) -> list[dict[str, float | str]]:
+    """What `python -m bench.MODULE --json` says."""
+    command = [sys.executable, "-m", f"bench.{module}", "--json", *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
-        raise BenchError(f"the step overhead could not be measured:\n{answer.stderr[-NUM_TAIL_CHARS:]}")
-    return [figure for way in json.loads(answer.stdout.splitlines()[-1]) for figure in _overhead_figures(way)]
+        text = f"the {module.replace('_', ' ')} could not be measured"
+        raise BenchError(f"{text}:\n{answer.stderr[-NUM_TAIL_CHARS:]}")
+    found: list[dict[str, float | str]] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+def _mask_figures(cost: dict[str, float | str]) -> list[Figure]:
+    name = str(cost["name"])
+    key, title = f"mask_{name.replace(' ', '_').lower()}", f"constraint, {name}"
+    return [
+        Figure(f"{key}_median", f"{title}, a token, median", "us", float(cost["median_us"])),
+        Figure(f"{key}_p99", f"{title}, a token, p99", "us", float(cost["p99_us"])),
+        Figure(f"{key}_compile", f"{title}, compiling, median", "ms", float(cost["compile_ms"])),
+        Figure(f"{key}_first", f"{title}, compiling, a model's first", "ms", float(cost["first_ms"])),
+    ]
 
 
 def _overhead_figures(way: dict[str, float | str]) -> list[Figure]:

@@ -258,7 +258,9 @@ class Machine:
         """Send a request: greedy, of eight tokens, unless `fields` say otherwise."""
         extra = ("generated", "is_finished", "mirostat_mu", "age_s", "is_paused")
         told = {key: fields.pop(key) for key in extra if key in fields}
-        known = {"model": model, "prompt": tuple(prompt.encode()), "max_tokens": 8, "sampling": GREEDY}
+        if "pictures" not in fields:
+            prompt = tuple(prompt.encode())
+        known = {"model": model, "prompt": prompt, "max_tokens": 8, "sampling": GREEDY}
         self.send(Submit(request_id=name, request=GenerateRequest(**known | fields), **told))
 
     def have(self, *models, order="eog_period=0", **spec):

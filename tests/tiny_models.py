@@ -135,6 +135,19 @@ def write_lfm2(path: Path, seed: int = 7) -> Path:
     return _write(path, _Model("lfm2", keys, layers, {"token_embd_norm.weight": (WIDTH,)}), seed)
 
 
+def write_llama(path: Path, seed: int = 7, *, is_tied: bool = False) -> Path:
+    """A plain decoder of two layers, weights in f32; tied: its embeddings are its output matrix."""
+    keys = {
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": SHARED_HEADS,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": HEAD_WIDTH,
+        "rope.freq_base": 10_000.0,
+    }
+    outer: Shapes = {} if is_tied else {"output.weight": (len(TOKENS), WIDTH)}
+    return _write(path, _Model("llama", keys, [_NORM | _ATTENTION | _FFN] * 2, outer), seed)
+
+
 def write_gemma3(path: Path, seed: int = 7) -> Path:
     """A decoder of six layers, five of which see the last 32 tokens only."""
     keys = {
@@ -178,6 +191,52 @@ def write_bert(
 
 
 _RANK = 4
+
+
+def write_t5(
+    path: Path, seed: int = 8, *, is_gated: bool = True, is_tied: bool = False, context: int = 256
+) -> Path:
+    """An encoder-decoder of two layers each.
+
+    `is_gated`: its feed-forward part is flan-T5's, gated by GELU, and not T5's own of ReLU; `is_tied`: its
+    embeddings are its output matrix as well.
+    """
+    keys: dict[str, Any] = {
+        "context_length": context,
+        "attention.head_count": HEADS,
+        "attention.key_length": T5_HEAD_WIDTH,
+        "attention.value_length": T5_HEAD_WIDTH,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.layer_norm_epsilon": 1e-6,
+        "attention.relative_buckets_count": T5_BUCKETS,
+        "decoder_start_token_id": 0,
+        "decoder_block_count": 2,
+    }
+    outer: Shapes = {"token_embd.weight": (len(T5_PIECES), WIDTH)}
+    outer |= {f"{side}.output_norm.weight": (WIDTH,) for side in ("enc", "dec")}
+    outer |= {f"{side}.blk.0.attn_rel_b.weight": (T5_BUCKETS, HEADS) for side in ("enc", "dec")}
+    if not is_tied:
+        outer["output.weight"] = (len(T5_PIECES), WIDTH)
+    for index in range(2):
+        outer |= {f"enc.blk.{index}.{name}": shape for name, shape in _t5_block(is_gated=is_gated).items()}
+        outer |= {f"dec.blk.{index}.{name}": shape for name, shape in _t5_block(is_gated=is_gated).items()}
+        outer |= {f"dec.blk.{index}.cross_{name}": shape for name, shape in _t5_attention().items()}
+    return _write(path, _Model("t5", keys, [{}] * 2, outer), seed)
+
+
+T5_HEAD_WIDTH, T5_BUCKETS = 16, 32  # heads are together wider than the model
+T5_PIECES = ["<pad>", "</s>", "<unk>", "▁", *_LETTERS, *(f"▁{each}" for each in _LETTERS)]
+
+
+def _t5_attention() -> Shapes:
+    shapes: Shapes = {f"attn_{part}.weight": (HEADS * T5_HEAD_WIDTH, WIDTH) for part in "qkv"}
+    return shapes | {"attn_norm.weight": (WIDTH,), "attn_o.weight": (WIDTH, HEADS * T5_HEAD_WIDTH)}
+
+
+def _t5_block(*, is_gated: bool) -> Shapes:
+    names = ("ffn_norm", "ffn_up", "ffn_down", *(["ffn_gate"] if is_gated else []))
+    return _t5_attention() | {f"{name}.weight": _FFN[f"{name}.weight"] for name in names}
+
 
 TINY: Mapping[str, Callable[[Path], Path]] = {
     "mamba": write_mamba,
@@ -229,17 +288,22 @@ def _write(path: Path, model: _Model, seed: int) -> Path:
         _add(writer, f"{architecture}.{key}", value)
     if model.has_word_pieces:
         _add_word_pieces(writer)
+    elif architecture == "t5":
+        _add_t5_pieces(writer)
     else:
         _add_vocabulary(writer)
     shapes = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
-    if architecture in {"lfm2", "bert"}:  # its last norm is the one of the embeddings, or of a layer
+    if architecture in {"lfm2", "bert", "t5"}:  # its last norm is the one of the embeddings, or of a layer
         del shapes["output_norm.weight"]
     shapes |= model.outer
     for index, layer in enumerate(layers):
         shapes |= {f"blk.{index}.{name}": shape for name, shape in layer.items()}
     random = np.random.default_rng(seed)
     for name, shape in shapes.items():
-        writer.add_tensor(name, _weights(random, name, shape))
+        weights = _weights(random, name, shape)
+        if architecture == "t5" and name == "output.weight":
+            weights /= 4  # else one token is likeliest whatever was read
+        writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -257,6 +321,8 @@ def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
         return values
     if name.endswith(("norm.weight", "norm_2.weight", "ln.weight")):
         return 1 + values / 8
+    if name.startswith(("enc.", "dec.")) and name.endswith(("attn_q.weight", "attn_k.weight")):
+        return values / 16  # T5 divides scores by no root: others would see one token each
     return values / 4
 
 
@@ -284,6 +350,20 @@ def _add_word_pieces(writer: gguf.GGUFWriter) -> None:
     writer.add_bos_token_id(2)
     writer.add_sep_token_id(3)
     writer.add_mask_token_id(4)
+
+
+def _add_t5_pieces(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("t5")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(T5_PIECES)
+    writer.add_token_scores([-float(len(piece) == 1) - 1 for piece in T5_PIECES])
+    writer.add_token_types([_CONTROL, _CONTROL, _UNKNOWN, *[_NORMAL] * (len(T5_PIECES) - 3)])
+    writer.add_pad_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(2)
+    writer.add_add_bos_token(value=False)
+    writer.add_add_eos_token(value=True)
+    writer.add_add_space_prefix(value=True)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:

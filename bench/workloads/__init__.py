@@ -6,6 +6,7 @@ from bench.workloads.fanout import Fanout
 from bench.workloads.noisy import Noisy
 from bench.workloads.prefill import Prefill
 from bench.workloads.priority import Beside
+from bench.workloads.quote import Quote
 from bench.workloads.restart import Restart
 from bench.workloads.shared import Shared, TakeOver
 from bench.workloads.single import Single
@@ -17,6 +18,7 @@ WORKLOADS: dict[str, type[Workload]] = {
     for kind in (
         *(Single, Prefill, Fanout, Beside, Exhaustion, Noisy),
         *(Shared, TakeOver, Turns, TightTurns, Restart, Agents),
+        Quote,
     )
 }
 

@@ -2,6 +2,8 @@
 
 from stoker import sync
 from stoker.errors import StokerError
+from stoker.images import Image
+from stoker.reading import Reading
 from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.runtime import Runtime, RuntimeStatus, TextDelta
 from stoker.settings import EngineSettings
@@ -11,8 +13,10 @@ __all__ = [
     "EngineSettings",
     "FinishReason",
     "GenerateRequest",
+    "Image",
     "ModelInfo",
     "Priority",
+    "Reading",
     "Runtime",
     "RuntimeStatus",
     "Sampling",

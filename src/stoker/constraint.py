@@ -55,6 +55,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
         choices: the texts to choose from, with kind `choice`; no two alike.
         reasoning_end: the constraint begins only after the model has written this, "</think>" for instance;
             empty: it begins with the first token.
+        asked_as: the request field that its errors name; empty: the usual one of its kind.
         reasoning_start: with `reasoning_end`: it waits only if the generation begins with this. Empty: the
             prompt has opened the reasoning already.
 
@@ -65,6 +66,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     kind: ConstraintKind
     source: str = ""
     choices: tuple[str, ...] = ()
+    asked_as: str = ""
     reasoning_start: str = ""
     reasoning_end: str = ""
 
@@ -91,7 +93,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def param(self) -> str:
         """The request field that its errors name."""
-        return _PARAMS.get(self.kind, "grammar")
+        return self.asked_as or _PARAMS.get(self.kind, "grammar")
 
     @classmethod
     def of_grammar(cls, text: str) -> Constraint:

@@ -94,7 +94,7 @@ _ASK_STATE = 'of other models "kind": "state" gives the state that a prompt leav
 
 def require_embedding(info: ModelInfo) -> None:
     """Raises UnsupportedError where a model gives no vectors of texts (SPEC K2, K3), as far as is known."""
-    what = f"{info.id} is a {info.model_class} model ({info.architecture})"
+    what = f"{info.id} is {info.class_text}"
     if info.model_class == ENCODER_DECODER:
         raise UnsupportedError(
             f"{what}: what its encoder makes of a text is for its decoder to read, and no vector of the text",

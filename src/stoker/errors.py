@@ -23,6 +23,7 @@
     ├── ModelError                the model file is at fault
     │   ├── ModelFileError            422  missing, truncated, corrupt or foreign file
     │   ├── ModelTooLargeError        422  it does not fit this machine's limit, however it is cut down
+    │   ├── ReadingError              422  its answer about pictures is not of the form that was asked for
     │   ├── ModelLoadError            503  the native library refused or crashed on it
     │   └── DownloadError             503  a download failed, was corrupt or there is no network
     └── EngineError               Stoker is at fault
@@ -239,6 +240,13 @@ class ModelTooLargeError(ModelError):
     """It does not fit this machine's limit, however it is cut down; details carry `needed` and `limit`."""
 
     code = "model_too_large"
+    http_status = 422
+
+
+class ReadingError(ModelError):
+    """What the model read is not of the form asked for, tried again too; details carry `text`, `attempts`."""
+
+    code = "reading_failed"
     http_status = 422
 
 

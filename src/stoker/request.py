@@ -21,6 +21,11 @@ MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
 MAX_SALT_CHARS = 256
+MAX_CANDIDATES = 256
+MAX_CANDIDATE_CHARS = 2**20
+"""Of all candidates together."""
+MAX_ADAPTERS = 16
+MAX_ADAPTER_SCALE = 100.0
 IMAGE_MARKER = "<__media__>"
 """Where a picture stands in a prompt's text."""
 
@@ -45,6 +50,7 @@ class StateOutput(StrEnum):
     SAVE = "save"
     EMBED = "embed"
     SCORE = "score"
+    CHOOSE = "choose"
 
 
 class FinishReason(StrEnum):
@@ -177,9 +183,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             long as the model's own setting says.
         constraint: what the text has to match as a whole (SPEC D2); None: nothing.
         spelled: control tokens that are part of the text, by their own text; others add nothing to it.
+        speculate: let tokens be guessed ahead where that is quicker (SPEC D9); the text is the same.
+        adapters: LoRA adapters of the model, each by its name or its place among them, and how strongly it
+            works (SPEC K6); a scale of None: as was set for it, 0: not at all.
         pictures: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
+        note: what the front keeps with it, such as how its answer is to be read; nothing to the engine.
         document: what a reranker is to score for the prompt, which is the query then (SPEC K4); with
             `state_output` "score" only.
+        candidates: texts of which the likeliest after the prompt is wanted (SPEC D5); with `state_output`
+            "choose" only.
+        is_calibrated: how likely each is from the initial state is wanted as well.
     """
 
     prompt: str | tuple[int, ...]
@@ -206,8 +219,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float | None = None
     constraint: Constraint | None = None
     spelled: tuple[str, ...] = ()
+    speculate: bool = True
+    note: bytes = b""
     document: str | None = None
     pictures: tuple[Picture, ...] = ()
+    adapters: tuple[tuple[str | int, float | None], ...] = ()
+    candidates: tuple[str, ...] = ()
+    is_calibrated: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -228,6 +246,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.state_output is not None and self.max_tokens != 0:
             raise InvalidRequestError("a state is delivered with max_tokens 0 only", param="max_tokens")
         self._check_document()
+        self._check_candidates()
+        self._check_adapters()
         if len(self.stop) > MAX_STOPS:
             raise InvalidRequestError(
                 f"stop has {len(self.stop)} strings, at most {MAX_STOPS} are taken", param="stop"
@@ -237,6 +257,30 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequestError(
                     f"a stop string has {len(text)} characters, 1 to {MAX_STOP_CHARS} are taken", param="stop"
                 )
+
+    def _check_adapters(self) -> None:
+        if len(self.adapters) > MAX_ADAPTERS:
+            raise InvalidRequestError(
+                f"lora names {len(self.adapters)} adapters, at most {MAX_ADAPTERS} are taken", param="lora"
+            )
+        for _, scale in self.adapters:
+            if scale is not None:
+                _check("lora", scale, -MAX_ADAPTER_SCALE, MAX_ADAPTER_SCALE)
+
+    def _check_candidates(self) -> None:
+        if not self.candidates and self.state_output is not StateOutput.CHOOSE:
+            return
+        if self.state_output is not StateOutput.CHOOSE or self.n != 1:
+            raise InvalidRequestError("choices are scored, once, and nothing else is", param="choices")
+        if not 0 < len(self.candidates) <= MAX_CANDIDATES:
+            raise InvalidRequestError(
+                f"{len(self.candidates)} choices; 1 to {MAX_CANDIDATES} are taken", param="choices"
+            )
+        if (num_chars := sum(map(len, self.candidates))) > MAX_CANDIDATE_CHARS:
+            raise InvalidRequestError(
+                f"the choices have {num_chars} characters, at most {MAX_CANDIDATE_CHARS} are taken",
+                param="choices",
+            )
 
     def _check_document(self) -> None:
         if (self.document is not None) != (self.state_output is StateOutput.SCORE):

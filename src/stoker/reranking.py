@@ -28,8 +28,8 @@ class RankedDocument(msgspec.Struct, frozen=True):
 
     Attributes:
         index: of the document as it was given.
-        score: the first output of the model's classifier, as it is: any number, the higher the better. Where
-            a model was trained with a sigmoid, 1 / (1 + exp(-score)) is its probability; callers apply that.
+        score: an output of the model's classifier, as it is: any number, the higher the better. Where a
+            model was trained with a sigmoid, 1 / (1 + exp(-score)) is its probability; callers apply that.
     """
 
     index: int
@@ -60,6 +60,7 @@ class Reranking:
         *,
         model: str = "default",
         top_n: int | None = None,
+        output: int = 0,
         **fields: Any,
     ) -> Ranking:
         """The documents by what they have to say to the query.
@@ -69,6 +70,8 @@ class Reranking:
             documents: texts; each is scored alone, whatever stands beside it.
             model: a served reranker.
             top_n: tell of so many only, the best ones; None: of all.
+            output: which output of the classifier is the score. llama.cpp takes the first; of a model with
+                the classes "irrelevant, relevant" that is the wrong end, and 1 is wanted.
             fields: of `GenerateRequest`, by name; `timeout_s` is for all documents together.
 
         Raises:
@@ -83,7 +86,10 @@ class Reranking:
             raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
         wanted = {"temperature": 0.0, **fields, "model": info.id}
         found = await tensors_of(self._engine, [_request(query, each, wanted) for each in documents])
-        scored = [RankedDocument(at, floats_of(tensor.data)[0]) for at, (tensor, _) in enumerate(found)]
+        scored = [
+            RankedDocument(at, _score(floats_of(tensor.data), output, info.id))
+            for at, (tensor, _) in enumerate(found)
+        ]
         return Ranking(
             model=info.id,
             results=sorted(scored, key=lambda document: -document.score)[:top_n],
@@ -93,7 +99,7 @@ class Reranking:
 
 def require_reranking(info: ModelInfo) -> None:
     """Raises UnsupportedError where a model scores no pairs (SPEC K4), as far as is known before its load."""
-    what = f"{info.id} is a {info.model_class} model ({info.architecture})"
+    what = f"{info.id} is {info.class_text}"
     if info.model_class not in {ENCODER, ""}:
         raise UnsupportedError(
             f"{what}: documents are scored by an encoder that was trained to", param="model"
@@ -104,6 +110,15 @@ def require_reranking(info: ModelInfo) -> None:
             " it gives vectors of texts and scores none",
             param="model",
         )
+
+
+def _score(outputs: Sequence[float], output: int, model: str) -> float:
+    if not 0 <= output < len(outputs):
+        raise InvalidRequestError(
+            f"output is {output}; the classifier of {model} has {len(outputs)}, counted from 0",
+            param="output",
+        )
+    return outputs[output]
 
 
 def _request(query: str, document: str, fields: dict[str, Any]) -> GenerateRequest:

@@ -1,7 +1,7 @@
 """The façade an application imports: models by name, requests in, text out.
 
-Owns which models are served, ids and seeds of requests, chat templates and the shape of the answers.
-Processes, restarts and replay are `stoker.engine.host`'s business, HTTP is the server's.
+Owns what an application may call and the shape of the answers. What it is made of is `stoker.front`'s,
+processes, restarts and replay are `stoker.engine.host`'s business, HTTP is the server's.
 
     async with Runtime(slots=4) as runtime:
         async for delta in runtime.generate("The capital of France is", max_tokens=16):
@@ -10,34 +10,31 @@ Processes, restarts and replay are `stoker.engine.host`'s business, HTTP is the 
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self
 
 from stoker import texts
-from stoker.embeddings import Embeddings, Text, TextEmbeddings, require_generation
-from stoker.engine.host import EngineHost
+from stoker.chat.conversation import NO_TOOLS, ToolOffer
+from stoker.chatting import ChatPlan, chat_deltas, offer_of, planned_chat
+from stoker.choosing import Choices, Choosing
+from stoker.embeddings import Embeddings, Text, TextEmbeddings
 from stoker.engine.overview import overview
 from stoker.engine.rest import GRACES_S
-from stoker.engine.shelf import Shelf, SpecChanges
-from stoker.engine.specs import max_tokens_of, served_of
-from stoker.engine.state import EngineState
-from stoker.errors import InvalidRequestError, NotReadyError
-from stoker.fields import sealed
-from stoker.lifecycle.events import EventBus, RuntimeEvent
-from stoker.lifecycle.keeper import Keeper
+from stoker.engine.shelf import SpecChanges
+from stoker.front import Front
+from stoker.images.intake import Intake
+from stoker.images.turns import with_images
+from stoker.lifecycle.events import RuntimeEvent
 from stoker.lifecycle.kept import KeptRequest
-from stoker.lifecycle.last_models import LastModels
-from stoker.memory.residency import ModelLife
 from stoker.messages import ModelState, Tokenize
+from stoker.reading import MAX_TOKENS, ImageLike, Question, Reader, Reading, Schema
 from stoker.request import GenerateRequest
 from stoker.reranking import Ranking, Reranking
 from stoker.settings import EngineSettings
 from stoker.states import GivenState, States
 from stoker.status import ModelStatus, RuntimeStatus
-from stoker.streams import RequestStream, StreamEvent, TextDelta, text_deltas
+from stoker.streams import StreamEvent, TextDelta, text_deltas
 from stoker.values import ModelInfo
 
 if TYPE_CHECKING:
@@ -47,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["KeptRequest", "Message", "Runtime", "RuntimeEvent", "RuntimeStatus", "TextDelta"]
 
 Message = Mapping[str, Any]
-SUSPENDED_DIR = "suspended"
 
 
 class Runtime:
@@ -74,18 +70,13 @@ class Runtime:
         if model is not None:
             settings = settings.replace(models=(str(model), *settings.models))
         self._settings = settings
-        self._max_tokens: int | None = None
-        self._host: EngineHost | None = None
-        self._shelf: Shelf | None = None
-        self._bus = EventBus(self._model_moved)
-        self._keeper = Keeper(settings.run_dir / SUSPENDED_DIR)
-        self._last = LastModels(settings.run_dir)
+        self._front = Front(settings, lambda state: self.on_load(state))  # noqa: PLW0108 - it may be set later
         self.takes_up = True
         self.states = States(settings.states_dir, self)
         self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
 
     def __repr__(self) -> str:
-        return f"<Runtime {self._host!r}>"
+        return f"<Runtime {self._front.host!r}>"
 
     # ------------------------------------------------------------ life
 
@@ -100,40 +91,16 @@ class Runtime:
             MachineError: no model could be loaded, for want of memory or for heat.
             MachineSetupError: the engine process does not come up.
         """
-        if self._host is not None:
-            raise InvalidRequestError("this Runtime was started before; make a new one")
-        settings = self._settings
-        if settings.restore and not settings.models:
-            settings = settings.replace(models=await asyncio.to_thread(self._last.read))
-        defaults, found = await asyncio.to_thread(served_of, settings)
-        self._max_tokens = max_tokens_of(settings, defaults)
-        specs = [model.spec for model in found]
-        self._host = EngineHost(settings, specs, watcher=self._bus, keeper=self._keeper)
-        for model in found:
-            self._host.roster.describe(model.info)
-        self._shelf = Shelf(settings, defaults, self._host, self._bus)
-        await self._host.start()
+        await self._front.start()
         if self.takes_up:
-            for submit, sink in await self._keeper.take_up(self._host.roster.stats()):
-                self._host.take_up(submit, sink)
-
-    def _model_moved(self, state: ModelState) -> None:
-        if state.state == ModelLife.READY and self._host:
-            self._last.note(self._host.roster.ready_paths())
-        self.on_load(state)  # looked up at each call: the hook may be set at any time
+            await self._front.take_up()
 
     async def close(self) -> None:
         """Let running requests finish for `drain_s`, end the rest, free everything. Idempotent.
 
         Where it is suspended, and of requests without a client, all is kept for the next start.
         """
-        if self._host is None or self._shelf is None:
-            return
-        self._keeper.begin_closing()
-        self._shelf.close()
-        await self._host.close()
-        self._bus.close()
-        self._keeper.close()
+        await self._front.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -152,12 +119,12 @@ class Runtime:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken; while the engine restarts they are, and wait for it."""
-        return self._host is not None and self._host.is_taking
+        return (host := self._front.host) is not None and host.is_taking
 
     @property
     def models(self) -> list[ModelInfo]:
         """Every served model, the default first."""
-        return self._host.roster.infos() if self._host else []
+        return self._front.host.roster.infos() if self._front.host else []
 
     def resolve(self, model: str | None) -> ModelInfo:
         """The served model of that name; None and "default" mean the first.
@@ -166,7 +133,7 @@ class Runtime:
             ModelNotFoundError: it is not served.
             NotReadyError: it has not been loaded yet.
         """
-        return self._running().roster.resolve(model)
+        return self._front.running().roster.resolve(model)
 
     async def status(self) -> RuntimeStatus:
         """The engine and everything it holds now.
@@ -174,11 +141,16 @@ class Runtime:
         Raises:
             NotReadyError: not started.
         """
-        return await overview(self._running())
+        return await overview(self._front.running())
+
+    @property
+    def images(self) -> Intake:
+        """Takes in the pictures of requests."""
+        return self._front.images
 
     def stats(self) -> dict[str, int]:
         """What this side of the engine holds now."""
-        return self._host.stats() if self._host else {}
+        return self._front.stats()
 
     # ------------------------------------------------------------ models
 
@@ -203,7 +175,7 @@ class Runtime:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
         changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=n_ctx, num_slots=num_slots)
-        return await self._models.load(model, changes)
+        return await self._front.shelf.load(model, changes)
 
     async def unload_model(self, model: str) -> None:
         """Free a served model, or stop its load or download; the next request for it loads it again.
@@ -211,7 +183,7 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        await self._models.unload(model)
+        await self._front.shelf.unload(model)
 
     async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
         """Never unload a model to make room, or no longer so.
@@ -219,18 +191,18 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        self._running().loads.pin(model, is_pinned=is_pinned)
+        self._front.running().loads.pin(model, is_pinned=is_pinned)
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and download as it was last heard of; needs no engine."""
-        return self._shelf.statuses() if self._shelf else []
+        return self._front.model_states()
 
     # ------------------------------------------------------------ sleep
 
     @property
     def is_suspended(self) -> bool:
         """Whether the engine is away, or leaving, and every request waits for `resume`."""
-        return self._host is not None and self._host.is_suspended
+        return (host := self._front.host) is not None and host.is_suspended
 
     async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
         """Save what was computed, free everything, keep every request and its stream (SPEC L2).
@@ -244,7 +216,7 @@ class Runtime:
         """
         if grace_s is None:
             grace_s = GRACES_S.get(reason, self._settings.suspend_grace_s)
-        await self._running().suspend(grace_s)
+        await self._front.running().suspend(grace_s)
 
     async def resume(self) -> None:
         """Load what was loaded and let every request go on; returns when the engine serves. Idempotent.
@@ -253,14 +225,14 @@ class Runtime:
             NotReadyError: not started, or closed.
             MachineSetupError: the engine process does not come up.
         """
-        await self._running().wake()
+        await self._front.running().wake()
 
     def kept(self) -> list[KeptRequest]:
         """Requests that a former program left when it ended while suspended; they have no client here.
 
         They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
         """
-        return self._keeper.kept()
+        return self._front.keeper.kept()
 
     async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
         """The stream of a kept request from its first delta on; leaving it does not end the request.
@@ -273,35 +245,15 @@ class Runtime:
             RequestNotFoundError: there is none, or it is somebody else's.
             StokerError: the request failed.
         """
-        stream = RequestStream(request_id, lambda _: None)
-        kept_id = self._keeper.attach(request_id, owner, stream.push)
-        try:
-            async for event in stream:
-                yield event
-        finally:
-            self._keeper.detach(kept_id, stream.push, has_read_all=stream.is_over)
-
-    async def events(self) -> AsyncGenerator[RuntimeEvent, None]:
-        """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones."""
-        async with aclosing(self._bus.subscribe(self._snapshot)) as events:
+        async with aclosing(self._front.attach(request_id, owner)) as events:
             async for event in events:
                 yield event
 
-    def _snapshot(self) -> dict[str, Any]:
-        state = self._host.state if self._host else EngineState.STARTING
-        models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
-        return {"engine": str(state), "models": models, "num_kept": len(self.kept()), **self.stats()}
-
-    @property
-    def _models(self) -> Shelf:
-        if self._shelf is None:
-            raise NotReadyError("the runtime was not started")
-        return self._shelf
-
-    def _running(self) -> EngineHost:
-        if self._host is None:
-            raise NotReadyError("the runtime was not started")
-        return self._host
+    async def events(self) -> AsyncGenerator[RuntimeEvent, None]:
+        """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones."""
+        async with aclosing(self._front.bus.subscribe(self._front.snapshot)) as events:
+            async for event in events:
+                yield event
 
     # ------------------------------------------------------------ generation
 
@@ -327,19 +279,7 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        host = self._running()
-        request_id = request_id or f"req-{secrets.token_hex(8)}"
-        info = host.roster.resolve(request.model)
-        require_generation(request, info)
-        request = sealed(request, info.id, self._max_tokens)
-        events = RequestStream(request_id, host.cancel)
-        sink = self._keeper.open(request_id, request, names, owner, events.push)
-        try:
-            host.submit(request_id, request, sink)
-        except BaseException:
-            self._keeper.discard(request_id)
-            raise
-        async with aclosing(events):
+        async with aclosing(self._front.stream(request, request_id, names, owner)) as events:
             async for event in events:
                 yield event
 
@@ -366,21 +306,38 @@ class Runtime:
                 yield delta
 
     async def chat(
-        self, messages: Sequence[Message], *, template_args: Mapping[str, Any] | None = None, **fields: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        **fields: Any,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Answer a conversation.
+        """Answer a conversation; reasoning and calls come apart from the text, each call whole.
 
         Args:
-            messages: each with `role` and `content`.
+            messages: each with `role` and `content`, in OpenAI's form; a list as content may hold texts and
+                `Image`s.
             template_args: further variables for the model's chat template.
-            fields: as for `generate`.
+            tools: functions that the model may call, in OpenAI's form.
+            tool_choice: "auto" (None), "none", "required", or the form that names one of them.
+            fields: as for `generate`; `parallel_tool_calls` False: at most one call; `images`: more of them,
+                for the front of the last user turn.
 
         Raises:
             StokerError: the messages or the request were refused, or it failed.
         """
-        model = fields.get("model", "default")
-        prompt = self.render_chat(messages, model=model, **(template_args or {}))
-        async with aclosing(self.generate(prompt, is_chat=True, **fields)) as deltas:
+        offer = offer_of(tools, tool_choice, is_parallel=fields.pop("parallel_tool_calls", True))
+        how = {"model": fields.get("model", "default"), "template_args": template_args}
+        plan = self.plan_chat(with_images(messages, fields.pop("images", ())), offer, **how)
+        asked = plan.fields(fields)
+        if plan.images:
+            asked["pictures"] = tuple(taken.picture for taken in await self.images.take(plan.images))
+        async with (
+            aclosing(self.generate(plan.prompt, **asked)) as texts_only,
+            aclosing(chat_deltas(texts_only, plan.form)) as deltas,
+        ):
             async for delta in deltas:
                 yield delta
 
@@ -390,7 +347,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._running().cancel(request_id)
+        self._front.running().cancel(request_id)
 
     async def pause_request(self, request_id: str) -> None:
         """Let a live request stand still, its place and text kept, until `resume_request`. Idempotent.
@@ -400,7 +357,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._running().pause(request_id)
+        self._front.running().pause(request_id)
 
     async def resume_request(self, request_id: str) -> None:
         """Let a paused request go on where it stood, before newcomers of its class. Idempotent.
@@ -408,7 +365,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._running().resume(request_id)
+        self._front.running().resume(request_id)
 
     # ------------------------------------------------------------ text
 
@@ -416,9 +373,29 @@ class Runtime:
         """Vectors of texts, by an encoder; fields and errors are those of `Embeddings.embed`."""
         return await Embeddings(self).embed(inputs, **fields)
 
+    async def read(
+        self,
+        images: ImageLike | Sequence[ImageLike],
+        *,
+        ask: str | None = None,
+        schema: Schema | None = None,
+        **fields: Any,
+    ) -> Reading:
+        """Read a picture, or several that belong together, as JSON that is checked (SPEC V4).
+
+        `ask` is the question (None: to read a report), `schema` a JSON Schema of the answer; fields and
+        errors are those of `Reader.read`.
+        """
+        question = Question(ask, schema, fields.pop("max_tokens", MAX_TOKENS))
+        return await Reader(self).read(images, question, **fields)
+
     async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
         """Documents for a query, the best first; fields and errors are those of `Reranking.rerank`."""
         return await Reranking(self).rerank(query, documents, **fields)
+
+    async def choose(self, prompt: Text, choices: Sequence[str], **fields: Any) -> Choices:
+        """Texts by how likely they are after a prompt; fields and errors are those of `Choosing.choose`."""
+        return await Choosing(self).choose(prompt, choices, **fields)
 
     async def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True
@@ -430,7 +407,7 @@ class Runtime:
         """
         how = {"add_special": add_special, "parse_special": parse_special}
         question = Tokenize(call_id=0, model=self.resolve(model).id, text=text, **how)
-        return await texts.tokenize(self._running(), question)
+        return await texts.tokenize(self._front.running(), question)
 
     async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """The text of token ids.
@@ -438,12 +415,35 @@ class Runtime:
         Raises:
             StokerError: the model is not served or has no such token.
         """
-        return await texts.detokenize(self._running(), tokens, self.resolve(model).id)
+        return await texts.detokenize(self._front.running(), tokens, self.resolve(model).id)
 
-    def render_chat(self, messages: Sequence[Message], model: str = "default", **template_args: Any) -> str:
+    def plan_chat(
+        self,
+        messages: Sequence[Message],
+        offer: ToolOffer = NO_TOOLS,
+        *,
+        model: str = "default",
+        template_args: Mapping[str, Any] | None = None,
+    ) -> ChatPlan:
+        """What a conversation asks of the model, and how the answer is to be read.
+
+        Raises:
+            InvalidRequestError: the template refuses the messages, or a call in them is malformed.
+        """
+        return planned_chat(self.resolve(model), messages, offer, template_args)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        model: str = "default",
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_args: Any,
+    ) -> str:
         """The prompt that a conversation becomes, by the model's own template.
 
         Raises:
             InvalidRequestError: the template refuses the messages.
         """
-        return texts.render_chat(self.resolve(model), messages, template_args)
+        offer = offer_of(tools)
+        return self.plan_chat(messages, offer, model=model, template_args=template_args).prompt

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 APP = "stoker"
 ENV_PREFIX = "STOKER_"
 MAX_SLOTS = 256  # llama_max_parallel_sequences()
+MAX_PIXELS = 89_478_485  # what Pillow takes without a warning
 
 _UNITS = {"": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -42,7 +43,7 @@ _UNITS["b"] = 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _DURATION = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*", re.IGNORECASE)
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_SINGULAR = {"model": "models", "allowed_host": "allowed_hosts"}
+_SINGULAR = {"model": "models", "allowed_host": "allowed_hosts", "image_root": "image_roots"}
 
 
 def parse_size(value: object) -> object:
@@ -124,7 +125,7 @@ class _Frozen(BaseSettings):
         Raises:
             InvalidRequestError: a name is unknown or a value out of range; `param` names it.
         """
-        return type(self)(**{**self.model_dump(), **fields})
+        return type(self)(**{**self.model_dump(exclude_unset=True), **fields})
 
 
 class EngineSettings(_Frozen):
@@ -155,9 +156,21 @@ class EngineSettings(_Frozen):
         memory_margin: bytes of free memory that a load has to leave; 0: none.
         keep_alive: seconds (or 30s, 10m, 2h) that a model stays in memory after its last request; -1: for
             good; None: what the machine's tier says, 10 minutes at most.
+        draft_model: name or path of a smaller model of the same vocabulary that guesses for the first one.
+        speculation: what guesses tokens ahead where that is quicker: "off", "lookup" (what the text
+            repeats), "draft" (`draft_model`) or "auto" (both).
         default_max_tokens: tokens an answer may have where its request does not say; 0: until the context
             is full; None: what the machine's tier says.
         suspend_grace_s: seconds between `suspend` and its begin; resuming meanwhile changes nothing.
+        lora: LoRA adapters that requests may name, each NAME=FILE or NAME=FILE@SCALE; one belongs to the
+            first model that it fits.
+        mmproj: the projector (GGUF) with which the first model that it fits reads pictures.
+        image_roots: folders that pictures named by `file:` may be read from; empty: none.
+        allow_http_images: fetch pictures from public http and https addresses.
+        max_images: pictures of one request.
+        max_image_bytes: of one encoded picture.
+        max_image_pixels: of one picture, by its header.
+        image_edge: pixels that a picture's longer edge is shrunk to; None: what the machine's tier says.
         restore: with no `models` given, serve those that were loaded when it last ended.
         heat_trace: a recorded course of heat to follow instead of the machine's sensors.
         cache_dir: verdicts and files that can be made again.
@@ -186,8 +199,18 @@ class EngineSettings(_Frozen):
     memory_limit: Bytes | None = None
     memory_margin: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 512 * 2**20
     keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = None
+    draft_model: str | None = None
+    speculation: Literal["off", "lookup", "draft", "auto"] = "auto"
     default_max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     suspend_grace_s: float = Field(default=0.0, ge=0, le=86_400)
+    lora: Names = ()
+    mmproj: Location | None = None
+    image_roots: Names = ()
+    allow_http_images: bool = False
+    max_images: int = Field(default=16, ge=1, le=256)
+    max_image_bytes: Bytes = 20 * 2**20
+    max_image_pixels: int = Field(default=40_000_000, ge=64, le=MAX_PIXELS)
+    image_edge: int | None = Field(default=None, ge=8, le=16384)
     restore: bool = False
     heat_trace: Location | None = None
     cache_dir: Location = Field(default_factory=lambda: platformdirs.user_cache_path(APP))
@@ -213,7 +236,7 @@ class ServerSettings(_Frozen):
     port: int = Field(default=8686, ge=0, le=65535)
     api_key_file: Location | None = None
     allowed_hosts: Names = ()
-    max_body_bytes: Bytes = 8 * 1024**2
+    max_body_bytes: Bytes = 32 * 1024**2
     keepalive_s: float = Field(default=10.0, gt=0)
     follow_sleep: bool = True
 

@@ -30,6 +30,10 @@ GivenState = str | Path | bytes
 Prompt = str | Sequence[int]
 RECURRENT = "recurrent"
 _STATE_SUFFIX = ".state"
+_STATELESS = {
+    "encoder": "it goes over a text as a whole and leaves no state; it gives vectors without this kind",
+    "encoder-decoder": "what its encoder makes of a text is for its decoder to read, no state of the text",
+}
 
 
 class StateEmbedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,10 +110,11 @@ class States:
     ) -> StateEmbedding:
         """The recurrent state after a prompt, or the last hidden state where a model has none (SPEC D8).
 
-        Arguments and errors are those of `save`, but any model will do.
+        Arguments and errors are those of `save`, but any decoder will do.
         """
         request = await self.request(prompt, owner=owner, **fields)
         info = self._engine.resolve(request.model)
+        _require_state(info)
         ready, finished = await self._ready(request, StateOutput.EMBED)
         shape, data = _stacked(ready.tensors)
         return StateEmbedding(model=info.id, shape=shape, data=data, usage=finished.usage)
@@ -167,8 +172,7 @@ class States:
         info = self._engine.resolve(model)
         if info.model_class != RECURRENT:
             raise UnsupportedError(
-                f"{info.id} is a {info.model_class} model ({info.architecture}):"
-                " it has no recurrent state to begin from or to save",
+                f"{info.id} is {info.class_text}: it has no recurrent state to begin from or to save",
                 param="state",
             )
         return info
@@ -231,6 +235,14 @@ class States:
                     case Finished() if ready is not None:
                         return ready, event
         raise EngineError("the request ended without the state that it asked for")
+
+
+def _require_state(info: ModelInfo) -> None:
+    """Raises UnsupportedError where a prompt leaves nothing behind that could be embedded by."""
+    if info.model_class in _STATELESS:
+        raise UnsupportedError(
+            f"{info.id} is {info.class_text}: {_STATELESS[info.model_class]}", param="kind"
+        )
 
 
 def _stacked(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bytes]:

@@ -48,11 +48,24 @@ Notice = Queued | Admitted | Parked | Paused | Resumed
 StreamEvent = Notice | PrefillProgress | PromptEcho | StateReady | Delta | Finished
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A function that the model wants called; `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one choice's text; the last of all carries `finish_reason`, `usage` and `timings`."""
+    """A piece of one choice's text; the last of all carries `finish_reason`, `usage` and `timings`.
+
+    Of a conversation's answer, `text` is without `reasoning`, and without the `calls` that it makes.
+    """
 
     text: str = ""
     index: int = 0
+    reasoning: str = ""
+    calls: list[ToolCall] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from stoker.choosing import Choices
     from stoker.embeddings import Text, TextEmbeddings
     from stoker.messages import ModelState
+    from stoker.reading import ImageLike, Reading
     from stoker.request import GenerateRequest
     from stoker.reranking import Ranking
     from stoker.runtime import KeptRequest, Message, RuntimeEvent, RuntimeStatus, TextDelta
@@ -141,7 +143,7 @@ class Runtime:
     def chat(
         self, messages: Sequence[Message], *, template_args: Mapping[str, Any] | None = None, **fields: Any
     ) -> Iterator[TextDelta]:
-        """Answer a conversation. Leaving the iteration cancels the request."""
+        """Answer a conversation, with `tools` if need be. Leaving the iteration cancels the request."""
         return self._iterate(self._runtime.chat(messages, template_args=template_args, **fields))
 
     def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
@@ -219,9 +221,17 @@ class Runtime:
         """See `stoker.Runtime.embed`."""
         return self._wait(self._runtime.embed(inputs, **fields))
 
+    def read(self, images: ImageLike | Sequence[ImageLike], **fields: Any) -> Reading:
+        """See `stoker.Runtime.read`."""
+        return self._wait(self._runtime.read(images, **fields))
+
     def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
         """See `stoker.Runtime.rerank`."""
         return self._wait(self._runtime.rerank(query, documents, **fields))
+
+    def choose(self, prompt: str | Sequence[int], choices: Sequence[str], **fields: Any) -> Choices:
+        """See `stoker.Runtime.choose`."""
+        return self._wait(self._runtime.choose(prompt, choices, **fields))
 
     def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True

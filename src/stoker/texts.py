@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stoker.chat.template import template_of
+from stoker.errors import UnsupportedError
 from stoker.messages import Detokenize, Tokenize
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ async def detokenize(engine: Vocabularies, tokens: Sequence[int], model: str) ->
 
 
 def render_chat(info: ModelInfo, messages: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> str:
-    """The prompt that a conversation becomes, by the model's own template."""
+    """The prompt that a conversation becomes, by the model's own template or, without one, the usual.
+
+    Raises:
+        UnsupportedError: what an encoder-decoder without a template would read is no conversation.
+    """
+    if not info.takes_conversations:
+        raise UnsupportedError(
+            f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt",
+            param="messages",
+        )
     template = template_of(info.chat_template, info.bos_text, info.eos_text)
     return template.render(messages, **args)

@@ -38,6 +38,25 @@ class CacheMode(StrEnum):
         return self in {CacheMode.SNAPSHOT, CacheMode.BOTH}
 
 
+class Speculation(StrEnum):
+    """What guesses tokens ahead (SPEC D9): nothing, what the text repeats, a draft model, or both."""
+
+    OFF = "off"
+    LOOKUP = "lookup"
+    DRAFT = "draft"
+    AUTO = "auto"
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether repeats are continued."""
+        return self in {Speculation.LOOKUP, Speculation.AUTO}
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether a draft model is asked, if there is one."""
+        return self in {Speculation.DRAFT, Speculation.AUTO}
+
+
 class CacheSource(StrEnum):
     """Where a request's cached tokens came from (SPEC C13).
 
@@ -48,6 +67,38 @@ class CacheSource(StrEnum):
     RAM = "ram"
     DISK = "disk"
     SHARED = "shared"
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter of a model (SPEC K6).
+
+    Attributes:
+        name: what requests call it.
+        path: the GGUF file.
+        scale: how strongly it works where a request does not say.
+        size_bytes: of its tensors.
+        num_wide: numbers a token of the widest product that it adds to.
+    """
+
+    name: str
+    path: str
+    scale: float = 1.0
+    size_bytes: int = 0
+    num_wide: int = 0
+
+
+class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes embeddings of pictures for a model (SPEC V1).
+
+    Attributes:
+        path: the GGUF file (mmproj).
+        size_bytes: of its tensors.
+        compute_bytes: the most that encoding a picture takes beside them.
+    """
+
+    path: str
+    size_bytes: int = 0
+    compute_bytes: int = 0
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +120,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         keep_alive_s: how long it stays in memory after its last request (SPEC R8); negative: for good, 0:
             not at all.
         is_pinned: it is never unloaded to make room (SPEC R3).
+        speculation: what guesses its tokens ahead (SPEC D9).
+        draft_path: the GGUF file of a smaller model of the same vocabulary that guesses; empty: none.
+        adapters: what requests may have it adapted by (SPEC K6).
+        projector: with what it looks at pictures; None: it takes none.
     """
 
     id: str
@@ -86,6 +141,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_type: str = ""
     keep_alive_s: float = 600.0
     is_pinned: bool = False
+    speculation: Speculation = Speculation.OFF
+    draft_path: str = ""
+    adapters: tuple[AdapterSpec, ...] = ()
+    projector: ProjectorSpec | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,8 +152,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         degraded: what it was given less of than was asked for, for want of memory (SPEC R2).
+        pairing: how it stands with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: it
+            is no vision model.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
         n_embd: width of its vectors.
+        adapters: what requests may have it adapted by (SPEC K6).
+        adapter: the one under whose name it was asked for; empty: its own.
     """
 
     id: str
@@ -120,9 +183,28 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     can_trim: bool = True
     can_fork: bool = True
     has_vision: bool = False
+    pairing: str = ""
     degraded: list[str] = []
     pooling: str = ""
     n_embd: int = 0
+    adapters: tuple[AdapterSpec, ...] = ()
+    adapter: str = ""
+
+    @property
+    def asked_as(self) -> str:
+        """The name it was asked for by: its id, or an adapter's."""
+        return self.adapter or self.id
+
+    @property
+    def class_text(self) -> str:
+        """What it is, for people: "an encoder model (bert)"."""
+        article = "an" if self.model_class.startswith("e") else "a"
+        return f"{article} {self.model_class} model ({self.architecture})"
+
+    @property
+    def takes_conversations(self) -> bool:
+        """Whether turns can be laid out for it; an encoder-decoder cannot read the usual layout."""
+        return self.chat_template is not None or self.model_class != "encoder-decoder"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

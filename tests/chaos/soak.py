@@ -167,7 +167,7 @@ class Crowd:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._host = runtime._host
+        self._host = runtime._front.host
         self._submit, self._host.submit = self._host.submit, self._tapped
         self._moved = asyncio.Condition()
         self._news = asyncio.Event()

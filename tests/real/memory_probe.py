@@ -10,11 +10,11 @@ import json
 import sys
 from pathlib import Path
 
-from stoker.backends.llama import encoder
+from stoker.backends.llama import encoder, seq2seq
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import label, start
 from stoker.backends.llama.smoke import verdict_of
-from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem
+from stoker.backends.protocol import BatchPlan, Conditioning, ModelClass, PlanItem
 from stoker.models.gguf import read_header
 from stoker.values import ModelSpec
 
@@ -62,6 +62,17 @@ def probe_encoder(spec: ModelSpec, smoke_dir: Path) -> dict[str, object]:
         return {"usual": grown, "full": grown, "lines": backend.memory()}
 
 
+def probe_seq2seq(spec: ModelSpec, smoke_dir: Path) -> dict[str, object]:
+    """Growth by the longest source and the first token of its answer."""
+    before = rss_bytes()
+    with seq2seq.load(spec, cache_dir=smoke_dir) as backend:
+        found = backend.capabilities
+        backend.condition(0, Conditioning(source=(_FIRST_TOKEN,) * found.n_ctx))
+        backend.step(BatchPlan((PlanItem(0, 0, (found.decoder_start,), 1),)))
+        grown = rss_bytes() - before
+        return {"usual": grown, "full": grown, "lines": backend.memory()}
+
+
 def main() -> None:
     """Arguments: the spec as JSON, the folder of smoke verdicts."""
     spec, smoke_dir = ModelSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
@@ -70,8 +81,8 @@ def main() -> None:
     label()
     verdict_of(header, smoke_dir)
     gc.collect()
-    is_encoder = header.model_class is ModelClass.ENCODER
-    json.dump((probe_encoder if is_encoder else probe_decoder)(spec, smoke_dir), sys.stdout)
+    probes = {ModelClass.ENCODER: probe_encoder, ModelClass.ENCODER_DECODER: probe_seq2seq}
+    json.dump(probes.get(header.model_class, probe_decoder)(spec, smoke_dir), sys.stdout)
 
 
 if __name__ == "__main__":

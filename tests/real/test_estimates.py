@@ -17,7 +17,7 @@ import pytest
 from stoker.memory.verdict import Estimate
 from stoker.models.estimate import estimator_of
 from stoker.values import ModelSpec
-from tiny_models import TINY, write_bert
+from tiny_models import TINY, write_bert, write_t5
 
 MIB = 2**20
 PROBE = Path(__file__).with_name("memory_probe.py")
@@ -109,3 +109,12 @@ def test_models_of_other_classes_take_what_was_estimated(probe: Probe, tmp_path:
 def test_an_encoder_takes_what_was_estimated(probe: Probe, tmp_path: Path) -> None:
     """SPEC R1, K2: without cells, and with rows for every token."""
     check(*probe(write_bert(tmp_path / "m.gguf", context=512), n_ctx=0))
+
+
+@pytest.mark.parametrize(("context", "n_ctx"), [(512, 0), (1024, 256)])
+def test_an_encoder_decoder_takes_what_was_estimated(
+    probe: Probe, tmp_path: Path, context: int, n_ctx: int
+) -> None:
+    """SPEC R1, K3: one source at a time, whole, and a row of logits for each of its tokens."""
+    path = write_t5(tmp_path / "m.gguf", context=context)
+    check(*probe(path, n_ctx=n_ctx, num_slots=1))

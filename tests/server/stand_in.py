@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stoker.chat.conversation import NO_TOOLS
+from stoker.chatting import planned_chat
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.lifecycle.events import RuntimeEvent
 from stoker.lifecycle.kept import KeptRequest
@@ -132,6 +134,14 @@ class StandInRuntime:
         """A line a message."""
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return "\n".join([*lines, *(f"{name}={value}" for name, value in sorted(args.items()))])
+
+    def plan_chat(self, messages: Sequence[dict[str, Any]], offer: Any = NO_TOOLS, **how: Any) -> Any:
+        """As the runtime plans, with the prompt of `render_chat`."""
+
+        def render(_info: Any, turns: Any, args: Any) -> str:
+            return self.render_chat(turns, **args)
+
+        return planned_chat(INFO, messages, offer, how["template_args"], render)
 
     async def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True

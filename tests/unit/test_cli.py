@@ -64,8 +64,10 @@ class RuntimeStandIn:
         """Note that it happened."""
         self.is_closed = True
 
+    takes_conversations = True
+
     def resolve(self, model: str | None) -> RuntimeStandIn:
-        """Itself, for its id."""
+        """Itself, for its id and what it takes."""
         return self
 
     def render_chat(self, messages: list[dict[str, str]]) -> str:

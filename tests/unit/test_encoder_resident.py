@@ -387,6 +387,20 @@ class TwoModels:
         self.loop.run()
 
 
+def test_the_loop_tells_what_each_turn_took(monkeypatch):
+    """SPEC Q13: turns by time need the time of every turn of every model."""
+    engine, heard = TwoModels(), []
+    monkeypatch.setattr(
+        engine.loop._residents, "served", lambda resident, took_s: heard.append((resident.spec.id, took_s))
+    )
+    engine.submit("text", model="e", prompt="abc", max_tokens=0, state_output=StateOutput.EMBED)
+    engine.submit("answer", model="d", prompt="abc", max_tokens=3)
+    engine.until(lambda: len(engine.of(Finished)) == 2)
+    assert {name for name, _ in heard} == {"e", "d"}
+    assert all(took_s > 0.001 for _, took_s in heard)  # each order of the fakes takes two
+    engine.close()
+
+
 @pytest.fixture
 def two_models():
     """A loop with two models, freed at the end."""

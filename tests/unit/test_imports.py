@@ -14,8 +14,10 @@ SOURCE = Path(stoker.__file__).parent
 
 # What each room may import, besides itself. A module's room is its longest prefix here.
 WORDS = {"errors", "constraint", "request", "values", "messages", "status"}
+# What a backend hands out besides itself; the protocol names them.
+VIEWS = {"backends.scored", "backends.seeing"}
 ALLOWED = {
-    "": WORDS | {"runtime", "settings", "sync", "streams"},  # exports
+    "": WORDS | {"runtime", "settings", "sync", "streams", "images", "reading"},  # exports
     "errors": set[str](),
     "constraint": {"errors"},
     "request": {"errors", "constraint"},
@@ -23,7 +25,9 @@ ALLOWED = {
     "messages": {"errors", "request", "values"},
     "status": {"request"},
     "settings": {"errors"},
-    "backends.protocol": WORDS,
+    "backends.protocol": WORDS | VIEWS,
+    "backends.scored": WORDS | {"backends.protocol"},
+    "backends.seeing": WORDS | {"backends.protocol"},
     "memory.ledger": set[str](),
     "cache": WORDS | {"memory.ledger"},
     "scheduler": WORDS | {"backends.protocol", "cache", "memory.ledger"},
@@ -32,28 +36,38 @@ ALLOWED = {
     "lifecycle": WORDS | {"settings"},
     "decode": WORDS | {"backends.protocol"},
     "chat": {"errors"},
+    "images": WORDS | {"settings", "memory"},
     "models": WORDS | {"backends.protocol", "memory.verdict"},
-    "backends": WORDS | {"backends.protocol", "models", "memory.verdict"},
+    "backends": WORDS | VIEWS | {"backends.protocol", "models", "memory.verdict"},
     "engine": WORDS
+    | VIEWS
     | {"backends.protocol", "backends", "scheduler", "cache", "decode", "models"}
     | {"memory", "memory.ledger", "memory.verdict", "settings", "streams"},
     "streams": WORDS,
     "fields": WORDS,
     "llm_plugin": WORDS | {"settings", "models", "sync"},
     "texts": WORDS | {"chat"},
+    "chatting": WORDS | {"chat", "streams", "texts", "images"},
     "tensor_call": WORDS | {"streams"},
     "embeddings": WORDS | {"fields", "tensor_call"},
     "reranking": WORDS | {"fields", "tensor_call", "embeddings"},
+    "choosing": WORDS | {"fields", "tensor_call", "embeddings"},
     "states": WORDS | {"models", "streams", "fields"},
+    "front": WORDS
+    | {"settings", "engine", "memory", "streams", "fields", "embeddings", "lifecycle", "images"},
     "runtime": WORDS
     | {"settings", "engine", "chat", "models", "memory", "streams", "fields", "states", "embeddings"}
-    | {"lifecycle", "texts", "reranking"},
-    "sync": WORDS | {"settings", "runtime", "streams", "states", "embeddings", "reranking"},
+    | {"lifecycle", "texts", "reranking", "front", "choosing", "chatting", "images", "reading"},
+    "reading": WORDS | {"images", "fields", "streams", "chatting"},
+    "sync": WORDS
+    | {"settings", "runtime", "streams", "states", "embeddings", "reranking", "choosing"}
+    | {"reading", "images"},
     "server": WORDS
-    | {"", "settings", "runtime", "streams", "chat", "states", "embeddings", "reranking", "lifecycle"},
+    | {"", "settings", "runtime", "streams", "chat", "states", "embeddings", "reranking", "lifecycle"}
+    | {"choosing", "chatting", "images"},
     "cli": WORDS
     | {"", "settings", "runtime", "streams", "server", "models", "memory", "memory.verdict", "backends"}
-    | {"cache", "chat", "embeddings", "reranking"},
+    | {"cache", "chat", "embeddings", "reranking", "choosing", "images", "reading"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (
@@ -65,6 +79,7 @@ PURE = (
     "memory.residency",
     "memory.swaps",
     "engine.encoder_line",
+    "engine.fair_turns",
     "engine.governor",
 )
 IMPURE = {"asyncio", "ctypes", "logging", "mlx", "threading", "time"}

@@ -156,8 +156,8 @@ def turn(role: str, block: dict[str, Any]) -> dict[str, Any]:
         (turn("user", {"type": "text"}), InvalidRequestError, "messages.0.content.0.text"),
         (
             turn("user", {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}),
-            UnsupportedError,
-            "messages.0.content.0.content.0",
+            InvalidRequestError,
+            "messages.0.content.0.content.0.source",
         ),
         ({"system": [{"type": "image"}]}, UnsupportedError, "system.0"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, UnsupportedError, "tools.0"),

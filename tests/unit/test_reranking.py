@@ -74,6 +74,18 @@ async def test_only_the_best_are_told_of_and_equal_ones_keep_their_order(reranki
     assert refused.value.param == "top_n"
 
 
+async def test_another_output_of_the_classifier_can_be_the_score(reranking):
+    """SPEC K4: the first as llama.cpp has it, or the one asked for; what there is not is refused."""
+    vectors = [vector_of(FakeVocabulary().pair(QUERY, document)) for document in DOCUMENTS]
+    found = await reranking.rerank(QUERY, DOCUMENTS, output=1)
+    assert [each.score for each in found.results] == sorted((float(v[1]) for v in vectors), reverse=True)
+    assert [each.index for each in found.results] != BEST
+    for output in (-1, N_EMBD):
+        with pytest.raises(InvalidRequestError, match=f"has {N_EMBD}") as refused:
+            await reranking.rerank(QUERY, DOCUMENTS[:1], output=output)
+        assert refused.value.param == "output"
+
+
 async def test_only_so_many_documents_are_under_way_at_once(reranking, runtime):
     """SPEC Q11: a long list does not fill the line."""
     found = await reranking.rerank(QUERY, ["x"] * (2 * MAX_IN_FLIGHT))
@@ -99,7 +111,7 @@ async def test_the_deadline_is_of_all_documents_together(reranking, runtime, mon
     ("fields", "why"),
     [
         ({"model_class": "decoder"}, "is a decoder model"),
-        ({"model_class": "encoder-decoder"}, "is a encoder-decoder model"),
+        ({"model_class": "encoder-decoder"}, "is an encoder-decoder model"),
         ({"model_class": "recurrent"}, "is a recurrent model"),
         ({"pooling": "mean"}, "encoder without a classifier"),
     ],

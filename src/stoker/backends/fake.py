@@ -7,6 +7,7 @@ token changes all that follows. Cells are accounted exactly, shared ones once.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import struct
@@ -25,10 +26,13 @@ from stoker.backends.fake_history import (
     STATE_LAYOUT,
     FakeHistory,
     hidden_of,
+    salt_of,
     state_of,
     tensors_of,
     unpacked,
 )
+from stoker.backends.fake_scoring import FakeScoring
+from stoker.backends.fake_vision import FakeVision, seen_tokens
 from stoker.backends.fake_vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.lengths import Lengths
 from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
@@ -44,9 +48,10 @@ from stoker.memory.verdict import Estimate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stoker.backends.protocol import Buffer, Rows
+    from stoker.backends.protocol import Buffer, Drafter, Placed, Rows
+    from stoker.backends.seeing import Vision
     from stoker.memory.verdict import Estimator
-    from stoker.values import ModelSpec, Tensor
+    from stoker.values import AdapterSpec, ModelSpec, Tensor
 
 _MAGIC = b"STKF"
 _HEADER = struct.Struct("<4sII")
@@ -62,10 +67,11 @@ class FakeFaults:
         bad_sequences: a step that holds one of these raises StepFailedError.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
         abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
-        step_delay_s: seconds every step takes.
+        step_delay_s: seconds every step, and every slice of a picture, takes.
         eog_period: about one position in so many wants to end the text; 0: none does.
         load_s: seconds a load takes.
         load_fails: a load ends with ModelLoadError.
+        vision: slices that encoding a picture takes; 0: it takes no pictures.
         weights_mib, cell_kib: what it claims to take: weights, and a cell.
     """
 
@@ -77,6 +83,7 @@ class FakeFaults:
     recurrent: bool = False
     load_s: float = 0.0
     load_fails: bool = False
+    vision: int = 0
     weights_mib: int = 0
     cell_kib: float = 1 / 128
 
@@ -92,7 +99,7 @@ class FakeFaults:
                         pass  # under which it is served
                     case "step_delay_s" | "load_s" | "cell_kib":
                         faults[name] = float(value)
-                    case "eog_period" | "weights_mib":
+                    case "eog_period" | "weights_mib" | "vision":
                         faults[name] = int(value)
                     case "recurrent" | "load_fails":
                         faults[name] = bool(int(value))
@@ -123,9 +130,10 @@ class FakeBackend:
         n_ctx: tokens one of them may hold; None: `num_cells`.
         n_batch: tokens one step may carry.
         faults: failures to order.
+        adapters: what its sequences may be adapted by: names and paths are enough.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a stand-in with a knob for each limit
         self,
         *,
         num_sequences: int = 16,
@@ -133,17 +141,24 @@ class FakeBackend:
         n_ctx: int | None = None,
         n_batch: int = 512,
         faults: FakeFaults | None = None,
+        adapters: Sequence[AdapterSpec] = (),
     ) -> None:
         self.faults = faults or FakeFaults()
         self.num_threads = 1
         self.num_steps = 0
         self._vocabulary = FakeVocabulary()
-        self._capabilities = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults)
+        found = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults)
+        fingerprints = tuple((spec.name, _digest(spec.path)) for spec in adapters)
+        self._capabilities = dataclasses.replace(found, adapters=fingerprints)
         self._lengths = Lengths(num_sequences, N_VOCAB, n_batch)
         self._pool = FakeCells(num_cells)
         self._histories = [FakeHistory() for _ in range(num_sequences)]
         self._rows = np.empty((n_batch, N_VOCAB), np.float32)
         self._bias = _bias()
+        num_slices, delay_s = self.faults.vision, self.faults.step_delay_s
+        self._vision = FakeVision(num_slices, delay_s) if num_slices else None
+        self._conditionings: dict[int, Conditioning] = {}
+        self._drafter: Drafter | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -168,12 +183,27 @@ class FakeBackend:
         """The history of a sequence, for tests."""
         return tuple(self._histories[seq].tokens)
 
+    @property
+    def drafter(self) -> Drafter | None:
+        """The model that guesses for it; a test may put one there."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    @property
+    def vision(self) -> Vision | None:
+        """Its projector; None: it takes no pictures."""
+        return self._vision
+
     def step(self, plan: BatchPlan) -> Rows:
         """Append the plan's tokens; rows are overwritten by the next step, as a native backend's are."""
         assert not self._is_closed, "a step after close"
         self._lengths.check(plan)
         for item in plan.items:
             self._meet_faults(item)
+        seen = {item.seq: seen_tokens(item, self._pictures(item.seq)) for item in plan.items}
         cells = self._pool.take(plan.num_tokens)
         if self.faults.step_delay_s:
             time.sleep(self.faults.step_delay_s)
@@ -181,17 +211,20 @@ class FakeBackend:
         wanted: list[int] = []
         for item in plan.items:
             history = self._histories[item.seq]
-            history.append(item.tokens, cells[num_done : num_done + len(item.tokens)])
+            history.append(seen[item.seq], cells[num_done : num_done + len(item.tokens)])
             num_done += len(item.tokens)
             wanted.extend(history.hashes[len(history.hashes) - item.num_logits :])
         self._lengths.advance(plan)
         self.num_steps += 1
         return self._logits(wanted)
 
-    def condition(self, seq: int, conditioning: Conditioning) -> None:  # noqa: ARG002 - takes none yet
+    def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
-        if conditioning != PLAIN:
-            raise UnsupportedError(f"{self._capabilities.description} takes tokens and nothing beside them")
+        unknown = {name for name, _ in conditioning.adapters} - dict(self._capabilities.adapters).keys()
+        if unknown or conditioning.source or (conditioning.pictures and not self._vision):
+            raise UnsupportedError("the fake model cannot be conditioned so")
+        self._histories[seq].salt = salt_of(conditioning.adapters)
+        self._conditionings[seq] = conditioning
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty `dst` share the first `length` tokens of `src`."""
@@ -232,10 +265,9 @@ class FakeBackend:
     def import_state(self, seq: int, data: Buffer) -> None:
         """Put an exported sequence into the empty sequence `seq`."""
         assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
-        start, tokens = _history_of(data)
-        cells = self._pool.take(len(tokens))
-        self._histories[seq] = FakeHistory(start=start)
-        self._histories[seq].append(tokens, cells)
+        history, tokens = _history_of(data)
+        history.append(tokens, self._pool.take(len(tokens)))
+        self._histories[seq] = history
         self._lengths[seq] = len(tokens)
 
     def read_state(self, seq: int) -> list[Tensor]:
@@ -256,6 +288,15 @@ class FakeBackend:
         if held < len(tokens):
             self.step(BatchPlan((PlanItem(seq, held, tokens[-1:], 0),)))
         return hidden_of(self._histories[seq].state)
+
+    def scoring(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> FakeScoring:
+        """How likely texts are after a prompt, by the same logits as ever."""
+        return FakeScoring(prompt, texts, self._logits, self._meet_call)
+
+    def _meet_call(self, tokens: list[int]) -> None:
+        self._meet_faults(PlanItem(-1, 0, tokens, 0))
+        if self.faults.step_delay_s:
+            time.sleep(self.faults.step_delay_s)
 
     def memory(self) -> dict[str, int]:
         """As if: what was ordered for weights and cells."""
@@ -280,6 +321,9 @@ class FakeBackend:
     def _refuse_without_state(self) -> None:
         if not self._capabilities.state_layout:
             raise UnsupportedError("the fake model is a decoder: it has no recurrent state", param="state")
+
+    def _pictures(self, seq: int) -> tuple[Placed, ...]:
+        return self._conditionings.get(seq, PLAIN).pictures
 
     def _meet_faults(self, item: PlanItem) -> None:
         if not self.faults.abort_tokens.isdisjoint(item.tokens):
@@ -313,6 +357,7 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
         num_cells=spec.n_ctx or _NUM_CELLS,
         n_batch=spec.n_batch,
         faults=faults,
+        adapters=spec.adapters,
     )
 
 
@@ -349,13 +394,17 @@ def _take_time(faults: FakeFaults, on_progress: Callable[[float], None]) -> None
     on_progress(1.0)
 
 
-def _history_of(data: Buffer) -> tuple[int, list[int]]:
+def _history_of(data: Buffer) -> tuple[FakeHistory, list[int]]:
     if len(data) >= _HEADER.size:
         magic, size, crc = _HEADER.unpack_from(data)
         payload = bytes(memoryview(data)[_HEADER.size :])
         if magic == _MAGIC and size == len(payload) and crc == zlib.crc32(payload):
             return unpacked(payload)
     raise InvalidRequestError(f"{len(data)} bytes are not an exported state of this model", param="state")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _capabilities(
@@ -379,6 +428,8 @@ def _capabilities(
         flash_attention="off",
         can_trim=not is_recurrent,
         can_fork=not is_recurrent,
-        fingerprint=hashlib.blake2b(kind.encode(), digest_size=16).hexdigest(),
+        fingerprint=_digest(kind),
         state_layout=STATE_LAYOUT if is_recurrent else (),
+        has_vision=faults.vision > 0,
+        pairing="ready" if faults.vision else "",
     )

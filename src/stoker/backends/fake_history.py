@@ -6,6 +6,7 @@ given out and put back as tensors, as a recurrent model's state can.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ SEED = 0x5EED
 
 STATE_LAYOUT: tuple[tuple[str, tuple[int, ...]], ...] = (("layers.0.shift", (4,)), ("layers.0.state", (2, 2)))
 _START = struct.Struct("<Q")
+_HEAD = struct.Struct("<QQ")
 _FLOATS = np.dtype("<f4")
 
 
@@ -32,13 +34,15 @@ _FLOATS = np.dtype("<f4")
 class FakeHistory:
     """One sequence: its tokens, the hash of the history after each of them, and their cells.
 
-    `start` is the hash before the first token; an initial state puts another there.
+    `start` is the hash before the first token; an initial state puts another there. `salt` stands for what
+    tokens are computed with beside themselves.
     """
 
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
     start: int = SEED
+    salt: int = 0
 
     @property
     def state(self) -> int:
@@ -49,7 +53,7 @@ class FakeHistory:
         """Go on with tokens in these cells."""
         state = self.state
         for token in tokens:
-            state = _mixed(state ^ ((token + 1) * GOLDEN & MASK))
+            state = _mixed(state ^ self.salt ^ ((token + 1) * GOLDEN & MASK))
             self.hashes.append(state)
         self.tokens.extend(tokens)
         self.cells.extend(cells)
@@ -64,17 +68,24 @@ class FakeHistory:
 
     def prefix(self, length: int) -> FakeHistory:
         """A history of the first `length` tokens in the same cells."""
-        return FakeHistory(self.tokens[:length], self.hashes[:length], self.cells[:length], self.start)
+        parts = (self.tokens[:length], self.hashes[:length], self.cells[:length])
+        return FakeHistory(*parts, start=self.start, salt=self.salt)
 
     def packed(self) -> bytes:
-        """Start and tokens as bytes: all else follows from them."""
-        return _START.pack(self.start) + np.array(self.tokens, "<i4").tobytes()
+        """Start, salt and tokens as bytes: all else follows from them."""
+        return _HEAD.pack(self.start, self.salt) + np.array(self.tokens, "<i4").tobytes()
 
 
-def unpacked(payload: bytes) -> tuple[int, list[int]]:
-    """The start and the tokens of `FakeHistory.packed`."""
-    (start,) = _START.unpack_from(payload)
-    return start, np.frombuffer(payload, "<i4", offset=_START.size).tolist()
+def unpacked(payload: bytes) -> tuple[FakeHistory, list[int]]:
+    """A history without tokens, and the tokens of `FakeHistory.packed`."""
+    start, salt = _HEAD.unpack_from(payload)
+    return FakeHistory(start=start, salt=salt), np.frombuffer(payload, "<i4", offset=_HEAD.size).tolist()
+
+
+def salt_of(adapters: Sequence[tuple[str, float]]) -> int:
+    """The salt of a history that is computed with these adapters; 0 without any."""
+    digest = hashlib.blake2b(repr(tuple(adapters)).encode(), digest_size=_START.size).digest()
+    return int(_START.unpack(digest)[0]) if adapters else 0
 
 
 def tensors_of(state: int) -> list[Tensor]:

@@ -18,7 +18,7 @@ class Lengths:
 
     Args:
         num_sequences: sequences are numbered 0 .. num_sequences - 1.
-        n_vocab: token ids are 0 .. n_vocab - 1.
+        n_vocab: token ids are 0 .. n_vocab - 1, those that stand for a picture negative.
         n_batch: tokens one plan may carry.
     """
 
@@ -69,6 +69,8 @@ class Lengths:
             )
         if len(tokens) == 1 and 0 <= tokens[0] < self._n_vocab:
             return  # a decode row, the common case
+        if max(tokens) < 0:
+            return  # a picture's: whether its embeddings are there is the backend's to see
         if min(tokens) < 0 or max(tokens) >= self._n_vocab:
             raise StepFailedError(
                 f"sequence {seq} has tokens {min(tokens)} .. {max(tokens)}, 0 .. {self._n_vocab - 1} exist",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the front imports this module and computes nothing
     import numpy as np
     import numpy.typing as npt
 
+    from stoker.backends.scored import Scoring
+    from stoker.backends.seeing import Vision
     from stoker.values import Tensor
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -112,7 +114,9 @@ class Capabilities:
 
     `fingerprint` is hexadecimal and differs wherever an exported state would not fit: another file, library,
     key type or attention. `state_layout` names the tensors of a recurrent model's state with their shapes
-    (SPEC K5); it is empty where there is no such state.
+    (SPEC K5); it is empty where there is no such state. `decoder_start` is the token that the decoder of an
+    encoder-decoder begins with; None: it is none. `adapters` are name and fingerprint of each LoRA adapter.
+    `pairing` says how the model stands with its projector (SPEC V1), as in `ModelInfo`.
     """
 
     model_class: ModelClass
@@ -132,9 +136,12 @@ class Capabilities:
     can_trim: bool
     can_fork: bool
     has_vision: bool = False
+    pairing: str = ""
     computes_on_cpu: bool = False
     fingerprint: str = ""
     state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    decoder_start: int | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
 
 
 class Vocabulary(Protocol):
@@ -187,6 +194,14 @@ class Vocabulary(Protocol):
         ...
 
 
+class Drafter(Protocol):
+    """A smaller model that guesses for a larger one (SPEC D9)."""
+
+    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens that may follow a text; none while it still reads it, some at each call."""
+        ...
+
+
 class Backend(Protocol):
     """One loaded model."""
 
@@ -205,8 +220,21 @@ class Backend(Protocol):
         """CPU threads a step uses."""
         ...
 
+    @property
+    def drafter(self) -> Drafter | None:
+        """The model that guesses for it; None: it has none."""
+        ...
+
+    @property
+    def vision(self) -> Vision | None:
+        """Its projector; None: it takes no pictures."""
+        ...
+
     def step(self, plan: BatchPlan) -> Rows:
         """One forward pass.
+
+        Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.picture_ids`);
+        an item is all of one picture or all of tokens, and embeddings are computed in the tokens' place.
 
         Returns:
             float32 (plan.num_rows, n_vocab), raw logits, a view valid until the next step.
@@ -295,6 +323,16 @@ class Backend(Protocol):
             UnsupportedError: the model gives none.
             PoolFullError: no cell for the last token.
             StepFailedError: the native decode failed, or there is no memory for it.
+        """
+        ...
+
+    def scoring(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> Scoring:
+        """How likely each of `texts` is after `prompt`, which has a token at least (SPEC D5).
+
+        Computes nothing itself, and touches no sequence. The prompt begins with the model's own state.
+
+        Raises:
+            UnsupportedError: the model predicts no tokens of a prompt.
         """
         ...
 

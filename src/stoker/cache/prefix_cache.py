@@ -2,10 +2,8 @@
 
 Pure and synchronous: time is an argument; what has to happen on disk leaves as orders, and how they ended
 comes back by `written`, `fetched` and their like. Owns the entries, their trees and what the ledger says of
-them. Cells are not its business: the scheduler looks them up in its slots, of which there are few.
-
-An entry that is used or on its way is leased, and neither moves nor goes. What parked sequences have to find
-again is an entry too, leased by them and counted apart (SPEC Q4).
+them; cells are the scheduler's. An entry that is used or on its way is leased, and neither moves nor goes.
+What parked sequences have to find again is an entry too, leased by them and counted apart (SPEC Q4).
 """
 
 from __future__ import annotations
@@ -79,6 +77,10 @@ class PrefixCache:
         """Entries that save some of these tokens, the last of which is computed; best first (SPEC C2, C5)."""
         return self._index.find(namespace, key, is_exact=is_exact)
 
+    def get(self, namespace: bytes, key: bytes) -> Entry | None:
+        """The entry of exactly these tokens."""
+        return self._index.get(namespace, key)
+
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
         return {
@@ -119,7 +121,7 @@ class PrefixCache:
         self._now = now
         if new.num_tokens < MIN_TOKENS or new.size_bytes > self.limits.ram_bytes:
             return None
-        known = self._get(new)
+        known = self.get(new.namespace, new.key)
         if known is not None and known.state is not EntryState.DISK:
             known.used_s = now
             return None
@@ -138,7 +140,7 @@ class PrefixCache:
             An entry to fill, or one that has the bytes already; None: there is no room.
         """
         self._now = now
-        known = None if new.is_private else self._get(new)
+        known = None if new.is_private else self.get(new.namespace, new.key)
         if known is not None and known.is_in_ram:
             known.leases.add(holder)
             known.used_s = now
@@ -207,7 +209,7 @@ class PrefixCache:
 
     def drop(self, namespace: bytes, key: bytes) -> None:
         """Give up an entry that others make superfluous, unless somebody needs it."""
-        entry = self._index.get(namespace, key)
+        entry = self.get(namespace, key)
         if entry is not None and entry.is_free:
             self._forget(entry)
 
@@ -229,7 +231,7 @@ class PrefixCache:
             entry.file, entry.file_bytes = None, 0
             if entry.size_bytes > self.limits.ram_bytes:
                 continue  # of a server with more memory
-            if (known := self._get(entry)) is not None:
+            if (known := self.get(entry.namespace, entry.key)) is not None:
                 self._take_over(known, file, size)
                 continue
             self._keep_count(entry.namespace)
@@ -395,9 +397,6 @@ class PrefixCache:
         """Whether it takes of the cache's host memory, or is about to."""
         return entry.line is Line.CACHE and entry.state not in {EntryState.DISK, EntryState.GONE}
 
-    def _get(self, like: Entry) -> Entry | None:
-        return self._index.get(like.namespace, like.key)
-
     def _recount(self, entry: Entry, size_bytes: int) -> None:
         self._ledger.add(entry.line, size_bytes - entry.size_bytes)
         entry.size_bytes = size_bytes
@@ -442,7 +441,7 @@ class PrefixCache:
         self._index.check()
         entries = [*self.entries(), *self._private]
         for entry in entries:
-            assert entry.is_private or self._get(entry) is entry, f"{entry!r} is not in its tree"
+            assert entry.is_private or self.get(entry.namespace, entry.key) is entry, repr(entry)
             entry.check()
         for line in (Line.CACHE, Line.PARKED):
             held = sum(e.size_bytes for e in entries if e.line is line and e.state is not EntryState.DISK)

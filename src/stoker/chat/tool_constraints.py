@@ -6,6 +6,7 @@ Owns the grammar of a forced answer. Compiling it, and what a schema may hold, i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ from stoker.chat.tool_formats import ToolSyntax
 from stoker.chat.tools import ChoiceMode, Tool, ToolChoice
 from stoker.errors import InvalidRequestError
 
-MAX_FORCED_CALLS = 16  # a small model that is not made to stop would call for ever
+MAX_FORCED_CALLS = 8  # a small model that is not made to stop would call until max_tokens cuts it short
 MAX_GRAMMAR_BYTES = 128 * 1024
 
+_NO_RULE = re.compile(r"[^a-z0-9_]")
 _LAYOUT = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -54,8 +56,9 @@ def forced_calls(
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
         head, tail = _call(syntax, tool.name)
-        rules.append(f"call_{index}: {_literal(head)}args_{index}{_literal(tail, is_last=True)}".rstrip())
-        rules.append(f"args_{index}: %json {json.dumps(_closed(tool.parameters), ensure_ascii=False)}")
+        args = f"args_{index}_{_NO_RULE.sub('_', tool.name.lower())}"  # the name is for errors
+        rules.append(f"call_{index}: {_literal(head)}{args}{_literal(tail, is_last=True)}".rstrip())
+        rules.append(f"{args}: %json {json.dumps(_closed(tool.parameters), ensure_ascii=False)}")
     source = "\n".join(rules) + "\n"
     if (size := len(source.encode("utf-8", "replace"))) > MAX_GRAMMAR_BYTES:
         text = f"the tools that may be forced have {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken"

@@ -16,7 +16,22 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stoker.cli import cache, chat, doctor, embed, models, plan, ps, pull, remote, rerank, run, serve
+from stoker.cli import (
+    cache,
+    chat,
+    choose,
+    doctor,
+    embed,
+    models,
+    plan,
+    ps,
+    pull,
+    read,
+    remote,
+    rerank,
+    run,
+    serve,
+)
 from stoker.errors import StokerError
 
 EXIT_BAD_INPUT = 2
@@ -74,6 +89,8 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("embed")(embed.embed)
 app.command("rerank")(rerank.rerank)
+app.command("choose")(choose.choose)
+app.command("read")(read.read)
 app.command("models")(models.models)
 app.command("pull")(pull.pull)
 app.command("plan")(plan.plan)

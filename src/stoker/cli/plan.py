@@ -122,6 +122,7 @@ def _why_too_large(least: Estimate, budget: Budget) -> str:
 
 
 def _spec(settings: EngineSettings, model: str | None) -> ModelSpec:
+    from stoker.models.seq2seq import slots_of
     from stoker.models.store import ModelStore
     from stoker.values import ModelSpec
 
@@ -129,7 +130,7 @@ def _spec(settings: EngineSettings, model: str | None) -> ModelSpec:
     return ModelSpec(
         id=file.id,
         path=file.path,
-        num_slots=settings.slots,
+        num_slots=slots_of(file.model_class, settings.slots),
         n_ctx=settings.kv_cells or settings.ctx_size,
         n_batch=settings.n_batch,
         num_threads=settings.threads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +28,9 @@ def rerank(
     ] = None,
     model: Model = None,
     top_n: Annotated[int | None, typer.Option("--top-n", help="Print so many, the best.", min=1)] = None,
+    output: Annotated[
+        int, typer.Option(help="Which output of the classifier is the score, from 0.", min=0)
+    ] = 0,
     as_json: AsJson = False,
     ctx_size: CtxSize = None,
     threads: Threads = None,
@@ -37,7 +40,8 @@ def rerank(
     given = documents or lines_of(piped_text(), "documents")
     models = [model] if model else None
     settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads)
-    found = asyncio.run(_rerank(settings, query, given, top_n, ctx.obj))
+    fields = {"top_n": top_n, "output": output}
+    found = asyncio.run(_rerank(settings, (query, given), fields, ctx.obj))
     if as_json:
         typer.echo(json.dumps(_record(found, given)))
         return
@@ -46,16 +50,15 @@ def rerank(
 
 async def _rerank(
     settings: EngineSettings,
-    query: str,
-    documents: list[str],
-    top_n: int | None,
+    texts: tuple[str, list[str]],
+    fields: dict[str, Any],
     factory: RuntimeFactory | None,
 ) -> Ranking:
     from stoker.cli.session import opened
     from stoker.reranking import Reranking
 
     async with opened(settings, factory) as runtime:
-        return await Reranking(runtime).rerank(query, documents, top_n=top_n)
+        return await Reranking(runtime).rerank(*texts, **fields)
 
 
 def _record(found: Ranking, documents: list[str]) -> dict[str, object]:

@@ -80,13 +80,14 @@ class _Ask:
     is_raw: bool
 
     def request(self, runtime: Runtime) -> GenerateRequest:
-        """The request, with the model's chat template around the text unless it is raw."""
-        prompt = self.text if self.is_raw else runtime.render_chat([{"role": "user", "content": self.text}])
+        """The request, with the model's chat template around the text unless it is raw or can have none."""
+        is_raw = self.is_raw or not runtime.resolve("default").takes_conversations
+        prompt = self.text if is_raw else runtime.render_chat([{"role": "user", "content": self.text}])
         return GenerateRequest(
             prompt=prompt,
             sampling=self.sampling,
             max_tokens=self.max_tokens,
-            is_chat=not self.is_raw,
+            is_chat=not is_raw,
             return_progress=True,
         )
 

@@ -71,6 +71,26 @@ KeepAlive = Annotated[
         metavar="TIME",
     ),
 ]
+SpeculationMode = Annotated[
+    str | None,
+    typer.Option(
+        "--speculation",
+        help="What guesses tokens ahead where that is quicker. \\[auto]",
+        metavar="off|lookup|draft|auto",
+    ),
+]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        help="LoRA adapter that requests may name; repeat for more. \\[none]",
+        metavar="NAME=FILE[@SCALE]",
+    ),
+]
+DraftModelRef = Annotated[
+    str | None,
+    typer.Option("--draft-model", help="Smaller model of the same vocabulary that guesses. \\[none]"),
+]
 DefaultMaxTokens = Annotated[
     int | None,
     typer.Option(
@@ -94,6 +114,30 @@ FollowSleep = Annotated[
 HeatTrace = Annotated[
     Path | None,
     typer.Option("--heat-trace", help="Recorded heat to follow instead of the machine's sensors."),
+]
+Mmproj = Annotated[
+    Path | None,
+    typer.Option("--mmproj", help="Projector with which the first model that it fits reads pictures."),
+]
+ImageRoots = Annotated[
+    list[str] | None,
+    typer.Option("--image-root", help="Folder that pictures may be read from by path; repeat for more."),
+]
+AllowHttpImages = Annotated[
+    bool | None,
+    typer.Option("--allow-http-images/--no-http-images", help="Fetch pictures from public addresses. \\[no]"),
+]
+MaxImages = Annotated[int | None, typer.Option("--max-images", help="Pictures of one request. \\[16]")]
+MaxImageBytes = Annotated[
+    str | None,
+    typer.Option("--max-image-bytes", help="Bytes of one encoded picture. \\[20MiB]", metavar="SIZE"),
+]
+MaxImagePixels = Annotated[
+    int | None, typer.Option("--max-image-pixels", help="Pixels of one picture. \\[40000000]")
+]
+ImageEdge = Annotated[
+    int | None,
+    typer.Option("--image-edge", help="Pixels that a longer edge is shrunk to. \\[by the machine's memory]"),
 ]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Folder of what has to survive the program.")]
 Models = Annotated[
@@ -139,11 +183,21 @@ def serve(
     memory_limit: MemoryLimit = None,
     memory_margin: MemoryMargin = None,
     keep_alive: KeepAlive = None,
+    speculation: SpeculationMode = None,
+    draft_model: DraftModelRef = None,
+    lora: Lora = None,
     default_max_tokens: DefaultMaxTokens = None,
     suspend_grace_s: SuspendGraceS = None,
     restore: Restore = None,
     follow_sleep: FollowSleep = None,
     heat_trace: HeatTrace = None,
+    mmproj: Mmproj = None,
+    image_root: ImageRoots = None,
+    allow_http_images: AllowHttpImages = None,
+    max_images: MaxImages = None,
+    max_image_bytes: MaxImageBytes = None,
+    max_image_pixels: MaxImagePixels = None,
+    image_edge: ImageEdge = None,
     run_dir: RunDir = None,
     cache_dir: CacheDir = None,
     api_key_file: ApiKeyFile = None,

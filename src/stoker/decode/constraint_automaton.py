@@ -7,6 +7,7 @@ other way round.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from stoker.decode.constraint_notation import Chars, Choice, Node, Ranges, Ref, Repeat, Rules, Sequence
@@ -104,9 +105,13 @@ class Meeting(NamedTuple):
     num_steps: int
 
 
-def meet(short: Automaton, long: Automaton, after: Iterable[Automaton], max_steps: int) -> Meeting:
-    """Compare `short`, which one of `after` follows, with `long`; past `max_steps` the answers are yes."""
-    next_chars = {part.ranges[position] for part in after for position in part.first}
+def first_chars(parts: Iterable[Automaton]) -> frozenset[Ranges]:
+    """The characters that a match of one of these may begin with."""
+    return frozenset(part.ranges[position] for part in parts for position in part.first)
+
+
+def meet(short: Automaton, long: Automaton, next_chars: AbstractSet[Ranges], max_steps: int) -> Meeting:
+    """Compare `short`, behind which `next_chars` stand, with `long`; past `max_steps` the answers are yes."""
     waiting = [(p, q) for p in short.first for q in long.first]
     seen = set(waiting)
     has_clash, has_match, num_steps = False, short.is_nullable and long.is_nullable, 0

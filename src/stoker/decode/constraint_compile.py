@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.decode.constraint_gbnf import parse_bnf, parse_gbnf
 from stoker.decode.constraint_lexemes import to_lark
-from stoker.decode.constraint_regex import MAX_EXPANDED_CHARS, expanded_size
+from stoker.decode.constraint_regex import MAX_QUANTIFIERS, refusal
 from stoker.decode.constraint_schema import checked_schema
 from stoker.decode.constraint_state import DEAD_END, ConstraintState
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_CACHED = 64
+MAX_LARK_RULES = 1000
 
 # Native limits. Fuel is spent at 50,000 a ms to build and 14,000 a ms to step, items at 20,000 a ms: a
 # compile stays below 2 s and a mask below 0.1 s, and an object of 2,000 optional properties fits.
@@ -62,6 +63,9 @@ _JSON_OBJECT = json.dumps({"type": "object"})
 _MAX_REASON_CHARS = 400
 # Options of Lark rules that steer sampling, or take back tokens that were delivered: not done here.
 _FOREIGN_OPTION = re.compile(r"^\s*[a-z_][\w-]*\[[^\]\n]*\b(temperature|stop|max_tokens)\s*=", re.MULTILINE)
+_LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w-]*\s*(?:\[[^\]\n]*\])?\s*(?:\.\d+\s*)?:", re.MULTILINE)
+_LARK_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
+_RULE = re.compile(r"^\s*([a-z_][\w-]*)\s*(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
 _INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
 
 
@@ -154,7 +158,12 @@ def compile_grammar(constraint: Constraint, tokenizer: GrammarTokenizer) -> Comp
             text satisfies it; the message names the place or the keyword.
     """
     label = _LABELS.get(constraint.kind, constraint.kind.value)
-    matcher = LLMatcher(tokenizer.native, _native_source(constraint), log_level=0, limits=_LIMITS)
+    try:
+        source = _native_source(constraint)
+    except InvalidRequestError as error:  # whichever part it was: the caller knows the field that it sent
+        error.param = constraint.param
+        raise
+    matcher = LLMatcher(tokenizer.native, source, log_level=0, limits=_LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
         raise InvalidRequestError(f"the {label} is refused: {_reason(matcher)}", param=constraint.param)
@@ -173,10 +182,8 @@ def _native_source(constraint: Constraint) -> str:
             schema = checked_schema(source) if source else _JSON_OBJECT
             return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
         case ConstraintKind.REGEX:
-            if expanded_size(source) > MAX_EXPANDED_CHARS:
-                raise InvalidRequestError(
-                    f"the regex repeats more than {MAX_EXPANDED_CHARS} characters", param=constraint.param
-                )
+            if reason := refusal(source):
+                raise InvalidRequestError(f"the regex {reason}", param=constraint.param)
             return LLMatcher.grammar_from_regex(source)
         case ConstraintKind.CHOICE:
             # One terminal: as several, the longer of two would shadow the shorter that begins it.
@@ -184,6 +191,7 @@ def _native_source(constraint: Constraint) -> str:
             lark = f"start: CHOICE\nCHOICE: {texts}\n"
         case ConstraintKind.LARK:
             _check_options(source)
+            _check_size(source)
             lark = _with_checked_schemas(source)
         case ConstraintKind.GBNF:
             lark = to_lark(*parse_gbnf(source))
@@ -201,6 +209,18 @@ def _check_options(source: str) -> None:
         )
 
 
+def _check_size(source: str) -> None:
+    """Refuses what the engine, which recurses along rules, would take long for or overrun its stack with."""
+    plain = _LARK_STRING.sub("", source)
+    num_rules = len(_LARK_RULE.findall(plain))
+    if num_rules > MAX_LARK_RULES:
+        raise InvalidRequestError(
+            f"Lark: {num_rules} rules, at most {MAX_LARK_RULES} are taken", param="grammar"
+        )
+    if sum(map(plain.count, "?*+")) > MAX_QUANTIFIERS:
+        raise InvalidRequestError(f"Lark: more than {MAX_QUANTIFIERS} quantifiers", param="grammar")
+
+
 def _with_checked_schemas(source: str) -> str:
     """A Lark grammar whose `%json` schemas are checked and rewritten; their own `x-guidance` stays."""
     parts, done = [], 0
@@ -212,12 +232,24 @@ def _with_checked_schemas(source: str) -> str:
         except ValueError:
             continue  # comments, which the engine takes; or it says what is wrong
         text = source[match.end() : end]
-        checked = json.loads(checked_schema(text))
+        checked = json.loads(_checked_in_rule(text, source[: match.start()]))
         checked |= {name: schema[name] for name in ("x-guidance",) if name in schema}
         lines = "\n" * text.count("\n")  # what follows keeps its line
         parts += [source[done : match.end()], "{", lines, json.dumps(checked)[1:]]
         done = end
     return "".join((*parts, source[done:]))
+
+
+def _checked_in_rule(schema: str, before: str) -> str:
+    """`checked_schema` with errors that name the rule, which is the last one that begins `before`."""
+    try:
+        return checked_schema(schema)
+    except InvalidRequestError as error:
+        rules = _RULE.findall(before)
+        if rules:
+            error.message = f"{error.message}, in the rule {rules[-1]}"
+            error.args = (error.message,)
+        raise
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -25,7 +25,7 @@ from stoker.decode.constraint_notation import (
 )
 from stoker.errors import InvalidRequestError
 
-MAX_RULES = 2000
+MAX_RULES = 500  # each refers to the next at worst, and the grammar engine recurses
 MAX_TIMES = 10_000
 
 _GBNF = re.compile(

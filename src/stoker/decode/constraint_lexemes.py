@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stoker.decode.constraint_automaton import Automaton, Overlong, meet
+from stoker.decode.constraint_automaton import Automaton, Overlong, first_chars, meet
 from stoker.decode.constraint_notation import (
     Chars,
     Choice,
@@ -33,6 +33,7 @@ from stoker.errors import InvalidRequestError
 # Beyond these everything is cut into single characters: slower masks, the same language.
 _MAX_ROUNDS = 40
 _MAX_STEPS = 200_000
+_PAIRS_A_STEP = 8  # so many pairs are made in the time of a step
 _MAX_LEXEMES = 500
 # Rules nested deeper than this are no part of a lexeme, which keeps what recurses over lexemes shallow.
 _MAX_FLAT_DEPTH = 50
@@ -194,15 +195,21 @@ class _Cutter:
         found: set[_Lexeme] = set()
         waiting = list(itertools.product(follow.first, follow.first))
         seen = set(waiting)
+        behind_chars: dict[_Lexeme, frozenset[Ranges]] = {}
+        paired: set[tuple[frozenset[_Lexeme], frozenset[_Lexeme]]] = set()
         while waiting and self._num_steps_left > 0:
             one, other = waiting.pop()
-            after = [automata[lexeme] for lexeme in follow.after[one]]
-            meeting = meet(automata[one], automata[other], after, self._num_steps_left)
+            if one not in behind_chars:
+                behind_chars[one] = first_chars(automata[lexeme] for lexeme in follow.after[one])
+            meeting = meet(automata[one], automata[other], behind_chars[one], self._num_steps_left)
             self._num_steps_left -= 1 + meeting.num_steps
             if meeting.has_clash:
                 found.update((one, other))
-            if meeting.has_match:
-                fresh = set(itertools.product(follow.after[one], follow.after[other])) - seen
+            behind = (follow.after[one], follow.after[other])
+            if meeting.has_match and behind not in paired:  # many lexemes have the same ones behind them
+                paired.add(behind)
+                self._num_steps_left -= len(behind[0]) * len(behind[1]) // _PAIRS_A_STEP
+                fresh = set(itertools.product(*behind)) - seen
                 seen |= fresh
                 waiting.extend(fresh)
         if self._num_steps_left <= 0:

@@ -9,10 +9,21 @@ from __future__ import annotations
 import re
 
 MAX_EXPANDED_CHARS = 20_000
+MAX_QUANTIFIERS = 1000  # compiling takes time in their square: 1 s for as many optional \p{L}
 
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
 _ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|.)", re.DOTALL)
+
+
+def refusal(regex: str) -> str:
+    """Why a regex is too much to compile, "repeats too often" for instance; empty: it is not."""
+    if expanded_size(regex) > MAX_EXPANDED_CHARS:
+        return f"repeats more than {MAX_EXPANDED_CHARS} characters"
+    plain = _ESCAPE.sub("", _CLASS.sub("", regex))
+    if sum(map(plain.count, "?*+")) + len(_COUNT.findall(plain)) > MAX_QUANTIFIERS:
+        return f"has more than {MAX_QUANTIFIERS} quantifiers"
+    return ""
 
 
 def expanded_size(regex: str) -> int:

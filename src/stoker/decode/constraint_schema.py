@@ -15,11 +15,14 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.decode.constraint_regex import MAX_EXPANDED_CHARS, expanded_size
+from stoker.decode.constraint_depth import deepest_path
+from stoker.decode.constraint_regex import refusal
 from stoker.decode.constraint_union import are_disjoint
 from stoker.errors import InvalidRequestError
 
 MAX_SCHEMAS = 10_000
+# The grammar engine recurses along references: from 1,400 on it may overrun its stack of 8 MiB.
+MAX_NESTED = 400
 MAX_COUNT = 1_000_000
 # A multiple is recognised by an automaton of as many states; 20,000 take 0.2 s.
 MAX_MULTIPLE = 20_000
@@ -89,7 +92,7 @@ def checked_schema(source: str) -> str:
             leads nowhere, or a recursion that never ends; the message names the keyword and its place.
     """
     try:
-        root = json.loads(source)
+        root = json.loads(source, parse_constant=_refused, parse_float=_finite)
     except ValueError as error:
         raise InvalidRequestError(f"the JSON Schema is no JSON: {error}", param=_PARAM) from error
     if root is True:
@@ -114,6 +117,7 @@ class SchemaReader:
         self.root = root
         self._seen: dict[int, str] = {}
         self._schemas: list[dict[str, Any]] = []
+        self._edges: dict[int, list[int]] = {}
         self._multiples: set[Fraction] = set()
         self._has_joins = False
 
@@ -136,7 +140,11 @@ class SchemaReader:
             if len(self._schemas) > MAX_SCHEMAS:
                 raise self._error(f"over {MAX_SCHEMAS} schemas in one", place)
             self._check(schema, place)
-            waiting.extend(self._children(schema, place))
+            children = list(self._children(schema, place))
+            self._edges[id(schema)] = [id(child) for _, child in children if isinstance(child, dict)]
+            waiting.extend(children)
+        if (depth := deepest_path(self._edges, id(self.root))) > MAX_NESTED:
+            raise self._error(f"{depth} schemas lead into each other by $ref, at most {MAX_NESTED} may", "")
         self._check_common_multiple()
         self._check_endings()
         for schema in self._schemas:
@@ -176,8 +184,8 @@ class SchemaReader:
     def _check_texts(self, schema: dict[str, Any], place: str) -> None:
         patterns = [schema.get("pattern"), *_mapping(schema, "patternProperties")]
         for pattern in patterns:
-            if isinstance(pattern, str) and expanded_size(pattern) > MAX_EXPANDED_CHARS:
-                raise self._error(f"a pattern repeats more than {MAX_EXPANDED_CHARS} characters", place)
+            if isinstance(pattern, str) and (reason := refusal(pattern)):
+                raise self._error(f"a pattern {reason}", place)
         for name in ("const", "enum", "required", "properties"):
             value = schema.get(name)
             spelled = json.dumps(list(value) if name == "properties" and isinstance(value, dict) else value)
@@ -286,6 +294,15 @@ class SchemaReader:
     def _error(self, text: str, place: str) -> InvalidRequestError:
         where = f"at {place}" if place.startswith("#") else f"at #{place}"
         return InvalidRequestError(f"JSON Schema: {text} ({where})", param=_PARAM, place=where)
+
+
+def _refused(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refused(text[:40])
 
 
 def _names(schema: dict[str, Any], keyword: str) -> list[str]:

@@ -45,7 +45,9 @@ def model_info(spec: ModelSpec, backend: Backend, num_slots: int, degraded: Sequ
         can_trim=limits.can_trim,
         can_fork=limits.can_fork,
         has_vision=limits.has_vision,
+        pairing=limits.pairing,
         degraded=list(degraded),
+        adapters=spec.adapters,
     )
 
 

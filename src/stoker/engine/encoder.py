@@ -63,6 +63,7 @@ class EncoderResident:
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
+        allowance_s: what a call may take beside people who read another model's text; None: its own target.
         events: what has happened, for the loop to publish.
     """
 
@@ -71,6 +72,7 @@ class EncoderResident:
         self.backend = encoder
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
+        self.allowance_s: float | None = None
         self.events: list[Event] = []
         self.line = EncoderLine(spec.max_queue, spec.background_patience_s)
         self._pace = pace
@@ -285,6 +287,8 @@ class EncoderResident:
         self.expire(now)
         limits, target_s = self.backend.capabilities, self.spec.target_step_ms / 1000
         target_s *= _TARGETS[self.spec.policy]
+        if self.allowance_s is not None:
+            target_s = min(target_s, self.allowance_s)
         max_tokens = limits.n_batch
         if target_s != float("inf"):
             max_tokens = self._cost.tokens_within(target_s, limits.n_batch)

@@ -67,7 +67,25 @@ class Harvest:
                 self._live.events.append(self._state_of(live, sequence))
             self._live.end_choice(live, index, FinishReason.LENGTH, self._pace.now())
             return
-        self._take(live, sequence, live.choices[index].generation.advance(rows[-1]))
+        self._draw_tokens(live, part, rows)
+
+    def _draw_tokens(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
+        """The next token, and those after it that were computed ahead for as long as they are what is drawn.
+
+        What else was computed ahead is taken back, also where the request ends or fails on the way.
+        """
+        sequence, generation = part.sequence, live.choices[part.sequence.key.index].generation
+        num_ahead = sequence.num_ahead
+        draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
+        for row, guess in zip(rows[len(rows) - num_ahead - 1 :], (*draft, None), strict=True):
+            drawn = generation.advance(row)
+            if drawn.finish_reason is None and drawn.token_id == guess:
+                sequence.draw_ahead()
+                self._take(live, sequence, drawn)
+                continue
+            self._scheduler.take_back(sequence)
+            self._take(live, sequence, drawn)
+            return
 
     def _take(self, live: LiveRequest, sequence: Sequence, drawn: Drawn) -> None:
         """Append the drawn token; end the choice if it is its last, or if no further one would fit."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from stoker.decode.generation import Drawn, Generation
+from stoker.engine.choice_prompts import ToScore
 from stoker.messages import Admitted, Delta, Finished, PrefillProgress, PromptEcho, Submit
 from stoker.request import FinishReason, GenerateRequest
 from stoker.scheduler.sequence import Sequence, SequenceState
@@ -36,6 +37,7 @@ class LiveRequest:
         num_generated: tokens of all choices, those delivered before a restart included.
         past: tokens of the choices that have ended, by index.
         mirostat_mu: each choice's sampler state after its last token.
+        to_score: the candidates, of a request to choose.
         arrival_s, admitted_s, first_token_s: on the engine's clock.
     """
 
@@ -56,6 +58,7 @@ class LiveRequest:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     past: dict[int, list[int]] = field(default_factory=dict)
     mirostat_mu: dict[int, float | None] = field(default_factory=dict)
+    to_score: ToScore | None = None
 
     def __repr__(self) -> str:
         return f"<LiveRequest {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
@@ -140,12 +143,14 @@ class LiveRequest:
         )
 
     def progress(self, sequence: Sequence, now: float) -> PrefillProgress:
-        """How far the prompt is computed."""
+        """How far the prompt is computed; the first step has read a source as a whole."""
+        source = sequence.conditioning.source
+        total = len(source) or sequence.num_prompt
         return PrefillProgress(
             request_id=self.request_id,
-            total=sequence.num_prompt,
+            total=total,
             cached=self.num_cached,
-            processed=min(sequence.num_computed, sequence.num_prompt),
+            processed=total if source else min(sequence.num_computed, sequence.num_prompt),
             time_ms=(now - (self.admitted_s or now)) * 1000,
         )
 

@@ -186,6 +186,7 @@ class EngineLoop:
             self._flush()  # who is admitted must be known before a step that may crash
             resident.step(self._clock.now())
             self._busy_s, self._is_clean = self._clock.now(), False
+            self._residents.served(resident, self._busy_s - now)
             if self._relief.slows_down:
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
         elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
 from stoker.errors import InvalidRequestError, StokerError
-from stoker.scheduler.effects import Begin, Drop, Effect, Export, Fork, Import, Trim
+from stoker.scheduler.effects import Begin, Drop, Effect, Export, Fork, Import, TakeBack, Trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,7 @@ def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
         match effect:
             case Fork(src, dst, length):
                 backend.fork(src, dst, length)
-            case Trim(seq, length):
+            case Trim(seq, length) | TakeBack(seq, length):
                 backend.trim(seq, length)
             case Drop(seq):
                 backend.drop(seq)

@@ -94,18 +94,19 @@ class Pace:
             self._follow(self._keeper.begin())
         self._clock.begin(num_tokens)
 
-    def end(self, runner: Runner, num_tokens: int) -> None:
-        """It succeeded. A quiet machine's steps teach what steps cost."""
+    def end(self, runner: Runner, num_tokens: int) -> float:
+        """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""
         took_s = self._clock.end(num_tokens)
         keeper = self._keeper
         if keeper is None or not runner.backend.capabilities.computes_on_cpu:
             runner.cost.learn(num_tokens, took_s)
-            return
+            return took_s
         predicted_s = runner.cost.predict(num_tokens)
         decision = keeper.end(runner.backend.num_threads, predicted_s)
         if predicted_s is None or not keeper.governor.is_disturbed:
             runner.cost.learn(num_tokens, took_s)
         self._follow(decision)
+        return took_s
 
     def abandon(self) -> None:
         """It failed: its time says nothing."""

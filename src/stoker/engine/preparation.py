@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from stoker.backends.protocol import Vocabulary
+from stoker.backends.protocol import Conditioning, Vocabulary
+from stoker.backends.seeing import Vision
 from stoker.cache.namespace import Namespace
 from stoker.decode.constraint_compile import GrammarCompiler
 from stoker.decode.generation import Generation
 from stoker.decode.workspace import Workspace
+from stoker.engine.adapted_prompts import adapter_key, adapters_of
+from stoker.engine.choice_prompts import candidates_of, check_candidates
 from stoker.engine.live import Choice, LiveRequest
+from stoker.engine.picture_prompts import pictured_prompt, refuse_pictures
+from stoker.engine.source_prompts import check_source, refuse_unreadable
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.messages import Submit
 from stoker.models.state_file import parse_state
 from stoker.request import GenerateRequest, Preempt, StateOutput
+from stoker.scheduler.pictures import PictureSpan
 from stoker.scheduler.sequence import Sequence, SequenceKey
 from stoker.scheduler.shift import note_dropped, replayed
 from stoker.values import CacheMode, Tensor
@@ -34,6 +41,9 @@ class PrepContext:
         cache_mode: what is kept of its finished work.
         grammars: compiles constraints; None: it generates no text.
         scores_pairs: it is a reranker.
+        vision: its projector; None: it takes no pictures.
+        decoder_start: as in `Capabilities`; with it a prompt is a source.
+        adapters: fingerprints of its LoRA adapters, by name.
     """
 
     vocabulary: Vocabulary
@@ -46,6 +56,9 @@ class PrepContext:
     cache_mode: CacheMode = CacheMode.BOTH
     grammars: GrammarCompiler | None = None
     scores_pairs: bool = False
+    vision: Vision | None = None
+    decoder_start: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveRequest:
@@ -60,11 +73,15 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         ContextLengthError: the prompt leaves no room for a token.
         InvalidRequestError: the prompt is empty or holds token ids the model does not have; the constraint
             does not compile.
-        UnsupportedError: a document is to be scored by what is no reranker.
+        UnsupportedError: a document is to be scored by what is no reranker, or the model cannot give what is
+            asked for.
     """
     request = submit.request
-    prompt = _prompt_tokens(request, context)
+    prompt, pictures = _prompt(request, context)
     _check_length(request, prompt, context)
+    scored = candidates_of(request, context.vocabulary, context.model)
+    if scored is not None:
+        check_candidates(scored, len(prompt), context.n_ctx)
     initial, namespace = _initial_state(request, context), _namespace(request, context)
     choices: dict[int, Choice] = {}
     leader: Sequence | None = None
@@ -72,7 +89,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         if submit.is_finished and submit.is_finished[index]:
             continue
         choice = _choice(submit, index, prompt, context)
-        choice.sequence.arrival_s = arrival_s
+        choice.sequence.arrival_s, choice.sequence.pictures = arrival_s, pictures
         choice.sequence.namespace, choice.sequence.initial_state = namespace, initial
         if request.timeout_s is not None:
             choice.sequence.deadline_s = arrival_s + request.timeout_s
@@ -89,6 +106,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         num_dropped=_num_dropped(submit, prompt, context),
         past={i: list(submit.generated[i]) for i, done in enumerate(submit.is_finished) if done},
         mirostat_mu=dict(enumerate(submit.mirostat_mu)),
+        to_score=scored,
     )
 
 
@@ -99,7 +117,11 @@ def arrival_of(submit: Submit) -> float:
 
 def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> Choice:
     request = submit.request
-    generation = Generation(request, index, context.vocabulary, prompt, context.workspace)
+    words = [token for token in prompt if token >= 0]  # nothing of a picture is ever repeated
+    source: list[int] = []
+    if context.decoder_start is not None:
+        source, prompt, words = prompt, [context.decoder_start], []
+    generation = Generation(request, index, context.vocabulary, words, context.workspace)
     if request.constraint is not None and context.grammars is not None:
         generation.constrain(context.grammars.state(request.constraint))
     delivered = submit.generated[index] if submit.generated else []
@@ -109,12 +131,13 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         key=SequenceKey(submit.request_id, index),
         tokens=[*prompt, *delivered],
         num_prompt=len(prompt),
-        shares=request.cache and context.cache_mode is not CacheMode.OFF,
+        shares=request.cache and context.cache_mode is not CacheMode.OFF and not source,
         priority=request.priority,
         num_wanted=request.max_tokens,
         ends_if_preempted=request.preempt is Preempt.CANCEL,
         is_to_embed=request.state_output is StateOutput.EMBED and not context.state_layout,
         wants_prompt_logits=request.prompt_logprobs is not None and index == 0,
+        conditioning=Conditioning(source=tuple(source), adapters=adapters_of(request, context.adapters)),
     )
     if request.context_shift and len(sequence.tokens) >= context.n_ctx:
         tokens = replayed(prompt, delivered, context.n_ctx)
@@ -137,6 +160,10 @@ def _num_dropped(submit: Submit, prompt: list[int], context: PrepContext) -> int
 
 
 def _check_length(request: GenerateRequest, prompt: list[int], context: PrepContext) -> None:
+    if context.decoder_start is not None:
+        refuse_unreadable(request, context.model)
+        check_source(prompt, context.n_ctx)
+        return
     if len(prompt) < context.n_ctx:
         return
     if request.context_shift and request.prompt_logprobs is None and request.state_output is None:
@@ -164,7 +191,17 @@ def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
     """Digest of who may share what is computed for it (SPEC C1)."""
     given = request.initial_state
     state = "" if given is None else hashlib.blake2b(given, digest_size=32).hexdigest()
-    return Namespace(context.fingerprint, initial_state=state, salt=request.cache_salt).digest
+    adapter = adapter_key(adapters_of(request, context.adapters), context.adapters)
+    return Namespace(context.fingerprint, adapter, initial_state=state, salt=request.cache_salt).digest
+
+
+def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], tuple[PictureSpan, ...]]:
+    """Token ids of the prompt, and where pictures stand among them."""
+    if context.vision is None:
+        refuse_pictures(request, context.model)
+    elif request.pictures:
+        return pictured_prompt(request, context.vocabulary, context.vision)
+    return _prompt_tokens(request, context), ()
 
 
 def _prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
@@ -177,7 +214,8 @@ def _prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
         tokens = list(request.prompt)
         check_tokens(tokens, context.n_vocab, "prompt")
     else:
-        tokens = vocabulary.tokenize(request.prompt, add_special=not request.is_chat, parse_special=True)
+        adds_special = not request.is_chat or context.decoder_start is not None  # a source ends with EOS
+        tokens = vocabulary.tokenize(request.prompt, add_special=adds_special, parse_special=True)
     if not tokens and vocabulary.bos_text:
         tokens = vocabulary.tokenize(vocabulary.bos_text, add_special=False, parse_special=True)
     if not tokens:

@@ -8,6 +8,8 @@ from stoker.scheduler.sequence import SequenceState
 from stoker.status import ModelStatus, SlotStatus, WaitStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stoker.memory.residency import Served
     from stoker.scheduler.scheduler import Scheduler
     from stoker.scheduler.sequence import Sequence
@@ -57,9 +59,9 @@ def line_of(scheduler: Scheduler, model: str, state: SequenceState, now: float) 
     ]
 
 
-def paused_of(scheduler: Scheduler, model: str, now: float) -> list[WaitStatus]:
-    """The sequences that stand still until they are resumed."""
-    return [_waiting(sequence, model, now, (None, None)) for sequence in scheduler.paused]
+def waiting_of(sequences: Iterable[Sequence], model: str, now: float) -> list[WaitStatus]:
+    """Sequences that have no place in the line of slots: they are paused, or are choices."""
+    return [_waiting(sequence, model, now, (None, None)) for sequence in sequences]
 
 
 def _waiting(

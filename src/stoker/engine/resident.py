@@ -14,6 +14,7 @@ from stoker.decode.constraint_compile import GrammarCompiler
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
 from stoker.decode.workspace import Workspace
 from stoker.engine import report
+from stoker.engine.choosing import Choosing
 from stoker.engine.description import model_info, scheduler_limits
 from stoker.engine.harvest import Harvest
 from stoker.engine.live import LiveRequest
@@ -22,6 +23,8 @@ from stoker.engine.loading import Load
 from stoker.engine.orders import carry_out
 from stoker.engine.pace import Pace
 from stoker.engine.preparation import PrepContext
+from stoker.engine.sight import Sight
+from stoker.engine.speculation import Speculator
 from stoker.errors import (
     ContextLengthError,
     PoolFullError,
@@ -60,11 +63,15 @@ class Resident:
         self.degraded: tuple[str, ...] = ()
         self._pace = pace
         self._told_s = 0.0
+        self._source: tuple[int, ...] = ()
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
         self._live = LiveRequests(self.scheduler)
+        self._sight = Sight(backend, self.scheduler, pace, cache)
         self._harvest = Harvest(backend, self.scheduler, self._live, pace)
+        self._speculator = Speculator(backend, self.scheduler, self._live, spec.speculation, pace.now)
         self._runner = pace.join(backend, self.scheduler.cost)
+        self._choosing = Choosing(backend, self.scheduler, pace, self._live.events)
         self.prep = PrepContext(
             backend.vocabulary,
             limits.n_vocab,
@@ -74,6 +81,9 @@ class Resident:
             fingerprint=limits.fingerprint,
             state_layout=limits.state_layout,
             cache_mode=spec.cache_mode,
+            adapters=dict(limits.adapters),
+            vision=backend.vision,
+            decoder_start=limits.decoder_start,
             grammars=GrammarCompiler(lambda: GrammarTokenizer(backend.vocabulary, limits.n_vocab)),
         )
 
@@ -90,7 +100,7 @@ class Resident:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._sight.has_work or self._choosing.has_work
 
     def info(self) -> ModelInfo:
         """What was loaded and the limits that resulted."""
@@ -99,13 +109,13 @@ class Resident:
     @property
     def has_requests(self) -> bool:
         """Whether anybody waits or runs; those that are paused are not counted."""
-        return self.scheduler.has_requests
+        return self.scheduler.has_requests or len(self._choosing) > 0
 
     @property
     def num_leases(self) -> int:
         """Requests that need it to be in memory: those that are paused do not."""
         paused = {sequence.key.request_id for sequence in self.scheduler.paused}
-        return len(self._live) - len(paused)
+        return len(self._live) - len(paused) + len(self._choosing)
 
     @property
     def num_cells(self) -> tuple[int, int]:
@@ -118,24 +128,32 @@ class Resident:
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
-        return self.scheduler.stats()
+        parts = (self.scheduler, self._sight, self._speculator, self._choosing)
+        return {name: value for part in parts for name, value in part.stats().items()}
 
     def check_room(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
-        self.scheduler.check_room(priority, num_arriving)
+        self.scheduler.check_room(priority, num_arriving + len(self._choosing))
 
     @property
     def has_people(self) -> bool:
         """Whether somebody waits for an answer of it."""
-        return self.scheduler.has_people
+        return self.scheduler.has_people or self._choosing.has_people
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether somebody reads what it writes, token by token."""
+        running = self.scheduler.slots.running
+        return any(not each.is_background and each.state is SequenceState.DECODE for each in running)
 
     def is_owed(self, now: float) -> bool:
         """Whether background of it has waited over its patience."""
-        return self.scheduler.is_owed(now)
+        return self.scheduler.is_owed(now) or self._choosing.is_owed(now)
 
     def next_deadline_s(self) -> float | None:
         """When the first of its requests passes its deadline."""
-        return self.scheduler.next_deadline_s()
+        deadlines = (self.scheduler.next_deadline_s(), self._choosing.next_deadline_s())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def slot_status(self, now: float) -> list[SlotStatus]:
         """Each slot as it is now."""
@@ -143,16 +161,23 @@ class Resident:
 
     def line_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
         """The sequences in the line that are in `state`, next first."""
-        return report.line_of(self.scheduler, self.spec.id, state, now)
+        line = report.line_of(self.scheduler, self.spec.id, state, now)
+        if state is SequenceState.QUEUED:
+            line += report.waiting_of(self._choosing.waiting(), self.spec.id, now)
+        return line
 
     def paused_status(self, now: float) -> list[WaitStatus]:
         """The sequences that are paused."""
-        return report.paused_of(self.scheduler, self.spec.id, now)
+        paused = [*self.scheduler.paused, *self._choosing.paused]
+        return report.waiting_of(paused, self.spec.id, now)
 
     # ------------------------------------------------------------ commands
 
     def accept(self, live: LiveRequest, now: float) -> None:
         """Put a prepared request in the line."""
+        if live.to_score is not None and live.choices:
+            self._choosing.accept(live, now)
+            return
         self._live.add(live)
         if not live.choices:
             self._live.finish(live, now)
@@ -168,6 +193,7 @@ class Resident:
 
     def cancel(self, request_id: str, now: float) -> None:
         """End a request with `cancelled`; an unknown id is ignored."""
+        self._choosing.cancel(request_id, now)
         live = self._live.get(request_id)
         if live is None:
             return
@@ -176,6 +202,7 @@ class Resident:
 
     def pause(self, request_id: str, now: float) -> None:
         """Let a request stand still; an unknown id is ignored (SPEC Q17)."""
+        self._choosing.pause(request_id, now)
         for sequence in self._open_sequences(request_id):
             if sequence.state is not SequenceState.PAUSED:
                 self.scheduler.pause(sequence, now)
@@ -184,6 +211,7 @@ class Resident:
 
     def resume(self, request_id: str, now: float) -> None:
         """Let a paused request go on; an unknown id is ignored."""
+        self._choosing.resume(request_id, now)
         for sequence in self._open_sequences(request_id):
             if sequence.state is SequenceState.PAUSED:
                 self.scheduler.resume(sequence, now)
@@ -196,6 +224,7 @@ class Resident:
 
     def cancel_all(self, now: float) -> None:
         """End every request with `cancelled`."""
+        self._choosing.cancel_all(now)
         for live in self._live:
             self.cancel(live.request_id, now)
 
@@ -204,12 +233,12 @@ class Resident:
 
         What was computed of them stays in cells for `rest` to store. Clients of those that ran hear `Parked`.
         """
-        return [self._send_off(live, reason, now) for live in self._live]
+        return [self._send_off(live, reason, now) for live in self._live] + self._choosing.evacuate(now)
 
     def evacuate_waiting(self, reason: str, now: float) -> list[Submit]:
         """The same for requests of which nothing runs."""
         waiting = [live for live in self._live if not live.is_running]
-        return [self._send_off(live, reason, now) for live in waiting]
+        return [self._send_off(live, reason, now) for live in waiting] + self._choosing.evacuate(now)
 
     def _send_off(self, live: LiveRequest, reason: str, now: float) -> Submit:
         submit = live.submit(now)
@@ -223,7 +252,7 @@ class Resident:
 
     def hold_back(self, throttle: Throttle) -> None:
         """Let only some of its requests run from the next turn on (SPEC M4, M6)."""
-        self.scheduler.throttle = throttle
+        self.scheduler.throttle = self._choosing.throttle = throttle
 
     def drop_idle(self, now: float) -> None:
         """Give up every cell that nobody who runs or waits needs."""
@@ -232,12 +261,15 @@ class Resident:
     def close(self) -> None:
         """Free the native model."""
         self._pace.leave(self._runner)
+        self._choosing.close()
+        self._sight.close()
         self.backend.close()
 
     # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> None:
         """Decide who runs: deadlines, room, free slots."""
+        self._choosing.expire(now)
         self._carry_out(self.scheduler.schedule(now), now)
         self._tell_positions(now)
 
@@ -252,15 +284,23 @@ class Resident:
 
     def expire(self, now: float) -> None:
         """End who is past its deadline, without a turn."""
+        self._choosing.expire(now)
         self._carry_out(self.scheduler.expire(now), now)
 
     def step(self, now: float) -> None:
         """Plan one step over who runs, compute it and draw from its rows."""
+        for sequence, error in self._sight.tend(now):
+            if (live := self._live.get(sequence.key.request_id)) is not None:
+                self._live.fail(live, error, now)
+        has_readers = self.has_readers
         plan = self.scheduler.plan()
         if plan is not None:
-            self._run(plan, now)
-        elif self.scheduler.has_work:
+            self._run(self._speculator.extended(plan), now)
+        elif self.scheduler.has_work and not self._sight.is_awaited:
             self._report_stall(now)
+        took_s = self._pace.now() - now
+        self._sight.look(plan, took_s)
+        self._choosing.step(took_s, has_readers=has_readers)
 
     def _carry_out(self, schedule: Schedule, now: float) -> None:
         carry_out(schedule.effects, self.backend, self.scheduler.room)
@@ -298,15 +338,21 @@ class Resident:
     def _run(self, plan: StepPlan, now: float) -> None:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
         batch = plan.batch()
-        num_tokens = batch.num_tokens
+        num_tokens = batch.num_tokens + self._num_unread(plan)
         self._pace.begin(num_tokens)
         try:
             rows = self.backend.step(batch)
         except PoolFullError as error:
             self._pace.abandon()
+            if plan.has_draft:
+                self._run(plan.without_draft(), now)
+                return
             self._relieve(plan, error, now)
         except StepFailedError as error:
             self._pace.abandon()
+            if plan.has_draft:
+                self._run(plan.without_draft(), now)
+                return
             if len(plan.parts) == 1:
                 live = self._live[plan.parts[0].sequence.key.request_id]
                 log.warning("step failed for %r: %s", live, error)
@@ -318,11 +364,17 @@ class Resident:
                 if still:
                     self._run(StepPlan(still), now)
         else:
-            self._pace.end(self._runner, num_tokens)
+            took_s = self._pace.end(self._runner, num_tokens)
             self.scheduler.computed(plan, self._pace.now())
             if late := self.scheduler.room.take_late():
                 carry_out(late, self.backend, self.scheduler.room)  # before it moves on
             self._harvest.draw(plan, rows)
+            self._speculator.learn(plan, took_s)
+
+    def _num_unread(self, plan: StepPlan) -> int:
+        """Tokens that an encoder reads before this step: another source than the step before had."""
+        before, self._source = self._source, plan.parts[0].sequence.conditioning.source
+        return 0 if self._source == before else len(self._source)
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
         """The native pool is fuller than counted: free something and let the next turn try again."""

@@ -1,8 +1,8 @@
 """The models in memory, and whose turn it is (SPEC Q13).
 
-A model that somebody waits for steps first, equals take turns. Among other models, one whose background has
-waited over its patience gets one turn in ten meanwhile (SPEC Q7). Which models there are is decided by
-residency.
+A model that somebody waits for steps first. Among other models, one whose background has waited over its
+patience gets one turn in ten meanwhile (SPEC Q7). How equals share the time is `fair_turns`'; which models
+there are is decided by residency.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from stoker.backends.protocol import ModelClass
 from stoker.engine.encoder import EncoderResident
+from stoker.engine.fair_turns import Contender, FairTurns
 from stoker.engine.resident import Resident
 from stoker.scheduler.patience import ONE_STEP_IN
 from stoker.scheduler.throttle import Throttle
@@ -42,6 +43,7 @@ class Residents:
         self._cache = cache
         self._models: dict[str, AnyResident] = {}
         self._throttle = Throttle()
+        self._turns = FairTurns()
         self._turns_since_owed = 0
 
     def __repr__(self) -> str:
@@ -85,6 +87,7 @@ class Residents:
 
     def remove(self, model: str) -> AnyResident | None:
         """Let a model go; the caller closes it."""
+        self._turns.forget(model)
         return self._models.pop(model, None)
 
     def hold_back(self, throttle: Throttle) -> None:
@@ -94,23 +97,33 @@ class Residents:
             resident.hold_back(throttle)
 
     def next_with_work(self, now: float) -> AnyResident | None:
-        """The model to step next; it goes to the end of its equals."""
+        """The model to step next; it goes to the end of its equals. `served` hears what the turn took."""
         working = [resident for resident in self._models.values() if resident.has_work]
         if not working:
             return None
-        chosen = working[0] if len(working) == 1 else self._choose(working, now)
+        chosen = self._choose(working, now)
         name = chosen.spec.id
         self._models[name] = self._models.pop(name)
         return chosen
+
+    def served(self, resident: AnyResident, took_s: float) -> None:
+        """A turn of that model took so many seconds."""
+        if resident.spec.id in self._models:
+            self._turns.served(resident.spec.id, took_s)
 
     def _choose(self, working: list[AnyResident], now: float) -> AnyResident:
         people = [resident for resident in working if resident.has_people]
         owed = [resident for resident in working if resident not in people and resident.is_owed(now)]
         self._turns_since_owed += 1
+        contenders = [_contender(resident) for resident in people or working]
         if owed and (not people or self._turns_since_owed >= ONE_STEP_IN):
             self._turns_since_owed = 0
-            return owed[0]
-        return (people or working)[0]
+            chosen = owed[0]
+        else:
+            chosen = self._models[self._turns.choose(contenders)]
+        if isinstance(chosen, EncoderResident):
+            chosen.allowance_s = self._turns.allowance_s(contenders)
+        return chosen
 
     def next_deadline_s(self) -> float | None:
         """When the first paused request passes its deadline."""
@@ -122,3 +135,9 @@ class Residents:
         for resident in self._models.values():
             resident.close()
         self._models.clear()
+
+
+def _contender(resident: AnyResident) -> Contender:
+    is_encoder = isinstance(resident, EncoderResident)
+    has_readers = isinstance(resident, Resident) and resident.has_readers
+    return Contender(resident.spec.id, is_encoder=is_encoder, has_readers=has_readers)

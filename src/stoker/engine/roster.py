@@ -124,7 +124,7 @@ class Roster:
         return entry.info.num_slots if entry else 0
 
     def resolve(self, model: str | None) -> ModelInfo:
-        """The model a request names; None and "default" mean the first.
+        """The model a request names, itself or by one of its adapters; None and "default" mean the first.
 
         Raises:
             ModelNotFoundError: no such model is served.
@@ -132,12 +132,24 @@ class Roster:
         """
         named = next(iter(self._entries), None) if model in {None, "default"} else model
         entry = self._entries.get(named) if named is not None else None
+        adapter = "" if entry or named is None else named
+        if adapter:
+            entry = self._adapted(adapter)
         if entry is None:
             served = ", ".join(self._entries) or "none"
             raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
         if entry.is_barred and entry.error:
             raise error_from_info(entry.error)
-        return entry.info
+        return msgspec.structs.replace(entry.info, adapter=adapter) if adapter else entry.info
+
+    def _adapted(self, adapter: str) -> Entry | None:
+        """The model that has an adapter of that name."""
+        having = (
+            entry
+            for entry in self._entries.values()
+            if any(spec.name == adapter for spec in entry.info.adapters)
+        )
+        return next(having, None)
 
     def failure(self, model: str) -> ErrorInfo | None:
         """Why a model cannot be used any more, or None."""

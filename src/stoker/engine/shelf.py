@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.backends.protocol import ModelClass
 from stoker.engine.specs import Served, served
 from stoker.errors import ModelNotFoundError
 from stoker.memory.residency import ModelLife
 from stoker.messages import ModelState
 from stoker.models.downloads import Downloads
 from stoker.models.hub_reference import is_reference
+from stoker.models.seq2seq import check_one_slot
 from stoker.models.store import ModelStore
 from stoker.status import ModelStatus
 
@@ -34,6 +36,11 @@ class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float | None = None
     n_ctx: int | None = None
     num_slots: int | None = None
+
+    def check(self, info: ModelInfo) -> None:
+        """Raises UnsupportedError where a model of that class cannot be had so."""
+        if info.model_class == ModelClass.ENCODER_DECODER:
+            check_one_slot(info.id, self.num_slots or 1)
 
     def applied(self, spec: ModelSpec) -> ModelSpec:
         """The spec with these changes."""
@@ -75,14 +82,18 @@ class Shelf:
 
         Raises:
             ModelNotFoundError: there is no such model, or it lies outside the models folder.
+            UnsupportedError: a model of that class cannot be had so.
             NotReadyError: no engine is there, or the load or download was stopped.
             StokerError: why it cannot be loaded or downloaded.
         """
         self._host.check_open()
         spec = self._host.roster.spec(ref)
         if spec is not None:
-            return await self._host.loads.load(changes.applied(spec), self._host.roster.info(ref))
+            info = self._host.roster.info(ref)
+            changes.check(info)
+            return await self._host.loads.load(changes.applied(spec), info)
         found = await self._find(ref)
+        changes.check(found.info)
         known = self._host.roster.spec(found.spec.id)
         base = known if known is not None and known.path == found.spec.path else found.spec
         return await self._host.loads.load(changes.applied(base), found.info)

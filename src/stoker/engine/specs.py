@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
+from stoker.backends.protocol import ModelClass
+from stoker.engine.adapter_specs import adapters_by_model
+from stoker.engine.projector_specs import projector_by_model
 from stoker.engine.roster import bare_info
 from stoker.errors import InvalidRequestError
 from stoker.memory.profile import read_profile
 from stoker.memory.tiers import DEFAULTS, TierDefaults, tier_of
+from stoker.models.projector import Pairing, pairing_of
+from stoker.models.seq2seq import check_one_slot, slots_of
 from stoker.models.store import ModelFile, ModelStore
-from stoker.values import CacheMode, ModelInfo, ModelSpec, Policy
+from stoker.values import AdapterSpec, CacheMode, ModelInfo, ModelSpec, Policy, ProjectorSpec, Speculation
 
 if TYPE_CHECKING:
     from stoker.models.gguf import GgufHeader
@@ -48,19 +53,59 @@ def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[Served]]:
 
     Raises:
         ModelNotFoundError: a name or path leads nowhere.
-        ModelFileError: a file is broken.
+        ModelFileError: a file is broken, or an adapter or the projector fits none of the models.
         InvalidRequestError: two models would be served under one name.
+        UnsupportedError: the settings ask for more slots than any of the models can have.
     """
     defaults = tier_defaults(settings)
     store = ModelStore(settings.models_dir)
     found: dict[str, Served] = {}
+    files: list[ModelFile] = []
     for ref in settings.models or (None,):
         file = store.resolve(ref)
+        files.append(file)
         if file.id in found:
             text = f"two models would be served as {file.id!r}: {found[file.id].spec.path} and {file.path}"
             raise InvalidRequestError(text, param="models")
         found[file.id] = served(file, settings, defaults)
-    return defaults, list(found.values())
+        if settings.draft_model and len(found) == 1:
+            found[file.id] = _guessed_for(found[file.id], store.resolve(settings.draft_model).path)
+    _check_slots(settings, list(found.values()))
+    adapters = adapters_by_model(settings.lora, files)
+    projectors = projector_by_model(settings.mmproj, files)
+    adapted = [_adapted(each, adapters.get(each.spec.id, ())) for each in found.values()]
+    return defaults, [_seeing(each, projectors.get(each.spec.id)) for each in adapted]
+
+
+def _guessed_for(each: Served, draft_path: str) -> Served:
+    """The same model with the one that guesses for it."""
+    return Served(msgspec.structs.replace(each.spec, draft_path=draft_path), each.info)
+
+
+def _seeing(each: Served, projector: ProjectorSpec | None) -> Served:
+    """The same model with what it looks at pictures with."""
+    if projector is None:
+        return each
+    return Served(
+        msgspec.structs.replace(each.spec, projector=projector),
+        msgspec.structs.replace(each.info, has_vision=True, pairing=str(Pairing.READY)),
+    )
+
+
+def _adapted(each: Served, adapters: tuple[AdapterSpec, ...]) -> Served:
+    """The same model with what requests may have it adapted by."""
+    return Served(
+        msgspec.structs.replace(each.spec, adapters=adapters),
+        msgspec.structs.replace(each.info, adapters=adapters),
+    )
+
+
+def _check_slots(settings: EngineSettings, found: list[Served]) -> None:
+    """Slots that somebody asked for are refused where no served model can have them."""
+    is_asked = "slots" in settings.model_fields_set
+    classes = {each.info.model_class for each in found}
+    if is_asked and classes == {ModelClass.ENCODER_DECODER}:
+        check_one_slot(found[0].spec.id, settings.slots)
 
 
 def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) -> Served:
@@ -68,7 +113,7 @@ def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) ->
     spec = ModelSpec(
         id=file.id,
         path=file.path,
-        num_slots=settings.slots,
+        num_slots=slots_of(file.model_class, settings.slots),
         n_ctx=settings.kv_cells or settings.ctx_size,
         n_batch=settings.n_batch,
         num_threads=settings.threads,
@@ -79,6 +124,7 @@ def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) ->
         park_bytes=settings.park_bytes,
         cache_mode=CacheMode(settings.cache_mode),
         keep_alive_s=defaults.keep_alive_s if settings.keep_alive is None else settings.keep_alive,
+        speculation=Speculation(settings.speculation),
     )
     return Served(spec, _info(spec, file))
 
@@ -104,6 +150,7 @@ def _header_info(bare: ModelInfo, header: GgufHeader) -> ModelInfo:
         bos_text=header.bos_text,
         eos_text=header.eos_text,
         pooling=header.pooling,
+        pairing=str(pairing_of(header, None).pairing),
         n_embd=header.embedding_length,
     )
 

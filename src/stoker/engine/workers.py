@@ -19,6 +19,7 @@ from stoker.backends.fake_encoder import estimator as fake_encoder_estimator
 from stoker.backends.fake_encoder import load as load_fake_encoder
 from stoker.backends.llama import load as load_llama
 from stoker.backends.llama.encoder import load as load_encoder
+from stoker.backends.llama.seq2seq import load as load_seq2seq
 from stoker.backends.protocol import Backend, ModelClass
 from stoker.engine.headers import Headers
 from stoker.engine.inbox import (
@@ -35,6 +36,7 @@ from stoker.engine.inbox import (
 from stoker.engine.preparation import PrepContext, check_tokens, prepare
 from stoker.errors import EngineError, NotReadyError, StokerError
 from stoker.messages import Detokenize, Reply, Submit, Tokenize
+from stoker.models.draft_estimate import with_draft
 from stoker.models.estimate import estimator
 from stoker.values import ModelSpec
 
@@ -82,7 +84,10 @@ class Workers:
                 fake = fake_encoder_estimator if is_encoder else fake_estimator
                 return Sized(load, fake(spec.path), "")
             mark, header = self._headers.get(Path(spec.path))
-            return Sized(load, estimator(header), mark)
+            found = estimator(header)
+            if spec.draft_path and spec.speculation.uses_model:
+                found = with_draft(found, estimator(self._headers.get(Path(spec.draft_path))[1]))
+            return Sized(load, found, mark)
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
 
@@ -110,6 +115,8 @@ class Workers:
         _, header = self._headers.get(Path(spec.path))
         if header.model_class is ModelClass.ENCODER:
             return load_encoder(spec, moved, self._cache_dir, header)
+        if header.model_class is ModelClass.ENCODER_DECODER:
+            return load_seq2seq(spec, moved, self._cache_dir, header)
         return load_llama(spec, moved, self._cache_dir, header)
 
     def settle(self) -> None:

@@ -59,6 +59,7 @@ class _Record:
             is_chat=self.request.is_chat,
             model=self.request.model,
             n=self.request.n,
+            note=self.request.note,
             owner=self.owner,
             state="ended" if self.transcript.is_ended else "running",
             num_tokens=self.transcript.num_tokens,

@@ -11,6 +11,7 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         names: what else it is known by: X-Request-Id, the answer's id.
         n: completions of its prompt.
+        note: as in its request.
         owner: digest of the API key that made it; empty: it came without one.
         state: running or ended.
         num_tokens: generated so far, over all choices.
@@ -21,6 +22,7 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_chat: bool = False
     model: str = ""
     n: int = 1
+    note: bytes = b""
     owner: str = ""
     state: str = "running"
     num_tokens: int = 0

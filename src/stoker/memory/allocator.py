@@ -28,5 +28,10 @@ def limit_cache(size_bytes: int) -> None:
 def trim() -> None:
     """Give back to the system what is free (malloc_trim(3)); takes milliseconds."""
     gc.collect()
+    give_back()
+
+
+def give_back() -> None:
+    """The same without looking for garbage, which holds up every thread."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -20,12 +20,13 @@ from stoker.memory.verdict import Estimate, Estimator
 from stoker.models.bounded_file import GgufArray
 from stoker.models.gguf import read_header
 from stoker.models.layers import Layers, read_layers
+from stoker.models.seq2seq import num_cells
 from stoker.models.tensor_types import TENSOR_TYPES
 from stoker.models.widths import Widths, read_widths
 
 if TYPE_CHECKING:
     from stoker.models.gguf import GgufHeader, TensorInfo
-    from stoker.values import ModelSpec
+    from stoker.values import AdapterSpec, ModelSpec
 
 MAX_SEQUENCES = 256  # llama_max_parallel_sequences()
 SPARE_SEQUENCES = 32
@@ -39,6 +40,8 @@ _DEFAULT_KV_TYPE = "f16"  # bf16 takes the same
 _QUANTISED_BLOCK = 32
 _SMALLER_KV_TYPES = ("q8_0",)
 _WITHOUT_FLASH = frozenset({"grok"})
+_BIASED_COPIES = 3  # of the scores of all heads, where attention adds a number for each distance
+_SOURCE_COPIES = 1  # of what a layer makes of the source, beside the tokens that ask
 
 # repack.cpp: what some CPU lays out anew, where rows come in eights. The file stays mapped beside it.
 _REPACKED_TYPES = frozenset({"Q2_K", "Q4_0", "Q4_K", "IQ4_NL", "MXFP4"})
@@ -104,13 +107,15 @@ class _Model:
     widths: Widths
 
     def estimate(self, spec: ModelSpec) -> Estimate:
-        shape = self._encoder_shape(spec) if self._is_encoder else self._shape(spec)
+        shape = self._shape_of(spec)
         lines = {
             "weights": sum(tensor.size_bytes for tensor in self.header.tensors),
             "repacked": _repacked_bytes(self.header),
             "kv": self._cell_bytes(shape, spec.kv_type) + self._state_bytes(shape),
             "compute": self._compute_bytes(shape) + self._output_bytes(shape),
             "other": self._other_bytes(shape),
+            "adapters": sum(_adapter_bytes(adapter, shape) for adapter in spec.adapters),
+            "projector": self._projector_bytes(spec, shape),
         }
         return Estimate(
             lines={name: size for name, size in lines.items() if size},
@@ -121,6 +126,27 @@ class _Model:
     @property
     def _is_encoder(self) -> bool:
         return self.header.model_class is ModelClass.ENCODER
+
+    @property
+    def _reads_sources(self) -> bool:
+        return self.header.model_class is ModelClass.ENCODER_DECODER
+
+    def _shape_of(self, spec: ModelSpec) -> _Shape:
+        if self._is_encoder:
+            return self._encoder_shape(spec)
+        return self._source_shape(spec) if self._reads_sources else self._shape(spec)
+
+    def _source_shape(self, spec: ModelSpec) -> _Shape:
+        """One sequence, and batches of a whole source of which every row is kept."""
+        cells = _rounded(num_cells(self.header, spec))
+        return _Shape(
+            cells=cells,
+            window_cells=0,
+            num_sequences=1,
+            num_tokens=cells,
+            num_rows=cells,
+            num_threads=spec.num_threads or os.cpu_count() or 1,
+        )
 
     def _shape(self, spec: ModelSpec) -> _Shape:
         sequences = num_sequences(spec.num_slots)
@@ -170,6 +196,13 @@ class _Model:
         state = max((layer.state_width for layer in self.layers.each), default=0)
         layer = tokens * self.widths.layer * _FLOAT_BYTES
         layer += int(_STATE_COPIES * state * shape.num_sequences * _FLOAT_BYTES)
+        if self._reads_sources:
+            source = max(shape.cells, self.header.n_ctx_train)
+            layer += tokens * (source + 2 * shape.cells) * _FLOAT_BYTES  # masks, and numbers of distances
+            scores = max(_BIASED_COPIES * shape.cells, source)
+            layer += tokens * scores * self.layers.num_heads * _FLOAT_BYTES
+            layer += _SOURCE_COPIES * source * self.widths.layer * _FLOAT_BYTES
+            masks = 0
         if self.header.architecture in _WITHOUT_FLASH:
             layer += 2 * tokens * shape.cells * self.layers.num_heads * _FLOAT_BYTES
         logits = shape.num_rows * self.widths.vocabulary * _FLOAT_BYTES
@@ -182,7 +215,7 @@ class _Model:
 
     def _output_bytes(self, shape: _Shape) -> int:
         """Where rows of logits are kept for the caller: one a sequence; of an encoder one a token."""
-        if self._is_encoder:
+        if self._is_encoder or self._reads_sources:
             return shape.num_tokens * (self.widths.vocabulary + self.header.embedding_length) * _FLOAT_BYTES
         return shape.num_sequences * self.widths.vocabulary * _FLOAT_BYTES
 
@@ -199,16 +232,28 @@ class _Model:
             + int(shape.num_tokens * self.widths.product * work_bytes)
         )
 
+    def _projector_bytes(self, spec: ModelSpec, shape: _Shape) -> int:
+        """What looks at pictures, and their embeddings in a step: laid out, and in the graph."""
+        if spec.projector is None:
+            return 0
+        embeddings = 2 * shape.num_tokens * self.header.embedding_length * _FLOAT_BYTES
+        return spec.projector.size_bytes + spec.projector.compute_bytes + embeddings
+
     def _smaller_kv_types(self, spec: ModelSpec) -> tuple[str, ...]:
         """Quantised cells: only by flash attention, in whole blocks, of models that keep every cell."""
         is_possible = (
-            not self._is_encoder
+            not (self._is_encoder or self._reads_sources)
             and self.layers.keeps_every_cell
             and self.header.architecture not in _WITHOUT_FLASH
             and all(width and width % _QUANTISED_BLOCK == 0 for width in self.layers.head_widths)
         )
         now = _element_bytes(spec.kv_type)
         return tuple(name for name in _SMALLER_KV_TYPES if is_possible and _element_bytes(name) < now)
+
+
+def _adapter_bytes(adapter: AdapterSpec, shape: _Shape) -> int:
+    """Its factors, and what they add to the widest product of a step."""
+    return adapter.size_bytes + shape.num_tokens * adapter.num_wide * _FLOAT_BYTES
 
 
 def _element_bytes(kv_type: str) -> float:

@@ -210,6 +210,17 @@ def read_header(path: str | Path) -> GgufHeader:
     )
 
 
+def read_tables(path: Path) -> tuple[Mapping[str, Scalar | GgufArray], tuple[TensorInfo, ...]]:
+    """Keys and tensors of a file that is no model by itself, such as an adapter; only the layout is checked.
+
+    Raises:
+        ModelFileError: missing, truncated or corrupt; names the file and the reason.
+    """
+    with BoundedFile(path) as file:
+        layout = _read_layout(file)
+    return MappingProxyType(layout.metadata), layout.tensors
+
+
 def _with_further_shards(first: _Layout, paths: tuple[Path, ...]) -> _Layout:
     tensors, size_bytes = list(first.tensors), first.file_size
     for number, path in enumerate(paths[1:], start=1):

@@ -19,11 +19,25 @@ class Planned(msgspec.Struct, frozen=True):
     sequence: Sequence
     item: PlanItem
 
+    @property
+    def num_drafted(self) -> int:
+        """How many of its last tokens are a draft; told before the step is counted as computed."""
+        return max(0, len(self.item.tokens) - self.sequence.num_pending)
+
 
 class StepPlan(msgspec.Struct, frozen=True):
     """The step: who takes part, with what."""
 
     parts: tuple[Planned, ...]
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether it computes tokens that nobody has drawn yet; told before it is counted as computed."""
+        return any(part.num_drafted for part in self.parts)
+
+    def without_draft(self) -> StepPlan:
+        """The step as it would have been."""
+        return StepPlan(tuple(Planned(part.sequence, _item(part.sequence, 1)) for part in self.parts))
 
     def batch(self) -> BatchPlan:
         """The backend's view of it."""
@@ -82,6 +96,16 @@ class Planner:
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
         rows = decoding[: self.budget.decode_rows(len(prefilling))]
         parts = [Planned(s, _item(s, 1)) for s in rows]
+        looking = [s for s in prefilling if rows and s.pictures and s is not favoured]
+        if looking:
+            prefilling = [s for s in prefilling if s not in looking]
+        return self._beside(prefilling, favoured, parts) + self._looking(looking, parts)
+
+    def _beside(
+        self, prefilling: list[Sequence], favoured: Sequence | None, rows: list[Planned]
+    ) -> list[Planned]:
+        """The decode rows, and prefill of text within its budget."""
+        parts = list(rows)
         if favoured is not None and favoured in prefilling:
             room = self.budget.n_batch - len(rows)
         else:
@@ -92,6 +116,16 @@ class Planner:
             room -= min(last.num_pending, room // (len(prefilling) + 1))
             parts.append(Planned(last, _item(last, last.num_pending)))
         return parts + self._prefill(prefilling, room, self.budget.n_batch - _num_tokens(parts))
+
+    def _looking(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
+        """Prompts with pictures beside decode rows: little at a time, as what is done for them is long."""
+        if not sequences:
+            return []
+        num_others = _num_tokens(rows)
+        room = self.budget.pictured(num_others)
+        parts = self._prefill(sequences, room, self.budget.n_batch - num_others)
+        self.budget.looked(num_others, _num_tokens(parts))
+        return parts
 
     def _to_finish(self, prefilling: list[Sequence], room: int, rows: list[Planned]) -> Sequence | None:
         """The prompt nearest to its end, if this step can bring it there: its first token is worth the delay.

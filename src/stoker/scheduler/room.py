@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stoker.cache.entry import EntryState
 from stoker.cache.index import MIN_TOKENS
 from stoker.scheduler.cells import CellPool
-from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, Trim
+from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, TakeBack, Trim
 from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import Placement, Reuse, SlotTable
 from stoker.scheduler.stock import Stock
@@ -213,6 +213,13 @@ class Room:
         self.stock.begin_checkpoints(sequence)
         if num_kept == 0 and sequence.initial_state is not None:
             self._late.append(Begin(seq, sequence))
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Free the cells of a draft that was not drawn. They lie behind all others and leave no hole."""
+        assert sequence.slot is not None, f"{sequence!r} does not run"
+        self.cells.trim(sequence.slot, sequence.num_computed)
+        self._late.append(TakeBack(sequence.slot, sequence.num_computed))
+        sequence.num_ahead = 0
 
     def take_late(self) -> list[Effect]:
         """Effects of what happened since the last turn, to be carried out before anything else."""

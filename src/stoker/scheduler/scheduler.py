@@ -83,7 +83,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a turn would do something: those that wait for the disk have the first places."""
         allowed = (sequence for sequence in self.line if not self.throttle.holds(sequence))
-        return bool(self.slots.running) or any(
+        return any(not sequence.awaits_picture for sequence in self.slots.running) or any(
             not (sequence.is_held or self.room.stock.is_fetching(sequence))
             for sequence in islice(allowed, self.limits.num_slots)
         )
@@ -154,6 +154,7 @@ class Scheduler:
         else:
             self.forecast.note_end(sequence, now)
         self.room.now, self._surplus.is_due = now, True
+        self.take_back(sequence)
         self.room.release(sequence)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
@@ -252,8 +253,10 @@ class Scheduler:
         """The step of `plan` succeeded: its tokens are in the backend."""
         self.room.now = now
         for part in plan.parts:
-            sequence, count = part.sequence, len(part.item.tokens)
-            self.cells.extend(part.item.seq, count)
+            sequence = part.sequence
+            sequence.num_ahead = part.num_drafted
+            self.cells.extend(part.item.seq, len(part.item.tokens))
+            count = len(part.item.tokens) - sequence.num_ahead
             self.tally.computed(sequence, count)
             sequence.num_computed += count
             self.room.leave_checkpoint(sequence)
@@ -262,6 +265,11 @@ class Scheduler:
                 sequence.is_owed = False  # its row is about to become a token
                 if sequence.state is SequenceState.PREFILL:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
+
+    def take_back(self, sequence: Sequence) -> None:
+        """What is left of its draft will not be drawn; the backend hears of it before the next step."""
+        if sequence.num_ahead:
+            self.room.take_back(sequence)
 
     def completed(self, sequence: Sequence) -> None:
         """The backend has computed its last token by itself."""

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from stoker.backends.protocol import PLAIN, Conditioning
 from stoker.request import FinishReason, Priority
+from stoker.scheduler.pictures import next_border, unseen
 from stoker.values import CacheSource
 
 if TYPE_CHECKING:
     from stoker.cache.entry import Entry
     from stoker.scheduler.checkpoints import Checkpoints
     from stoker.scheduler.flight import Following
+    from stoker.scheduler.pictures import PictureSpan
     from stoker.values import Tensor
 
 
@@ -93,9 +95,11 @@ class Sequence:
         shares: whether it uses what others computed, and they use its own (SPEC C10).
         initial_state: what a recurrent model begins from; None: its own.
         conditioning: what its tokens are computed with beside themselves.
+        pictures: where pictures stand among its tokens.
         follows: who computes a prefix that it waits for (SPEC C4).
         is_to_embed: what is wanted is the model's view of its last token, which is left to the backend.
         meets_at: where a step of it ends, so that those who follow it go on together with it.
+        num_ahead: tokens of a draft that the backend holds beyond those computed, until they are drawn.
         is_raised: somebody who waits for an answer follows it, so it is not background for now.
         cache_source: where the cached tokens came from.
         checkpoints: where it leaves states behind; None: its model can go back.
@@ -127,9 +131,11 @@ class Sequence:
     shares: bool = True
     initial_state: list[Tensor] | None = None
     conditioning: Conditioning = PLAIN
+    pictures: tuple[PictureSpan, ...] = ()
     is_to_embed: bool = False
     follows: Following | None = None
     meets_at: int = 0
+    num_ahead: int = 0
     is_raised: bool = False
     cache_source: CacheSource | None = None
     checkpoints: Checkpoints | None = None
@@ -167,12 +173,33 @@ class Sequence:
         """Tokens to compute before the next draw."""
         return len(self.tokens) - self.num_computed
 
+    def draw_ahead(self) -> None:
+        """The next token of the draft was drawn: it is computed already."""
+        assert self.num_ahead > 0, f"{self!r} has no draft"
+        self.num_ahead -= 1
+        self.num_computed += 1
+
     @property
     def num_in_reach(self) -> int:
         """How many of them a step may carry: up to the next place where something is to happen."""
         place = None if self.checkpoints is None else self.checkpoints.next_after(self.num_computed)
-        places = [at for at in (place, self.meets_at) if at is not None and at > self.num_computed]
+        border = None
+        if self.pictures:
+            if self.awaits_picture:
+                return 0
+            border = next_border(self.pictures, self.num_computed)
+        places = [at for at in (place, border, self.meets_at) if at is not None and at > self.num_computed]
         return min([self.num_pending, *(at - self.num_computed for at in places)])
+
+    @property
+    def unseen(self) -> list[PictureSpan]:
+        """Its pictures that are still to be computed and whose embeddings are not there yet."""
+        return unseen(self.pictures, self.conditioning.pictures, self.num_computed)
+
+    @property
+    def awaits_picture(self) -> bool:
+        """Whether its next token is a picture's, whose embeddings are not there yet."""
+        return bool(self.pictures) and any(span.start <= self.num_computed for span in self.unseen)
 
     @property
     def num_generated(self) -> int:

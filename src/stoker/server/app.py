@@ -18,6 +18,7 @@ from stoker.server.gate import Gate
 from stoker.server.metrics import Metrics
 from stoker.server.routes import (
     chat,
+    choose,
     completions,
     embeddings,
     messages,
@@ -32,6 +33,7 @@ from stoker.server.routes import (
     tokens,
 )
 from stoker.server.schema.chat import ChatRequest, Conversation
+from stoker.server.schema.choose import ChooseRequest
 from stoker.server.schema.completion import CompletionRequest
 from stoker.server.schema.embeddings import EmbeddingRequest
 from stoker.server.schema.messages import MessagesRequest
@@ -58,6 +60,7 @@ _BODIES = (
     StateEmbeddingRequest,
     EmbeddingRequest,
     RerankRequest,
+    ChooseRequest,
     LoadModelRequest,
     ModelRequest,
     PinModelRequest,
@@ -71,6 +74,7 @@ _ROUTERS = (
     states.router,
     embeddings.router,
     rerank.router,
+    choose.router,
     models.router,
     tokens.router,
     probes.router,

@@ -6,13 +6,18 @@ for how long, is the runtime's business.
 
 from __future__ import annotations
 
+import time
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from stoker.chatting import form_of
 from stoker.errors import RequestNotFoundError
 from stoker.server.generation import merged
+from stoker.server.sse import Ending
 from stoker.server.writers.chat import ChatChunks
 from stoker.server.writers.head import Head
+from stoker.server.writers.messages import MessageChunks, MessageHead
+from stoker.server.writers.responses import ResponseChunks, ResponseHead
 from stoker.server.writers.text import TextChunks
 
 if TYPE_CHECKING:
@@ -60,11 +65,21 @@ class Attachment:
         """It was taken in before; there is nothing to wait for."""
         return True
 
-    def writer(self) -> ChunkWriter:
-        """Writes chunks as the request's own route does; usage comes with the last one."""
-        first = self._kept[0]
-        head = Head(self._answer_id, first.model, first.n, wants_usage=True)
-        return ChatChunks(head) if first.is_chat else TextChunks(head, len(self._kept))
+    def writer(self) -> tuple[ChunkWriter, Ending]:
+        """Writes chunks as the request's own route does, with usage at the end; how its stream ends.
+
+        Which route that was is told by the answer's id. What a response repeats of its request is not kept.
+        """
+        first, own = self._kept[0], self._answer_id
+        form = form_of(first.note)
+        if first.is_chat and own.startswith("resp-"):
+            responses = ResponseChunks(ResponseHead(own, first.model, int(time.time())), form)
+            return responses, Ending(b"", responses.fail)
+        if first.is_chat and own.startswith("msg-"):
+            messages = MessageChunks(MessageHead(own, first.model), form)
+            return messages, Ending(b"", messages.fail)
+        head = Head(own, first.model, first.n, wants_usage=True)
+        return ChatChunks(head, form) if first.is_chat else TextChunks(head, len(self._kept)), Ending()
 
     async def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
         """(index of the prompt, event) as they come; leaving ends nothing.

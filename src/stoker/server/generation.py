@@ -79,8 +79,9 @@ class Generation:
     @property
     def is_ready(self) -> bool:
         """Whether every model it needs is in memory."""
-        needed = {request.model for request in self._requests}
-        ready = {status.id for status in self._context.runtime.model_states() if status.state == "ready"}
+        runtime = self._context.runtime
+        needed = {runtime.resolve(request.model).id for request in self._requests}
+        ready = {status.id for status in runtime.model_states() if status.state == "ready"}
         return needed <= ready
 
     def _live(self) -> list[LiveRequest]:

@@ -68,6 +68,16 @@ def _counted(counters: dict[str, float]) -> Iterable[Metric]:
     yield CounterMetricFamily(
         "stoker:num_preemptions", "Sequences that others took the place of.", preemptions
     )
+    for name, text, key in (
+        ("num_draft_tokens", "Guessed tokens that steps computed.", "num_drafted_total"),
+        ("num_accepted_tokens", "Guessed tokens that were drawn.", "num_accepted_total"),
+    ):
+        yield CounterMetricFamily(f"stoker:spec_decode_{name}", text, counters.get(key, 0.0))
+    for name, text in (
+        ("images_encoded", "Pictures that a projector encoded."),
+        ("images_reused", "Places of pictures that needed no encoding."),
+    ):
+        yield CounterMetricFamily(f"stoker:{name}", text, counters.get(f"{name}_total", 0.0))
     parked = counters.get("parked_bytes", 0.0)
     yield GaugeMetricFamily("stoker:parked_bytes", "Host memory of parked sequences' states.", parked)
     target_s = counters.get("step_target_ms", 0.0) / _MILLISECONDS

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import platformdirs
 
+from stoker.backends.llama.adapters import Adapters
 from stoker.backends.llama.binding import device_names, label
+from stoker.backends.llama.choices import ChoiceScoring
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.llama.draft import DraftModel, open_draft
 from stoker.backends.llama.hidden import HiddenStates
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.recurrent import RecurrentStates
@@ -19,7 +23,8 @@ from stoker.backends.llama.scoring import Scorer
 from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
+from stoker.backends.llama.vision import BLIND, Eyes, open_eyes
+from stoker.backends.protocol import BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
 from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.models.estimate import num_sequences
 from stoker.models.fingerprint import fingerprint
@@ -28,6 +33,7 @@ from stoker.models.gguf import read_header
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stoker.backends.llama.vision import Vision
     from stoker.backends.llama.vocabulary import LlamaVocabulary
     from stoker.backends.protocol import Buffer, Rows
     from stoker.models.gguf import GgufHeader
@@ -44,19 +50,25 @@ class LlamaBackend:
         ModelLoadError: a recurrent model's state has a layout that is not known here.
     """
 
-    def __init__(self, model: LlamaModel, context: LlamaContext, header: GgufHeader) -> None:
+    def __init__(
+        self, model: LlamaModel, context: LlamaContext, header: GgufHeader, eyes: Eyes = BLIND
+    ) -> None:
         self._model = model
         self._context = context
+        self._vision = eyes.vision
         self._states = SequenceStates(model, context, fingerprint(header.path))
         self._recurrent = RecurrentStates(model, context, self._states) if model.is_recurrent else None
         self._hidden = HiddenStates(model, context)
         self._capabilities = dataclasses.replace(
             _capabilities(header, model, context),
+            has_vision=eyes.vision is not None,
+            pairing=eyes.pairing,
             fingerprint=self._states.fingerprint,
             state_layout=self._recurrent.layout if self._recurrent else (),
         )
-        needs_scorer = context.key_type is not KeyType.F16
-        self._scorer = Scorer(model, context.n_batch) if needs_scorer else None
+        self._scorer = Scorer(model, context.n_batch)
+        self._asked: dict[int, list[int]] = {}  # tokens of the prompts whose every row is asked
+        self._drafter: DraftModel | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -92,6 +104,20 @@ class LlamaBackend:
         """CPU threads a step uses."""
         return self._context.num_threads
 
+    @property
+    def drafter(self) -> DraftModel | None:
+        """The model that guesses for it; None: it has none."""
+        return self._drafter
+
+    def add_drafter(self, drafter: DraftModel) -> None:
+        """Have it guessed for; the draft model is its own from here on."""
+        self._drafter = drafter
+
+    @property
+    def vision(self) -> Vision | None:
+        """Its projector; None: it takes no pictures."""
+        return self._vision
+
     def step(self, plan: BatchPlan) -> Rows:
         """One forward pass; see `Backend.step`. A call that raises changed nothing."""
         if plan.num_rows <= len(plan.items):
@@ -101,12 +127,14 @@ class LlamaBackend:
     def _step_and_score(self, plan: BatchPlan) -> Rows:
         """A step whose whole prompts get their rows from the scorer, if there is one."""
         is_scored = [self._can_score(item) for item in plan.items]
+        if not any(is_scored):
+            return self._context.step(plan)
         served = [
             PlanItem(item.seq, item.start, item.tokens, 0) if scored else item
             for item, scored in zip(plan.items, is_scored, strict=True)
         ]
         scores = [
-            self._scorer.score(item, self.num_threads).copy() if scored and self._scorer else None
+            self._scorer.score(self._asked[item.seq], item.start, self.num_threads) if scored else None
             for item, scored in zip(plan.items, is_scored, strict=True)
         ]
         found = self._context.step(BatchPlan(tuple(served)))
@@ -117,14 +145,29 @@ class LlamaBackend:
         return np.concatenate(rows)
 
     def _can_score(self, item: PlanItem) -> bool:
-        """The scorer begins from the model's own state."""
-        begins_elsewhere = item.seq in self._context.with_initial_state
-        return self._scorer is not None and not begins_elsewhere and self._scorer.can_score(item)
+        """The scorer begins from the model's own state and has its own weights."""
+        is_plain = item.seq not in self._context.with_initial_state and not self._context.is_adapted(item.seq)
+        is_whole = 1 < item.num_logits == len(item.tokens)
+        if not (is_plain and is_whole) or self._context.key_type is KeyType.F16:
+            return False
+        if item.start == 0:
+            self._asked[item.seq] = []
+        asked = self._asked.get(item.seq)
+        if asked is None or len(asked) < item.start:  # it was taken to another sequence in the middle
+            return False
+        asked[item.start :] = item.tokens
+        return True
 
-    def condition(self, seq: int, conditioning: Conditioning) -> None:  # noqa: ARG002 - takes none yet
+    def scoring(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> ChoiceScoring:
+        """How likely texts are after a prompt, as llama.cpp computes it by its defaults; see `choices`."""
+        return ChoiceScoring(self._scorer, prompt, texts, lambda: self.num_threads)
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
-        if conditioning != PLAIN:
+        if conditioning.source or (conditioning.pictures and self._vision is None):
             raise UnsupportedError(f"{self._capabilities.description} takes tokens and nothing beside them")
+        self._context.see(seq, conditioning.pictures)
+        self._context.adapt(seq, conditioning.adapters)
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty sequence `dst` share the first `length` tokens of `src`."""
@@ -136,6 +179,7 @@ class LlamaBackend:
 
     def drop(self, seq: int) -> None:
         """Forget the sequence and free its cells."""
+        self._asked.pop(seq, None)
         self._context.drop(seq)
 
     def close_up(self, seqs: Sequence[int]) -> None:
@@ -181,18 +225,29 @@ class LlamaBackend:
     def memory(self) -> dict[str, int]:
         """Bytes by line: weights, kv, compute."""
         lines = {"weights": self._capabilities.size_bytes, **self._context.memory()}
-        lines["compute"] += self._scorer.memory() if self._scorer else 0
+        if self._context.adapters:
+            lines["adapters"] = self._context.adapters.size_bytes
+        lines |= self._vision.memory() if self._vision else {}
+        lines |= {"draft": self._drafter.memory()} if self._drafter else {}
+        lines["compute"] += self._scorer.memory()
         return lines
 
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next step on."""
         self._context.set_threads(num_threads)
+        if self._vision:
+            self._vision.set_threads(num_threads)
+        if self._drafter:
+            self._drafter.set_threads(num_threads)
 
     def close(self) -> None:
         """Free cells, then weights; idempotent."""
         self._is_closed = True
-        if self._scorer:
-            self._scorer.close()
+        if self._drafter:
+            self._drafter.close()
+        if self._vision:
+            self._vision.close()
+        self._scorer.close()
         self._context.close()
         self._model.close()
 
@@ -228,23 +283,38 @@ def load(
     verdict = verdict_of(header, folder, lambda: on_progress(0.0))
     if verdict.setting is SmokeSetting.BROKEN:
         raise ModelLoadError(f"{header.path.name} cannot be run here: {verdict.detail}", path=spec.path)
-    model = LlamaModel(
-        ModelOptions(
-            path=header.path,
-            use_extra_bufts=verdict.setting is SmokeSetting.OK,
-            on_progress=on_progress,
-        )
+    options = ModelOptions(
+        path=header.path,
+        use_extra_bufts=verdict.setting is SmokeSetting.OK,
+        on_progress=on_progress,
     )
+    return _put_together(spec, header, options)
+
+
+def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) -> LlamaBackend:
+    """Model, context, projector and draft model; where one fails, those before it are freed."""
+    with ExitStack() as made:
+        model = LlamaModel(options)
+        made.callback(model.close)
+        adapters = Adapters(model, header, spec.adapters) if spec.adapters else None
+        context = LlamaContext(model, _context_options(spec, model), adapters)
+        made.callback(context.close)
+        eyes = open_eyes(spec, model, header, context.num_threads)
+        if eyes.vision:
+            made.callback(eyes.vision.close)
+        backend = LlamaBackend(model, context, header, eyes)
+        made.pop_all()
+    if spec.draft_path and spec.speculation.uses_model:
+        _add_drafter(backend, spec, model)
+    return backend
+
+
+def _add_drafter(backend: LlamaBackend, spec: ModelSpec, model: LlamaModel) -> None:
     try:
-        context = LlamaContext(model, _context_options(spec, model))
+        n_ctx = backend.capabilities.n_ctx
+        backend.add_drafter(open_draft(spec.draft_path, model, n_ctx, backend.num_threads))
     except BaseException:
-        model.close()
-        raise
-    try:
-        return LlamaBackend(model, context, header)
-    except BaseException:
-        context.close()
-        model.close()
+        backend.close()
         raise
 
 
@@ -293,6 +363,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) 
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,
         computes_on_cpu=not device_names(),
+        adapters=tuple(context.adapters.fingerprints.items()) if context.adapters else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""The native batch: arrays that numpy owns and llama.cpp reads."""
+"""The native batches, of tokens and of embeddings: arrays that numpy owns and llama.cpp reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 from stoker.backends.llama.binding import llama
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
-    from stoker.backends.protocol import BatchPlan
+    from stoker.backends.protocol import BatchPlan, Rows
 
 
 class TokenBatch:
@@ -62,6 +64,27 @@ class TokenBatch:
                 self._wants_logits[end - item.num_logits : end] = 1
             begin += count
         self.native.n_tokens = begin
+
+
+class EmbeddingBatch:
+    """Room for `capacity` embeddings of `width` numbers in place of tokens. `native` is for llama_decode."""
+
+    def __init__(self, capacity: int, width: int, first_position: int = 0) -> None:
+        self._places = TokenBatch(capacity, first_position)
+        self._embeddings = np.zeros((capacity, width), np.float32)
+        places, self.native = self._places.native, llama.llama_batch()
+        for name in ("pos", "n_seq_id", "seq_id", "logits"):
+            setattr(self.native, name, getattr(places, name))
+        self.native.embd = _pointer(self._embeddings, ctypes.POINTER(ctypes.c_float))
+
+    def __repr__(self) -> str:
+        return f"<EmbeddingBatch {self.native.n_tokens} of {len(self._embeddings)}>"
+
+    def fill(self, plan: BatchPlan, embeddings: Sequence[Rows]) -> None:
+        """Lay out the plan's places, and what stands there: of each item float32 (its tokens, width)."""
+        self._places.fill(plan)
+        np.concatenate(embeddings, out=self._embeddings[: plan.num_tokens])
+        self.native.n_tokens = plan.num_tokens
 
 
 def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llama_cpp
 from llama_cpp import llama_cpp as llama
@@ -32,6 +32,7 @@ __all__ = [
     "label",
     "llama",
     "start",
+    "vision_library",
 ]
 
 LIBRARY_DIR = Path(llama_cpp.__file__).parent / "lib"
@@ -111,6 +112,16 @@ def start() -> None:
     """Start the native library; the second call does nothing."""
     llama.llama_log_set(_receive_native, None)
     llama.llama_backend_init()
+
+
+@cache
+def vision_library() -> Any:
+    """The library's part that looks at pictures (mtmd), its log joined to the other; loaded on demand."""
+    start()
+    from llama_cpp import mtmd_cpp  # noqa: PLC0415 - most models see nothing
+
+    mtmd_cpp.mtmd_log_set(_receive_native, None)
+    return mtmd_cpp
 
 
 @cache

@@ -14,21 +14,25 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from stoker.backends.lengths import Lengths
-from stoker.backends.llama.batch import TokenBatch
+from stoker.backends.llama.batch import EmbeddingBatch, TokenBatch
 from stoker.backends.llama.binding import capture_log, error_text, llama
+from stoker.backends.llama.passes import NONE, AdapterSet, Pass, passes
 from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.seeing import embeddings_of
 from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from stoker.backends.llama.adapters import Adapters
     from stoker.backends.llama.binding import LogLine
     from stoker.backends.llama.model import LlamaModel
-    from stoker.backends.protocol import Rows
+    from stoker.backends.protocol import Placed, Rows
 
 _NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
 _TO_THE_END = -1
 _FLASH_ATTENTION_AUTO = -1
+_FLASH_ATTENTION_OFF = 0
 _POOLING_NONE = 0  # a hidden state is one token's
 _BUFFER_SIZE = re.compile(r"(KV|RS|compute|output) buffer size = +([\d.]+) MiB")
 _BUFFER_LINES = {"KV": "kv", "RS": "kv", "compute": "compute", "output": "compute"}
@@ -72,6 +76,7 @@ class ContextOptions:
         num_sequences: sequences that may exist at once, at most 256.
         num_threads: CPU threads of a step.
         key_type: element type of the cached keys; it decides that of the values.
+        is_fused: attention may be one operation (flash attention), which rounds what it reads to f16.
     """
 
     num_cells: int
@@ -79,20 +84,27 @@ class ContextOptions:
     num_sequences: int
     num_threads: int
     key_type: KeyType = KeyType.F16
+    is_fused: bool = True
 
 
 class LlamaContext:
     """Sequences of `model`. One thread drives it; close it before the model.
 
     Attributes:
+        adapters: what its sequences may be computed with; None: nothing.
         with_initial_state: sequences that began from a state put there, and not from the model's own.
 
     Raises:
         ModelLoadError: llama.cpp could not make it, e.g. for want of memory.
     """
 
-    def __init__(self, model: LlamaModel, options: ContextOptions) -> None:
+    def __init__(self, model: LlamaModel, options: ContextOptions, adapters: Adapters | None = None) -> None:
         self._model = model
+        self.adapters = adapters
+        self._sets: dict[int, AdapterSet] = {}
+        self._current = NONE
+        self._pictures: dict[int, tuple[Placed, ...]] = {}
+        self._embeddings: EmbeddingBatch | None = None
         self.num_sequences = options.num_sequences
         self.num_threads = options.num_threads
         self.key_type = options.key_type
@@ -110,6 +122,8 @@ class LlamaContext:
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
         self.flash_attention = "on" if self.key_type.is_quantised else _flash_attention(lines)
+        if not options.is_fused:
+            self.flash_attention = "off"
         self._buffer_bytes = _buffer_bytes(lines)
         # A state that no token made needs a position of its own; recurrent models do not look at positions.
         self._first_position = 1 if model.is_recurrent else 0
@@ -122,15 +136,82 @@ class LlamaContext:
     def __repr__(self) -> str:
         return f"<LlamaContext of {self._model!r}, {self.num_cells} cells, {self.lengths!r}>"
 
+    @property
+    def row_width(self) -> int:
+        """Numbers that the library keeps of a token whose output is asked: logits and hidden state."""
+        return self._n_vocab + self._model.n_embd
+
     def step(self, plan: BatchPlan) -> Rows:
         """One forward pass; see `Backend.step`."""
         self.lengths.check(plan)
-        self._batch.fill(plan)
-        code = llama.llama_decode(self.handle, self._batch.native)
-        if code != 0:
-            self._undo(plan, code)
+        self._check_pictures(plan)
+        cut = passes(plan, self._sets, self._current)
+        if len(cut) > 1:
+            return self._step_in_passes(plan, cut)
+        self._compute(cut[0])
         self.lengths.advance(plan)
         return self._logits(plan.num_rows)
+
+    def _check_pictures(self, plan: BatchPlan) -> None:
+        """Before anything is computed: not every model can take a pass back."""
+        for item in plan.items:
+            if item.tokens[0] < 0:
+                embeddings_of(item, self._pictures.get(item.seq, ()))
+
+    def _step_in_passes(self, plan: BatchPlan, cut: list[Pass]) -> Rows:
+        """One native call after the other; where one fails, those before it are taken back."""
+        rows = np.empty((plan.num_rows, self._n_vocab), np.float32)
+        for number, each in enumerate(cut):
+            try:
+                self._compute(each)
+            except (PoolFullError, StepFailedError):
+                for done in cut[:number]:
+                    self._take_back(done.plan)
+                raise
+            rows[list(each.rows)] = self._logits(each.plan.num_rows)
+        self.lengths.advance(plan)
+        return rows
+
+    def _compute(self, each: Pass) -> None:
+        """One native call; one that fails has changed nothing."""
+        if each.adapters != self._current and self.adapters:
+            self.adapters.apply(self.handle, each.adapters)
+            self._current = each.adapters
+        code = llama.llama_decode(self.handle, self._laid_out(each))
+        if code != 0:
+            self._undo(each.plan, code)
+
+    def _laid_out(self, each: Pass) -> object:
+        """The pass as the native library takes it."""
+        if not each.is_pictured:
+            self._batch.fill(each.plan)
+            return self._batch.native
+        if self._embeddings is None:  # most contexts never need one
+            self._embeddings = EmbeddingBatch(self.n_batch, self._model.n_embd, self._first_position)
+        rows = [embeddings_of(item, self._pictures.get(item.seq, ())) for item in each.plan.items]
+        self._embeddings.fill(each.plan, rows)
+        return self._embeddings.native
+
+    def see(self, seq: int, pictures: tuple[Placed, ...]) -> None:
+        """Where the sequence's tokens are numbers of these pictures, compute their embeddings."""
+        if pictures:
+            self._pictures[seq] = pictures
+        else:
+            self._pictures.pop(seq, None)
+
+    def adapt(self, seq: int, adapters: AdapterSet) -> None:
+        """Compute the sequence's next tokens with these adapters; UnsupportedError for unknown ones."""
+        if not adapters:
+            self._sets.pop(seq, None)
+            return
+        if self.adapters is None:
+            raise UnsupportedError(f"{self._model.description} was loaded without adapters", param="lora")
+        self.adapters.check(adapters)
+        self._sets[seq] = adapters
+
+    def is_adapted(self, seq: int) -> bool:
+        """Whether the sequence's tokens are computed with adapters."""
+        return seq in self._sets
 
     def step_hidden(self, seq: int, token: int) -> npt.NDArray[np.float32]:
         """Append a token; what the model made of it, float32 (width,), a copy.
@@ -208,9 +289,7 @@ class LlamaContext:
 
     def _undo(self, plan: BatchPlan, code: int) -> NoReturn:
         """Take every sequence back to where it was and raise what the return code means."""
-        for item in plan.items:
-            is_begun = item.start > 0 or item.seq in self.with_initial_state
-            self._remove(item.seq, item.start + self._first_position if is_begun else 0)
+        self._take_back(plan)
         if code == _NO_CELLS:
             raise PoolFullError(
                 f"no cells for {plan.num_tokens} more tokens among {self.num_cells}",
@@ -221,6 +300,12 @@ class LlamaContext:
             f"llama_decode returned {code} for {plan.num_tokens} tokens of {len(plan.items)} sequences",
             native_code=code,
         )
+
+    def _take_back(self, plan: BatchPlan) -> None:
+        """Remove the plan's tokens from their sequences."""
+        for item in plan.items:
+            is_begun = item.start > 0 or item.seq in self.with_initial_state
+            self._remove(item.seq, item.start + self._first_position if is_begun else 0)
 
     def _remove(self, seq: int, start: int) -> None:
         """Remove native positions `start` and up."""
@@ -239,7 +324,7 @@ def _native_params(options: ContextOptions) -> object:
     params.n_threads = params.n_threads_batch = options.num_threads
     params.type_k = _NATIVE_TYPES[options.key_type]
     params.type_v = _NATIVE_TYPES[options.key_type.value_type]
-    params.flash_attn_type = _FLASH_ATTENTION_AUTO
+    params.flash_attn_type = _FLASH_ATTENTION_AUTO if options.is_fused else _FLASH_ATTENTION_OFF
     params.kv_unified = True  # one pool, cells shared between sequences
     params.pooling_type = _POOLING_NONE
     params.swa_full = False  # a windowed model cannot go back in either case: its old cells are reused

@@ -2,6 +2,11 @@
 
 Its context has no cells: every call computes its texts from their first token. Weights and tokenizer are
 `model`'s, the native batch is `batch`'s.
+
+On a CPU attention adds up one way below 64 tokens and another way from there on, which in quantised weights
+moves a score by 0.05 and puts near neighbours in another order. So short texts share native calls of fewer
+tokens than that and a longer one has its own: each is then computed as it would be alone, to the bit. Larger
+calls were no quicker there, since every text's attention passes over all tokens of its call.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ if TYPE_CHECKING:
 
 MAX_TEXTS = 64
 """Texts one call may carry."""
+LIKE_ALONE_TOKENS = 63
+"""In a native call of so many tokens, on a CPU, each text is computed as if it were alone there."""
 _NATIVE_POOLING = {"mean": 1, "cls": 2, "last": 3, "rank": 4}  # enum llama_pooling_type
 _COMPUTE = re.compile(r"compute buffer size = +([\d.]+) MiB")
 _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")
@@ -113,6 +120,17 @@ class LlamaEncoder:
             StepFailedError: the native encode failed.
         """
         check_texts(texts, self._capabilities)
+        different = list(dict.fromkeys(tuple(text) for text in texts))
+        computes_on_cpu = self._capabilities.computes_on_cpu
+        most = LIKE_ALONE_TOKENS if computes_on_cpu else self._max_tokens
+        found = [self._encode(different[call]) for call in calls_of([len(text) for text in different], most)]
+        if len(different) == len(texts) and len(found) == 1:
+            return found[0]
+        places = {text: at for at, text in enumerate(different)}
+        return np.concatenate(found)[[places[tuple(text)] for text in texts]]
+
+    def _encode(self, texts: Sequence[Sequence[int]]) -> Rows:
+        """One native call."""
         items = tuple(PlanItem(seq, 0, text, len(text)) for seq, text in enumerate(texts))
         plan = BatchPlan(items)
         self._batch.fill(plan)
@@ -195,6 +213,18 @@ def load(
     except BaseException:
         model.close()
         raise
+
+
+def calls_of(lengths: Sequence[int], most: int) -> list[slice]:
+    """Texts of those lengths as calls, in order, each of at most `most` tokens or of one longer text."""
+    calls: list[slice] = []
+    first = num_tokens = 0
+    for at, length in enumerate(lengths):
+        if at > first and num_tokens + length > most:
+            calls.append(slice(first, at))
+            first, num_tokens = at, 0
+        num_tokens += length
+    return [*calls, slice(first, len(lengths))]
 
 
 def context_length_of(header: GgufHeader, spec: ModelSpec) -> int:

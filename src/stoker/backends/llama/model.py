@@ -92,6 +92,11 @@ class LlamaModel:
         return not (self.is_recurrent or self.is_hybrid or llama.llama_model_n_swa(self.handle) > 0)
 
     @property
+    def has_encoder(self) -> bool:
+        """Whether it is an encoder-decoder: its decoder steps only once its encoder has read a source."""
+        return bool(llama.llama_model_has_encoder(self.handle))
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Numbers that differ between models: vocabulary, width, layers, parameters, bytes."""
         return (
@@ -134,8 +139,8 @@ class LlamaModel:
         return int(handle)
 
     def _refuse_foreign_kinds(self) -> None:
-        if llama.llama_model_has_encoder(self.handle):
-            raise UnsupportedError(f"{self.path.name} has an encoder: only decoders are served")
+        if llama.llama_model_has_encoder(self.handle) and not llama.llama_model_has_decoder(self.handle):
+            raise UnsupportedError(f"{self.path.name} is an encoder of a kind that is not served")
         if llama.llama_model_is_diffusion(self.handle):
             raise UnsupportedError(f"{self.path.name} is a diffusion model: only decoders are served")
 

@@ -1,52 +1,183 @@
-"""Logits of whole prompts, the way llama.cpp's own defaults compute them (SPEC D6).
+"""Logits the way llama.cpp's own defaults compute them (SPEC D5, D6).
 
-Prompt logprobs are compared between programs, to a thousandth. The serving context adds attention up in a
+Scores are compared between programs, to a thousandth and less. The serving context adds attention up in a
 way of its own (docs/adr/0006), whose logits differ by more; so a prompt whose every logit is asked is also
-computed here, alone, in one call over a context with default types.
+computed here, over a context with default types. The candidates of a choice share this context; what of it is
+computed once for all of them is `choices`' business.
+
+The measure is a text alone, cut into calls of 512 tokens. llama.cpp's CPU attention adds up in one way in
+calls below 64 tokens and in another, tile by tile of cells, from 64 on. Within one way a row depends neither
+on how many rows its call has nor on what other sequences hold, as long as its own cells are where they would
+be alone. So a text may be cut otherwise here, and its beginning kept for the next one; what a call lacks to
+64 tokens is filled up with tokens of another sequence.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.protocol import BatchPlan, PlanItem
-from stoker.errors import ModelLoadError, StepFailedError
+from stoker.errors import ModelLoadError, PoolFullError, StepFailedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stoker.backends.llama.model import LlamaModel
     from stoker.backends.protocol import Rows
 
+DEFAULT_CALL = 512
+"""Tokens of a call by llama.cpp's defaults (`n_ubatch`); it cuts longer ones."""
+TILED_FROM = 64
+"""Tokens of a call from which llama.cpp's attention goes by tiles (GGML_FA_TILE_Q)."""
+NUM_SEQUENCES = 16
+FILLER = 1
+"""The sequence that fills calls up; who uses it and those above empties them."""
+_LEAST_ROWS = 2  # one row alone has a third way, split over the threads
+
+
+def call_end(position: int, total: int) -> int:
+    """Where the default call ends that computes this position of a text of `total` tokens."""
+    return min(total, (position // DEFAULT_CALL + 1) * DEFAULT_CALL)
+
+
+def is_tiled(position: int, total: int) -> bool:
+    """Whether that call has attention go by tiles."""
+    begin = position // DEFAULT_CALL * DEFAULT_CALL
+    return call_end(position, total) - begin >= TILED_FROM
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a text to compute in one call, within one of the default calls.
+
+    Attributes:
+        tokens: the whole text's, as far as they are known.
+        total: how many it has.
+        begin, end: first token to compute, and the one after the last.
+        num_rows: of how many of the last ones logits are wanted.
+    """
+
+    tokens: Sequence[int]
+    total: int
+    begin: int
+    end: int
+    num_rows: int
+
 
 class Scorer:
-    """A context of `n_batch` cells, made when the first prompt is scored. Close it before the model."""
+    """A context with default types, made when first needed, and again where more cells are.
+
+    Sequence 0 holds the text that was computed last. Close it before the model.
+
+    Attributes:
+        can_trim: a text can be taken back to its beginning; else each is computed from its first token.
+    """
 
     def __init__(self, model: LlamaModel, n_batch: int) -> None:
         self._model = model
         self._n_batch = n_batch
         self._context: LlamaContext | None = None
+        self.can_trim = model.keeps_every_cell
+        self._held: list[tuple[int, bool]] = []  # tokens of sequence 0, and whether they went by tiles
 
     def __repr__(self) -> str:
-        return f"<Scorer of prompts up to {self._n_batch} tokens, {self._context!r}>"
+        return f"<Scorer holds {len(self._held)} tokens, {self._context!r}>"
 
-    def can_score(self, item: PlanItem) -> bool:
-        """Whether this is a prompt, or the first slice of a long one, of which every row is asked."""
-        return item.start == 0 and 1 < item.num_logits == len(item.tokens) <= self._n_batch
+    def score(self, tokens: Sequence[int], start: int, num_threads: int) -> Rows:
+        """The rows of a text from position `start` on, float32 (len(tokens) - start, n_vocab).
 
-    def score(self, item: PlanItem, num_threads: int) -> Rows:
-        """The rows of a prompt, float32 (num_tokens, n_vocab), valid until the next call.
+        What comes before is computed again where it is not held.
 
         Raises:
             StepFailedError: the native decode failed, or there is no memory for the context.
         """
-        if self._context is None:
+        total = len(tokens)
+        self.context(total + TILED_FROM, num_threads)
+        at, found = self.begin(tokens, total, start), []
+        while at < total:
+            end = min(call_end(at, total), start) if at < start and self.can_trim else call_end(at, total)
+            num_rows = max(0, end - max(at, start))
+            found.append(self.compute(Cut(tokens, total, at, end, num_rows)).copy())
+            at = end
+        return np.concatenate(found)
+
+    def begin(self, tokens: Sequence[int], total: int, most: int) -> int:
+        """How many of the first tokens, `most` of them, are held as they would be alone."""
+        held, same = self._held, 0
+        while same < min(most, len(held)) and held[same] == (tokens[same], is_tiled(same, total)):
+            same += 1
+        return same if self.can_trim or same == len(held) else 0
+
+    def least(self, begin: int, total: int) -> int:
+        """Tokens that a call from there on needs, lest it is computed in another way than alone."""
+        if not self.can_trim:
+            return 0
+        return TILED_FROM if is_tiled(begin, total) else _LEAST_ROWS
+
+    def compute(self, cut: Cut) -> Rows:
+        """Go on after the first tokens that are held; float32 (cut.num_rows, n_vocab), until the next call.
+
+        Raises:
+            StepFailedError: the native decode failed; nothing is held any more.
+        """
+        assert self._context is not None, "no context was asked for"
+        self.keep(cut.begin)
+        items = [PlanItem(0, cut.begin, tuple(cut.tokens[cut.begin : cut.end]), cut.num_rows)]
+        num_missing = self.least(cut.begin, cut.total) - (cut.end - cut.begin)
+        if num_missing > 0:
+            items.append(PlanItem(FILLER, 0, (cut.tokens[0],) * num_missing, 0))
+        rows = self.step(items)
+        self._context.drop(FILLER)
+        self._held += [(cut.tokens[at], is_tiled(at, cut.total)) for at in range(cut.begin, cut.end)]
+        return rows
+
+    def keep(self, length: int) -> None:
+        """Hold the first `length` tokens only."""
+        if length == 0:
+            self.forget()
+        elif length < len(self._held):
+            assert self._context is not None, "a text is held without a context"
+            self._context.trim(0, length)
+            del self._held[length:]
+
+    def step(self, items: list[PlanItem]) -> Rows:
+        """One native call.
+
+        Raises:
+            StepFailedError: it failed; nothing is held any more.
+        """
+        assert self._context is not None, "no context was asked for"
+        try:
+            return self._context.step(BatchPlan(tuple(items)))
+        except (PoolFullError, StepFailedError) as error:
+            self.forget()
+            raise StepFailedError(f"a text could not be scored: {error.message}") from error
+
+    def context(self, num_cells: int, num_threads: int) -> LlamaContext:
+        """The context with room for so many tokens; a new one holds nothing.
+
+        Raises:
+            StepFailedError: there is no memory for it.
+        """
+        if self._context is None or self._context.num_cells < num_cells:
+            self.close()
             try:
-                self._context = LlamaContext(self._model, self._options(num_threads))
+                self._context = LlamaContext(self._model, self._options(num_cells, num_threads))
             except ModelLoadError as error:
-                raise StepFailedError(f"prompt logprobs need a context of their own: {error}") from error
+                raise StepFailedError(f"scores need a context of their own: {error}") from error
         self._context.set_threads(num_threads)
-        self._context.drop(0)
-        return self._context.step(BatchPlan((PlanItem(0, 0, item.tokens, item.num_logits),)))
+        return self._context
+
+    def forget(self) -> None:
+        """Empty every sequence."""
+        self._held.clear()
+        if self._context is not None:
+            for seq in range(NUM_SEQUENCES):
+                self._context.drop(seq)
 
     def memory(self) -> int:
         """Bytes it takes."""
@@ -54,15 +185,17 @@ class Scorer:
 
     def close(self) -> None:
         """Free the context; idempotent."""
+        self._held.clear()
         if self._context is not None:
             self._context.close()
             self._context = None
 
-    def _options(self, num_threads: int) -> ContextOptions:
+    def _options(self, num_cells: int, num_threads: int) -> ContextOptions:
+        n_batch = max(self._n_batch, DEFAULT_CALL)
         return ContextOptions(
-            num_cells=self._n_batch,
-            n_batch=self._n_batch,
-            num_sequences=1,
+            num_cells=max(num_cells, n_batch),
+            n_batch=n_batch,
+            num_sequences=NUM_SEQUENCES,
             num_threads=num_threads,
             key_type=KeyType.F16,
         )

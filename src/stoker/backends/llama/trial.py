@@ -19,6 +19,7 @@ from pathlib import Path
 from stoker.backends.llama.binding import label
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.source import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.errors import StokerError
@@ -64,6 +65,8 @@ def _decode(model: LlamaModel) -> str:
     )
     try:
         tokens = [index % model.vocabulary.n_vocab for index in range(BATCH_TOKENS + 1)]
+        if model.has_encoder:
+            SourceReader(context).read(tokens[:-1])
         for start, part in ((0, tokens[:-1]), (BATCH_TOKENS, tokens[-1:])):
             rows = context.step(BatchPlan((PlanItem(0, start, part, 1),)))
             if not bool((abs(rows) < float("inf")).all()):  # false for NaN as well

@@ -11,15 +11,12 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.chat.conversation import prepared_turn
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.errors import InvalidRequestError
 from stoker.request import GenerateRequest
 from stoker.server.body import described, read_body
 from stoker.server.delivery import collected, streamed
 from stoker.server.errors import invalid_body
 from stoker.server.generation import Caller, Generation
-from stoker.server.routes.headers import header_fields
+from stoker.server.routes.headers import IMAGES_HEADER, header_fields, images_header
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.chat import ChatRequest
 from stoker.server.schema.fields import state_bytes
@@ -29,7 +26,8 @@ from stoker.values import ModelInfo
 
 if TYPE_CHECKING:
     from stoker.chat.answer import AnswerForm
-    from stoker.chat.conversation import PreparedTurn
+    from stoker.chatting import ChatPlan
+    from stoker.images import ImageReport
     from stoker.server.context import ServerContext
 
 
@@ -44,22 +42,30 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, ChatRequest)
         turn = await chat_turn(context, request, body, "chatcmpl")
         asked = turn.request
-        head = Head(turn.generation.id, asked.model, asked.n, body.wants_usage)
+        head = Head(turn.generation.id, asked.model, asked.n, body.wants_usage, images=turn.images)
         if body.stream:
-            return streamed(turn.generation, ChatChunks(head, turn.form), context.settings.keepalive_s)
+            chunks = ChatChunks(head, turn.form)
+            return turn.tell(streamed(turn.generation, chunks, context.settings.keepalive_s))
         whole = WholeChat(head, turn.form, has_logprobs=asked.logprobs is not None)
-        return await collected(turn.generation, whole, request)
+        return turn.tell(await collected(turn.generation, whole, request))
 
     return routes
 
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A conversation on its way: what is generated, and how the text is to be read."""
+    """A conversation on its way: what is generated, how the text is to be read, what became of pictures."""
 
     request: GenerateRequest
     generation: Generation
     form: AnswerForm
+    images: tuple[ImageReport, ...] = ()
+
+    def tell(self, answer: Response) -> Response:
+        """The answer with a header that says what became of the pictures, if there are any."""
+        if self.images:
+            answer.headers[IMAGES_HEADER] = images_header(self.images)
+        return answer
 
 
 def chat_body(given: dict[str, Any]) -> ChatRequest:
@@ -79,43 +85,24 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     """
     context.require_ready()
     info = context.runtime.resolve(body.model)
-    asked, form = _to_request(context, info, body, request)
+    asked, plan = _to_request(context, info, body, request)
+    taken = await context.runtime.images.take(plan.images) if plan.images else []
     initial = await initial_state(context, request, state_bytes(body.state), info.id)
-    asked = msgspec.structs.replace(asked, **initial)
-    return ChatTurn(asked, Generation(context, prefix, Caller.of(request), [asked]), form)
+    asked = msgspec.structs.replace(asked, **initial, pictures=tuple(one.picture for one in taken))
+    reports = tuple(one.report for one in taken)
+    return ChatTurn(asked, Generation(context, prefix, Caller.of(request), [asked]), plan.form, reports)
 
 
 def _to_request(
     context: ServerContext, info: ModelInfo, body: ChatRequest, request: Request
-) -> tuple[GenerateRequest, AnswerForm]:
+) -> tuple[GenerateRequest, ChatPlan]:
     fields = {
         **body.common(info.n_vocab, request.state.key_digest),
         "max_tokens": body.token_limit(),
         "logprobs": body.num_logprobs(),
         **header_fields(request),
     }
-    turn = prepared_turn(body.turns(info.id), info.chat_template, body.offer())
-    args = body.template_args() | ({"tools": turn.tools} if turn.tools else {})
-    prompt = context.runtime.render_chat(turn.messages, model=info.id, **args) + turn.prefill
-    form = turn.form(prompt)
-    fields["stop"], fields["spelled"] = (*fields["stop"], *turn.stops), turn.control_tokens
-    fields["constraint"] = _constraint(fields.get("constraint"), turn, form)
-    return GenerateRequest(prompt=prompt, model=info.id, is_chat=True, **fields), form
-
-
-def _constraint(asked: Constraint | None, turn: PreparedTurn, form: AnswerForm) -> Constraint | None:
-    """What the answer has to match, behind its reasoning: what was asked for, or a call that is forced.
-
-    Raises:
-        InvalidRequestError: both.
-    """
-    if turn.constraint is not None:
-        if asked is not None:
-            text = f"tool_choice forces a call: {asked.param} cannot be asked for with it"
-            raise InvalidRequestError(text, param="tool_choice")
-        kind, source = turn.constraint
-        asked = Constraint(kind=ConstraintKind(kind), source=source)
-    if asked is None or form.tags is None:
-        return asked
-    opener = "" if form.is_reasoning else form.tags.opener
-    return msgspec.structs.replace(asked, reasoning_start=opener, reasoning_end=form.tags.closer)
+    plan = context.runtime.plan_chat(
+        body.turns(info.id), body.offer(), model=info.id, template_args=body.template_args()
+    )
+    return GenerateRequest(prompt=plan.prompt, model=info.asked_as, **plan.fields(fields)), plan

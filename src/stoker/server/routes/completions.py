@@ -31,9 +31,9 @@ def router(context: ServerContext) -> APIRouter:
         shared = body.to_shared(info.n_vocab, request.state.key_digest) | header_fields(request)
         shared |= await initial_state(context, request, state_bytes(body.state), info.id)
         prompts = body.prompts(info.n_vocab)
-        asked = [GenerateRequest(prompt=prompt, model=info.id, **shared) for prompt in prompts]
+        asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
         generation = Generation(context, "cmpl", Caller.of(request), asked)
-        head = Head(generation.id, info.id, asked[0].n, body.wants_usage)
+        head = Head(generation.id, info.asked_as, asked[0].n, body.wants_usage)
         if body.stream:
             return streamed(generation, TextChunks(head, len(asked)), context.settings.keepalive_s)
         return await collected(generation, WholeText(head, len(asked)), request)

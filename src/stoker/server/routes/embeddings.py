@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,7 +22,12 @@ from stoker.server.schema.embeddings import EmbeddingRequest, TextEmbeddingList
 from stoker.server.schema.states import EmbeddingEntry, EmbeddingList
 
 if TYPE_CHECKING:
+    from stoker.embeddings import TextEmbeddings
     from stoker.server.context import ServerContext
+
+
+FEW_VECTORS = 4
+"""So many are written in less time than a thread takes to be asked for it."""
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -51,8 +57,9 @@ class _EmbeddingRoutes:
         fields = body.text_fields(request.state.key_digest) | header_fields(request)
         work = self._embeddings.embed(body.texts(info.n_vocab), model=info.id, **fields)
         found = await while_connected(work, request.receive)
-        entries = await asyncio.to_thread(body.entries, found)
-        return await json_later(TextEmbeddingList(entries, found.model, usage_of(found.usage.prompt_tokens)))
+        if len(found.vectors) <= FEW_VECTORS:
+            return _written(body, found)
+        return await asyncio.to_thread(_written, body, found)
 
     async def _by_state(self, request: Request, body: EmbeddingRequest) -> Response:
         body.refuse_text_fields()
@@ -63,3 +70,9 @@ class _EmbeddingRoutes:
         ]
         num_tokens = sum(embedding.usage.prompt_tokens for embedding in found)
         return await json_later(EmbeddingList(entries, found[0].model, usage_of(num_tokens)))
+
+
+def _written(body: EmbeddingRequest, found: TextEmbeddings) -> Response:
+    usage = usage_of(found.usage.prompt_tokens)
+    answer = TextEmbeddingList(body.entries(found), found.model, usage)
+    return Response(msgspec.json.encode(answer), media_type="application/json")

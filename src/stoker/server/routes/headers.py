@@ -1,4 +1,4 @@
-"""The headers that stand for body fields (SPEC Q1, S2): class of the request and prefill progress."""
+"""Headers that stand for body fields (SPEC Q1, S2): class of the request, prefill progress, its pictures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from stoker.errors import InvalidRequestError
 from stoker.request import Priority
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from starlette.requests import Request
+
+    from stoker.images import ImageReport
 
 PRIORITY_HEADER = "X-Stoker-Priority"
 PROGRESS_HEADER = "X-Stoker-Progress"
+IMAGES_HEADER = "X-Stoker-Images"
 
 
 def header_fields(request: Request) -> dict[str, Any]:
@@ -31,3 +36,12 @@ def header_fields(request: Request) -> dict[str, Any]:
     if request.headers.get(PROGRESS_HEADER) == "1":
         fields["return_progress"] = True
     return fields
+
+
+def images_header(images: Iterable[ImageReport]) -> str:
+    """What became of each picture: `320x240`, or `4000x3000>448x336` where it was shrunk (SPEC V3)."""
+    return ", ".join(
+        "x".join(map(str, (one.width, one.height)))
+        + (f">{one.shrunk_to[0]}x{one.shrunk_to[1]}" if one.shrunk_to else "")
+        for one in images
+    )

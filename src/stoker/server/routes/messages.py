@@ -26,8 +26,10 @@ def router(context: ServerContext) -> APIRouter:
         turn = await chat_turn(context, request, chat_body(body.to_chat()), "msg")
         head = MessageHead(turn.generation.id, turn.request.model)
         if not body.stream:
-            return await collected(turn.generation, WholeMessage(head, turn.form), request)
+            return turn.tell(await collected(turn.generation, WholeMessage(head, turn.form), request))
         writer = MessageChunks(head, turn.form)
-        return streamed(turn.generation, writer, context.settings.keepalive_s, Ending(b"", writer.fail))
+        return turn.tell(
+            streamed(turn.generation, writer, context.settings.keepalive_s, Ending(b"", writer.fail))
+        )
 
     return routes

@@ -17,8 +17,12 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/v1/models")
     @routes.get("/models", include_in_schema=False)
     async def models() -> Response:
-        """Every model that is served, the default one first."""
-        data = [_entry(context, info) for info in context.runtime.models]
+        """Every model that is served, the default one first, each followed by its adapters."""
+        data = [
+            _entry(context, each)
+            for info in context.runtime.models
+            for each in (info, *(msgspec.structs.replace(info, adapter=a.name) for a in info.adapters))
+        ]
         return _json({"object": "list", "data": data})
 
     @routes.get("/v1/models/{model_id:path}")
@@ -47,10 +51,11 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "num_slots": info.num_slots,
         "size_bytes": info.size_bytes,
     }
-    return {
-        "id": info.id,
+    entry = {
+        "id": info.asked_as,
         "object": "model",
         "created": int(context.started_at),
         "owned_by": "stoker",
         "meta": meta,
     }
+    return entry | ({"parent": info.id} if info.adapter else {})

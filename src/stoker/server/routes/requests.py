@@ -38,7 +38,8 @@ def router(context: ServerContext) -> APIRouter:
     async def stream(request_id: str, request: Request) -> Response:
         """The whole stream of a kept request from its first token, as its own route streams."""
         attachment = Attachment(context, Caller.of(request), request_id)
-        return streamed(attachment, attachment.writer(), context.settings.keepalive_s)
+        writer, ending = attachment.writer()
+        return streamed(attachment, writer, context.settings.keepalive_s, ending)
 
     @routes.post("/v1/runtime/requests/{request_id}/cancel")
     async def cancel(request_id: str, request: Request) -> Response:

@@ -28,8 +28,10 @@ def router(context: ServerContext) -> APIRouter:
         turn = await chat_turn(context, request, chat_body(body.to_chat()), "resp")
         head = ResponseHead(turn.generation.id, turn.request.model, int(time.time()), body.echo())
         if not body.stream:
-            return await collected(turn.generation, WholeResponse(head, turn.form), request)
+            return turn.tell(await collected(turn.generation, WholeResponse(head, turn.form), request))
         writer = ResponseChunks(head, turn.form)
-        return streamed(turn.generation, writer, context.settings.keepalive_s, Ending(b"", writer.fail))
+        return turn.tell(
+            streamed(turn.generation, writer, context.settings.keepalive_s, Ending(b"", writer.fail))
+        )
 
     return routes

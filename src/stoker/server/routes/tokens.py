@@ -48,8 +48,10 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, Conversation)
         context.require_ready()
         info = context.runtime.resolve(body.model)
-        turns = body.turns(info.id)
-        return _json({"prompt": context.runtime.render_chat(turns, model=info.id, **body.template_args())})
+        plan = context.runtime.plan_chat(
+            body.turns(info.id), body.offer(), model=info.id, template_args=body.template_args()
+        )
+        return _json({"prompt": plan.prompt})
 
     return routes
 

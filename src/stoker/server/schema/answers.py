@@ -5,11 +5,13 @@ Encoded by msgspec: one chunk a token costs a microsecond, and the front shares 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from stoker.images import ImageReport
 from stoker.server.schema.logprobs import ChatLogprobs, TextLogprobs
 from stoker.values import CacheSource, Timings, Usage
 
@@ -46,6 +48,14 @@ class ContextShift(msgspec.Struct, frozen=True):
     """`context_shift`: how many of the oldest tokens a full context cost (SPEC C12)."""
 
     dropped_tokens: int
+
+
+class ImageAnswer(msgspec.Struct, frozen=True):
+    """A picture of the prompt: pixels as it was given, and as the model saw it where that is less."""
+
+    width: int
+    height: int
+    shrunk_to: tuple[int, int] | None = None
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -147,6 +157,7 @@ class Answer(msgspec.Struct, frozen=True):
     timings: TimingsAnswer | UnsetType = UNSET
     context_shift: ContextShift | UnsetType = UNSET
     prompt_progress: Progress | UnsetType = UNSET
+    images: list[ImageAnswer] | UnsetType = UNSET
 
 
 encode = msgspec.json.Encoder().encode
@@ -165,6 +176,11 @@ def usage_answer(usage: Usage) -> UsageAnswer:
 def shift_answer(usage: Usage) -> ContextShift | UnsetType:
     """`context_shift` of a count; left out where nothing was dropped."""
     return ContextShift(usage.dropped_tokens) if usage.dropped_tokens else UNSET
+
+
+def image_answers(images: Sequence[ImageReport]) -> list[ImageAnswer] | UnsetType:
+    """`images` of what became of the prompt's pictures; left out where there were none."""
+    return [ImageAnswer(one.width, one.height, one.shrunk_to) for one in images] or UNSET
 
 
 def timings_answer(timings: Timings) -> TimingsAnswer:

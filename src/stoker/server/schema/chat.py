@@ -7,8 +7,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
-from stoker.chat.tool_constraints import MAX_FORCED_CALLS
-from stoker.chat.tools import checked_choice, checked_tools
+from stoker.chatting import offer_of
 from stoker.constraint import Constraint
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.server.body import Body
@@ -18,11 +17,15 @@ from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
 _RESERVED_ARGS = frozenset({"messages", "model", "options", "self", "tools"})
 
 
+_PICTURES = frozenset({"image_url", "input_image"})
+
+
 class ContentPart(Body):
-    """A piece of a message; text is what this server reads."""
+    """A piece of a message: text or a picture."""
 
     type: str
     text: str | None = None
+    image_url: str | dict[str, Any] | None = None
 
 
 class Message(Body):
@@ -42,32 +45,38 @@ class Message(Body):
             model: name of the model, for errors.
 
         Raises:
-            UnsupportedError: a part is not text.
+            UnsupportedError: a part is neither text nor a picture.
             InvalidRequestError: a text part without text, or a turn without content.
         """
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise InvalidRequestError(f"{where}.content: a {self.role} message needs content", param=where)
         turn: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self._text(f"{where}.content", model),
+            "content": self._content(f"{where}.content", model),
         }
         optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
         return turn | {name: value for name, value in optional.items() if value is not None}
 
-    def _text(self, where: str, model: str) -> str:
+    def _content(self, where: str, model: str) -> str | list[dict[str, Any]]:
+        """Text; where there are pictures the parts as `stoker.images.turns` reads them."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        texts = []
-        for i, part in enumerate(self.content):
-            if part.type not in ("text", "input_text"):
-                raise UnsupportedError(
-                    f"{where}.{i}: the model {model} takes text, not a part of type {part.type[:40]!r}",
-                    param=f"{where}.{i}",
-                )
-            if part.text is None:
-                raise InvalidRequestError(f"{where}.{i}.text is missing", param=f"{where}.{i}.text")
-            texts.append(part.text)
-        return "".join(texts)
+        parts = [_part(part, f"{where}.{i}", model) for i, part in enumerate(self.content)]
+        if any(part["type"] in _PICTURES for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts)
+
+
+def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
+    if part.type in _PICTURES:
+        return {"type": part.type, "image_url": part.image_url}
+    if part.type not in ("text", "input_text"):
+        raise UnsupportedError(
+            f"{where}: the model {model} takes no part of type {part.type[:40]!r}", param=where
+        )
+    if part.text is None:
+        raise InvalidRequestError(f"{where}.text is missing", param=f"{where}.text")
+    return {"type": "text", "text": part.text}
 
 
 class Conversation(Body):
@@ -77,6 +86,19 @@ class Conversation(Body):
     model: str | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    def offer(self) -> ToolOffer:
+        """The tools and what is to be done with them; of no matter are those that may not be called.
+
+        Raises:
+            InvalidRequestError, UnsupportedError: naming the field.
+        """
+        if self.tool_choice == "none":
+            return NO_TOOLS
+        return offer_of(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
 
     def turns(self, model: str) -> list[dict[str, Any]]:
         """The messages as the template gets them."""
@@ -106,21 +128,6 @@ class ChatRequest(Conversation, GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-
-    def offer(self) -> ToolOffer:
-        """The tools and what is to be done with them; of no matter are those that may not be called.
-
-        Raises:
-            InvalidRequestError, UnsupportedError: naming the field.
-        """
-        if self.tool_choice == "none":
-            return NO_TOOLS
-        tools = checked_tools(self.tools)
-        max_calls = 1 if self.parallel_tool_calls is False else MAX_FORCED_CALLS
-        return ToolOffer(tools, checked_choice(self.tool_choice, tools), max_calls)
 
     def constraint(self) -> Constraint | None:
         """What the answer has to match: a format, or what a further field says; not both."""

@@ -102,6 +102,13 @@ def decoded(text: str, param: str) -> bytes:
         raise InvalidRequestError(f"{param} is not base64: {error}", param=param) from None
 
 
+class LoraEntry(Body):
+    """A LoRA adapter as llama-server has it named: by its place among the model's, or by its name."""
+
+    id: Int | str
+    scale: float | None = None
+
+
 class GenerationFields(SamplingFields, ConstraintFields):
     """What all generating routes share."""
 
@@ -119,8 +126,10 @@ class GenerationFields(SamplingFields, ConstraintFields):
     cache: bool | None = Field(None, validation_alias=AliasChoices("cache", "cache_prompt"))
     cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
     context_shift: bool | None = None
+    speculate: bool | None = None
     state: str | InlineState | None = None
     keep_alive: float | str | None = None
+    lora: str | dict[str, float] | list[LoraEntry] | None = None
 
     @property
     def wants_usage(self) -> bool:
@@ -151,13 +160,30 @@ class GenerationFields(SamplingFields, ConstraintFields):
             "cache": self.cache,
             "cache_salt": salt_of(key_digest, self.cache_salt or ""),
             "context_shift": self.context_shift,
+            "speculate": self.speculate,
             "keep_alive_s": keep_alive_seconds(self.keep_alive),
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
             "preempt": None if self.preempt is None else Preempt(self.preempt),
             "constraint": self.constraint(),
+            "adapters": _adapters(self.lora),
         }
         kept = {name: value for name, value in given.items() if value is not None}
         return {"sampling": self.to_sampling(n_vocab), "stop": stop, **kept}
+
+
+def _adapters(
+    lora: str | dict[str, float] | list[LoraEntry] | None,
+) -> tuple[tuple[str | int, float | None], ...] | None:
+    """Adapters by name or place, each with the scale that was given (SPEC K6)."""
+    match lora:
+        case None:
+            return None
+        case str(name):
+            return ((name, None),)
+        case dict():
+            return tuple(lora.items())
+        case _:
+            return tuple((entry.id, entry.scale) for entry in lora)
 
 
 def keep_alive_seconds(keep_alive: float | str | None) -> float | None:

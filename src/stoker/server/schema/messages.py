@@ -120,14 +120,45 @@ def _user(turn: MessageTurn, blocks: list[dict[str, Any]], where: str) -> Iterat
         here = f"{where}.{index}"
         kind = block.get("type")
         if kind == "tool_result":
-            content = _joined(block.get("content") or "", f"{here}.content")
+            content = _result(block.get("content") or "", f"{here}.content")
             yield {"role": "tool", "tool_call_id": _text(block, "tool_use_id", here), "content": content}
         elif kind == "text":
             parts.append({"type": "text", "text": _text(block, "text", here)})
+        elif kind == "image":
+            parts.append(_image(block, here))
         else:
             parts.append({**block, "type": str(kind)})
     if parts or not blocks:
         yield {"role": turn.role, "content": parts}
+
+
+def _result(content: Any, where: str) -> Any:
+    """Text, or parts where a tool shows pictures."""
+    if not isinstance(content, list) or not any(_kind(block) == "image" for block in content):
+        return _joined(content, where)
+    return [
+        _image(block, f"{where}.{index}")
+        if _kind(block) == "image"
+        else {"type": "text", "text": _joined([block], f"{where}.{index}")}
+        for index, block in enumerate(content)
+    ]
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A picture as chat completions name it."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("base64", "url"):
+        raise InvalidRequestError(f"{where}.source.type is base64 or url", param=f"{where}.source")
+    url = _text(source, "url", f"{where}.source") if kind == "url" else None
+    if url is None:
+        media, data = (_text(source, name, f"{where}.source") for name in ("media_type", "data"))
+        url = f"data:{media};base64,{data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _joined(content: Any, where: str) -> str:

@@ -33,6 +33,7 @@ class RerankRequest(Body):
     query: str
     documents: list[str | Document] = Field(min_length=1)
     top_n: Int | None = None
+    output: Int | None = None
     return_documents: bool | None = None
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     timeout_s: float | None = None
@@ -50,6 +51,7 @@ class RerankRequest(Body):
         """Keyword arguments of `Reranking.rerank`, but for query, documents and model."""
         given = {
             "top_n": self.top_n,
+            "output": self.output,
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
             "timeout_s": self.timeout_s,
             "keep_alive_s": keep_alive_seconds(self.keep_alive),

@@ -1,6 +1,7 @@
 """Chat completions on the wire: chunk by chunk, or one whole answer.
 
-Reasoning, content and tool calls are told apart by `reading`; here they get their places in OpenAI's shape.
+Reasoning, content and tool calls are told apart by `stoker.chatting`; here they get their places in
+OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from stoker.chat.answer import AnswerForm, WholeAnswer
+from stoker.chat.answer import WholeAnswer
 from stoker.chat.answer_events import CallArguments, CallBegan, Content, Reasoning
+from stoker.chatting import PLAIN, ChoiceReaders
 from stoker.messages import Delta, Finished, PrefillProgress
 from stoker.server.schema.answers import (
     Answer,
@@ -27,9 +29,9 @@ from stoker.server.schema.answers import (
 from stoker.server.schema.logprobs import chat_logprobs
 from stoker.server.sse import frame
 from stoker.server.writers.head import Head, Totals, closing, progress, whole
-from stoker.server.writers.reading import ChoiceReaders
 
 if TYPE_CHECKING:
+    from stoker.chat.answer import AnswerForm
     from stoker.chat.answer_events import AnswerEvent
     from stoker.streams import StreamEvent
     from stoker.values import TokenLogprob
@@ -38,8 +40,6 @@ _CHUNK = "chat.completion.chunk"
 _WHOLE = "chat.completion"
 _ROLE = ChatDelta(role="assistant", content="")
 _NOTHING = ChatDelta()
-PLAIN = AnswerForm()
-"""Nothing is looked for in the text; it is content as it comes."""
 
 
 class ChatChunks:

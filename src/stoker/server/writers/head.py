@@ -17,6 +17,7 @@ from stoker.server.schema.answers import (
     TextChoice,
     TimingsAnswer,
     encode,
+    image_answers,
     shift_answer,
     timings_answer,
     usage_answer,
@@ -25,6 +26,7 @@ from stoker.server.sse import frame
 from stoker.values import Timings, Usage
 
 if TYPE_CHECKING:
+    from stoker.images import ImageReport
     from stoker.messages import Finished, PrefillProgress
 
     _Choices = list[ChatChunkChoice] | list[TextChoice]
@@ -40,6 +42,7 @@ class Head:
         n: choices of each prompt.
         wants_usage: whether a stream ends with a usage chunk.
         created: seconds since the epoch.
+        images: what became of the pictures of its prompt.
     """
 
     id: str
@@ -47,6 +50,7 @@ class Head:
     n: int
     wants_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
+    images: tuple[ImageReport, ...] = ()
 
 
 class Totals:
@@ -88,9 +92,8 @@ def closing(head: Head, kind: str, usage: Usage, nothing: _Choices) -> bytes:
     """
     shift = shift_answer(usage)
     if head.wants_usage:
-        last = Answer(
-            head.id, kind, head.created, head.model, [], usage=usage_answer(usage), context_shift=shift
-        )
+        fields = {"usage": usage_answer(usage), "context_shift": shift, "images": image_answers(head.images)}
+        last = Answer(head.id, kind, head.created, head.model, [], **fields)  # type: ignore[arg-type]
     elif shift is not UNSET:
         last = Answer(head.id, kind, head.created, head.model, nothing, context_shift=shift)
     else:
@@ -117,5 +120,6 @@ def whole(head: Head, kind: str, totals: Totals, choices: list[ChatChoice] | lis
             usage=usage_answer(usage),
             timings=totals.timings(),
             context_shift=shift_answer(usage),
+            images=image_answers(head.images),
         )
     )

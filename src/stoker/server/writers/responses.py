@@ -20,9 +20,9 @@ from stoker.chat.answer_events import (
     Content,
     Reasoning,
 )
+from stoker.chatting import ChoiceReaders
 from stoker.messages import Delta, Finished
 from stoker.request import FinishReason
-from stoker.server.writers.reading import ChoiceReaders
 from stoker.server.writers.typed_events import typed_frames
 from stoker.values import Usage
 

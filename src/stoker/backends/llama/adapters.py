@@ -1,0 +1,83 @@
+"""LoRA adapters in a loaded model, and which of them a context computes with (SPEC K6).
+
+Owns the native handles, which llama.cpp frees with the model. Files were checked by `stoker.models.adapters`
+before they get here; how a plan is cut by adapters is `passes`'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stoker.backends.llama.binding import capture_log, error_text, llama
+from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
+from stoker.models.adapters import check_fits, read_adapter
+from stoker.models.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.backends.llama.model import LlamaModel
+    from stoker.backends.llama.passes import AdapterSet
+    from stoker.models.gguf import GgufHeader
+    from stoker.values import AdapterSpec
+
+
+class Adapters:
+    """The adapters of one model; make it before the model's contexts, which reserve room for them.
+
+    Attributes:
+        fingerprints: of each adapter's file, by name.
+        size_bytes: what all of them take.
+
+    Raises:
+        ModelFileError: a file is broken or made for another model.
+        UnsupportedError: the model cannot be adapted.
+        ModelLoadError: llama.cpp refused a file.
+    """
+
+    def __init__(self, model: LlamaModel, header: GgufHeader, specs: Sequence[AdapterSpec]) -> None:
+        self.fingerprints: dict[str, str] = {}
+        self.size_bytes = 0
+        self._handles: dict[str, int] = {}
+        for spec in specs:
+            found = read_adapter(spec.path)
+            check_fits(found, header)
+            self.fingerprints[spec.name] = fingerprint(found.path)
+            self.size_bytes += found.size_bytes
+            self._handles[spec.name] = _load(model, found.path)
+
+    def __repr__(self) -> str:
+        return f"<Adapters {', '.join(self._handles) or 'none'}>"
+
+    def check(self, adapters: AdapterSet) -> None:
+        """Raise UnsupportedError for one that the model does not have."""
+        for name, _ in adapters:
+            if name not in self._handles:
+                known = ", ".join(self._handles) or "none"
+                raise UnsupportedError(f"there is no adapter {name!r}; there are: {known}", param="lora")
+
+    def apply(self, context: int | None, adapters: AdapterSet) -> None:
+        """Let the next calls of a context compute with these alone.
+
+        Raises:
+            StepFailedError: llama.cpp refused them.
+        """
+        handles = (ctypes.c_void_p * len(adapters))(*(self._handles[name] for name, _ in adapters))
+        scales = (ctypes.c_float * len(adapters))(*(scale for _, scale in adapters))
+        pointer = ctypes.cast(handles, llama.llama_set_adapters_lora.argtypes[1])
+        code = llama.llama_set_adapters_lora(context, pointer, len(adapters), scales)
+        if code != 0:
+            raise StepFailedError(f"llama_set_adapters_lora returned {code}", native_code=code)
+
+
+def _load(model: LlamaModel, path: Path) -> int:
+    with capture_log() as lines:
+        handle = llama.llama_adapter_lora_init(model.handle, str(path).encode())
+    if not handle:
+        raise ModelLoadError(
+            f"llama.cpp refused the adapter {path.name} for {model.path.name}: {error_text(lines)}",
+            path=str(path),
+        )
+    return int(ctypes.cast(handle, ctypes.c_void_p).value or 0)

@@ -1,0 +1,51 @@
+"""How likely texts are after a prompt, computed a native call at a time (SPEC D5).
+
+A backend gives the rows of logits that predict each token; what a score is made of them is decode's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from stoker.backends.protocol import Rows
+
+LEAST_SLICE = 64
+"""Tokens below which no backend cuts a call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredTokens:
+    """Tokens of one text that a call has reached.
+
+    Attributes:
+        text: index of the text.
+        tokens: of the text, in order; each of them comes once in a scoring.
+        rows: the logits that predict them, float32 (len(tokens), n_vocab), valid until the next call.
+    """
+
+    text: int
+    tokens: tuple[int, ...]
+    rows: Rows
+
+
+class Scoring(Protocol):
+    """Texts on their way to be scored after one prompt; driven by the thread that drives the backend."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every token of every text was predicted."""
+        ...
+
+    def num_next(self, max_tokens: int) -> int:
+        """Tokens that `advance` would compute."""
+        ...
+
+    def advance(self, max_tokens: int) -> list[ScoredTokens]:
+        """Compute about `max_tokens` more tokens at most, `LEAST_SLICE` or more.
+
+        Raises:
+            StepFailedError: the native decode failed, or there is no memory for it.
+        """
+        ...

@@ -1,0 +1,202 @@
+"""Conversations: from messages and tools to one request, and from its text to answers (SPEC D7).
+
+Owns what the library and the HTTP routes have in common there: the prompt, the form of the answer, how the
+form is kept with the request, and one reader a choice. Templates and parsing are `stoker.chat`'s, what an
+answer looks like on the wire is the server's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from stoker import texts
+from stoker.chat.answer import AnswerForm, AnswerReader, WholeCall
+from stoker.chat.answer_events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    Content,
+    Reasoning,
+)
+from stoker.chat.conversation import NO_TOOLS, PreparedTurn, ToolOffer, prepared_turn
+from stoker.chat.tool_constraints import MAX_FORCED_CALLS
+from stoker.chat.tools import ChoiceMode, checked_choice, checked_tools
+from stoker.constraint import Constraint, ConstraintKind
+from stoker.errors import InvalidRequestError
+from stoker.images.turns import Given, illustrated
+from stoker.messages import Delta
+from stoker.request import FinishReason
+from stoker.streams import TextDelta, ToolCall
+from stoker.values import ModelInfo
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[ModelInfo, Messages, Mapping[str, Any]], str]
+
+PLAIN = AnswerForm()
+"""Nothing is looked for in the text; it is content as it comes."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(AnswerForm).decode
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A conversation ready to be run.
+
+    Attributes:
+        prompt: for the model.
+        form: how its text is to be read.
+        images: what its markers stand for, in their order.
+    """
+
+    prompt: str
+    form: AnswerForm
+    _turn: PreparedTurn
+    images: tuple[Given, ...] = ()
+
+    def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a `GenerateRequest`: `given`, by their names, with what the conversation adds.
+
+        Raises:
+            InvalidRequestError: a constraint is given and a call is forced.
+        """
+        stop = given.get("stop") or ()
+        return {
+            **given,
+            "is_chat": True,
+            "stop": ((stop,) if isinstance(stop, str) else tuple(stop)) + self._turn.stops,
+            "spelled": self._turn.control_tokens,
+            "constraint": self._constraint(given.get("constraint")),
+            "note": b"" if self.form == PLAIN else _encode(self.form),
+        }
+
+    def _constraint(self, asked: Constraint | None) -> Constraint | None:
+        """What the answer has to match, behind its reasoning: what is asked for, or a forced call."""
+        if self._turn.constraint is not None:
+            if asked is not None:
+                text = f"tool_choice forces a call: {asked.param} cannot be asked for with it"
+                raise InvalidRequestError(text, param="tool_choice")
+            kind, source = self._turn.constraint
+            asked = Constraint(kind=ConstraintKind(kind), source=source, asked_as="tools")
+        if asked is None or self.form.tags is None:
+            return asked
+        opener = "" if self.form.is_reasoning else self.form.tags.opener
+        return msgspec.structs.replace(asked, reasoning_start=opener, reasoning_end=self.form.tags.closer)
+
+
+def planned_chat(
+    info: ModelInfo,
+    messages: Messages,
+    offer: ToolOffer = NO_TOOLS,
+    template_args: Mapping[str, Any] | None = None,
+    render: Render = texts.render_chat,
+) -> ChatPlan:
+    """The plan for a model's answer to `messages`.
+
+    Args:
+        info: of the model.
+        messages: in OpenAI's form; contents as text or parts.
+        offer: of tools.
+        template_args: further variables of the model's chat template.
+        render: lays the prepared messages out.
+
+    Raises:
+        InvalidRequestError: the template refuses the messages, or a call or picture in them is malformed.
+        UnsupportedError: there are pictures and the model reads none.
+    """
+    seen = illustrated(messages, info)
+    turn = prepared_turn(seen.messages, info.chat_template, offer)
+    args = {**(template_args or {}), **({"tools": turn.tools} if turn.tools else {})}
+    prompt = render(info, turn.messages, args) + turn.prefill
+    seen.check(prompt, info.id)
+    return ChatPlan(prompt, turn.form(prompt), turn, seen.images)
+
+
+def offer_of(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
+    """The tools a caller offers, in OpenAI's form, and what is to be done with them.
+
+    Raises:
+        InvalidRequestError, UnsupportedError: naming the field.
+    """
+    found = checked_tools(tools)
+    choice = checked_choice(tool_choice, found)
+    if choice.mode is ChoiceMode.NONE:
+        return NO_TOOLS
+    return ToolOffer(found, choice, MAX_FORCED_CALLS if is_parallel else 1)
+
+
+def form_of(note: bytes) -> AnswerForm:
+    """The form that a request's `note` keeps; one that cannot be read is plain."""
+    try:
+        return _decode(note) if note else PLAIN
+    except (msgspec.DecodeError, TypeError):  # another version wrote it
+        return PLAIN
+
+
+class ChoiceReaders:
+    """The readers of one answer's choices.
+
+    Args:
+        form: what to look for in the text.
+        seed: the answer's id, which the ids of calls are made from.
+    """
+
+    def __init__(self, form: AnswerForm, seed: str) -> None:
+        self._form = form
+        self._seed = seed
+        self._readers: dict[int, AnswerReader] = {}
+        self.num_reasoning_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"ChoiceReaders({len(self._readers)} choices)"
+
+    def read(self, delta: Delta | TextDelta) -> list[AnswerEvent]:
+        """What the delta adds to its choice; with the last one, all that was held back."""
+        reader = self._readers.get(delta.index)
+        if reader is None:
+            reader = self._readers[delta.index] = AnswerReader(self._form, self._seed, delta.index)
+        if reader.is_reasoning:
+            self.num_reasoning_tokens += len(delta.token_ids)
+        events = reader.feed(delta.text)
+        return [*events, *reader.finish()] if delta.finish_reason is not None else events
+
+    def finish_reason(self, delta: Delta | TextDelta) -> FinishReason | None:
+        """Why the choice ended: an answer that stopped and holds calls ended for their sake (SPEC D4)."""
+        reader = self._readers.get(delta.index)
+        if delta.finish_reason is FinishReason.STOP and reader is not None and reader.num_calls:
+            return FinishReason.TOOL_CALLS
+        return delta.finish_reason
+
+
+async def chat_deltas(deltas: AsyncIterator[TextDelta], form: AnswerForm) -> AsyncGenerator[TextDelta, None]:
+    """The deltas of an answer with reasoning and calls told apart from its text; calls come whole."""
+    readers = ChoiceReaders(form, secrets.token_hex(8))
+    begun: dict[int, WholeCall] = {}  # the call that each choice is writing
+    async for delta in deltas:
+        text, reasoning, calls = "", "", []
+        for event in readers.read(delta):
+            match event:
+                case Content(piece):
+                    text += piece
+                case Reasoning(piece):
+                    reasoning += piece
+                case CallBegan(_, own_id, name):
+                    begun[delta.index] = WholeCall(own_id, name)
+                case CallArguments(_, fragment):
+                    begun[delta.index].arguments += fragment
+                case CallEnded():
+                    call = begun.pop(delta.index)
+                    calls.append(ToolCall(call.id, call.name, call.arguments))
+                case CallBroken(_, source):
+                    begun.pop(delta.index, None)
+                    text += source
+        yield msgspec.structs.replace(
+            delta, text=text, reasoning=reasoning, calls=calls, finish_reason=readers.finish_reason(delta)
+        )

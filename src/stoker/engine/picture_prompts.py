@@ -1,0 +1,81 @@
+"""A prompt with pictures as tokens: of its text, and numbers of what they show in their places (C11)."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from stoker.cache.keys import key_of, picture_ids
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.request import IMAGE_MARKER
+from stoker.scheduler.pictures import PictureSpan
+
+if TYPE_CHECKING:
+    from stoker.backends.protocol import Vocabulary
+    from stoker.backends.seeing import Layout, Vision
+    from stoker.request import GenerateRequest, Picture
+
+
+def refuse_pictures(request: GenerateRequest, model: str) -> None:
+    """Raises UnsupportedError where a model without a projector is to see something (SPEC V5)."""
+    if request.pictures:
+        raise UnsupportedError(
+            f"{model} takes no pictures: it is served without a projector (mmproj)", param="messages"
+        )
+
+
+def pictured_prompt(
+    request: GenerateRequest, vocabulary: Vocabulary, vision: Vision
+) -> tuple[list[int], tuple[PictureSpan, ...]]:
+    """Token ids of the prompt, negative ones at the pictures' places, and these places.
+
+    Raises:
+        InvalidRequestError: there are not as many markers as pictures, or what was asked for needs the
+            prompt's own tokens.
+    """
+    _check(request)
+    texts = str(request.prompt).split(IMAGE_MARKER)
+    if len(texts) - 1 != len(request.pictures):
+        raise InvalidRequestError(
+            f"the prompt has {len(texts) - 1} places for pictures, {len(request.pictures)} were given",
+            param="messages",
+        )
+    tokens = _tokens(texts[0], vocabulary, add_special=not request.is_chat)
+    spans: list[PictureSpan] = []
+    apart = [bytes.fromhex(vision.fingerprint), request.cache_salt.encode()]
+    if not request.cache:
+        apart.append(secrets.token_bytes(16))  # it is seen anew, and nobody finds it
+    for picture, text in zip(request.pictures, texts[1:], strict=True):
+        spans += _append(tokens, picture, vision.layout(picture), b"".join([*apart, picture.content]))
+        tokens += _tokens(text, vocabulary, add_special=False)
+    return tokens, tuple(spans)
+
+
+def _check(request: GenerateRequest) -> None:
+    if not isinstance(request.prompt, str):
+        raise InvalidRequestError("pictures go with a prompt that is text, not token ids", param="prompt")
+    for name in ("echo", "context_shift", "prompt_logprobs", "state_output"):
+        if getattr(request, name) not in {None, False}:
+            raise UnsupportedError(f"{name} cannot be had of a prompt with pictures", param=name)
+
+
+def _append(tokens: list[int], picture: Picture, layout: Layout, content: bytes) -> list[PictureSpan]:
+    """Put a picture at the end of `tokens`; a tall one may come in several parts.
+
+    `content` is what its numbers are made of: all who have the same share what was computed of it.
+    """
+    spans, offset = [], 0
+    num_tokens = sum(part for part in layout if isinstance(part, int))
+    ids = picture_ids(content, num_tokens)
+    for part in layout:
+        if isinstance(part, int):
+            spans.append(PictureSpan(len(tokens), part, picture, key_of(ids), offset))
+            tokens += ids[offset : offset + part]
+            offset += part
+        else:
+            tokens += part
+    return spans
+
+
+def _tokens(text: str, vocabulary: Vocabulary, *, add_special: bool) -> list[int]:
+    return vocabulary.tokenize(text, add_special=add_special, parse_special=True)

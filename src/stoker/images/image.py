@@ -1,0 +1,117 @@
+"""A picture that an application gives: a path, bytes, a data URI or a Pillow image.
+
+Owns telling these apart. An application is trusted with its own files; what comes over HTTP is read by
+`sources` alone. Checking and shrinking are `decode`'s business.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import os
+from pathlib import Path
+
+from PIL import Image as Pillow
+
+from stoker.errors import InvalidRequestError
+from stoker.images.decode import ImageReport, decoded, rendered
+from stoker.images.limits import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits
+from stoker.images.sources import Encoded, read_reference
+from stoker.request import Picture
+
+__all__ = ["Image", "ImageReport"]
+
+
+_Source = str | os.PathLike[str] | bytes | Pillow.Image
+_URIS = ("data:", "http:", "https:", "file:")
+
+
+class Image:
+    """One picture; nothing is read before `picture` is called.
+
+    Args:
+        source: a path, the bytes of an encoded picture, a Pillow image, a `data:` URI, or another Image.
+        name: what errors call it; None: its file name, or "image".
+    """
+
+    def __init__(self, source: _Source | Image, *, name: str | None = None) -> None:
+        self._source: _Source = source.source if isinstance(source, Image) else source
+        self.name = name or _name_of(self._source)
+
+    def __repr__(self) -> str:
+        return f"Image({self.name})"
+
+    @property
+    def source(self) -> _Source:
+        """What it was made of."""
+        return self._source
+
+    def picture(
+        self, edge_px: int = DEFAULT_EDGE_PX, limits: ImageLimits = DEFAULT_LIMITS
+    ) -> tuple[Picture, ImageReport]:
+        """The picture as a model is to see it, and what was done to it.
+
+        Args:
+            edge_px: a longer edge is shrunk to it; nothing is enlarged.
+            limits: bounds on bytes and pixels; its own edge does not count here.
+
+        Raises:
+            InvalidRequestError: it cannot be read, is no picture that is taken, too small or too large.
+        """
+        limits = dataclasses.replace(limits, edge_px=edge_px)
+        if isinstance(self._source, Pillow.Image):
+            return self._of_pixels(self._source, limits)
+        given = self.encoded(limits)
+        return decoded(given.data, given.declared, limits, self.name)
+
+    def encoded(self, limits: ImageLimits = DEFAULT_LIMITS) -> Encoded:
+        """The encoded picture as it is; a Pillow image becomes a PNG.
+
+        Raises:
+            InvalidRequestError: it cannot be read, or is over `max_bytes`.
+        """
+        source = self._source
+        if isinstance(source, Pillow.Image):
+            return Encoded(_as_png(source), "image/png")
+        if isinstance(source, bytes):
+            return Encoded(source)
+        if isinstance(source, str) and source[:6].lower().startswith(_URIS):
+            return read_reference(source, limits, self.name)
+        return Encoded(self._of_path(Path(source), limits))
+
+    def data_uri(self, limits: ImageLimits = DEFAULT_LIMITS) -> str:
+        """The encoded picture as a `data:` URI, for a request to a server. Raises as `encoded` does."""
+        given = self.encoded(limits)
+        declared = given.declared or "application/octet-stream"
+        return f"data:{declared};base64,{base64.b64encode(given.data).decode('ascii')}"
+
+    def _of_path(self, path: Path, limits: ImageLimits) -> bytes:
+        try:
+            with path.expanduser().open("rb") as file:
+                return file.read(limits.max_bytes + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise InvalidRequestError(
+                f"{path}: the picture cannot be read: {reason}", param="image"
+            ) from None
+
+    def _of_pixels(self, image: Pillow.Image, limits: ImageLimits) -> tuple[Picture, ImageReport]:
+        try:
+            return rendered(image.copy() if image.readonly else image, limits, self.name)
+        except (OSError, ValueError) as error:
+            text = f"{self.name}: the picture cannot be used: {error}"
+            raise InvalidRequestError(text, param=self.name) from None
+
+
+def _name_of(source: object) -> str:
+    if isinstance(source, bytes | Pillow.Image):
+        return "image"
+    text = os.fspath(source) if isinstance(source, os.PathLike) else str(source)
+    return "image" if text[:6].lower().startswith(_URIS) else Path(text).name
+
+
+def _as_png(image: Pillow.Image) -> bytes:
+    target = io.BytesIO()
+    image.save(target, "PNG")
+    return target.getvalue()

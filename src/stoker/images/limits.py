@@ -1,0 +1,53 @@
+"""What pictures may cost and where they may come from; a value that the settings and the tier make.
+
+Owns the bounds that are no setting: the least edge, and how far a picture may be from a square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stoker.settings import EngineSettings
+
+MIN_EDGE_PX = 8
+"""A shorter edge shows nothing; it holds for the picture as given and as shrunk."""
+DEFAULT_EDGE_PX = 448
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """Bounds of the pictures of one request.
+
+    Attributes:
+        edge_px: the longer edge that a larger picture is shrunk to (SPEC V3, M2).
+        max_images: pictures of one request.
+        max_bytes: of one encoded picture.
+        max_pixels: of one picture, by its header.
+        roots: folders that files may be read from; none: no files.
+        can_fetch: http and https addresses are fetched.
+    """
+
+    edge_px: int = DEFAULT_EDGE_PX
+    max_images: int = 16
+    max_bytes: int = 20 * 2**20
+    max_pixels: int = 40_000_000
+    roots: tuple[Path, ...] = ()
+    can_fetch: bool = False
+
+    @classmethod
+    def of(cls, settings: EngineSettings, edge_px: int = DEFAULT_EDGE_PX) -> ImageLimits:
+        """As the settings say; `edge_px` is what the machine's tier says where they say nothing."""
+        return cls(
+            edge_px=settings.image_edge or edge_px,
+            max_images=settings.max_images,
+            max_bytes=settings.max_image_bytes,
+            max_pixels=settings.max_image_pixels,
+            roots=tuple(Path(root).expanduser() for root in settings.image_roots),
+            can_fetch=settings.allow_http_images,
+        )
+
+
+DEFAULT_LIMITS = ImageLimits()

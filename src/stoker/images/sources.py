@@ -1,0 +1,162 @@
+"""Where a stranger's picture comes from: a data URI, a file below an allowed folder, an address if allowed.
+
+Owns what may be read at all and how much of it; a caller's word is trusted for nothing. What the bytes are is
+`decode`'s business, how an address is fetched `fetch`'s.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from stoker.errors import InvalidRequestError
+from stoker.images.fetch import fetched
+
+if TYPE_CHECKING:
+    from stoker.images.limits import ImageLimits
+
+_DATA, _FILE = "data:", "file:"
+_WEB = ("http:", "https:")
+_HEAD_CHARS = 256
+_SPACES = str.maketrans("", "", "\r\n\t ")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An encoded picture and the MIME type that came with it; empty: none did."""
+
+    data: bytes
+    declared: str = ""
+
+
+def is_web(reference: str) -> bool:
+    """Whether it is an address to be fetched."""
+    return reference[: len("https:")].lower().startswith(_WEB)
+
+
+def read_reference(reference: str, limits: ImageLimits, param: str) -> Encoded:
+    """What a reference leads to; may wait for a disk or a network.
+
+    Args:
+        reference: a `data:`, `file:`, `http:` or `https:` URI.
+        limits: where pictures may come from and how large they may be.
+        param: names the picture in errors.
+
+    Raises:
+        InvalidRequestError: it is none of these, is not allowed, cannot be read or is too large.
+    """
+    scheme = reference[: len("https:")].lower()
+    if scheme.startswith(_DATA):
+        return _of_data(reference, limits, param)
+    if scheme.startswith(_FILE):
+        return Encoded(_of_file(_path_of(reference, param), limits, param))
+    if is_web(reference):
+        if not limits.can_fetch:
+            text = f"{param}: pictures are not fetched here; send a data URI (allow_http_images is off)"
+            raise InvalidRequestError(text, param=param)
+        return Encoded(*fetched(reference, limits.max_bytes, param))
+    raise InvalidRequestError(f"{param}: a picture is a data URI, not {reference[:40]!r}", param=param)
+
+
+def _of_data(uri: str, limits: ImageLimits, param: str) -> Encoded:
+    head, comma, body = uri[: _HEAD_CHARS + 1].partition(",")
+    if not comma:
+        raise InvalidRequestError(f"{param}: the data URI has no comma behind its type", param=param)
+    declared, _, coding = head[len(_DATA) :].rpartition(";")
+    start = len(head) + 1
+    if coding.strip().lower() != "base64":
+        body = uri[start:]
+        _check_length(len(body) // 3, limits, param)
+        return Encoded(unquote_to_bytes(body), head[len(_DATA) :])
+    _check_length((len(uri) - start) // 4 * 3 - 2, limits, param)
+    return Encoded(from_base64(uri[start:], param), declared)
+
+
+def from_base64(text: str, param: str) -> bytes:
+    """The bytes of base64, of either alphabet, with or without padding. Raises InvalidRequestError."""
+    if "%" in text[-9:]:
+        text = unquote(text)
+    text = (
+        text.translate(_SPACES) if any(space in text[:_HEAD_CHARS] for space in " \r\n\t") else text.strip()
+    )
+    if "-" in text or "_" in text:
+        text = text.replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError(f"{param}: the picture is not base64: {error}", param=param) from None
+
+
+def _check_length(num_bytes: int, limits: ImageLimits, param: str) -> None:
+    if num_bytes > limits.max_bytes:
+        raise InvalidRequestError(
+            f"{param}: the picture has {num_bytes} bytes, at most {limits.max_bytes} are taken", param=param
+        )
+
+
+def _path_of(uri: str, param: str) -> Path:
+    parts = urlsplit(uri)
+    path = unquote(parts.path)
+    if parts.netloc not in {"", "localhost"} or not path.startswith("/") or "\x00" in path:
+        raise InvalidRequestError(f"{param}: a file is file:///path/to/it", param=param)
+    return Path(path)
+
+
+def _of_file(path: Path, limits: ImageLimits, param: str) -> bytes:
+    """The bytes of a regular file below one of the roots.
+
+    What is outside is refused in the same words whether it exists or not.
+    """
+    if not limits.roots:
+        text = f"{param}: no files are read here; send a data URI (image_roots names no folder)"
+        raise InvalidRequestError(text, param=param)
+    outside = InvalidRequestError(f"{param}: the file is in none of the image_roots", param=param)
+    roots = [root.resolve() for root in limits.roots]
+    if not any(Path(os.path.normpath(path)).is_relative_to(root) for root in (*limits.roots, *roots)):
+        raise outside
+    try:
+        real = path.resolve(strict=True)
+        root = next((root for root in roots if real.is_relative_to(root)), None)
+        if root is None:
+            raise outside
+        file = _opened(root, real.relative_to(root).parts)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        reason = getattr(error, "strerror", None) or "links lead in a circle"
+        raise InvalidRequestError(f"{param}: the file cannot be read: {reason}", param=param) from None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidRequestError(f"{param}: it is no regular file", param=param)
+        _check_length(status.st_size, limits, param)
+        with os.fdopen(file, "rb", closefd=False) as stream:
+            return stream.read(limits.max_bytes + 1)
+    except OSError as error:
+        text = f"{param}: the file cannot be read: {error.strerror}"
+        raise InvalidRequestError(text, param=param) from None
+    finally:
+        os.close(file)
+
+
+def _opened(root: Path, parts: tuple[str, ...]) -> int:
+    """Opened step by step without following a link: one may have been put there since it was resolved.
+
+    Raises:
+        OSError: it is not there, or not allowed.
+    """
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        # A pipe must not make it wait for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(parts[-1] if parts else ".", flags, dir_fd=folder)
+    finally:
+        os.close(folder)

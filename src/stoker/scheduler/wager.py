@@ -1,0 +1,164 @@
+"""How far a step should guess ahead: by what guesses have won, and what their steps cost (SPEC D9).
+
+A guess that is drawn saves a step, one that is not was computed for nothing. Owns the odds and the account of
+what was won and lost, out of which bets are paid: decoding with it is never much slower than without. The
+account is kept in plain steps, so that it means the same on any machine.
+Pure: what a step costs comes from the step-time model, and what it took is told.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.scheduler.cost import StepCost
+
+COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
+"""Guesses that a step may carry; matrix products grow in steps of eight rows."""
+GAIN = 1.15
+"""So much faster than plain decoding has a step to promise to be."""
+OPENING = 3.0
+MOST = 5.0
+LEAST = -6.0
+"""The account at first, and its bounds: what one bad stretch may cost after a good one, and how long a bad
+one is remembered."""
+COVER = 0.15
+"""The part of the account that a bet may be expected to lose if its first guess is wrong."""
+STAKE = 0.01
+"""What each plain step puts by for further trials."""
+MEMORY = 0.8
+"""What counts of the odds so far with each further bet."""
+FORGETTING = 0.01
+"""How far odds come back to what is assumed at first, with each plain step."""
+HANDED_ON = 4.0
+"""Tokens that a model's odds count for in those of a new sequence."""
+SLOWEST = 2.0
+"""A step that took so many times as long as predicted counts as disturbed by others, and no longer."""
+
+
+class Rate:
+    """How often something came true lately.
+
+    Args:
+        rate: what is assumed at first.
+        weight: trials that it counts for.
+    """
+
+    def __init__(self, rate: float, weight: float = HANDED_ON) -> None:
+        self._first = rate * weight, weight
+        self._true, self._tried = self._first
+
+    def __repr__(self) -> str:
+        return f"<Rate {self.value:.2f}>"
+
+    @property
+    def value(self) -> float:
+        """Between 0 and 1, both left out."""
+        return min(max(self._true / self._tried, 0.01), 0.99)
+
+    def note(self, num_true: int, num_tried: int) -> None:
+        """So many trials, of which so many came true."""
+        self._true = MEMORY * self._true + num_true
+        self._tried = MEMORY * self._tried + num_tried
+
+    def fade(self) -> None:
+        """Nothing was tried: come back a little to what was assumed."""
+        true, tried = self._first
+        self._true += FORGETTING * (true - self._true)
+        self._tried += FORGETTING * (tried - self._tried)
+
+
+class Odds:
+    """How likely guesses of one kind are drawn: the first, and each after one that was.
+
+    Two rates, since a text either goes another way at once or repeats for long.
+    """
+
+    def __init__(self, first: float, further: float) -> None:
+        self._first, self._further = Rate(first), Rate(further)
+
+    def __repr__(self) -> str:
+        return f"<Odds {self._first.value:.2f}, then {self._further.value:.2f}>"
+
+    def copy(self) -> Odds:
+        """The same as a beginning for others, quick to learn better."""
+        return Odds(self._first.value, self._further.value)
+
+    @property
+    def miss(self) -> float:
+        """How likely the first is not drawn."""
+        return 1.0 - self._first.value
+
+    def num_expected(self, count: int) -> float:
+        """Tokens of a step with so many guesses: those drawn before the first miss, and one more."""
+        further = self._further.value
+        return 1.0 + self._first.value * float(1.0 - further**count) / (1.0 - further)
+
+    def note(self, num_drawn: int, *, is_missed: bool) -> None:
+        """So many guesses of a step were drawn, and then one was not, or there were no more."""
+        if num_drawn or is_missed:
+            self._first.note(min(num_drawn, 1), 1)
+        if num_drawn > 1 or (num_drawn and is_missed):
+            self._further.note(num_drawn - 1, num_drawn - 1 + is_missed)
+
+    def fade(self) -> None:
+        """Nothing was bet on them."""
+        self._first.fade()
+        self._further.fade()
+
+
+class Wager:
+    """The bets of one model.
+
+    Attributes:
+        credit: plain steps that may be lost now.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+        self.credit = OPENING
+
+    def __repr__(self) -> str:
+        return f"<Wager {self.credit:.1f} steps to lose>"
+
+    def num_worth(self, odds: Odds, most: int, guess_s: float = 0.0) -> int:
+        """Guesses that pay best, up to `most`; 0: decode plainly.
+
+        Args:
+            odds: how likely they are drawn.
+            most: how many there can be.
+            guess_s: what it takes to make one.
+        """
+        alone_s = self._cost.predict(1)
+        if alone_s is None or self.credit <= 0.0:
+            return 0
+        best, best_s = 0, alone_s / GAIN
+        for count in _counts(most):
+            step_s = (self._cost.predict(count + 1) or alone_s) + count * guess_s
+            token_s = step_s / odds.num_expected(count)
+            is_covered = (step_s / alone_s - 1.0) * odds.miss <= COVER * self.credit
+            if token_s < best_s and is_covered:
+                best, best_s = count, token_s
+        return best
+
+    def settle(self, num_guesses: int, num_tokens: int, took_s: float) -> None:
+        """A step with so many guesses gave `num_tokens` and took so long, guessing included."""
+        alone_s = self._cost.predict(1)
+        if alone_s is None:
+            return
+        most_s = SLOWEST * (self._cost.predict(num_guesses + 1) or alone_s)
+        self._pay(num_tokens - min(took_s, most_s) / alone_s)
+
+    def stepped(self) -> None:
+        """A plain step, in which guesses were allowed, was made."""
+        self._pay(STAKE)
+
+    def _pay(self, won: float) -> None:
+        self.credit = min(max(self.credit + won, LEAST), MOST)
+
+
+def _counts(most: int) -> Sequence[int]:
+    below = [count for count in COUNTS if count < most]
+    return [*below, min(most, COUNTS[-1])] if most > 0 else []

@@ -1,0 +1,56 @@
+"""/v1/choose: which of some texts is the likeliest after a prompt.
+
+What a score is, is `stoker.choosing`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.choosing import Choosing, require_choosing
+from stoker.server.body import described, read_body
+from stoker.server.disconnect import while_connected
+from stoker.server.routes.headers import header_fields
+from stoker.server.routes.states import json_later
+from stoker.server.schema.choose import ChooseRequest, answer_of
+
+if TYPE_CHECKING:
+    from stoker.server.context import ServerContext
+    from stoker.values import ModelInfo
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The route of choosing."""
+    routes = APIRouter(tags=["choose"])
+    choose = _ChooseRoute(context)
+    routes.post("/v1/choose", openapi_extra=described(ChooseRequest))(choose.choose)
+    return routes
+
+
+class _ChooseRoute:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._choosing = Choosing(context.runtime)
+
+    async def choose(self, request: Request) -> Response:
+        """The choices, the likeliest first; `score` is in nats a token, the lower the better."""
+        body = await read_body(request, ChooseRequest)
+        body.check()
+        self._context.require_ready()
+        info = self._context.runtime.resolve(body.model)
+        require_choosing(info)
+        fields = {**body.fields(), **header_fields(request), **self._prompt(body, info), "model": info.id}
+        work = self._choosing.choose(choices=body.choices, **fields)
+        found = await while_connected(work, request.receive)
+        return await json_later(answer_of(found))
+
+    def _prompt(self, body: ChooseRequest, info: ModelInfo) -> dict[str, Any]:
+        if body.prompt is not None:
+            return {"prompt": body.prompt}
+        args = body.chat_template_kwargs or {}
+        prompt = self._context.runtime.render_chat(body.turns(info.id), info.id, **args)
+        return {"prompt": prompt, "is_chat": True}

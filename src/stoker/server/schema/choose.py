@@ -1,0 +1,92 @@
+"""The body and the answer of /v1/choose (SPEC I5)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from stoker.errors import InvalidRequestError
+from stoker.request import Priority
+from stoker.server.body import Body
+from stoker.server.schema.chat import Message
+from stoker.server.schema.fields import Int, keep_alive_seconds
+from stoker.server.schema.states import EmbeddingUsage
+
+if TYPE_CHECKING:
+    from stoker.choosing import Choices
+
+
+class ChooseRequest(Body):
+    """A prompt or a conversation, and texts of which one is to follow it."""
+
+    model: str | None = None
+    prompt: str | list[Int] | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    choices: list[str]
+    calibrate: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    timeout_s: float | None = None
+    keep_alive: float | str | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequestError where there is not one of prompt and messages."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError("either prompt or messages is needed, not both", param="prompt")
+
+    def turns(self, model: str) -> list[dict[str, Any]]:
+        """The messages as the template gets them.
+
+        Raises:
+            InvalidRequestError, UnsupportedError: naming the message.
+        """
+        messages = self.messages or []
+        return [message.to_template(f"messages.{at}", model) for at, message in enumerate(messages)]
+
+    def fields(self) -> dict[str, Any]:
+        """Keyword arguments of `Choosing.choose`, but for prompt, choices and model."""
+        given = {
+            "calibrate": self.calibrate,
+            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
+            "timeout_s": self.timeout_s,
+            "keep_alive_s": keep_alive_seconds(self.keep_alive),
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class ChosenItem(msgspec.Struct, frozen=True):
+    """One choice's place; `score` is null for an empty one, which no number of JSON can rank."""
+
+    index: int
+    rank: int
+    choice: str
+    score: float | None
+    probability: float
+
+
+class ChooseAnswer(msgspec.Struct, frozen=True):
+    """The choices, the best first."""
+
+    model: str
+    data: list[ChosenItem]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+def answer_of(found: Choices) -> ChooseAnswer:
+    """The answer's body."""
+    items = [
+        ChosenItem(
+            each.index,
+            each.rank,
+            each.choice,
+            None if math.isinf(each.score) else each.score,
+            each.probability,
+        )
+        for each in found.results
+    ]
+    num_tokens = found.usage.prompt_tokens
+    return ChooseAnswer(found.model, items, EmbeddingUsage(num_tokens, num_tokens))

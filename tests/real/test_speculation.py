@@ -1,0 +1,111 @@
+"""SmolLM2 with tokens guessed ahead: to the token the same as without, however it is asked (SPEC D9)."""
+
+import msgspec
+import pytest
+
+from conftest import MODEL
+from stoker.backends.llama import load
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.constraint import Constraint, ConstraintKind
+from stoker.engine.pace import Pace
+from stoker.engine.preparation import prepare
+from stoker.engine.resident import Resident
+from stoker.engine.step_clock import StepClock
+from stoker.memory.ledger import Ledger
+from stoker.messages import Delta, Submit
+from stoker.request import GenerateRequest, Sampling
+from stoker.scheduler.sequence import ParkForm
+from stoker.scheduler.wager import Wager
+from stoker.values import ModelSpec, Speculation
+
+LIST = "- apples, 3 kg\n- pears, 4 kg\n- flour, 1 kg\n- butter, 250 g\n- sugar, 2 kg\n"
+PROMPT = f"The shopping list:\n{LIST}\nThe same list again:\n- apples,"
+NUM_TOKENS = 32
+REQUESTS = {
+    "greedy": {"sampling": Sampling(temperature=0.0)},
+    "seeded": {"sampling": Sampling(temperature=0.8, seed=7)},
+    "penalties": {"sampling": Sampling(temperature=0.7, seed=3, repeat_penalty=1.05)},
+    "logprobs": {"sampling": Sampling(temperature=0.0), "logprobs": 2},
+    "stop": {"sampling": Sampling(temperature=0.0), "stop": ("250 g",)},
+    "constraint": {
+        "sampling": Sampling(temperature=0.9, seed=5),
+        "constraint": Constraint(kind=ConstraintKind.REGEX, source="( [0-9]{1,3} k?g\n- [a-z]{3,9},){6}"),
+    },
+}
+
+
+class EagerWager(Wager):
+    """Guesses wherever something repeats, in drafts of changing lengths."""
+
+    num_asked = 0
+
+    def num_worth(self, odds, most, guess_s=0.0):
+        """1, 5, 9 ... 25 and again."""
+        self.num_asked += 1
+        return max(0, min(most, 1 + 4 * (self.num_asked % 7)))
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory):
+    """One model on this thread."""
+    spec = ModelSpec(
+        id="smol",
+        path=str(MODEL),
+        num_slots=2,
+        n_ctx=2048,
+        num_threads=2,
+        speculation=Speculation.LOOKUP,
+    )
+    backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stoker.engine.speculation.Wager", EagerWager)
+        resident = Resident(spec, backend, Pace(StepClock(60.0)), PrefixCache(CacheLimits(), Ledger()))
+    yield resident
+    resident.close()
+
+
+def run(resident, park_every=0, form=ParkForm.CELLS, **fields):
+    """A request to its end: its deltas put together by choice; and how many guessed tokens were drawn."""
+    known = {"prompt": PROMPT, "model": "smol", "max_tokens": NUM_TOKENS, "ignore_eos": True, "cache": False}
+    submit = Submit(request_id="r", request=GenerateRequest(**known | fields))
+    live = prepare(submit, resident.prep, 0.0)
+    sequences = [choice.sequence for choice in live.choices.values()]
+    before = resident.stats()["num_accepted_total"]
+    resident.accept(live, 0.0)
+    num_turns = 0
+    while resident.has_work:
+        resident.schedule(0.0)
+        resident.step(0.0)
+        num_turns += 1
+        if park_every and num_turns % park_every == 0 and sequences[0].is_running:
+            resident._carry_out(resident.scheduler.park(sequences[0], form, 0.0), 0.0)
+    answers = {index: ([], "", []) for index in range(submit.request.n)}
+    for event in resident.events:
+        if isinstance(event, Delta):
+            tokens, text, logprobs = answers[event.index]
+            noted = logprobs + [msgspec.to_builtins(each) for each in event.logprobs or []]
+            answers[event.index] = (tokens + event.token_ids, text + event.text, noted)
+    resident.events.clear()
+    resident.scheduler.check()
+    return answers, resident.stats()["num_accepted_total"] - before
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_text_is_the_same_to_the_bit_with_guessed_tokens(resident, name):
+    """SPEC D9: tokens, text and log-probabilities; on a CPU a row does not depend on those beside it."""
+    plain, none = run(resident, speculate=False, **REQUESTS[name])
+    quick, num_accepted = run(resident, **REQUESTS[name])
+    assert none == 0
+    assert num_accepted > 5
+    assert quick == plain
+
+
+@pytest.mark.parametrize(
+    "form", [ParkForm.CELLS, *(pytest.param(f, marks=pytest.mark.slow) for f in list(ParkForm)[1:])]
+)
+def test_parked_between_drafts_it_is_still_the_same(resident, form):
+    """SPEC D9, Q4: in every form."""
+    plain, _ = run(resident, speculate=False, **REQUESTS["greedy"])
+    quick, num_accepted = run(resident, park_every=3, form=form, **REQUESTS["greedy"])
+    assert num_accepted > 5
+    assert quick == plain

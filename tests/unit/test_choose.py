@@ -1,0 +1,308 @@
+"""Choosing among texts: arithmetic, the front, the engine's line of choices, all on the fake backend."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from stoker.backends.fake import FakeBackend
+from stoker.backends.fake_vocabulary import FakeVocabulary
+from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.choosing import ranked, require_choosing
+from stoker.cli.main import app
+from stoker.decode.choose import Likelihoods, negative_log_likelihood
+from stoker.engine.pace import Pace
+from stoker.engine.preparation import prepare
+from stoker.engine.resident import Resident
+from stoker.engine.step_clock import StepClock
+from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
+from stoker.memory.ledger import Ledger
+from stoker.messages import Delta, Failed, Finished, StateReady, Submit
+from stoker.request import MAX_CANDIDATES, FinishReason, GenerateRequest, Priority, Sampling, StateOutput
+from stoker.runtime import Runtime
+from stoker.scheduler.throttle import Throttle
+from stoker.values import ModelInfo, ModelSpec
+
+PROMPT = "who waits for whom?"
+CHOICES = ["everybody", "no one", "", "nobody", "no", "everybody"]
+FAKE = "fake:eog_period=0"
+WANTED = {"max_tokens": 0, "state_output": StateOutput.CHOOSE, "sampling": Sampling(temperature=0)}
+
+
+def nats(prompt, text):
+    """Mean negative log-likelihood in nats by the backend's own logits, computed in one step."""
+    if not text:
+        return math.inf
+    backend = FakeBackend(n_batch=1024)
+    tokens = [*prompt, *text]
+    rows = backend.step(BatchPlan((PlanItem(0, 0, tokens, len(tokens)),))).astype(np.float64)
+    normalised = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
+    at = np.arange(len(prompt) - 1, len(tokens) - 1)
+    return float(-normalised[at, list(text)].mean())
+
+
+def tokens_of(text, *, add_special=False):
+    """The fake model's tokens of a text."""
+    return FakeVocabulary().tokenize(text, add_special=add_special, parse_special=False)
+
+
+def expected(*, is_calibrated=False):
+    """The score of each of `CHOICES`."""
+    prompt = tokens_of(PROMPT, add_special=True)
+    begin = FakeVocabulary().tokenize(FakeVocabulary().bos_text, add_special=False, parse_special=True)
+    scores = [nats(prompt, tokens_of(text)) for text in CHOICES]
+    if is_calibrated:
+        scores = [
+            score - nats(begin, tokens_of(text)) if text else score
+            for score, text in zip(scores, CHOICES, strict=True)
+        ]
+    return scores
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def test_a_likelihood_is_that_of_the_softmax_in_nats():
+    """SPEC D5: natural log, log-softmax of raw logits; a text in pieces is the text."""
+    rows = np.array([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]], np.float32)
+    whole = negative_log_likelihood(rows, [2, 0])
+    assert whole == pytest.approx(math.log(4) + math.log(sum(math.exp(at) for at in range(4))))
+    sums = Likelihoods([2, 0])
+    for at in range(2):
+        sums.add(0, rows[at : at + 1], [[2, 0][at]])
+    assert sums.means() == [pytest.approx(whole / 2), math.inf]
+
+
+def test_choices_are_ranked_by_score_then_index_and_empty_ones_come_last():
+    """SPEC D5: lower is better; probabilities are a softmax of -score, 0 for an empty choice."""
+    found = ranked(["a", "", "b", "c"], [2.0, math.inf, 1.0, 2.0])
+    assert [(each.index, each.rank) for each in found] == [(2, 0), (0, 1), (3, 2), (1, 3)]
+    assert sum(each.probability for each in found) == pytest.approx(1.0)
+    assert found[0].probability / found[1].probability == pytest.approx(math.e)
+    assert found[3].probability == 0.0
+
+
+def test_nothing_but_empty_choices_has_no_probability():
+    """SPEC D5: a ranking of nothing is by index."""
+    found = ranked(["", ""], [math.inf, math.inf])
+    assert [(each.index, each.probability) for each in found] == [(0, 0.0), (1, 0.0)]
+
+
+# ---------------------------------------------------------------- the library
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+async def test_scores_are_those_of_a_direct_computation(calibrate):
+    """SPEC D5, I5: each candidate tokenised alone and appended; calibrated: less its score after BOS."""
+    async with Runtime(FAKE, isolation="thread") as runtime:
+        found = await runtime.choose(PROMPT, CHOICES, calibrate=calibrate, priority="background")
+    scores = {each.index: each.score for each in found.results}
+    assert [scores[at] for at in range(len(CHOICES))] == pytest.approx(
+        expected(is_calibrated=calibrate), abs=1e-5
+    )
+    assert [each.rank for each in found.results] == list(range(len(CHOICES)))
+    assert found.results[-1].choice == ""
+    num_tokens = len(tokens_of(PROMPT, add_special=True)) + sum(len(tokens_of(text)) for text in CHOICES)
+    assert found.usage.prompt_tokens == num_tokens
+
+
+async def test_a_recurrent_model_chooses_as_well():
+    """SPEC D5: the class of the model makes no difference."""
+    async with Runtime("fake:eog_period=0,recurrent=1", isolation="thread") as runtime:
+        found = await runtime.choose(PROMPT, CHOICES)
+    assert found.best.score == pytest.approx(min(expected()), abs=1e-5)
+
+
+async def test_what_cannot_be_chosen_from_is_refused():
+    """SPEC D5: none, too many or too long ones are a caller's mistake, named."""
+    async with Runtime(FAKE, isolation="thread") as runtime:
+        for choices in ([], ["a"] * (MAX_CANDIDATES + 1)):
+            with pytest.raises(InvalidRequestError) as refused:
+                await runtime.choose(PROMPT, choices)
+            assert refused.value.param == "choices"
+        with pytest.raises(ContextLengthError) as refused:
+            await runtime.choose(PROMPT, ["a", "b" * 20_000])
+        assert refused.value.param == "choices"
+
+
+@pytest.mark.parametrize("model_class", ["encoder", "encoder-decoder"])
+def test_a_model_that_continues_no_prompt_is_refused_by_name(model_class):
+    """SPEC D5, K2, K3: the refusal names the model and says why."""
+    fields = dict.fromkeys(("num_params", "size_bytes", "n_vocab", "n_ctx", "n_ctx_train"), 0)
+    fields |= dict.fromkeys(("n_batch", "num_slots", "num_threads"), 0) | {"memory_bytes": {}}
+    fields |= dict.fromkeys(("path", "label", "description", "kv_type", "flash_attention"), "x")
+    info = ModelInfo(id="some", model_class=model_class, architecture="arch", **fields)
+    with pytest.raises(UnsupportedError, match=f"some is an {model_class}"):
+        require_choosing(info)
+
+
+def test_the_command_prints_what_the_server_answers():
+    """SPEC I1: `stoker choose` prints the best first, or JSON."""
+    arguments = ["choose", PROMPT, "--model", FAKE, *(f"--choice={text}" for text in CHOICES), "--calibrate"]
+
+    def factory(settings):
+        return Runtime(settings=settings, isolation="thread")
+
+    plain = CliRunner().invoke(app, arguments, obj=factory)
+    assert plain.exit_code == 0, plain.output
+    best = CHOICES[int(np.argmin(expected(is_calibrated=True)))]
+    assert plain.stdout.splitlines()[0].endswith(f"\t{best}")
+    record = json.loads(CliRunner().invoke(app, [*arguments, "--json"], obj=factory).stdout)
+    assert record["data"][0]["choice"] == best
+    assert record["data"][-1]["score"] is None
+
+
+# ---------------------------------------------------------------- the engine's line
+
+
+class _Ticking(Pace):
+    """A pace on whose clock every look takes a target of a step, so that each slice is one call."""
+
+    def __init__(self):
+        super().__init__(StepClock(10.0))
+        self._ticked_s = 0.0
+
+    def now(self):
+        """Seconds."""
+        self._ticked_s += 0.05
+        return self._ticked_s
+
+
+class House:
+    """A resident of the fake backend, driven turn by turn."""
+
+    def __init__(self, path=FAKE, **spec):
+        self.spec = ModelSpec(id="m", path=path, **spec)
+        self.backend = FakeBackend(n_batch=64)
+        cache = PrefixCache(CacheLimits(ram_bytes=0), Ledger())
+        self.pace = _Ticking()
+        self.resident = Resident(self.spec, self.backend, self.pace, cache)
+        self.now = self.pace.now()
+
+    def enter(self, name, **fields):
+        """A request to choose arrives."""
+        request = GenerateRequest(prompt="p" * 200, **WANTED | {"candidates": ("yes", "no")} | fields)
+        self.readmit(Submit(request_id=name, request=request))
+
+    def readmit(self, submit):
+        """A submit is prepared and accepted."""
+        self.resident.accept(prepare(submit, self.resident.prep, self.now), self.now)
+
+    def turn(self):
+        """One turn."""
+        self.now = self.pace.now()
+        self.resident.schedule(self.now)
+        self.resident.step(self.now)
+
+    def finish(self):
+        """Turns until nothing is left to do."""
+        for _ in range(3000):
+            if not self.resident.has_work:
+                return
+            self.turn()
+        raise AssertionError("it does not end")
+
+    def of(self, kind):
+        """Request ids of the events of a kind, in order."""
+        return [event.request_id for event in self.resident.events if isinstance(event, kind)]
+
+
+@pytest.fixture
+def house():
+    """A resident that computes as little as it can a slice."""
+    house = House()
+    yield house
+    house.resident.close()
+
+
+def test_each_request_to_choose_ends_once(house):
+    """SPEC L6: one state, one delta with its reason, one terminal event."""
+    house.enter("a")
+    house.enter("b", is_calibrated=True)
+    house.finish()
+    for kind in (StateReady, Delta, Finished):
+        assert house.of(kind) == ["a", "b"]
+    assert house.resident.num_leases == 0
+
+
+def test_somebody_who_waits_goes_before_background_that_has_begun(house):
+    """SPEC Q1, Q2: at the next slice, and what was found of the other is not lost."""
+    house.enter("job", priority=Priority.BACKGROUND)
+    house.turn()
+    house.enter("person")
+    house.finish()
+    assert house.of(Finished) == ["person", "job"]
+
+
+def test_background_waits_while_somebody_generates(house):
+    """SPEC Q2: choices of background get no slice while anybody waits for a text."""
+    text = GenerateRequest(prompt="hello", max_tokens=5, sampling=Sampling(temperature=0, seed=1))
+    house.readmit(Submit(request_id="text", request=text))
+    house.enter("job", priority=Priority.BACKGROUND)
+    house.finish()
+    assert house.of(Finished) == ["text", "job"]
+
+
+def test_choices_take_turns_with_steps(house):
+    """SPEC Q8: a text goes on while choices are computed, and they while it does."""
+    text = GenerateRequest(
+        prompt="hello", max_tokens=1000, ignore_eos=True, sampling=Sampling(seed=1), speculate=False
+    )
+    house.readmit(Submit(request_id="text", request=text))
+    house.enter("choice")
+    house.finish()
+    assert house.of(Finished) == ["choice", "text"]
+    before = house.resident.events.index(next(e for e in house.resident.events if isinstance(e, StateReady)))
+    assert sum(isinstance(event, Delta) for event in house.resident.events[:before]) > 1
+
+
+def test_a_request_to_choose_can_be_cancelled_paused_and_sent_off(house):
+    """SPEC Q17, L5: as any other; one that is sent off is computed elsewhere."""
+    for name in ("a", "b", "c"):
+        house.enter(name)
+    house.turn()
+    house.resident.cancel("a", house.now)
+    house.resident.pause("b", house.now)
+    house.finish()
+    assert house.of(Finished) == ["a", "c"]
+    reasons = [e.finish_reason for e in house.resident.events if isinstance(e, Delta)]
+    assert reasons == [FinishReason.CANCELLED, FinishReason.LENGTH]
+    house.resident.resume("b", house.now)
+    (submit,) = house.resident.evacuate("it goes", house.now)
+    assert not house.resident.has_requests
+    house.readmit(submit)
+    house.finish()
+    assert house.of(StateReady) == ["c", "b"]
+
+
+def test_a_request_past_its_deadline_ends_with_a_timeout(house):
+    """SPEC Q10: also in the middle of its slices."""
+    house.enter("late", timeout_s=5.0)
+    house.turn()
+    assert house.resident.next_deadline_s() == pytest.approx(house.now + 5.0, abs=1.0)
+    house.resident.expire(house.now + 6.0)
+    (failed,) = [event for event in house.resident.events if isinstance(event, Failed)]
+    assert failed.error.code == RequestTimeoutError.code
+    assert not house.resident.has_requests
+
+
+def test_who_is_held_back_gets_no_slice(house):
+    """SPEC M4, M6: a throttle holds choices as it holds texts."""
+    house.enter("job", priority=Priority.BACKGROUND)
+    house.resident.hold_back(Throttle(holds_background=True))
+    assert not house.resident.has_work
+    house.resident.hold_back(Throttle())
+    house.finish()
+    assert house.of(Finished) == ["job"]
+
+
+def test_a_failing_call_fails_its_own_request_only(house):
+    """SPEC Q12: the other one is served."""
+    house.backend.faults = type(house.backend.faults)(bad_tokens=frozenset(b"z"), eog_period=0)
+    house.enter("bad", candidates=("zzz", "yes"))
+    house.enter("good")
+    house.finish()
+    assert (house.of(Failed), house.of(StateReady)) == (["bad"], ["good"])

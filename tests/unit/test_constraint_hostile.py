@@ -1,0 +1,154 @@
+"""Schemas, regexes and grammars that are made to hurt: refused by name, and soon."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
+from stoker.constraint import Constraint, ConstraintKind
+from stoker.decode import constraint_lexemes
+from stoker.decode.constraint_compile import MAX_LARK_RULES, compile_grammar
+from stoker.decode.constraint_depth import deepest_path
+from stoker.decode.constraint_gbnf import MAX_RULES
+from stoker.decode.constraint_regex import MAX_QUANTIFIERS
+from stoker.decode.constraint_schema import MAX_NESTED
+from stoker.decode.constraint_tokenizer import GrammarTokenizer
+from stoker.errors import InvalidRequestError
+
+BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
+WRAPPERS = {
+    "alone": lambda ref: ref,
+    "property": lambda ref: {"type": "object", "properties": {"a": ref}, "required": ["a"]},
+    "items": lambda ref: {"type": "array", "items": ref, "minItems": 1},
+    "anyOf": lambda ref: {"anyOf": [ref, {"type": "null"}]},
+    "allOf": lambda ref: {"allOf": [ref, {}]},
+    "pattern": lambda ref: {
+        "type": "object",
+        "patternProperties": {"^a": ref},
+        "additionalProperties": False,
+    },
+}
+
+
+def compiled(kind, source):
+    """The grammar on byte tokens."""
+    return compile_grammar(Constraint(kind=ConstraintKind(kind), source=source), BYTES)
+
+
+def chain(wrap, length):
+    """A schema of so many definitions, each of which refers to the next."""
+    links = {str(i): wrap({"$ref": f"#/$defs/{i + 1}"}) for i in range(length)}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": {**links, str(length): {"type": "integer"}}})
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_references_that_lead_too_deep_are_refused(wrap):
+    """SPEC D2: natively they would overrun the stack, which ends the engine; a hundred in turn are fine."""
+    compiled("json_schema", chain(wrap, 100))
+    with pytest.raises(InvalidRequestError, match=rf"by \$ref, at most {MAX_NESTED} may"):
+        compiled("json_schema", chain(wrap, 600))
+
+
+def test_schemas_that_refer_to_each_other_count_together():
+    """SPEC D2: in which order the engine meets them is its own business, so each of a tangle counts."""
+
+    def tangle(size):
+        refs = [{"$ref": f"#/$defs/{i}"} for i in (1, size // 2, size - 1)]
+        node = {"type": "object", "properties": dict(zip("abc", refs, strict=True))}
+        return json.dumps({"$ref": "#/$defs/0", "$defs": {str(i): node for i in range(size)}})
+
+    compiled("json_schema", tangle(60))
+    long = {str(i): WRAPPERS["property"]({"$ref": f"#/$defs/{(i + 1) % 500}"}) for i in range(500)}
+    long = {name: {**schema, "required": []} for name, schema in long.items()}
+    with pytest.raises(InvalidRequestError, match="lead into each other"):
+        compiled("json_schema", json.dumps({"$ref": "#/$defs/0", "$defs": long}))
+
+
+def test_the_deepest_path_is_never_told_too_short():
+    """SPEC D2: compared with a search of all paths, on random graphs; exact where there is no cycle."""
+
+    def searched(edges, node, seen):
+        return 1 + max(
+            (searched(edges, child, seen | {child}) for child in edges[node] if child not in seen), default=0
+        )
+
+    for seed in range(150):
+        rng = random.Random(seed)
+        size, is_acyclic = rng.randint(1, 8), seed % 2
+        edges = {
+            node: [child for child in range(node + 1 if is_acyclic else 0, size) if rng.random() < 0.35]
+            for node in range(size)
+        }
+        longest = searched(edges, 0, {0})
+        found = deepest_path(edges, 0)
+        assert longest <= found <= size
+        assert found == longest or not is_acyclic
+    assert deepest_path({i: [i + 1] for i in range(50_000)}, 0) == 50_001
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_a_number_that_json_does_not_have_is_refused(number):
+    """SPEC D2: by name; the grammar engine reads JSON as JSON."""
+    with pytest.raises(InvalidRequestError, match="is no number of JSON") as caught:
+        compiled("json_schema", f'{{"type": "number", "minimum": {number}}}')
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "told"),
+    [
+        ("regex", r"\p{L}?" * (MAX_QUANTIFIERS + 1), "quantifiers"),
+        ("regex", ".*a{2}" * MAX_QUANTIFIERS, "quantifiers"),
+        ("lark", "start: /" + ".?" * (MAX_QUANTIFIERS + 1) + "/", "quantifiers"),
+        ("json_schema", json.dumps({"pattern": "a?" * (MAX_QUANTIFIERS + 1)}), "quantifiers"),
+        ("lark", "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(MAX_LARK_RULES)), "rules"),
+        ("gbnf", "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(MAX_RULES)), "rules"),
+        ("bnf", "".join(f"<r{i}> ::= a <r{i + 1}>\n" for i in range(MAX_RULES + 1)), "rules"),
+    ],
+)
+def test_what_would_take_long_is_refused_before(kind, source, told):
+    """SPEC D2: the work is in the square of these, natively, where nothing stops it."""
+    with pytest.raises(InvalidRequestError, match=told):
+        compiled(kind, source)
+
+
+def test_quantifiers_are_told_from_characters():
+    """SPEC D2: those in classes, escapes and, in Lark, strings count as nothing."""
+    compiled("regex", r"\?[?*+]" * 300)
+    compiled("lark", 'start: "' + "?" * 1500 + '"')
+
+
+def test_lexemes_that_may_all_follow_each_other_are_paired_once(monkeypatch):
+    """SPEC D2: pairs of pairs, which would be 200 million here, are not gone through."""
+    num_pairs = 0
+
+    def product(*parts):
+        nonlocal num_pairs
+        num_pairs += len(parts[0]) * len(parts[1])
+        return ((one, other) for one in parts[0] for other in parts[1])
+
+    monkeypatch.setattr(constraint_lexemes.itertools, "product", product)
+    rules = "".join(f'r{i} ::= "a" r{i + 1} | root "b"\n' for i in range(120))
+    grammar = compiled("gbnf", f'root ::= r0\n{rules}r120 ::= "c"\n')
+    state = grammar.state()
+    for byte in b"a" * 120 + b"c":
+        state.accept(byte)
+    assert state.may_end
+    assert num_pairs < 500_000
+
+
+def test_an_error_in_a_schema_within_a_grammar_names_the_rule_and_the_callers_field():
+    """SPEC D2, D7: whoever forces a call sent `tools`, and no grammar."""
+    source = 'start: "x" args_1_look\nargs_1_look: %json {"properties": {"a": {"not": {}}}}\n'
+    with pytest.raises(
+        InvalidRequestError, match=r"'not' .*#/properties/a\), in the rule args_1_look"
+    ) as caught:
+        compiled("lark", source)
+    assert caught.value.param == "grammar"
+    asked = Constraint(kind=ConstraintKind.LARK, source=source, asked_as="tools")
+    with pytest.raises(InvalidRequestError) as caught:
+        compile_grammar(asked, BYTES)
+    assert caught.value.param == "tools"

@@ -1,0 +1,352 @@
+"""Steps that carry a draft: the same tokens, fewer steps, nobody's room."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from stoker.backends.fake import FakeBackend, FakeFaults
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.constraint import Constraint, ConstraintKind
+from stoker.engine.pace import Pace
+from stoker.engine.preparation import prepare
+from stoker.engine.resident import Resident
+from stoker.engine.step_clock import StepClock
+from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
+from stoker.memory.ledger import Ledger
+from stoker.messages import Delta, Failed, Finished, Submit
+from stoker.request import FinishReason, GenerateRequest, Sampling
+from stoker.scheduler.sequence import ParkForm
+from stoker.scheduler.wager import Wager
+from stoker.values import ModelSpec, Speculation
+
+ROUND = Constraint(kind=ConstraintKind.REGEX, source="(the same again, )+")
+REQUESTS = {
+    "greedy": {"sampling": Sampling(temperature=0.0)},
+    "seeded": {"sampling": Sampling(seed=5, temperature=1.5)},
+    "mirostat": {"sampling": Sampling(seed=5, mirostat=2)},
+    "penalties": {"sampling": Sampling(seed=5, repeat_penalty=1.2, dry_multiplier=0.8)},
+    "logprobs": {"logprobs": 3},
+    "stop": {"stop": ("again, the same again, the same again, th",)},
+    "shift": {"context_shift": True, "max_tokens": 700},
+    "context full": {"max_tokens": None},
+    "one token": {"max_tokens": 1},
+    "prompt logprobs": {"echo": True, "prompt_logprobs": 2},
+}
+
+
+class EagerWager(Wager):
+    """Guesses seven tokens wherever that fits."""
+
+    def num_worth(self, odds, most, guess_s=0.0):
+        """Seven."""
+        return max(0, min(most, 7))
+
+
+@dataclass
+class Answer:
+    """What a request got."""
+
+    tokens: list = field(default_factory=list)
+    text: str = ""
+    logprobs: list = field(default_factory=list)
+    reason: str | None = None
+
+
+class Bench:
+    """One model on this thread, whose backend is counted."""
+
+    def __init__(self, mode, **options):
+        spec = ModelSpec(id="m", path="fake:", num_slots=options.pop("num_slots", 2), speculation=mode)
+        known = {"num_cells": 512, "faults": FakeFaults(eog_period=0)}
+        self.backend = options.pop("backend", None) or FakeBackend(**known | options)
+        self.cache = PrefixCache(CacheLimits(), Ledger())
+        self.resident = Resident(spec, self.backend, Pace(StepClock(60.0)), self.cache)
+        self.now = 0.0
+        self.answers = {}
+
+    def submit(self, request_id, submit=None, **fields):
+        """Enter a request."""
+        known = {"prompt": "And ", "model": "m", "max_tokens": 200, "constraint": ROUND}
+        request = GenerateRequest(**{"sampling": Sampling(seed=1)} | known | fields)
+        submit = submit or Submit(request_id=request_id, request=request)
+        self.answers.setdefault(request_id, {})
+        self.resident.accept(prepare(submit, self.resident.prep, self.now), self.now)
+
+    def turn(self):
+        """One turn, and what was found out by it."""
+        self.now += 1.0
+        self.resident.schedule(self.now)
+        self.resident.step(self.now)
+        self.note()
+
+    def note(self):
+        """Read what has happened, and check that backend and scheduler agree once orders are carried out."""
+        for event in self.resident.events:
+            if isinstance(event, Delta):
+                answer = self.answers[event.request_id].setdefault(event.index, Answer())
+                answer.tokens += event.token_ids
+                answer.text += event.text
+                answer.logprobs += event.logprobs or []
+                answer.reason = event.finish_reason or answer.reason
+            assert not isinstance(event, Failed), event
+        self.resident.events.clear()
+
+    def settle(self):
+        """Carry out what the last step left to do, and check everything."""
+        self.resident.rest(self.now)
+        self.resident.scheduler.check()
+        self.backend.check()
+        assert self.backend.num_cells_used == self.resident.scheduler.cells.used
+        for slot in self.resident.scheduler.slots.slots:
+            assert list(self.backend.tokens(slot.id)) == slot.tokens
+
+    def run(self, request_id="r", **fields):
+        """A request to its end; its first choice."""
+        self.submit(request_id, **fields)
+        while self.resident.has_work:
+            self.turn()
+            self.settle()
+        return self.answers[request_id][0]
+
+    @property
+    def counts(self):
+        """Draft tokens, and those that were drawn."""
+        stats = self.resident.stats()
+        return stats["num_drafted_total"], stats["num_accepted_total"]
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch):
+    monkeypatch.setattr("stoker.engine.speculation.Wager", EagerWager)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_answer_is_the_one_without_drafts(name):
+    """SPEC D9: tokens, text, logprobs and the reason of its end, in fewer steps."""
+    plain, quick = Bench(Speculation.OFF, n_ctx=256), Bench(Speculation.LOOKUP, n_ctx=256)
+    assert quick.run(**REQUESTS[name]) == plain.run(**REQUESTS[name])
+    assert plain.counts == (0, 0)
+    if name != "one token":
+        drafted, accepted = quick.counts
+        assert drafted >= accepted > 10
+        assert quick.backend.num_steps <= plain.backend.num_steps - accepted
+
+
+def test_what_is_not_drawn_is_taken_back():
+    """SPEC D9: text that repeats and then goes on otherwise leaves no cell behind."""
+    turns = Constraint(kind=ConstraintKind.REGEX, source="(over and over [a-z]{6} )+")
+    plain, quick = Bench(Speculation.OFF), Bench(Speculation.AUTO)
+    assert quick.run(constraint=turns) == plain.run(constraint=turns)
+    drafted, accepted = quick.counts
+    assert drafted > accepted + 20
+    assert quick.resident.scheduler.cells.used == plain.resident.scheduler.cells.used
+
+
+def test_a_request_may_ask_for_none():
+    """SPEC D9: `speculate` false; and a model loaded without."""
+    quick = Bench(Speculation.LOOKUP)
+    quick.run(speculate=False)
+    assert quick.counts == (0, 0)
+    for mode in (Speculation.OFF, Speculation.DRAFT):
+        bench = Bench(mode)
+        bench.run()
+        assert bench.counts == (0, 0)
+
+
+def test_a_model_that_cannot_go_back_gets_no_drafts():
+    """SPEC D9, K5."""
+    bench = Bench(Speculation.LOOKUP, faults=FakeFaults(eog_period=0, recurrent=True))
+    bench.run()
+    assert bench.counts == (0, 0)
+
+
+def test_nobody_gets_drafts_while_others_run():
+    """SPEC D9, Q8: others would wait longer for their next tokens."""
+    bench = Bench(Speculation.LOOKUP)
+    bench.submit("a")
+    bench.submit("b", max_tokens=100, sampling=Sampling(seed=2))
+    while not bench.answers["b"] or bench.answers["b"][0].reason is None:
+        bench.turn()
+        assert bench.counts == (0, 0)
+        bench.settle()
+    while bench.resident.has_work:
+        bench.turn()
+    assert bench.counts[1] > 50
+    assert bench.answers["a"][0] == Bench(Speculation.OFF).run()
+
+
+def test_several_choices_are_what_they_were():
+    """SPEC D9, Q16: the last one that runs may be guessed."""
+    fields = {"n": 3, "sampling": Sampling(seed=9, temperature=1.5), "constraint": None, "stop": ("e",)}
+    outcomes = []
+    for mode in (Speculation.OFF, Speculation.LOOKUP):
+        bench = Bench(mode, num_slots=4)
+        bench.run(**fields)
+        outcomes.append(bench.answers["r"])
+    assert outcomes[0] == outcomes[1]
+
+
+def test_drafts_take_only_cells_that_are_free():
+    """SPEC D9, Q12: a pool that is nearly full costs drafts, and nobody's text."""
+    plain = Bench(Speculation.OFF, num_cells=96)
+    quick = Bench(Speculation.LOOKUP, num_cells=96)
+    assert quick.run(max_tokens=None) == plain.run(max_tokens=None)
+    assert quick.resident.stats()["num_preemptions_total"] == 0
+    assert quick.answers["r"][0].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("form", list(ParkForm))
+def test_parked_between_drafts_it_goes_on_as_if_nothing_had_been(form):
+    """SPEC D9, Q4: what it keeps is what was drawn, not what was guessed."""
+    bench = Bench(Speculation.LOOKUP)
+    bench.submit("r")
+    sequence = next(iter(bench.resident._live)).choices[0].sequence
+    num_turns = 0
+    while bench.resident.has_work:
+        bench.turn()
+        num_turns += 1
+        if num_turns % 3 == 0 and sequence.is_running:
+            bench.resident._carry_out(bench.resident.scheduler.park(sequence, form, bench.now), bench.now)
+            bench.settle()
+    assert sequence.num_preemptions > 3
+    assert bench.counts[1] > 50
+    assert bench.answers["r"][0] == Bench(Speculation.OFF).run()
+
+
+def test_after_a_crash_it_goes_on_with_the_tokens_that_were_delivered():
+    """SPEC D9, L3: a draft was never delivered."""
+    whole = Bench(Speculation.OFF).run()
+    first = Bench(Speculation.LOOKUP)
+    first.submit("r")
+    while len(first.answers["r"].get(0, Answer()).tokens) < 90:
+        first.turn()
+    (submit,) = first.resident.evacuate("tested", first.now)
+    assert submit.generated[0] == first.answers["r"][0].tokens
+    second = Bench(Speculation.LOOKUP)
+    second.answers["r"] = first.answers["r"]
+    second.submit("r", submit)
+    while second.resident.has_work:
+        second.turn()
+    assert second.answers["r"][0] == whole
+
+
+def test_cancelled_right_after_a_draft_it_leaves_what_was_drawn():
+    """SPEC D9, C6: the next request may go on from these cells."""
+    bench = Bench(Speculation.LOOKUP)
+    bench.submit("r")
+    while bench.counts[0] == 0:
+        bench.turn()
+    bench.resident.cancel("r", bench.now)
+    bench.note()
+    bench.settle()
+    assert bench.answers["r"][0].reason is FinishReason.CANCELLED
+
+
+@pytest.mark.parametrize("where", ["pool", "step"])
+def test_a_step_that_fails_for_its_draft_is_made_without(where, monkeypatch):
+    """SPEC D9, Q12: nobody is failed, and nothing is freed, for the sake of a guess."""
+    bench, step = Bench(Speculation.LOOKUP), FakeBackend.step
+    error = PoolFullError("no cells") if where == "pool" else StepFailedError("broken")
+
+    def failing(backend, plan):
+        if any(item.num_logits > 1 for item in plan.items):
+            raise error
+        return step(backend, plan)
+
+    monkeypatch.setattr(FakeBackend, "step", failing)
+    answer = bench.run()
+    monkeypatch.undo()
+    assert answer == Bench(Speculation.OFF).run()
+    assert bench.counts == (0, 0)
+
+
+def test_one_choice_that_fails_takes_the_draft_of_its_request_along():
+    """SPEC D9, L6: an error on the way through a draft leaves the cells that were counted."""
+    bench = Bench(Speculation.LOOKUP)
+    bench.submit("r")
+    while bench.counts[0] == 0:
+        bench.turn()
+    live = next(iter(bench.resident._live))
+    generation, calls = live.choices[0].generation, []
+
+    def failing(row):
+        calls.append(row)
+        if len(calls) == 4:
+            raise InvalidRequestError("no token is left")
+        return type(generation).advance(generation, row)
+
+    generation.advance = failing
+    while bench.resident.has_work:
+        bench.resident.schedule(bench.now)
+        bench.resident.step(bench.now)
+    failed = [event for event in bench.resident.events if isinstance(event, Failed)]
+    assert len(failed) == 1
+    assert not [event for event in bench.resident.events if isinstance(event, Finished)]
+    bench.resident.events.clear()
+    bench.settle()
+
+
+class Oracle:
+    """A draft model that knows the answer, with a mistake now and then; at first it reads."""
+
+    def __init__(self, prompt, answer):
+        self.text = [*prompt, *answer, 0]
+        self.num_calls = 0
+
+    def guess(self, tokens, count):
+        """What comes, the third token of every second call wrong."""
+        self.num_calls += 1
+        if self.num_calls == 1:
+            return []
+        guesses = self.text[len(tokens) : len(tokens) + count]
+        if self.num_calls % 2 and len(guesses) > 2:
+            guesses[2] ^= 1
+        return guesses
+
+
+@pytest.mark.parametrize("mode", [Speculation.DRAFT, Speculation.AUTO])
+def test_a_draft_model_is_asked_where_nothing_repeats(mode):
+    """SPEC D9: free text, guessed by another model; the answer is the one without."""
+    plain = Bench(Speculation.OFF)
+    fields = {"constraint": None, "max_tokens": 120}
+    answer = plain.run(**fields)
+    backend = FakeBackend(num_cells=512, faults=FakeFaults(eog_period=0))
+    prompt = plain.backend.vocabulary.tokenize("And ", add_special=True, parse_special=True)
+    backend.drafter = Oracle(prompt, answer.tokens)
+    bench = Bench(mode, backend=backend)
+    assert bench.run(**fields) == answer
+    drafted, accepted = bench.counts
+    assert drafted > accepted > 60
+
+
+def test_no_draft_model_is_asked_unless_that_was_wanted():
+    """SPEC D9: a model loaded for lookups only."""
+    backend = FakeBackend(num_cells=512, faults=FakeFaults(eog_period=0))
+    backend.drafter = Oracle(b"And ", ())
+    bench = Bench(Speculation.LOOKUP, backend=backend)
+    bench.run(constraint=None)
+    assert backend.drafter.num_calls == 0
+
+
+def test_a_draft_leaves_what_ended_requests_left_in_their_cells():
+    """SPEC D9, C6: with a pool full of what may be reused it is cut short, and nothing goes for its sake."""
+    bench = Bench(Speculation.LOOKUP, num_cells=128, num_slots=2)
+    first = bench.run("first", prompt="Once ", max_tokens=60)
+    second = bench.run("second", max_tokens=100)
+    assert first == Bench(Speculation.OFF).run(prompt="Once ", max_tokens=60)
+    assert second == Bench(Speculation.OFF).run(max_tokens=100)
+
+
+def test_a_step_for_one_of_several_gets_no_draft_either():
+    """SPEC D9, Q8: those who are left out of it would wait for longer."""
+    bench = Bench(Speculation.LOOKUP)
+    bench.submit("a")
+    bench.submit("b")
+    for _ in range(60):
+        bench.turn()
+    plan = bench.resident.scheduler.plan()
+    assert len(plan.parts) == 2
+    alone = type(plan)(tuple(part for part in plan.parts if part.sequence.key.request_id == "a"))
+    assert bench.resident._speculator.extended(alone) is alone
+    bench.resident.cancel("b", bench.now)
+    assert bench.resident._speculator.extended(alone) is not alone

@@ -1,0 +1,133 @@
+"""How far a step guesses ahead: it pays or it is left, on machines of several kinds."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from stoker.scheduler.cost import StepCost
+from stoker.scheduler.wager import LEAST, MOST, Odds, Wager
+
+CURVES = {
+    "processor": {1: 0.017, 4: 0.044, 8: 0.078, 32: 0.110, 256: 0.9},
+    "accelerator": {1: 0.005, 8: 0.006, 32: 0.008, 256: 0.03},
+    "no gain": {1: 0.017, 2: 0.034, 32: 0.55, 256: 4.4},
+}
+
+
+def step_s(curve, num_tokens):
+    """What a step really takes: between the points of a curve on a line."""
+    points = sorted(curve.items())
+    for (low, low_s), (high, high_s) in pairwise(points):
+        if num_tokens <= high:
+            return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
+    raise AssertionError(num_tokens)
+
+
+def measured(curve):
+    """A model of steps that knows every size."""
+    cost = StepCost()
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 256):
+        cost.learn(num_tokens, step_s(curve, num_tokens))
+    return cost
+
+
+def decode(curve, num_tokens, is_drawn, cost=None):
+    """Seconds for so many tokens with guesses everywhere, and without any; `is_drawn` decides each guess."""
+    wager, odds, known = Wager(cost or measured(curve)), Odds(0.75, 0.9), 0
+    took_s = 0.0
+    while known < num_tokens:
+        count = wager.num_worth(odds, 31)
+        drawn = next((at for at in range(count) if not is_drawn()), count)
+        this_s = step_s(curve, count + 1)
+        took_s += this_s
+        known += drawn + 1
+        if count:
+            wager.settle(count, drawn + 1, this_s)
+            odds.note(drawn, is_missed=drawn < count)
+        else:
+            wager.stepped()
+            odds.fade()
+    return took_s, known * step_s(curve, 1)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_guesses_that_are_never_drawn_cost_next_to_nothing(name):
+    """SPEC D9: two in a hundred at most, whatever a step costs, over some hundred tokens and over many."""
+    for num_tokens in (400, 4000):
+        with_s, without_s = decode(CURVES[name], num_tokens, lambda: False)
+        assert with_s <= 1.02 * without_s
+
+
+@pytest.mark.parametrize(("rate", "curve"), [(0.5, "processor"), (0.8, "processor"), (0.7, "no gain")])
+def test_guesses_that_do_not_pay_cost_next_to_nothing(rate, curve):
+    """SPEC D9: drawn now and then, on a machine where that is not enough."""
+    random = Random(3)
+    with_s, without_s = decode(CURVES[curve], 4000, lambda: random.random() < rate)
+    assert with_s <= 1.02 * without_s
+
+
+def test_guesses_that_are_drawn_make_it_quicker():
+    """SPEC D9: long ones where a step of many tokens is cheap for each."""
+    random = Random(4)
+    for name, rate, factor in (
+        ("processor", 0.97, 2.0),
+        ("accelerator", 0.8, 2.0),
+        ("accelerator", 0.5, 1.3),
+    ):
+        with_s, without_s = decode(CURVES[name], 600, lambda rate=rate: random.random() < rate)
+        assert without_s >= factor * with_s, name
+
+
+def test_where_more_tokens_take_as_much_longer_nothing_is_guessed():
+    """SPEC D9: however likely."""
+    odds = Odds(0.99, 0.99)
+    assert Wager(measured(CURVES["no gain"])).num_worth(odds, 31) == 0
+    assert Wager(measured(CURVES["processor"])).num_worth(odds, 31) == 31
+
+
+def test_nothing_is_guessed_before_a_step_was_measured_and_never_more_than_fits():
+    """SPEC D9."""
+    odds = Odds(0.9, 0.9)
+    assert Wager(StepCost()).num_worth(odds, 31) == 0
+    wager = Wager(measured(CURVES["accelerator"]))
+    assert [wager.num_worth(odds, most) for most in (-1, 0, 1, 4)] == [0, 0, 1, 4]
+
+
+def test_a_model_that_takes_long_to_guess_is_asked_for_less():
+    """SPEC D9: guessing counts as part of the step."""
+    odds, wager = Odds(0.9, 0.9), Wager(measured(CURVES["accelerator"]))
+    counts = [wager.num_worth(odds, 31, guess_s) for guess_s in (0.0, 0.001, 0.003, 0.005)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] == 0
+
+
+def test_the_account_is_bounded_both_ways():
+    """SPEC D9: a good stretch does not pay for a long bad one; after a bad one it is tried again some day."""
+    wager = Wager(measured(CURVES["processor"]))
+    for _ in range(100):
+        wager.settle(31, 32, step_s(CURVES["processor"], 32))
+    assert wager.credit == MOST
+    for _ in range(100):
+        wager.settle(31, 1, step_s(CURVES["processor"], 32))
+    assert wager.credit == LEAST
+    assert wager.num_worth(Odds(0.99, 0.99), 31) == 0
+    for _ in range(1000):
+        wager.stepped()
+    assert wager.num_worth(Odds(0.99, 0.99), 31) > 0
+
+
+def test_odds_follow_what_happens_and_come_back_when_nothing_does():
+    """SPEC D9."""
+    odds = Odds(0.5, 0.8)
+    for _ in range(20):
+        odds.note(0, is_missed=True)
+    assert odds.miss > 0.95
+    for _ in range(2000):
+        odds.fade()
+    assert abs(odds.miss - 0.5) < 0.02
+    for _ in range(20):
+        odds.note(10, is_missed=False)
+    assert odds.miss < 0.1
+    assert odds.num_expected(10) > 9
+    assert odds.copy().miss == pytest.approx(odds.miss)
