@@ -178,7 +178,7 @@ class Day:
         loop = self.machine.loop
         places = [*loop._lobby._visitors]
         for resident in loop._residents:
-            places += resident._live
+            places += [each if isinstance(each, str) else each.request_id for each in resident._live]
         assert len(places) == len(set(places)), f"in two places: {places}"
         assert set(places) == set(self.wants) - self._ended
 

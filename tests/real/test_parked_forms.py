@@ -64,7 +64,8 @@ def run(resident, sampling, form=None, stop=()):
             parked_at = sequence.num_generated
             park(resident, sequence, form)
         turn(resident)
-    events, resident.events = resident.events, []
+    events = list(resident.events)
+    resident.events.clear()
     deltas = [event for event in events if isinstance(event, Delta) and event.request_id == "r"]
     (finished,) = [event for event in events if isinstance(event, Finished) and event.request_id == "r"]
     return Outcome(

@@ -60,6 +60,7 @@ def test_every_route_is_published(http):
         "/v1/states/embeddings",
         "/v1/embeddings",
         "/v1/rerank",
+        "/v1/choose",
         "/rerank",
         "/v1/models",
         "/v1/models/{model_id}",

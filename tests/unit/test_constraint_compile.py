@@ -1,7 +1,9 @@
 """Compiling constraints: what is taken, what is refused and why, limits, the cache."""
 
+import gc
 import json
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -335,3 +337,15 @@ def test_a_vocabulary_without_an_end_still_completes():
     assert np.flatnonzero(np.isfinite(row)).tolist() == [ord("b")]
     state.accept(ord("b"))
     assert state.is_complete
+
+
+def test_a_tokenizer_goes_with_the_last_that_uses_it():
+    """SPEC R10: nothing of an unloaded model stays behind; the grammar engine knows no cycles."""
+    tokenizer = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
+    grammar = compile_grammar(schema({"type": "object"}), tokenizer)
+    left = weakref.ref(tokenizer)
+    del tokenizer
+    assert grammar.tokenizer.plain_tokens_of(b"a") == [ord("a")]
+    del grammar
+    gc.collect()
+    assert left() is None

@@ -270,6 +270,16 @@ def test_what_cannot_go_with_pictures_is_refused(make, fields, param):
     assert (failed.error.http_status, failed.error.param) == (400, param)
 
 
+@pytest.mark.parametrize(("fields", "param"), [({}, "prompt"), ({"is_chat": True}, "messages")])
+def test_a_marker_without_a_picture_is_refused(make, fields, param):
+    """SPEC V2: also where no pictures can be given, so that none is left out unnoticed."""
+    machine = seeing(make)
+    look(machine, "r", [], **fields)
+    machine.run("r")
+    (failed,) = machine.of(Failed, "r")
+    assert (failed.error.http_status, failed.error.param) == (400, param)
+
+
 def test_a_model_without_a_projector_refuses_pictures(make):
     """SPEC V5: and says what it lacks."""
     machine = make()

@@ -6,6 +6,7 @@ Owns the native tokenizer and what is asked of all tokens at once; grammars and 
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -117,7 +118,9 @@ class _Wrapped:
         self.tokens = pieces
         self.eos_token_id = int(owner.native_ends[0])
         self.bos_token_id = None
-        self._owner = owner
+        self._owner = weakref.ref(owner)  # whoever owns a cycle through native code is never collected
 
     def __call__(self, data: bytes) -> list[int]:
-        return self._owner.plain_tokens_of(data)
+        owner = self._owner()
+        assert owner is not None, "a grammar is used after its tokenizer"
+        return owner.plain_tokens_of(data)

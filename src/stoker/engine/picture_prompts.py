@@ -33,12 +33,14 @@ def pictured_prompt(
         InvalidRequestError: there are not as many markers as pictures, or what was asked for needs the
             prompt's own tokens.
     """
-    _check(request)
+    if request.pictures:
+        _check(request)
     texts = str(request.prompt).split(IMAGE_MARKER)
-    if len(texts) - 1 != len(request.pictures):
+    num_given = len(request.pictures)
+    if len(texts) - 1 != num_given:
         raise InvalidRequestError(
-            f"the prompt has {len(texts) - 1} places for pictures, {len(request.pictures)} were given",
-            param="messages",
+            f"the prompt has {len(texts) - 1} places for pictures ({IMAGE_MARKER}), {num_given} were given",
+            param="messages" if request.is_chat or num_given else "prompt",
         )
     tokens = _tokens(texts[0], vocabulary, add_special=not request.is_chat)
     spans: list[PictureSpan] = []

@@ -24,7 +24,7 @@ from stoker.engine.source_prompts import check_source, refuse_unreadable
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.messages import Submit
 from stoker.models.state_file import parse_state
-from stoker.request import GenerateRequest, Preempt, StateOutput
+from stoker.request import IMAGE_MARKER, GenerateRequest, Preempt, StateOutput
 from stoker.scheduler.pictures import PictureSpan
 from stoker.scheduler.sequence import Sequence, SequenceKey
 from stoker.scheduler.shift import note_dropped, replayed
@@ -199,7 +199,7 @@ def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], 
     """Token ids of the prompt, and where pictures stand among them."""
     if context.vision is None:
         refuse_pictures(request, context.model)
-    elif request.pictures:
+    elif request.pictures or (isinstance(request.prompt, str) and IMAGE_MARKER in request.prompt):
         return pictured_prompt(request, context.vocabulary, context.vision)
     return _prompt_tokens(request, context), ()
 
