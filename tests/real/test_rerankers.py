@@ -151,18 +151,6 @@ def test_short_texts_share_native_calls_and_long_ones_go_alone():
     assert len(calls_of([10] * 12, 512)) == 1
 
 
-def test_a_text_that_comes_many_times_is_computed_once(tmp_path):
-    """SPEC K2: equal texts have equal rows, for the price of one."""
-    with reranker_of(write_bert(tmp_path / "rank.gguf", pooling=4)) as encoder:
-        one, other = (encoder.vocabulary.pair(QUERY, document) for document in DOCUMENTS[1:3])
-        first, second = encoder.encode([one])[0], encoder.encode([other])[0]
-        computed = []
-        native, encoder._encode = encoder._encode, lambda texts: computed.extend(texts) or native(texts)
-        rows = encoder.encode([one, other, one, one, other])
-        assert computed == [tuple(one), tuple(other)]
-        assert rows == pytest.approx(np.stack([first, second, first, first, second]), abs=1e-5)
-
-
 async def test_a_runtime_puts_documents_in_that_order(model_path, tmp_path):
     """SPEC K4, I9: the whole way through an engine."""
     query, documents = lists()[0]

@@ -52,9 +52,19 @@ class House:
         self.encoder = load(spec)
         self.resident = EncoderResident(spec, self.encoder, Pace(StepClock(10.0)))
         self.now = 0.0
+        self.num_entered, self.entered = 0, set()
 
     def enter(self, name, text="hello", **fields):
-        """A request to embed `text` arrives, already tokenised."""
+        """A request to embed `text` arrives, already tokenised; one that has come before gets another end."""
+        self.num_entered += 1
+        if text in self.entered:
+            last = ord("A") + self.num_entered % 26
+            text = text[:-1] + (chr(last) if isinstance(text, str) else (last,))
+        self.entered.add(text)
+        self.again(name, text, **fields)
+
+    def again(self, name, text, **fields):
+        """Just this text."""
         request = GenerateRequest(prompt=text, **EMBED | fields)
         self.readmit(Submit(request_id=name, request=request))
 
@@ -123,6 +133,20 @@ def test_a_call_carries_whole_texts_in_order_as_far_as_they_fit():
         house.enter(f"short {at}", (65,))
     house.turn(2)
     assert house.encoder.calls[-2:] == [16, 4]
+
+
+def test_the_same_text_for_many_is_computed_once(monkeypatch):
+    """SPEC K2: those who wait with it come along, however many, and count for nothing."""
+    house, calls = House(n_batch=16), []
+    encode = house.encoder.encode
+    monkeypatch.setattr(house.encoder, "encode", lambda texts: calls.append(len(texts)) or encode(texts))
+    for at in range(40):
+        house.again(f"r{at}", (65,) * 12)
+        house.again(f"other{at % 2}{at}", (66 + at,) * 12)
+    house.turn()
+    assert calls == [1]
+    assert house.order() == [f"r{at}" for at in range(40)]
+    assert len({tuple(house.vector(name)) for name in house.order()}) == 1
 
 
 def test_a_call_stays_within_the_step_target_where_costs_are_known():
@@ -413,7 +437,7 @@ def test_an_encoder_and_a_decoder_take_turns(two_models):
     """SPEC Q13: of equals neither waits for the other's end."""
     two_models.submit("text", prompt=(65,) * 8, model="d", max_tokens=300)
     for at in range(50):
-        two_models.submit(f"vector {at}", prompt=(65,) * 16, **_WANTS)
+        two_models.submit(f"vector {at}", prompt=(65 + at,) * 16, **_WANTS)
     two_models.until(lambda: len(two_models.of(Finished)) == 51)
     order = [event.request_id for event in two_models.of(StateReady, Delta)]
     tokens = [at for at, name in enumerate(order) if name == "text"]

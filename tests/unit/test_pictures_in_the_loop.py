@@ -150,6 +150,27 @@ def test_people_have_their_pictures_encoded_before_jobs(make):
     assert num_encoded(machine) == 4
 
 
+def test_jobs_take_no_steps_while_a_person_waits_for_a_picture(make):
+    """SPEC Q3, V3: its picture is encoded at once; where a person decodes, jobs may go on beside."""
+    machine = make()
+    machine.know("a", "eog_period=0,vision=60,weights_mib=100", num_slots=3)
+    machine.submit("job", "a", priority=Priority.BACKGROUND, max_tokens=300)
+    machine.until_tokens("job", 3)
+    look(machine, "person")
+    machine.until(lambda: num_slices(machine) >= 5)
+    before = len(machine.tokens("job"))
+    machine.until(lambda: num_slices(machine) >= 50)
+    assert len(machine.tokens("job")) <= before + 1
+    machine.run("person")
+    machine.submit("talk", "a", max_tokens=200)
+    machine.until_tokens("talk", 3)
+    look(machine, "another", [BLUE])
+    machine.until(lambda: num_slices(machine) >= 70)
+    before = len(machine.tokens("job"))
+    machine.until(lambda: num_slices(machine) >= 110)
+    assert len(machine.tokens("job")) > before + 10
+
+
 def test_a_request_cancelled_while_its_picture_is_encoded_stops_that(make):
     """SPEC Q6, M8: the projector is free for the next one."""
     machine = make()

@@ -322,10 +322,11 @@ class EncoderResident:
 
     def _run(self, texts: Several[Sequence], now: float) -> None:
         """One call; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
-        num_tokens = sum(len(sequence.tokens) for sequence in texts)
+        different = list(dict.fromkeys(tuple(sequence.tokens) for sequence in texts))
+        num_tokens = sum(map(len, different))
         self._pace.begin(num_tokens)
         try:
-            vectors = self.backend.encode([sequence.tokens for sequence in texts])
+            found = self.backend.encode(different)
         except StepFailedError as error:
             self._pace.abandon()
             if len(texts) == 1:
@@ -338,8 +339,9 @@ class EncoderResident:
             self._run(texts[middle:], now)
         else:
             self._pace.end(self._runner, num_tokens)
-            for sequence, vector in zip(texts, vectors, strict=True):
-                self._deliver(sequence, vector, self._pace.now())
+            vectors = dict(zip(different, found, strict=True))
+            for sequence in texts:
+                self._deliver(sequence, vectors[tuple(sequence.tokens)], self._pace.now())
 
     def _deliver(self, sequence: Sequence, vector: Rows, now: float) -> None:
         live = self._live[sequence.key.request_id]

@@ -126,7 +126,8 @@ class EncoderLine:
     def choose(self, max_tokens: int, max_texts: int, now: float) -> list[Sequence]:
         """Take the next call's texts out of the line: the first one, then whole ones while they fit.
 
-        Background that waited over its patience is the first of one call in ten (SPEC Q7).
+        Who waits with a text that is in the call already comes along at no cost. Background that waited
+        over its patience is the first of one call in ten (SPEC Q7).
         """
         assert not self.chosen, f"{self.chosen} were chosen and not computed"
         line = self._allowed()
@@ -134,12 +135,7 @@ class EncoderLine:
         if favoured is not None:
             line.remove(favoured)
             line.insert(0, favoured)
-        num_tokens = 0
-        for sequence in line[:max_texts]:
-            num_tokens += len(sequence.tokens)
-            if self.chosen and num_tokens > max_tokens:
-                break
-            self.chosen.append(sequence)
+        self.chosen = _call_of(line, max_tokens, max_texts)
         for sequence in self.chosen:
             self._line.remove(sequence)
             sequence.started_s = now
@@ -153,3 +149,20 @@ class EncoderLine:
 
     def _everybody(self) -> list[Sequence]:
         return [*self._line, *self.paused, *self.chosen]
+
+
+def _call_of(line: list[Sequence], max_tokens: int, max_texts: int) -> list[Sequence]:
+    """The first of the line, those after it while they fit, and whoever has one of their texts."""
+    found: list[Sequence] = []
+    texts: set[tuple[int, ...]] = set()
+    num_tokens, is_full = 0, False
+    for sequence in line:
+        text = tuple(sequence.tokens)
+        if text not in texts:
+            num_tokens += len(text)
+            is_full = is_full or len(texts) >= max_texts or (bool(texts) and num_tokens > max_tokens)
+            if is_full:
+                continue
+            texts.add(text)
+        found.append(sequence)
+    return found

@@ -293,7 +293,8 @@ class Resident:
             if (live := self._live.get(sequence.key.request_id)) is not None:
                 self._live.fail(live, error, now)
         has_readers = self.has_readers
-        plan = self.scheduler.plan()
+        is_for_looking = False and self._sight.goes_first and not self.scheduler.is_owed(now)
+        plan = None if is_for_looking else self.scheduler.plan()
         if plan is not None:
             self._run(self._speculator.extended(plan), now)
         elif self.scheduler.has_work and not self._sight.is_awaited:

@@ -45,6 +45,13 @@ class Sight:
         """Whether somebody who runs can do nothing before a picture was looked at."""
         return any(sequence.awaits_picture for sequence in self._scheduler.slots.running)
 
+    @property
+    def goes_first(self) -> bool:
+        """Whether all people who run wait for pictures: steps of jobs alone would make them wait longer."""
+        people = [each for each in self._scheduler.slots.running if not each.is_background]
+        is_encoding = self._gallery is not None and self._gallery.is_encoding
+        return is_encoding and bool(people) and all(each.awaits_picture for each in people)
+
     def stats(self) -> dict[str, float]:
         """Every counter."""
         return {} if self._gallery is None else self._gallery.stats()

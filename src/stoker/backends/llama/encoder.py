@@ -120,14 +120,9 @@ class LlamaEncoder:
             StepFailedError: the native encode failed.
         """
         check_texts(texts, self._capabilities)
-        different = list(dict.fromkeys(tuple(text) for text in texts))
-        computes_on_cpu = self._capabilities.computes_on_cpu
-        most = LIKE_ALONE_TOKENS if computes_on_cpu else self._max_tokens
-        found = [self._encode(different[call]) for call in calls_of([len(text) for text in different], most)]
-        if len(different) == len(texts) and len(found) == 1:
-            return found[0]
-        places = {text: at for at, text in enumerate(different)}
-        return np.concatenate(found)[[places[tuple(text)] for text in texts]]
+        most = LIKE_ALONE_TOKENS if self._capabilities.computes_on_cpu else self._max_tokens
+        found = [self._encode(texts[call]) for call in calls_of([len(text) for text in texts], most)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _encode(self, texts: Sequence[Sequence[int]]) -> Rows:
         """One native call."""
