@@ -133,7 +133,7 @@ MOMENTS: dict[str, Callable[[Crowd, EngineStatus], bool]] = {
     "prefill": is_in_prefill,
     "answer": is_answering,
 }
-SOME_MOMENTS = ["encode", pytest.param("prefill", marks=pytest.mark.slow), "answer"]
+SOME_MOMENTS = ["encode", *(pytest.param(name, marks=pytest.mark.slow) for name in ("prefill", "answer"))]
 Trouble = Callable[[Crowd], Awaitable[None]]
 
 

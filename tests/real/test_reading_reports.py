@@ -212,6 +212,7 @@ async def given(moments: list[str]) -> dict[str, tuple[object, ...]]:
     return {name: listener.given for name, listener in listeners.items()}
 
 
+@pytest.mark.slow
 async def test_an_engine_killed_while_it_reads_costs_no_answer() -> None:
     """SPEC L3, L6: in an encode, in a picture's prefill and in the answers; token by token the same."""
     undisturbed = await given([])

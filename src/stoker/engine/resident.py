@@ -293,7 +293,7 @@ class Resident:
             if (live := self._live.get(sequence.key.request_id)) is not None:
                 self._live.fail(live, error, now)
         has_readers = self.has_readers
-        is_for_looking = False and self._sight.goes_first and not self.scheduler.is_owed(now)
+        is_for_looking = self._sight.goes_first and not self.scheduler.is_owed(now)
         plan = None if is_for_looking else self.scheduler.plan()
         if plan is not None:
             self._run(self._speculator.extended(plan), now)

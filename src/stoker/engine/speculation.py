@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.backends.protocol import Backend
+    from stoker.decode.speculate import Match
     from stoker.engine.live_requests import LiveRequests
     from stoker.scheduler.scheduler import Scheduler
     from stoker.scheduler.sequence import Sequence
@@ -29,8 +30,10 @@ FOLLOW = 0.2
 """How quickly the time of a guess by a draft model is learned anew."""
 MODEL_ODDS = (0.75, 0.75)
 """What is assumed of a draft model."""
-FIRST_ODDS = ((0.4, 0.7), (0.6, 0.8), (0.75, 0.9), (0.9, 0.95))
+FIRST_ODDS = ((0.5, 0.75), (0.65, 0.85), (0.8, 0.9), (0.9, 0.95))
 """What is assumed of repeats of up to 4, 8, 16 and more tokens."""
+MOST_WATCHED = 8
+"""Guesses of one place that are followed where nothing was bet on them."""
 
 
 class Subject:
@@ -41,9 +44,32 @@ class Subject:
         self.index = SuffixIndex(sequence.tokens)
         *repeats, of_model = [each.copy() for each in odds]
         self.repeats, self.of_model = tuple(repeats), of_model
+        self._watched: dict[int, tuple[list[int], int]] = {}
 
     def __repr__(self) -> str:
         return f"<Subject {self.sequence.key} {self.index!r} {self.repeats} {self.of_model}>"
+
+    def watch(self, kind: int, match: Match) -> None:
+        """Nothing is bet on this repeat: see how far it goes anyway, unless one of its kind is watched."""
+        if kind not in self._watched:
+            self._watched[kind] = self.index.continuation(match, MOST_WATCHED), 0
+
+    def watched(self, token: int) -> list[tuple[int, int, bool]]:
+        """A token was drawn: of each guess that ends here its kind, how many were right, if it missed."""
+        ended = []
+        for kind, (guess, num_before) in list(self._watched.items()):
+            is_missed = guess[num_before] != token
+            num_right = num_before + (not is_missed)
+            if is_missed or num_right == len(guess):
+                ended.append((kind, num_right, is_missed))
+                del self._watched[kind]
+            else:
+                self._watched[kind] = guess, num_right
+        return ended
+
+    def watch_none(self) -> None:
+        """Something was bet: what comes is noted by that."""
+        self._watched.clear()
 
 
 class Speculator:
@@ -130,7 +156,9 @@ class Speculator:
         odds = subject.repeats[kind]
         count = self._wager.num_worth(odds, self._num_possible(subject.sequence))
         if not count:
+            subject.watch(kind, match)
             return []
+        subject.watch_none()
         self._bet = odds, self._odds[kind]
         return self._drawable(subject.index.continuation(match, count))
 
@@ -177,6 +205,7 @@ class Speculator:
         num_drafted = len(part.item.tokens) - 1
         if not num_drafted:
             self._pass(subject)
+            self._observe(subject, part.item.start + 1)
         elif self._bet:
             num_drawn = len(subject.sequence.tokens) - part.item.start - 1
             num_accepted = min(max(num_drawn - 1, 0), num_drafted)
@@ -187,10 +216,19 @@ class Speculator:
         if subject.sequence.state is SequenceState.DONE:
             self._subject = None
 
+    def _observe(self, subject: Subject, place: int) -> None:
+        """A plain step drew the token there: guesses that were only watched teach the odds for nothing."""
+        tokens = subject.sequence.tokens
+        if place >= len(tokens):
+            return
+        for kind, num_right, is_missed in subject.watched(tokens[place]):
+            for odds in (subject.repeats[kind], self._odds[kind]):
+                odds.note(num_right, is_missed=is_missed)
+
     def _pass(self, subject: Subject) -> None:
         if subject.sequence.num_generated > 1 and len(self._scheduler.slots.running) <= 1:
             self._wager.stepped()
-            for odds in (*self._odds, *subject.repeats, subject.of_model):
+            for odds in (self._odds[-1], subject.of_model):  # those of repeats are watched
                 odds.fade()
 
     def _settle(self, num_drafted: int, num_accepted: int, took_s: float) -> None:

@@ -72,6 +72,11 @@ class StepCost:
             last = point
         return last.took_s * num_tokens / last.num_tokens
 
+    def is_measured(self, num_tokens: int) -> bool:
+        """Whether steps of about so many tokens, or more, were measured with these threads."""
+        points = self._points()
+        return bool(points) and 2 * points[-1].num_tokens >= num_tokens
+
     def tokens_within(self, budget_s: float, most: int) -> int:
         """The most tokens, up to `most`, that a step of `budget_s` seconds can carry; 0: not even one."""
         points = self._points()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Guesses that a step may carry; matrix products grow in steps of eight rows."""
-GAIN = 1.15
+GAIN = 1.1
 """So much faster than plain decoding has a step to promise to be."""
 OPENING = 3.0
 MOST = 5.0
@@ -34,6 +34,8 @@ FORGETTING = 0.01
 """How far odds come back to what is assumed at first, with each plain step."""
 HANDED_ON = 4.0
 """Tokens that a model's odds count for in those of a new sequence."""
+UNMEASURED = 0.35
+"""What a further token of a step costs, in plain steps, as long as no such step was measured."""
 SLOWEST = 2.0
 """A step that took so many times as long as predicted counts as disturbed by others, and no longer."""
 
@@ -136,7 +138,7 @@ class Wager:
             return 0
         best, best_s = 0, alone_s / GAIN
         for count in _counts(most):
-            step_s = (self._cost.predict(count + 1) or alone_s) + count * guess_s
+            step_s = self._step_s(count + 1, alone_s) + count * guess_s
             token_s = step_s / odds.num_expected(count)
             is_covered = (step_s / alone_s - 1.0) * odds.miss <= COVER * self.credit
             if token_s < best_s and is_covered:
@@ -148,8 +150,12 @@ class Wager:
         alone_s = self._cost.predict(1)
         if alone_s is None:
             return
-        most_s = SLOWEST * (self._cost.predict(num_guesses + 1) or alone_s)
+        most_s = SLOWEST * self._step_s(num_guesses + 1, alone_s)
         self._pay(num_tokens - min(took_s, most_s) / alone_s)
+
+    def _step_s(self, num_tokens: int, alone_s: float) -> float:
+        predicted_s = self._cost.predict(num_tokens) if self._cost.is_measured(num_tokens) else None
+        return alone_s * (1.0 + UNMEASURED * (num_tokens - 1)) if predicted_s is None else predicted_s
 
     def stepped(self) -> None:
         """A plain step, in which guesses were allowed, was made."""
