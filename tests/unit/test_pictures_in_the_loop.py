@@ -6,6 +6,7 @@ from memory_stand_in import GREEDY
 from stoker.backends.fake_vision import NUM_TOKENS
 from stoker.messages import Cancel, Delta, Failed, Finished, Pause, Resume, Submit
 from stoker.request import IMAGE_MARKER, GenerateRequest, Picture, Priority, Sampling
+from stoker.scheduler.bursts import PLAIN_STEPS
 
 ORDER = "eog_period=0,vision=5,weights_mib=100"
 RED = Picture(width=2, height=2, rgb=bytes([200, 0, 0] * 4))
@@ -125,6 +126,24 @@ def test_others_go_on_decoding_while_a_picture_is_encoded(make):
     assert machine.output("r") == alone(make)
 
 
+def test_readers_of_short_steps_see_few_tokens_come_later(make):
+    """SPEC V3, Q8: slices and the tokens of pictures come in bursts, one in forty steps."""
+    machine = make()
+    machine.know("a", "eog_period=0,vision=4,weights_mib=100")
+    machine.submit("talk", "a", max_tokens=1500)
+    machine.until_tokens("talk", 3)
+    look(machine, "r", [RED, BLUE], prompt=ASKED + IMAGE_MARKER)
+    late, last, slices = [], len(machine.tokens("talk")), num_slices(machine)
+    while not machine.has_ended("r"):
+        machine.turn()
+        held_up = num_slices(machine) > slices
+        last, slices = len(machine.tokens("talk")), num_slices(machine)
+        if held_up:
+            late.append(last)
+    assert len(late) == 8
+    assert min(b - a for a, b in zip(late, late[1:], strict=False)) >= PLAIN_STEPS
+
+
 def test_a_slice_is_no_part_of_a_step(make):
     """SPEC V3: the answer of who talks meanwhile is what it would have been."""
     machine = seeing(make)
@@ -153,21 +172,21 @@ def test_people_have_their_pictures_encoded_before_jobs(make):
 def test_jobs_take_no_steps_while_a_person_waits_for_a_picture(make):
     """SPEC Q3, V3: its picture is encoded at once; where a person decodes, jobs may go on beside."""
     machine = make()
-    machine.know("a", "eog_period=0,vision=60,weights_mib=100", num_slots=3)
-    machine.submit("job", "a", priority=Priority.BACKGROUND, max_tokens=300)
+    machine.know("a", "eog_period=0,vision=30,weights_mib=100", num_slots=3)
+    machine.submit("job", "a", priority=Priority.BACKGROUND, max_tokens=900)
     machine.until_tokens("job", 3)
     look(machine, "person")
     machine.until(lambda: num_slices(machine) >= 5)
     before = len(machine.tokens("job"))
-    machine.until(lambda: num_slices(machine) >= 50)
+    machine.until(lambda: num_slices(machine) >= 25)
     assert len(machine.tokens("job")) <= before + 1
     machine.run("person")
-    machine.submit("talk", "a", max_tokens=200)
+    machine.submit("talk", "a", max_tokens=600)
     machine.until_tokens("talk", 3)
     look(machine, "another", [BLUE])
-    machine.until(lambda: num_slices(machine) >= 70)
+    machine.until(lambda: num_slices(machine) >= 32)
     before = len(machine.tokens("job"))
-    machine.until(lambda: num_slices(machine) >= 110)
+    machine.until(lambda: num_slices(machine) >= 35)
     assert len(machine.tokens("job")) > before + 10
 
 

@@ -66,16 +66,10 @@ class Sight:
     def look(self, plan: StepPlan | None, took_s: float) -> None:
         """Encode for a slice, after a step of `plan` that took so long; None: there was nothing to step."""
         gallery = self._gallery
-        if gallery is None or not gallery.has_work(self._scheduler.slots.running):
+        if gallery is None or not gallery.has_work(self._scheduler.slots.running) or not gallery.is_encoding:
             return
-        if plan is not None and _has_people_decoding(plan):
-            if any(_is_of_picture(part) for part in plan.parts):
-                return  # the step was the longer for another's picture already
-            self._budget.stepped(took_s)
-        else:
-            self._budget.idle()
-        budget_s = self._budget.next_s()
-        if not (gallery.is_encoding and budget_s):
+        budget_s = self._time_after(plan, took_s)
+        if not budget_s:
             return
         begun_s = self._pace.now()
         self._pace.begin(1)
@@ -84,6 +78,21 @@ class Sight:
         finally:
             self._pace.abandon()
         self._budget.spent(self._pace.now() - begun_s)
+
+    def _time_after(self, plan: StepPlan | None, took_s: float) -> float:
+        """Seconds for a slice after that step; 0: not now."""
+        if plan is None or not _has_people_decoding(plan):
+            self._budget.idle()
+        elif any(_is_of_picture(part) for part in plan.parts):
+            return 0.0  # the step was the longer for another's picture already
+        elif not self._scheduler.bursts.suit(took_s):
+            self._budget.stepped(took_s)
+        elif not self._scheduler.bursts.is_due:
+            return 0.0
+        else:
+            self._scheduler.bursts.taken()
+            self._budget.idle()
+        return self._budget.next_s()
 
     def close(self) -> None:
         """Give up what is being encoded; idempotent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.scheduler.bursts import Bursts
 from stoker.values import Policy
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ JOBS_SHARE = 0.1
 FINISH_TARGETS = 3.0
 """Targets that a step may take to bring a prompt to its end: its first token comes some steps sooner, and the
 others, who would have had short steps meanwhile, wait once for about as long as those steps together."""
-PICTURE_SHARE = 0.25
-"""The part of their time that decoding requests give to prompts with pictures in their steps."""
 PREFILL_SHARE = 0.75
 """Under `throughput`: the part of the batch that is kept for prefill."""
 
@@ -51,7 +50,7 @@ class StepBudget:
         self.target_s = policy.target_s
         self._cost = cost
         self._credit_s = 0.0
-        self._picture_credit_s = 0.0
+        self.bursts = Bursts(policy.target_s)
 
     def __repr__(self) -> str:
         target = f"{self.target_s * 1000:g} ms, background may take {self._credit_s * 1000:.1f} ms"
@@ -76,21 +75,15 @@ class StepBudget:
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
         return min(room, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
-    def pictured(self, num_tokens: int) -> int:
-        """Tokens of prompts with pictures beside `num_tokens` of people's decode rows (SPEC V3)."""
-        room = self.n_batch - num_tokens
-        alone_s = self._cost.predict(num_tokens)
-        if alone_s is None or self.policy is Policy.THROUGHPUT:
-            return room
-        self._picture_credit_s = min(self._picture_credit_s + PICTURE_SHARE * alone_s, self.target_s)
-        within = self._cost.tokens_within(alone_s + self._picture_credit_s, self.n_batch)
-        return max(0, min(room, within - num_tokens))
-
-    def looked(self, num_tokens: int, num_pictured: int) -> None:
-        """`num_pictured` of them go into a step beside `num_tokens` others."""
-        alone_s, together_s = self._cost.predict(num_tokens), self._cost.predict(num_tokens + num_pictured)
-        if alone_s is not None and together_s is not None:
-            self._picture_credit_s = max(0.0, self._picture_credit_s - (together_s - alone_s))
+    def pictured(self, num_rows: int) -> int:
+        """Tokens of prompts with pictures beside `num_rows` of people's decode rows (SPEC V3)."""
+        room, alone_s = self.n_batch - num_rows, self._cost.predict(num_rows)
+        if alone_s is None or self.policy is Policy.THROUGHPUT or not self.bursts.suit(alone_s):
+            return self.prefill(num_rows, 1)
+        if not self.bursts.is_due:
+            return 0
+        within = self._cost.tokens_within(alone_s + self.target_s, self.n_batch) - num_rows
+        return min(room, max(within, MIN_PREFILL_TOKENS))
 
     def can_finish(self, num_tokens: int, num_others: int) -> bool:
         """Whether the last tokens of an interactive prompt may go into a step, whatever its share."""

@@ -96,6 +96,8 @@ class Planner:
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
         rows = decoding[: self.budget.decode_rows(len(prefilling))]
         parts = [Planned(s, _item(s, 1)) for s in rows]
+        if rows:
+            self.budget.bursts.stepped()
         looking = [s for s in prefilling if rows and s.pictures and s is not favoured]
         if looking:
             prefilling = [s for s in prefilling if s not in looking]
@@ -118,13 +120,14 @@ class Planner:
         return parts + self._prefill(prefilling, room, self.budget.n_batch - _num_tokens(parts))
 
     def _looking(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
-        """Prompts with pictures beside decode rows: little at a time, as what is done for them is long."""
+        """Prompts with pictures beside decode rows: seldom, as what is done for them is long."""
         if not sequences:
             return []
         num_others = _num_tokens(rows)
         room = self.budget.pictured(num_others)
         parts = self._prefill(sequences, room, self.budget.n_batch - num_others)
-        self.budget.looked(num_others, _num_tokens(parts))
+        if parts:
+            self.budget.bursts.taken()
         return parts
 
     def _to_finish(self, prefilling: list[Sequence], room: int, rows: list[Planned]) -> Sequence | None:

@@ -43,6 +43,7 @@ class Scheduler:
 
     Attributes:
         throttle: who may not run for now; the next `schedule` sees to it.
+        bursts: when work for pictures may hold up its readers.
         num_parked_total, num_retired_total: how often anything was.
     """
 
@@ -57,6 +58,7 @@ class Scheduler:
         self.cost = StepCost()
         self.forecast = Forecast(self.cost, limits.num_slots)
         self._planner = Planner(StepBudget(limits.step_policy, self.cost), limits.max_prompt_rows)
+        self.bursts = self._planner.budget.bursts
         self._patience = Patience(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False

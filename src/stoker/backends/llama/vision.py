@@ -95,7 +95,7 @@ class Vision:
     def __init__(self, path: Path, model: LlamaModel, num_threads: int) -> None:
         self._is_closed = True  # nothing to close until it is open
         self.path = path
-        self.num_threads = num_threads
+        self.num_threads = _threads_beside(num_threads)
         self.n_embd = model.n_embd
         self.fingerprint = fingerprint(path)
         self.size_bytes = path.stat().st_size
@@ -166,7 +166,7 @@ class Vision:
 
         The library fixes the number when it opens a projector, so the next encode opens it again first.
         """
-        self.num_threads = num_threads
+        self.num_threads = _threads_beside(num_threads)
 
     def close(self) -> None:
         """Give up what is being encoded and free everything; idempotent."""
@@ -282,3 +282,12 @@ class Vision:
         count = ctypes.c_size_t()
         tokens = library.mtmd_input_chunk_get_tokens_text(handle, ctypes.byref(count))
         return _Chunk(tuple(tokens[: count.value]), handle, size)
+
+
+def _threads_beside(num_threads: int) -> int:
+    """Threads of an encode, where steps have so many: with as many again, both teams would wait for cores.
+
+    GNU's OpenMP lets waiting threads sleep once there are more of them than cores, and each of the many short
+    operations of a step then pays for waking them: steps took twice their time beside an idle encode.
+    """
+    return max(1, num_threads // 2)
