@@ -1,5 +1,7 @@
 """Pictures in the engine: each encoded once, in slices, and in nobody's way."""
 
+from itertools import pairwise
+
 import pytest
 
 from memory_stand_in import GREEDY
@@ -141,7 +143,7 @@ def test_readers_of_short_steps_see_few_tokens_come_later(make):
         if held_up:
             late.append(last)
     assert len(late) == 8
-    assert min(b - a for a, b in zip(late, late[1:], strict=False)) >= PLAIN_STEPS
+    assert min(b - a for a, b in pairwise(late)) >= PLAIN_STEPS
 
 
 def test_a_slice_is_no_part_of_a_step(make):

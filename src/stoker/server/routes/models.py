@@ -50,6 +50,7 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "num_params": info.num_params,
         "num_slots": info.num_slots,
         "size_bytes": info.size_bytes,
+        "pictures": info.pairing or None,
     }
     entry = {
         "id": info.asked_as,
