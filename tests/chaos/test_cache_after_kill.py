@@ -123,7 +123,9 @@ def longest_asks(crowd: list[Conversation]) -> list[Ask]:
     return [question for question in longest if len(question.request.prompt) > 80]
 
 
-@pytest.mark.parametrize("model", [PLAIN, MODEL], ids=["fake", "smollm2"])
+@pytest.mark.parametrize(
+    "model", [PLAIN, pytest.param(MODEL, marks=pytest.mark.slow)], ids=["fake", "smollm2"]
+)
 async def test_what_was_saved_before_a_kill_is_found_on_disk_by_the_next_engine(model, tmp_path):
     """C9, L3: the same process of the caller, another engine; the texts are the same, from disk."""
     manner = MANNER if model == PLAIN else Manner(tuple(range(1000, 4000)), longest=300, answered=(1, 6))
@@ -197,6 +199,7 @@ async def watch(folder: PrefixFolder, seen: list[int]) -> None:
         await asyncio.sleep(PAUSE_S)
 
 
+@pytest.mark.slow
 async def test_two_servers_share_a_folder_under_load_and_keep_it_within_its_bound(tmp_path):
     """C7, C9: right texts, sound files, over the limit by no more than what is being written."""
     disk_bytes = 60_000

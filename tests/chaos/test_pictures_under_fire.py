@@ -246,6 +246,7 @@ async def test_a_request_paused_while_its_picture_is_encoded_goes_on_after_a_kil
     assert await answers_with(pause) == undisturbed
 
 
+@pytest.mark.slow
 async def test_a_picture_that_crashes_the_engine_fails_its_request_alone(
     undisturbed: dict[str, Answer],
 ) -> None:

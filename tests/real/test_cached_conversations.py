@@ -160,6 +160,7 @@ async def test_conversations_with_a_model_that_cannot_go_back_get_the_same_answe
     assert told["from ram"] + told["from disk"] + told["from live"] > 0
 
 
+@pytest.mark.slow
 async def test_conversations_with_the_embedded_model_get_the_same_answers(tmp_path):
     """C2, C5, C6: Equal, with a large vocabulary and quantised weights."""
     told = await check(str(MODEL), SMOLLM, 4, tmp_path)

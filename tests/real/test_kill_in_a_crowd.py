@@ -138,7 +138,9 @@ async def assert_everybody_is_where_they_should_be(runtime):
     assert [waiting.request_id for waiting in engine.paused] == ["paused"]
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "name", [n if n == "greedy" else pytest.param(n, marks=pytest.mark.slow) for n in SAMPLINGS]
+)
 async def test_streams_of_every_kind_survive_the_engines_death_token_by_token(name):
     """L3, Q4, Q16, Q17: token-identical to each alone, with quantised weights on a CPU."""
     undisturbed = await one_by_one(SAMPLINGS[name])
