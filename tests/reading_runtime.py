@@ -25,8 +25,9 @@ class ReadingRuntime:
         requests: what was asked.
     """
 
-    def __init__(self, *answers, edge_px=100):
+    def __init__(self, *answers, edge_px=100, reason=FinishReason.STOP):
         self.answers = list(answers)
+        self.reason = reason
         self.requests = []
         self.images = Intake(ImageLimits(edge_px=edge_px))
         self.settings = EngineSettings()
@@ -60,7 +61,7 @@ class ReadingRuntime:
         text = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         is_cut = text.endswith("...")
         text = text.removesuffix("...")
-        reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
+        reason = FinishReason.LENGTH if is_cut else self.reason
         yield Delta(request_id="x", index=0, text=text[:3], token_ids=[1])
         yield Delta(request_id="x", index=0, text=text[3:], token_ids=[2], finish_reason=reason)
         yield Finished(request_id="x", usage=Usage(), timings=Timings())

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from stoker.embeddings import ENCODER, ENCODER_DECODER, floats_of
-from stoker.errors import UnsupportedError
+from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.fields import request_of
 from stoker.request import GenerateRequest, StateOutput
 from stoker.tensor_call import Engine, tensors_of
@@ -88,11 +88,13 @@ class Choosing:
             ContextLengthError: the prompt with a choice is longer than the context.
             StokerError: the request failed.
         """
+        if isinstance(choices, str):
+            raise InvalidRequestError("choices are several texts, not one", param="choices")
         info = self._engine.resolve(model)
         require_choosing(info)
         ((tensor, usage),) = await tensors_of(
             self._engine,
-            [_request(prompt, choices, {**fields, "model": info.id, "is_calibrated": calibrate})],
+            [_request(prompt, choices, {**fields, "model": info.asked_as, "is_calibrated": calibrate})],
         )
         numbers = floats_of(tensor.data)
         scores = list(numbers[: len(choices)])

@@ -19,11 +19,15 @@ MAX_CHOICE_BYTES = 4096
 MAX_MARKER_CHARS = 64
 
 _OPENING, _CLOSING = "([{", ")]}"
-# What is no nesting: an escaped character, a string and, but for JSON, a class of characters.
+# What is no nesting: an escaped character, a string and, but for JSON, a class of characters. A class that is
+# never closed is matched to the end, so that the search for its end is not begun anew at each character.
 _STRINGS = re.compile(r'\\.|"(?:\\.|[^"\\])*"', re.DOTALL)
-_STRINGS_CLASSES = re.compile(r'\\.|"(?:\\.|[^"\\])*"|\[\^?\]?(?:\\.|[^\]\\])*\]', re.DOTALL)
-_BNF_RULE = re.compile(r"^\s*<[^<>\n]+>\s*::=", re.MULTILINE)
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_STRINGS_CLASSES = re.compile(
+    r'\\.|"(?:\\.|[^"\\])*"|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|(?P<rest>\\?\Z))', re.DOTALL
+)
+# These read a stranger's text on the front's one thread: each line once, and nothing twice.
+_BNF_RULE = re.compile(r"^[^\S\n]*+<[^<>\n]++>\s*+::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
 
 
 class ConstraintKind(StrEnum):
@@ -147,9 +151,16 @@ def _num_bytes(text: str, param: str) -> int:
         raise InvalidRequestError(f"the text is not valid Unicode: {error}", param=param) from error
 
 
+def _blanked(match: re.Match[str]) -> str:
+    """As many dots; what only looked like the beginning of a class stays."""
+    if match.groupdict().get("rest") is None:
+        return "." * len(match[0])
+    return match[0][0] + _STRINGS.sub(_blanked, match[0][1:])
+
+
 def _deepest(text: str, skipped: re.Pattern[str]) -> tuple[int, int]:
     """Depth of brackets in `text`, and where it is reached; what `skipped` matches is left out."""
-    plain = skipped.sub(lambda match: "." * len(match[0]), text)
+    plain = skipped.sub(_blanked, text)
     depth = deepest = at = 0
     for index, char in enumerate(plain):
         if char in _OPENING:

@@ -22,7 +22,7 @@ from stoker.chatting import ChatPlan, chat_deltas
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.errors import InvalidRequestError, ReadingError
 from stoker.fields import request_of
-from stoker.images.image import Image, ImageReport
+from stoker.images.image import ImageReport, images_of
 from stoker.images.intake import Intake
 from stoker.request import FinishReason, GenerateRequest
 from stoker.streams import StreamEvent, text_deltas
@@ -37,6 +37,7 @@ _RETRY_TEMPERATURE = 0.5
 _SEEDS = (1, 2)
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _MAX_REASON_CHARS = 200
+_GIVEN_UP = {FinishReason.CANCELLED, FinishReason.PREEMPTED}
 
 Schema = Mapping[str, Any] | bool
 ImageLike = Any
@@ -222,11 +223,16 @@ class Reader:
         Raises:
             UnsupportedError: the model reads no pictures.
             InvalidRequestError: a picture is not taken; `param` names it.
-            ReadingError: the answer is not what was asked for.
+            ReadingError: the answer is not what was asked for, or was cancelled.
             StokerError: a request failed.
         """
+        if fields.get("n", 1) != 1:
+            raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
         info = self._engine.resolve(model)
-        turn = {"role": "user", "content": [*_several(images), question.text]}
+        pictures = images_of(images)
+        if not pictures:
+            raise InvalidRequestError("there are no pictures to read", param="images")
+        turn = {"role": "user", "content": [*pictures, question.text]}
         plan = self._engine.plan_chat([turn], model=info.id)
         taken = await self._engine.images.take(plan.images)
         given = plan.fields({"constraint": question.constraint, **fields, "model": info.id})
@@ -249,11 +255,7 @@ class Reader:
             async for delta in deltas:
                 parts.append(delta.text)
                 is_cut = is_cut or delta.finish_reason is FinishReason.LENGTH
+                if delta.finish_reason in _GIVEN_UP:  # somebody wanted that; nothing is asked again
+                    told = f"the answer was not finished: {delta.finish_reason}"
+                    raise ReadingError(told, text="".join(parts), attempts=1)
         return Told("".join(parts).strip(), images, is_cut)
-
-
-def _several(images: ImageLike | Sequence[ImageLike]) -> list[Image]:
-    given: Sequence[Any] = images if isinstance(images, list | tuple) else [images]
-    if not given:
-        raise InvalidRequestError("there are no pictures to read", param="images")
-    return [one if isinstance(one, Image) else Image(one) for one in given]

@@ -322,8 +322,8 @@ class Runtime:
             template_args: further variables for the model's chat template.
             tools: functions that the model may call, in OpenAI's form.
             tool_choice: "auto" (None), "none", "required", or the form that names one of them.
-            fields: as for `generate`; `parallel_tool_calls` False: at most one call; `images`: more of them,
-                for the front of the last user turn.
+            fields: as for `generate`; `parallel_tool_calls` False: at most one call; `images`: whatever
+                `Image` takes, or a list of such, for the front of the last user turn.
 
         Raises:
             StokerError: the messages or the request were refused, or it failed.

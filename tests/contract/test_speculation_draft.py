@@ -1,5 +1,6 @@
 """Draft models in llama.cpp: what they guess, which are refused, what they take (SPEC D9, R1)."""
 
+import msgspec
 import pytest
 
 import tiny_models
@@ -9,7 +10,7 @@ from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.errors import ModelFileError, UnsupportedError
 from stoker.models.draft_estimate import with_draft
 from stoker.models.estimate import estimator_of
-from stoker.values import ModelSpec, Speculation
+from stoker.values import AdapterSpec, ModelSpec, Speculation
 
 TEXT = [1, 40, 41, 42, 90, 91, 92, 60]
 NUM_CELLS = 256
@@ -113,3 +114,5 @@ def test_the_estimate_counts_the_draft_model(files, backend):
     estimate = with_draft(alone, alone)(spec)
     assert estimate.lines["draft"] >= backend.drafter.memory() == backend.memory()["draft"]
     assert estimate.total_bytes == alone(spec).total_bytes + estimate.lines["draft"]
+    adapted = msgspec.structs.replace(spec, adapters=(AdapterSpec(name="a", path="", size_bytes=2**20),))
+    assert with_draft(alone, alone)(adapted).lines["draft"] == estimate.lines["draft"]

@@ -1,5 +1,6 @@
 """Choices and prompt logprobs through llama.cpp, against llama.cpp called directly with its defaults."""
 
+import itertools
 import random
 from importlib import resources
 from pathlib import Path
@@ -11,6 +12,7 @@ from reference import Reference, log_softmax
 
 from stoker import Runtime
 from stoker.backends.llama import load
+from stoker.backends.protocol import BatchPlan, Conditioning, PlanItem
 from stoker.decode.choose import Likelihoods
 from stoker.values import ModelSpec
 
@@ -69,7 +71,11 @@ def direct_stories(stories):
 
 
 LENGTHS = [1, 2, 5, 1, 3, 17, 2, 8]
-PROMPTS = [1, 20, 62, 63, 64, 100, 447, 509, 511, 512, 570]
+QUICK = (1, 62, 64, 100)
+PROMPTS = [
+    *QUICK,
+    *(pytest.param(length, marks=pytest.mark.slow) for length in (20, 63, 447, 509, 511, 512, 570)),
+]
 
 
 @pytest.mark.parametrize("num_prompt", PROMPTS)
@@ -178,6 +184,46 @@ def accuracy(likelihoods):
     return float((rows.argmax(axis=1) == 0).mean())
 
 
+def test_what_scores_take_is_given_back_when_memory_is_short(stories, direct_stories):
+    """SPEC M4, D5: also in the middle of them, which only costs time."""
+    stories.give_back()
+    before = stories.memory()["compute"]
+    prompt, texts = case(random.Random(SEED), stories.capabilities.n_vocab, 90, (3, 70, 5))
+    scoring, found = stories.scoring(prompt, texts), Likelihoods([len(text) for text in texts])
+    for number in itertools.count():
+        if number in {0, 1, 3}:
+            stories.give_back()
+            assert stories.memory()["compute"] <= before
+        for each in scoring.advance(64):
+            found.add(each.text, each.rows, each.tokens)
+        if scoring.is_done:
+            break
+    assert number > 3
+    assert stories.memory()["compute"] > before
+    stories.give_back()
+    expected = [direct(direct_stories, prompt, text) for text in texts if text]
+    assert found.means()[:-1] == pytest.approx(expected, abs=WITHIN)
+
+
+@pytest.mark.parametrize("cuts", [(20, 80), (30, 1, 33, 36), (63, 37), (300, 1, 99, 200, 40)], ids=str)
+def test_a_prompt_in_slices_has_the_logits_of_the_whole(stories, direct_stories, cuts):
+    """SPEC D6: beside others a prompt comes in small slices; the last of it is generated already."""
+    prompt = tokens(random.Random(SEED), stories.capabilities.n_vocab, sum(cuts))
+    num_asked, at, rows = len(prompt) - 3, 0, []
+    expected = direct_stories.logits(prompt[:num_asked])
+    stories.condition(0, Conditioning(asked=tuple(prompt[:num_asked])))
+    for count in cuts:
+        item = PlanItem(0, at, prompt[at : at + count], count)
+        rows.append(stories.step(BatchPlan((item,))).copy())
+        at += count
+        state = stories.export_state(0)  # as if it had given way in between
+        stories.drop(0)
+        stories.import_state(0, state)
+    stories.drop(0)
+    stories.condition(0, Conditioning())
+    assert np.abs(np.concatenate(rows)[:num_asked] - expected).max() < WITHIN
+
+
 @pytest.fixture
 def http():
     """Makes a client of a runtime's server."""
@@ -191,7 +237,7 @@ def http():
     return client
 
 
-@pytest.mark.parametrize("num_together", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("num_together", [pytest.param(n, marks=pytest.mark.slow) for n in (1, 5)])
 async def test_a_harness_gets_llama_cpps_likelihoods(reference, http, num_together):
     """SPEC D6: to a thousandth, with the same greedy flags and accuracy; in batches, one over 512 tokens."""
     given = asked(reference)

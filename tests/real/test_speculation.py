@@ -1,10 +1,12 @@
 """SmolLM2 with tokens guessed ahead: to the token the same as without, however it is asked (SPEC D9)."""
 
 import msgspec
+import numpy as np
 import pytest
 
 from conftest import MODEL
 from stoker.backends.llama import load
+from stoker.backends.protocol import BatchPlan, Conditioning, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.engine.pace import Pace
@@ -109,3 +111,27 @@ def test_parked_between_drafts_it_is_still_the_same(resident, form):
     quick, num_accepted = run(resident, park_every=3, form=form, **REQUESTS["greedy"])
     assert num_accepted > 5
     assert quick == plain
+
+
+@pytest.mark.parametrize("num_kept", [40, 70])
+def test_a_draft_after_a_prompt_whose_logits_were_asked_has_its_own_rows(resident, num_kept):
+    """SPEC D9, D6: the prompt's came from another context, which knows nothing of who has its cells now."""
+    backend, prompt, more, draft = resident.backend, [*range(1000, 1070)], [7, 8, 9], [500, 501, 502]
+
+    def rows(seq, start, tokens, num_rows):
+        return backend.step(BatchPlan((PlanItem(seq, start, tokens, num_rows),))).copy()
+
+    resident.drop_idle(0.0)
+    own, other = backend.capabilities.num_sequences - 2, backend.capabilities.num_sequences - 1
+    backend.condition(own, Conditioning(asked=tuple(prompt)))
+    rows(own, 0, prompt, len(prompt))
+    backend.trim(own, num_kept)
+    if num_kept < len(prompt):  # else the same sequence goes on
+        backend.condition(own, Conditioning())
+    rows(own, num_kept, more, 1)
+    drafted = rows(own, num_kept + len(more), draft, len(draft))
+    rows(other, 0, prompt[:num_kept] + more, 1)
+    plain = [rows(other, num_kept + len(more) + at, [token], 1) for at, token in enumerate(draft)]
+    backend.drop(own)
+    backend.drop(other)
+    assert np.array_equal(drafted, np.concatenate(plain))

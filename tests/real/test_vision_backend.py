@@ -180,6 +180,25 @@ def test_another_number_of_threads_gives_the_same(vision: Vision) -> None:
         vision.set_threads(1)
 
 
+def test_a_projector_that_cannot_be_opened_anew_costs_requests_and_no_engine(tmp_path: Path) -> None:
+    """SPEC M7, L6: its file is away when the threads change; once it is back, all is as before."""
+    write_llama(tmp_path / "m.gguf")
+    write_projector(tmp_path / "p.gguf")
+    with load_in(tmp_path) as backend:
+        assert backend.vision is not None
+        before = backend.vision.encode(picture_of(1))
+        (tmp_path / "p.gguf").rename(tmp_path / "away.gguf")
+        backend.vision.set_threads(4)
+        for _ in range(2):
+            with pytest.raises(StepFailedError):
+                backend.vision.encode(picture_of(1))
+        with pytest.raises(ModelLoadError):
+            backend.vision.layout(picture_of(1))
+        (tmp_path / "away.gguf").rename(tmp_path / "p.gguf")
+        assert backend.vision.num_tokens(picture_of(1).width, picture_of(1).height) == NUM_TOKENS
+        assert np.array_equal(backend.vision.encode(picture_of(1)), before)
+
+
 def test_closing_gives_up_what_is_under_way(folder: Path) -> None:
     """SPEC L1: a model can be unloaded in the middle of an encode."""
     backend = load_in(folder)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 import random
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ import psutil
 import pytest
 from PIL import Image as Pillow
 from stand_in import INFO, StandInRuntime
+from starlette.requests import Request
 
 from pictures import bomb, encoded, first_pixel, plain, uri
 from stoker.chat.conversation import NO_TOOLS
@@ -20,6 +23,9 @@ from stoker.chatting import planned_chat
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.request import IMAGE_MARKER as HERE
+from stoker.server.schema.chat import Conversation
+from stoker.server.schema.messages import MessagesRequest
+from stoker.server.schema.responses import ResponsesRequest
 
 SEEING = msgspec.structs.replace(INFO, has_vision=True)
 NOISE = Pillow.effect_noise((90, 60), 60).convert("RGB")
@@ -32,6 +38,15 @@ class SeeingRuntime(StandInRuntime):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.images = Intake(ImageLimits(edge_px=100, max_images=3))
+        self.num_bodies: list[int] = []
+
+    async def stream(self, request: Any, request_id: str | None = None, **how: Any) -> Any:
+        """The same; notes how many bodies are held meanwhile."""
+        gc.collect()
+        self.num_bodies.append(len(bodies()))
+        async with aclosing(super().stream(request, request_id, **how)) as events:
+            async for event in events:
+                yield event
 
     def resolve(self, model: str | None) -> Any:
         """The same model, seeing."""
@@ -149,6 +164,36 @@ def test_a_template_is_applied_with_places_for_pictures(web):
     """SPEC S1: nothing is decoded for it."""
     answer = web.post("/apply-template", json=asked(part(b"rubbish"), {"type": "text", "text": "?"}))
     assert answer.json() == {"prompt": f"user: {HERE}?"}
+
+
+def bodies() -> list[Any]:
+    """Bodies of requests that are still in memory, and requests that keep their bytes."""
+    found = [
+        one for one in gc.get_objects() if isinstance(one, Conversation | MessagesRequest | ResponsesRequest)
+    ]
+    return found + [one for one in gc.get_objects() if isinstance(one, Request) and hasattr(one, "_body")]
+
+
+def test_a_request_that_waits_holds_no_picture_but_the_one_the_model_gets(seeing, web):
+    """SPEC V3: five hundred of them may wait; a photo as it came takes many times as much."""
+    seeing.runtime.num_bodies.clear()
+    block = {"type": "image", "source": {"type": "url", "url": uri(RED)}}
+    shown = {"type": "input_image", "image_url": uri(RED)}
+    for path, body in (
+        ("/v1/chat/completions", asked(part(RED))),
+        ("/v1/responses", {"input": [{"role": "user", "content": [shown]}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}),
+    ):
+        assert web.post(path, json=body).status_code == 200, path
+    assert seeing.runtime.num_bodies == [0, 0, 0]
+
+
+def test_choices_are_not_scored_after_pictures(web):
+    """SPEC I5: 400 that says so, and not that a picture is missing."""
+    answer = web.post("/v1/choose", json={**asked(part(RED)), "choices": ["a", "b"]})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported", "messages.0.content.0.image_url")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from scripted_engine import model_info
 
 from stoker import GenerateRequest, Runtime, Sampling
-from stoker.errors import InvalidRequestError, ModelNotFoundError
+from stoker.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
 from stoker.fields import adapted
 from stoker.messages import Delta, Parked
 from stoker.request import Priority
@@ -173,3 +173,12 @@ def test_a_sealed_request_says_all_there_is_to_say() -> None:
     info = msgspec.structs.replace(model_info("m", "m.gguf"), adapters=known)
     request = GenerateRequest(prompt="x", sampling=Sampling(), adapters=((0, None), ("a", -2.0)))
     assert adapted(request, info).adapters == (("a", -2.0), ("z", 0.25))
+
+
+async def test_a_choice_by_an_adapters_name_is_refused_and_not_made_without_it(runtime: Runtime) -> None:
+    """SPEC K6, D5: its scores come from the model alone, which is not what was asked for."""
+    for asked in ({"model": "red"}, {"adapters": "red"}):
+        with pytest.raises(UnsupportedError, match="without lora") as caught:
+            await runtime.choose(PROMPT, ["a", "b"], **asked)
+        assert caught.value.param == "lora"
+    assert len((await runtime.choose(PROMPT, ["a", "b"])).results) == 2

@@ -1,5 +1,6 @@
 """Choosing among texts: arithmetic, the front, the engine's line of choices, all on the fake backend."""
 
+import dataclasses
 import json
 import math
 
@@ -23,6 +24,7 @@ from stoker.memory.ledger import Ledger
 from stoker.messages import Delta, Failed, Finished, StateReady, Submit
 from stoker.request import MAX_CANDIDATES, FinishReason, GenerateRequest, Priority, Sampling, StateOutput
 from stoker.runtime import Runtime
+from stoker.scheduler.cost import StepCost
 from stoker.scheduler.throttle import Throttle
 from stoker.values import ModelInfo, ModelSpec
 
@@ -117,9 +119,9 @@ async def test_a_recurrent_model_chooses_as_well():
 
 
 async def test_what_cannot_be_chosen_from_is_refused():
-    """SPEC D5: none, too many or too long ones are a caller's mistake, named."""
+    """SPEC D5: none, one text for several, too many or too long ones are a caller's mistake, named."""
     async with Runtime(FAKE, isolation="thread") as runtime:
-        for choices in ([], ["a"] * (MAX_CANDIDATES + 1)):
+        for choices in ([], "yes or no", ["a"] * (MAX_CANDIDATES + 1)):
             with pytest.raises(InvalidRequestError) as refused:
                 await runtime.choose(PROMPT, choices)
             assert refused.value.param == "choices"
@@ -306,3 +308,26 @@ def test_a_failing_call_fails_its_own_request_only(house):
     house.enter("good")
     house.finish()
     assert (house.of(Failed), house.of(StateReady)) == (["bad"], ["good"])
+
+
+def test_a_model_that_steps_and_chooses_learns_both_for_the_threads_in_use():
+    """SPEC M7: with other threads both costs are other ones, though their backend is one."""
+
+    class OnCpu(FakeBackend):
+        """Like the fake, with threads that follow the machine."""
+
+        @property
+        def capabilities(self):
+            """On a CPU."""
+            return dataclasses.replace(super().capabilities, computes_on_cpu=True)
+
+    pace, backend = Pace(StepClock(10.0)), OnCpu()
+    backend.set_threads(2)
+    costs = StepCost(), StepCost()
+    runners = [pace.join(backend, cost) for cost in costs]
+    try:
+        pace._use(1)
+        assert [backend.num_threads, *(cost.num_threads for cost in costs)] == [1, 1, 1]
+    finally:
+        for runner in runners:
+            pace.leave(runner)

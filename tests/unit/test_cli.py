@@ -31,6 +31,7 @@ from stoker.request import FinishReason, GenerateRequest
 from stoker.server import serve
 from stoker.settings import EngineSettings, ServerSettings
 from stoker.values import Timings, Usage
+from tiny_projector import write_projector
 
 ANSWER = ("Hello", " there", ".")
 
@@ -236,7 +237,7 @@ def test_a_closed_pipe_ends_run_quietly() -> None:
         stdin=subprocess.DEVNULL,
         stdout=writing,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"},
         check=False,
     )
     os.close(writing)
@@ -421,13 +422,16 @@ def test_models_lists_what_is_here_and_what_is_broken(folders: Path) -> None:
     """SPEC I1: the default with its class, size and context; a broken file with the reason."""
     (folders / "models").mkdir()
     (folders / "models" / "junk.gguf").write_bytes(b"not a model")
+    write_projector(folders / "models" / "eyes.gguf")
     records = {record["id"]: record for record in json.loads(invoke("models", "--json").stdout)}
     default = records["smollm2-135m-instruct"]
     assert (default["class"], default["n_ctx_train"], default["quantisation"]) == ("decoder", 8192, "Q4_1")
     assert "junk.gguf" in records["junk"]["error"]
+    assert (records["eyes"]["class"], records["eyes"]["error"]) == ("projector", None)
     table = invoke("models").stdout
     assert "smollm2-135m-instruct" in table
-    assert "broken" in table
+    assert table.count("broken") == 1
+    assert "--mmproj" in table
 
 
 def test_pull_shows_progress_and_prints_the_path(monkeypatch: pytest.MonkeyPatch, folders: Path) -> None:
@@ -502,6 +506,7 @@ def test_doctor_says_what_to_do_about_each_problem(folders: Path, monkeypatch: p
     """A cache that cannot be written and no model are broken, a bad file is worth a look."""
     (folders / "models").mkdir()
     (folders / "models" / "junk.gguf").write_bytes(b"not a model")
+    write_projector(folders / "models" / "eyes.gguf")
     blocked = folders / "file"
     blocked.touch()
     monkeypatch.setenv("STOKER_CACHE_DIR", str(blocked / "cache"))
@@ -511,6 +516,7 @@ def test_doctor_says_what_to_do_about_each_problem(folders: Path, monkeypatch: p
     assert "cannot be written" in result.stdout
     assert "--cache-dir" in result.stdout
     assert "junk" in result.stdout
+    assert "eyes" not in result.stdout
     assert "there is no usable model here" in result.stdout
     assert "stoker pull" in result.stdout
 

@@ -18,7 +18,9 @@ from stoker.cli.main import app
 from stoker.memory import profile
 from stoker.memory.profile import MemoryProfile
 from stoker.models.estimate import estimator_of
+from stoker.models.gguf import read_header
 from stoker.values import ModelSpec
+from tiny_projector import write_projector
 
 MIB = 2**20
 CELL_BYTES = 4096
@@ -119,6 +121,19 @@ def test_options_change_what_is_planned(model: Path, machine: Any) -> None:
     assert (found["n_ctx"], found["slots"]) == (4096, 2)
     assert (found["limit_bytes"], found["margin_bytes"]) == (4 * 2**30, 2**30)
     assert found["total_bytes"] == needed(model, n_ctx=4096, num_slots=2)
+
+
+def test_a_projector_is_planned_with_its_model(model: Path, machine: Any, tmp_path: Path) -> None:
+    """SPEC R1, V1: its weights and buffers are a line of the estimate; another model's is refused."""
+    machine(6 * 2**30, 8 * 2**30)
+    own = write_projector(tmp_path / "p.gguf", n_embd=read_header(model).embedding_length)
+    with_projector = record(model, "--mmproj", own)[1]["bytes"]
+    assert with_projector.pop("projector") > 8 * MIB
+    assert with_projector == record(model)[1]["bytes"]
+    foreign = write_projector(tmp_path / "f.gguf", n_embd=8)
+    code, output = run(model, "--mmproj", foreign)
+    assert code == 2
+    assert "another model's" in output
 
 
 def test_the_tiers_own_limit_counts(model: Path, machine: Any) -> None:

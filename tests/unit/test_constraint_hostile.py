@@ -152,3 +152,43 @@ def test_an_error_in_a_schema_within_a_grammar_names_the_rule_and_the_callers_fi
     with pytest.raises(InvalidRequestError) as caught:
         compile_grammar(asked, BYTES)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("lark", "\n" * 100_000 + "start"),
+        ("lark", "start" + " " * 100_000),
+        ("lark", "start: %json" + " " * 100_000 + "["),
+        ("lark", 'start: "' + '\\"' * 50_000),
+        ("lark", "start: /" + "[" * 60 + "x" * 100_000),
+        ("gbnf", 'root ::= "a"{' + " " * 100_000),
+        ("gbnf", 'root ::= "a"{' + "1" * 100_000 + "}"),
+        ("regex", "a{" + "1" * 100_000),
+        ("regex", "a{" + "1" * 5000 + "}"),
+        ("regex", '"' + "[" * 50_000 + '"'),
+        ("regex", '"' + r"\p{" * 40_000 + '"'),
+        ("gbnf", '# [\nroot ::= "a" ' + "(" * 3000 + '"a"' + ")" * 3000 + "\n# ]\n"),
+        ("lark", "start: %json " + '{"x":"[","allOf":[' * 3000 + "{}" + "]}" * 3000),
+    ],
+)
+def test_what_is_hard_to_read_is_refused_without_reading_it_over_and_over(kind, source):
+    """SPEC D2, S4: backtracking in the square of this, or worse, would hold up everybody for minutes."""
+    with pytest.raises(InvalidRequestError):
+        compiled(kind, source)
+
+
+@pytest.mark.parametrize("text", ["\n" * 10**6, " \n" * 10**6, "a" + "\n" * 10**6, "<a>" + "\n" * 10**6])
+def test_the_notation_of_a_grammar_shows_at_once_however_long_it_is(text):
+    """SPEC D2, S4: this runs on the thread that serves everybody; the size is refused afterwards."""
+    with pytest.raises(InvalidRequestError, match=r"bytes, at most|is empty"):
+        Constraint.of_grammar(text)
+
+
+@pytest.mark.parametrize(
+    "head", ["start[stop=/x/]", "!start[stop=/x/]", "?start [temperature=0.5]", "start[lazy, max_tokens=3]"]
+)
+def test_an_option_that_steers_sampling_is_refused_however_its_rule_begins(head):
+    """SPEC D2: a stop there would take back text that was delivered."""
+    with pytest.raises(InvalidRequestError, match="is not supported"):
+        compiled("lark", f"{head}: /a*/\n")

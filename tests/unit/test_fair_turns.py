@@ -117,6 +117,17 @@ def test_a_call_beside_readers_may_take_a_part_of_their_step():
     assert paper.turns.allowance_s([CHAT]) == pytest.approx(0.02 * SHARE_OF_STEP, rel=0.01)
 
 
+def test_after_a_model_is_gone_a_new_one_makes_up_for_no_time_of_its_elders():
+    """SPEC Q13: also where the one that had the last turn is the one that went."""
+    paper = Paper()
+    paper.run(3600, {"chat": 1.0, "prompts": 1.0}, [CHAT, PROMPTS])
+    paper.run(1, {"chat": 1.0, "prompts": 1.0}, [PROMPTS])
+    paper.turns.forget("prompts")
+    paper.order.clear()
+    paper.run(10, {"chat": 1.0, "new": 1.0}, [Contender("new"), CHAT])
+    assert paper.order.count("new") == 5
+
+
 def test_a_model_that_is_gone_leaves_nothing_behind():
     """SPEC R3: one that is loaded again under its name begins like any other."""
     paper = Paper()
@@ -140,6 +151,7 @@ class House:
         self.now, self.step_s, self.token_s = 0.0, step_s, token_s
         self.order = []
         self.calls = []
+        self.num_texts = 0
         for load, spec in (
             (load_decoder, ModelSpec(id="chat", path="fake:", num_slots=4)),
             (load_encoder, ModelSpec(id="texts", path="fake:encoder=1", background_patience_s=5.0)),
@@ -160,9 +172,11 @@ class House:
         resident.accept(prepare(submit, resident.prep, self.now), self.now)
 
     def embed(self, num, **fields):
-        """Texts of seven tokens to embed arrive."""
+        """Texts of seven tokens to embed arrive, each another one: equal ones are computed once."""
         for at in range(num):
-            wanted = {"max_tokens": 0, "state_output": StateOutput.EMBED}
+            self.num_texts += 1
+            text = f"text {self.num_texts:02}"
+            wanted = {"prompt": text, "max_tokens": 0, "state_output": StateOutput.EMBED}
             self.enter("texts", f"text {self.now} {at}", **wanted | fields)
 
     def turn(self, num=1):

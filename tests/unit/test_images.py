@@ -174,6 +174,43 @@ def test_texts_and_profiles_of_a_picture_are_not_even_unpacked():
     assert decoded(data, "", LIMITS)[0].rgb == NOISE.tobytes()
 
 
+def test_bytes_that_only_fill_are_passed_over_once():
+    """SPEC V2: a megabyte of what may stand before a marker; never to be looked at from each place."""
+    assert "ends too early" in refusal(b"\xff\xd8" + b"\xff" * 2**20)
+    data = encoded(NOISE, "JPEG")
+    assert decoded(data[:2] + b"\xff" * 9 + data[2:], "", LIMITS)[1].format == "JPEG"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xd8" + b"\xff\xe0\x00\x02" * 5000 + encoded(NOISE, "JPEG")[2:],
+        encoded(NOISE, "PNG")[:33] + b"\0\0\0\0abcd\0\0\0\0" * 70_000 + encoded(NOISE, "PNG")[33:],
+        b"GIF89a" + bytes(7) + b"\x2c" + bytes(9) + b"\x02" + b"\x01\x00" * 300_000 + b"\x00\x3b",
+        b"BM" + bytes(28) + b"\x01\0\0\0" + b"\x01\x05" * 600_000,
+    ],
+    ids=["segments", "chunks", "blocks", "runs"],
+)
+def test_a_picture_in_too_many_parts_is_refused(data):
+    """SPEC V2: each part costs time and memory, and real pictures have few."""
+    assert "too many parts" in refusal(data)
+
+
+def test_a_photo_of_very_many_scans_is_refused_before_it_is_decoded():
+    """SPEC V2: a scan of a dozen bytes costs as much as decoding the whole picture."""
+    data = encoded(NOISE, "JPEG", progressive=True)
+    last = data.rfind(b"\xff\xda")
+    assert decoded(data, "", LIMITS)[1].format == "JPEG"
+    assert "too many parts" in refusal(data[:last] + data[last:-2] * 70 + data[-2:])
+
+
+def test_what_looks_like_the_name_of_a_format_among_pixels_is_no_second_nature():
+    """SPEC V2: four bytes of any case come about in one photo of 500."""
+    comment = encoded(NOISE, "JPEG", comment=b"\x01<SvG\x02")
+    assert decoded(comment, "", LIMITS)[1].format == "JPEG"
+    assert "another kind" in refusal(encoded(NOISE, "JPEG", comment=b"<svg onload=x>"))
+
+
 def test_a_photo_with_a_preview_behind_it_is_taken():
     """SPEC V2: cameras put further JPEGs and clips behind the first."""
     data = encoded(NOISE, "JPEG")
@@ -219,6 +256,10 @@ def test_bytes_and_pixels_are_bounded_by_the_limits():
     assert f"at most {len(data) - 1}" in refusal(data, limits=ImageLimits(max_bytes=len(data) - 1))
     assert "at most 5399 are taken" in refusal(data, limits=ImageLimits(max_pixels=5399))
     decoded(data, "", ImageLimits(max_bytes=len(data), max_pixels=5400))
+    assert "at most 5399 are taken" in refusal(encoded(NOISE, "WEBP"), limits=ImageLimits(max_pixels=16_199))
+    decoded(
+        encoded(NOISE, "WEBP"), "", ImageLimits(max_pixels=16_200)
+    )  # its decoder takes three times as much
 
 
 def test_broken_bytes_are_refused_or_shown_and_cost_no_memory():

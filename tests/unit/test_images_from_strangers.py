@@ -67,6 +67,15 @@ def test_a_long_data_uri_is_refused_before_it_is_decoded():
     assert "at most 1000" in refusal(uri(b"x" * 2000), ImageLimits(max_bytes=1000))
 
 
+def test_percent_signs_are_decoded_in_small_numbers_alone():
+    """SPEC V2: each takes dozens of bytes on its way; of base64 only the padding may be spelt so."""
+    assert "without base64" in refusal("data:image/png," + "%" * (2**20 + 1), ImageLimits())
+    text = base64.b64encode(PNG).decode()
+    padded = text.rstrip("=") + "%3D" * text.count("=")
+    assert read_reference(f"data:image/png;base64,{padded}", ImageLimits(), "image").data == PNG
+    assert "not base64" in refusal("data:image/png;base64," + "%41" * 100, ImageLimits())
+
+
 def test_files_are_read_below_the_roots_alone(tmp_path):
     """SPEC V2: no roots, no files; nothing outside, not by dots, links or links of folders."""
     root, outside = tmp_path / "root", tmp_path / "outside"
@@ -178,7 +187,7 @@ def test_nothing_is_fetched_unless_it_is_allowed(site):
     [
         *("127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"),  # noqa: S104
         *("10.0.0.1", "192.168.1.1", "172.16.0.1", "169.254.169.254", "100.64.0.1", "[fe80::1]", "[fd00::1]"),
-        *("224.0.0.1", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "user@127.0.0.1"),
+        *("224.0.0.1", "[64:ff9b::7f00:1]", "[2002:7f00:1::]", "user@127.0.0.1", "[fec0::1]", "[::7f00:1]"),
     ],
 )
 def test_this_machine_and_its_network_are_never_asked(site, host):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 
 import msgspec
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from encoding_runtime import ENCODER_INFO
 from pictures import plain, uri
 from stoker.chatting import planned_chat
-from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stoker.images import Image
+from stoker.images import intake as intake_module
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.images.turns import Given, illustrated, with_images
@@ -120,6 +123,9 @@ def test_an_application_gives_images_and_texts_as_they_are():
     assert seen(user(one, "what?"))[1] == [one]
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert seen(*with_images(turns, [one, other])) == ([f"{HERE}{HERE}a", "b"], [one, other])
+    found = with_images(turns, ["a.png", b"2"])  # a path is no text of the turn
+    assert [image.source for image in seen(*found)[1]] == ["a.png", b"2"]
+    assert seen(*with_images(turns, other))[1] == [other]
     with pytest.raises(InvalidRequestError):
         with_images([{"role": "system", "content": "a"}], [one])
     assert with_images(turns, []) is turns
@@ -149,3 +155,29 @@ async def test_pictures_are_taken_in_their_order_and_no_more_than_allowed():
         await intake.take([given[0], Given("data:,x", "the second")])
     assert caught.value.param == "the second"
     intake.close()
+
+
+async def test_who_waits_for_the_darkroom_when_it_closes_is_told_so(monkeypatch):
+    """SPEC L6: its caller has cancelled nothing; whoever has is not kept."""
+    begun, release = threading.Event(), threading.Event()
+    real = intake_module.decoded
+
+    def slow(*args):
+        begun.set()
+        release.wait()
+        return real(*args)
+
+    monkeypatch.setattr(intake_module, "decoded", slow)
+    intake = Intake(ImageLimits(edge_px=20))
+    asked = [asyncio.create_task(intake.take([Given(uri(plain()), "image")])) for _ in range(3)]
+    await asyncio.to_thread(begun.wait)
+    asked[2].cancel()
+    await asyncio.wait([asked[2]])
+    intake.close()
+    release.set()
+    first, second, third = await asyncio.gather(*asked, return_exceptions=True)
+    assert len(first) == 1
+    assert isinstance(second, NotReadyError)
+    assert isinstance(third, asyncio.CancelledError)
+    with pytest.raises(NotReadyError):
+        await intake.take([Given(uri(plain()), "image")])

@@ -135,15 +135,30 @@ def test_readers_of_short_steps_see_few_tokens_come_later(make):
     machine.submit("talk", "a", max_tokens=1500)
     machine.until_tokens("talk", 3)
     look(machine, "r", [RED, BLUE], prompt=ASKED + IMAGE_MARKER)
-    late, last, slices = [], len(machine.tokens("talk")), num_slices(machine)
+    late, slices = [], 0
     while not machine.has_ended("r"):
+        if num_slices(machine) > slices:
+            late.append(len(machine.tokens("talk")))
+        slices = num_slices(machine)
         machine.turn()
-        held_up = num_slices(machine) > slices
-        last, slices = len(machine.tokens("talk")), num_slices(machine)
-        if held_up:
-            late.append(last)
     assert len(late) == 8
     assert min(b - a for a, b in pairwise(late)) >= PLAIN_STEPS
+
+
+def test_words_about_a_picture_that_is_computed_wait_for_no_burst(make):
+    """SPEC C11, Q8: beside somebody who reads, a further question about it is text as any other."""
+    machine = make()
+    machine.know("a", "eog_period=0,vision=4,weights_mib=100", num_slots=4)
+    look(machine, "first")
+    machine.run("first")
+    machine.submit("talk", "a", max_tokens=1500)
+    machine.until_tokens("talk", 3)
+    look(machine, "before", [BLUE])  # the first burst is taken
+    machine.until(lambda: num_slices(machine) > 4)
+    look(machine, "again", prompt=ASKED + " and again?")
+    before = len(machine.tokens("talk"))
+    machine.until_tokens("again", 1)
+    assert len(machine.tokens("talk")) - before < PLAIN_STEPS // 2
 
 
 def test_a_slice_is_no_part_of_a_step(make):

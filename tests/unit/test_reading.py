@@ -14,7 +14,7 @@ from stoker.constraint import ConstraintKind
 from stoker.errors import InvalidRequestError, ReadingError, UnsupportedError, error_from_info
 from stoker.images import Image, ImageReport
 from stoker.reading import Question, Reader
-from stoker.request import IMAGE_MARKER, Priority
+from stoker.request import IMAGE_MARKER, FinishReason, Priority
 
 REPORT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 PNG = plain(200, 100)
@@ -52,6 +52,17 @@ async def test_several_pictures_are_asked_about_together(tmp_path):
     assert IMAGE_MARKER * 4 in request.prompt
     assert [first_pixel(picture) for picture in request.pictures] == colours
     assert (request.max_tokens, request.priority) == (7, Priority.BACKGROUND)
+
+
+async def test_a_cancelled_reading_is_not_asked_again():
+    """SPEC V4, Q6: whoever cancelled it wanted no second attempt; several answers are none."""
+    runtime = ReadingRuntime('{"n":', reason=FinishReason.CANCELLED)
+    with pytest.raises(ReadingError, match="cancelled") as caught:
+        await read(runtime, PNG, Question())
+    assert caught.value.details["text"] == '{"n":'
+    assert len(runtime.requests) == 1
+    with pytest.raises(InvalidRequestError, match="one answer"):
+        await read(runtime, PNG, Question(), n=2)
 
 
 async def test_a_schema_holds_the_answer_and_checks_it():

@@ -306,6 +306,9 @@ class FakeBackend:
         """Remembered only."""
         self.num_threads = num_threads
 
+    def give_back(self) -> None:
+        """It makes nothing on the way."""
+
     def close(self) -> None:
         """No step may follow."""
         self._is_closed = True

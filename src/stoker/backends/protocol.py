@@ -94,11 +94,14 @@ class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
         adapters: name and scale of each LoRA adapter, in the order of names (SPEC K6).
         source: what the encoder of an encoder-decoder reads (SPEC K3).
         pictures: where embeddings stand in place of tokens, in order of their starts.
+        asked: the tokens of a prompt of which every row will be asked (SPEC D6). However it comes in slices,
+            its rows are those of the whole.
     """
 
     adapters: tuple[tuple[str, float], ...] = ()
     source: tuple[int, ...] = ()
     pictures: tuple[Placed, ...] = ()
+    asked: tuple[int, ...] = ()
 
 
 PLAIN = Conditioning()
@@ -342,6 +345,10 @@ class Backend(Protocol):
 
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next step on."""
+        ...
+
+    def give_back(self) -> None:
+        """Free what is made again when it is needed, such as a context that only scores use (SPEC M4)."""
         ...
 
     def close(self) -> None:

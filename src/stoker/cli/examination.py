@@ -23,6 +23,7 @@ from stoker.memory.heat import Heat, heat_source
 from stoker.memory.pressure import Pressure, PressureMeter
 from stoker.memory.profile import read_profile
 from stoker.memory.tiers import DEFAULTS, effective_limit, tier_of
+from stoker.models.projector import is_projector
 from stoker.models.store import ModelStore
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def _cache_dir(folder: Path) -> Finding:
 
 def _models(found: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:
     for model in found:
-        if model.error is not None:
+        if model.error is not None and not is_projector(model.path):
             yield Finding(
                 "model", Level.WARNING, f"{model.id}: {model.error.message}", f"replace {model.path}"
             )

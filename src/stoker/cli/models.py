@@ -34,15 +34,22 @@ def models(*, as_json: AsJson = False, config: Config = None) -> None:
 
 
 def _as_record(model: ModelFile) -> dict[str, object]:
+    is_projector = _is_projector(model)
     return {
         "id": model.id,
-        "class": model.model_class,
+        "class": "projector" if is_projector else model.model_class,
         "size_bytes": model.size_bytes,
         "n_ctx_train": model.n_ctx_train,
         "quantisation": model.quantisation,
         "path": model.path,
-        "error": model.error.message if model.error else None,
+        "error": model.error.message if model.error and not is_projector else None,
     }
+
+
+def _is_projector(model: ModelFile) -> bool:
+    from stoker.models.projector import is_projector
+
+    return model.error is not None and is_projector(model.path)
 
 
 def _show(found: list[ModelFile], folder: Path) -> None:
@@ -56,6 +63,8 @@ def _show(found: list[ModelFile], folder: Path) -> None:
             table.add_row(
                 model.id, model.model_class, size, str(model.n_ctx_train), model.quantisation, model.path
             )
+        elif _is_projector(model):
+            table.add_row(model.id, "projector", size, "", "", f"{model.path} (--mmproj)")
         else:
             table.add_row(model.id, "broken", size, "", "", model.error.message, style="red")
     console.print(table)

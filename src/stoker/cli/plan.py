@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,8 +20,9 @@ from stoker.cli.options import AsJson, Config, engine_settings
 
 if TYPE_CHECKING:
     from stoker.memory.verdict import Budget, Estimate
+    from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
-    from stoker.values import ModelSpec
+    from stoker.values import ModelSpec, ProjectorSpec
 
 EXIT_DOES_NOT_FIT = 1
 INSUFFICIENT = "insufficient"
@@ -65,12 +67,15 @@ def plan(
     margin: Annotated[
         str | None, typer.Option("--margin", help="What has to stay free. \\[512MiB]", metavar="SIZE")
     ] = None,
+    mmproj: Annotated[
+        Path | None, typer.Option("--mmproj", help="Projector that is loaded with it. \\[none]")
+    ] = None,
     as_json: AsJson = False,
     config: Config = None,
 ) -> None:
     """Say whether a model fits this machine, what it would take and what it would get less of."""
     flags = {"ctx_size": ctx_size, "slots": slots, "memory_limit": limit, "memory_margin": margin}
-    found = _plan(engine_settings(config, **flags), model)
+    found = _plan(engine_settings(config, **flags), model, mmproj)
     if as_json:
         typer.echo(json.dumps(_as_record(found), indent=2))
     else:
@@ -79,14 +84,14 @@ def plan(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _plan(settings: EngineSettings, model: str | None) -> _Plan:
+def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _Plan:
     from stoker.errors import InsufficientMemoryError
     from stoker.memory.profile import read_profile
     from stoker.memory.tiers import effective_limit, tier_of
     from stoker.memory.verdict import Budget, smallest, weigh
     from stoker.models.estimate import estimator_of
 
-    spec = _spec(settings, model)
+    spec = _spec(settings, model, mmproj)
     profile = read_profile(settings.memory_limit)
     budget = Budget(
         free_bytes=profile.available_bytes,
@@ -121,7 +126,7 @@ def _why_too_large(least: Estimate, budget: Budget) -> str:
     return f"it needs {needed} at the least; a model may take {most} here"
 
 
-def _spec(settings: EngineSettings, model: str | None) -> ModelSpec:
+def _spec(settings: EngineSettings, model: str | None, mmproj: Path | None) -> ModelSpec:
     from stoker.models.seq2seq import slots_of
     from stoker.models.store import ModelStore
     from stoker.values import ModelSpec
@@ -134,7 +139,20 @@ def _spec(settings: EngineSettings, model: str | None) -> ModelSpec:
         n_ctx=settings.kv_cells or settings.ctx_size,
         n_batch=settings.n_batch,
         num_threads=settings.threads,
+        projector=None if mmproj is None else _projector(mmproj, file),
     )
+
+
+def _projector(path: Path, model: ModelFile) -> ProjectorSpec:
+    """Raises StokerError where they are no pair."""
+    from stoker.errors import UnsupportedError
+    from stoker.models.projector import check_pair, read_projector
+
+    if model.header is None:
+        raise UnsupportedError(f"{model.id} takes no projector")
+    projector = read_projector(path)
+    check_pair(projector, model.header)
+    return projector.spec
 
 
 def _as_record(found: _Plan) -> dict[str, object]:

@@ -62,11 +62,16 @@ _LABELS = {
 _JSON_OBJECT = json.dumps({"type": "object"})
 _MAX_REASON_CHARS = 400
 # Options of Lark rules that steer sampling, or take back tokens that were delivered: not done here.
-_FOREIGN_OPTION = re.compile(r"^\s*[a-z_][\w-]*\[[^\]\n]*\b(temperature|stop|max_tokens)\s*=", re.MULTILINE)
-_LARK_RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w-]*\s*(?:\[[^\]\n]*\])?\s*(?:\.\d+\s*)?:", re.MULTILINE)
-_LARK_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
-_RULE = re.compile(r"^\s*([a-z_][\w-]*)\s*(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
-_INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
+# As all patterns here they read each line of a stranger's text once: a rule's head is one line to the engine.
+_FOREIGN_OPTION = re.compile(
+    r"^[^\S\n]*+[?!]?[A-Za-z_][\w-]*+[^\S\n]*+\[[^\]\n]*\b(temperature|stop|max_tokens)\s*=", re.MULTILINE
+)
+_LARK_RULE = re.compile(
+    r"^[^\S\n]*+[?!]?[A-Za-z_][\w-]*+[^\S\n]*+(?:\[[^\]\n]*\][^\S\n]*+)?(?:\.\d++[^\S\n]*+)?:", re.MULTILINE
+)
+_LARK_STRING = re.compile(r'\\.|"(?:\\.|[^"\\\n])*+"')  # and what is escaped outside of them, in a regex
+_RULE = re.compile(r"^[^\S\n]*+[?!]?([a-z_][\w-]*+)[^\S\n]*+(?:\[[^\]\n]*\][^\S\n]*+)?:", re.MULTILINE)
+_INLINE_SCHEMA = re.compile(r"%json\s*+(?=\{)")
 
 
 class CompiledGrammar:
@@ -163,6 +168,8 @@ def compile_grammar(constraint: Constraint, tokenizer: GrammarTokenizer) -> Comp
     except InvalidRequestError as error:  # whichever part it was: the caller knows the field that it sent
         error.param = constraint.param
         raise
+    except RecursionError:  # brackets behind what only looked like a string or a class to `Constraint`
+        raise InvalidRequestError(f"the {label} nests too deep", param=constraint.param) from None
     matcher = LLMatcher(tokenizer.native, source, log_level=0, limits=_LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):

@@ -11,9 +11,10 @@ import re
 MAX_EXPANDED_CHARS = 20_000
 MAX_QUANTIFIERS = 1000  # compiling takes time in their square: 1 s for as many optional \p{L}
 
-_COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
-_CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]*\}|.)", re.DOTALL)
+# None reads a part of a stranger's regex over and over; a class that is never closed goes to the end.
+_COUNT = re.compile(r"\{(\d*+)(,?)(\d*+)\}")
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:[pPxuU]\{[^}]{0,99}\}|.)", re.DOTALL)
 
 
 def refusal(regex: str) -> str:
@@ -24,6 +25,11 @@ def refusal(regex: str) -> str:
     if sum(map(plain.count, "?*+")) + len(_COUNT.findall(plain)) > MAX_QUANTIFIERS:
         return f"has more than {MAX_QUANTIFIERS} quantifiers"
     return ""
+
+
+def _number(digits: str) -> int:
+    """What they say, or of a long number its beginning, which is too much as well."""
+    return int(digits.lstrip("0")[:9] or 0)
 
 
 def expanded_size(regex: str) -> int:
@@ -40,7 +46,7 @@ def expanded_size(regex: str) -> int:
             last = totals.pop()
             totals[-1] += last
         elif (count := _COUNT.match(regex, index)) is not None:
-            times = max(int(number or 0) for number in (count[1], count[3]))
+            times = max(map(_number, (count[1], count[3])))
             grown = last * max(times, 1)
             totals[-1] += grown - last
             last = grown

@@ -46,6 +46,7 @@ class FairTurns:
         self._served_s: dict[str, float] = {}
         self._step_s: dict[str, float] = {}  # of those with readers: what a step of theirs takes
         self._contending: frozenset[str] = frozenset()
+        self._last_s = 0.0  # virtual time of whoever was chosen last, be it gone
         self._chosen = Contender("")
         self._price = 1.0
 
@@ -82,15 +83,13 @@ class FairTurns:
                 self._served_s[contender.name] = max(own_s, least_s)
         self._contending = frozenset(contender.name for contender in contenders)
 
-    @property
-    def _last_s(self) -> float:
-        return self._served_s.get(self._chosen.name, 0.0)
-
     def served(self, name: str, took_s: float) -> None:
         """A turn of that model took so long; one that `choose` had not chosen costs what it took."""
         is_chosen = name == self._chosen.name
         price = self._price if is_chosen else 1.0
         self._served_s[name] = self._served_s.get(name, 0.0) + took_s * price
+        if is_chosen:
+            self._last_s = self._served_s[name]
         if is_chosen and self._chosen.has_readers:
             usual_s = self._step_s.get(name, took_s)
             self._step_s[name] = usual_s + FOLLOW * (took_s - usual_s)

@@ -123,4 +123,5 @@ class Pace:
             own = min(runner.max_threads, num_threads)
             if own != runner.backend.num_threads:
                 runner.backend.set_threads(own)
+            if own != runner.cost.num_threads:  # of several runners of one backend, each has its own
                 runner.cost.use_threads(own)

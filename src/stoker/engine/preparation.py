@@ -125,6 +125,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
     if request.constraint is not None and context.grammars is not None:
         generation.constrain(context.grammars.state(request.constraint))
     delivered = submit.generated[index] if submit.generated else []
+    asks_all = request.prompt_logprobs is not None and index == 0
     if delivered:
         generation.replay(delivered, submit.mirostat_mu[index] if submit.mirostat_mu else None)
     sequence = Sequence(
@@ -136,8 +137,12 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         num_wanted=request.max_tokens,
         ends_if_preempted=request.preempt is Preempt.CANCEL,
         is_to_embed=request.state_output is StateOutput.EMBED and not context.state_layout,
-        wants_prompt_logits=request.prompt_logprobs is not None and index == 0,
-        conditioning=Conditioning(source=tuple(source), adapters=adapters_of(request, context.adapters)),
+        wants_prompt_logits=asks_all,
+        conditioning=Conditioning(
+            source=tuple(source),
+            adapters=adapters_of(request, context.adapters),
+            asked=tuple(prompt) if asks_all else (),
+        ),
     )
     if request.context_shift and len(sequence.tokens) >= context.n_ctx:
         tokens = replayed(prompt, delivered, context.n_ctx)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.errors import InvalidRequestError, StokerError
-from stoker.models.projector import ProjectorHeader, check_pair, read_projector
-from stoker.values import ProjectorSpec
+from stoker.models.projector import check_pair, read_projector
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from stoker.models.store import ModelFile
+    from stoker.values import ProjectorSpec
 
 
 def projector_by_model(path: str | Path | None, models: Sequence[ModelFile]) -> dict[str, ProjectorSpec]:
@@ -38,15 +38,7 @@ def projector_by_model(path: str | Path | None, models: Sequence[ModelFile]) -> 
         except StokerError as error:
             reasons.append(error)
             continue
-        return {model.id: _measured(projector)}
+        return {model.id: projector.spec}
     if reasons:
         raise reasons[0]
     raise InvalidRequestError(f"mmproj: no model is served that {projector.path.name} could see for")
-
-
-def _measured(projector: ProjectorHeader) -> ProjectorSpec:
-    return ProjectorSpec(
-        path=str(projector.path),
-        size_bytes=projector.size_bytes,
-        compute_bytes=projector.compute_bytes,
-    )

@@ -255,8 +255,9 @@ class Resident:
         self.scheduler.throttle = self._choosing.throttle = throttle
 
     def drop_idle(self, now: float) -> None:
-        """Give up every cell that nobody who runs or waits needs."""
+        """Give up every cell that nobody who runs or waits needs, and what the backend can make again."""
         self._carry_out(self.scheduler.drop_idle(now), now)
+        self.backend.give_back()
 
     def close(self) -> None:
         """Free the native model."""

@@ -107,4 +107,4 @@ def _has_people_decoding(plan: StepPlan) -> bool:
 
 
 def _is_of_picture(part: Planned) -> bool:
-    return bool(part.sequence.pictures) and part.sequence.state is SequenceState.PREFILL
+    return part.item.tokens[0] < 0

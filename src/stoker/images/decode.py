@@ -6,6 +6,7 @@ decoded, and no second full-size copy of them. What may be taken at all is `form
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from stoker.images.formats import JPEG, PNG, TIFF, WEBP, bare_png, format_of, we
 from stoker.images.limits import MIN_EDGE_PX, ImageLimits
 from stoker.request import Picture
 
+_WEBP_WEIGHT = 3
+"""What a WebP's pixel counts for: its decoder takes up to 16 bytes for each, others 4 to 6."""
 _GAP = 2
 """Cheap shrinking ends at this multiple of the size asked for; the rest is Lanczos."""
 _BAND_PIXELS = 2**20
@@ -89,6 +92,7 @@ def decoded(
         )
     kind = format_of(data, declared, param)
     if kind == WEBP:
+        limits = dataclasses.replace(limits, max_pixels=limits.max_pixels // _WEBP_WEIGHT)
         _check_size(webp_size(data), limits, param)
     source = bare_png(data) if kind == PNG else data
     try:

@@ -89,7 +89,9 @@ def _is_public(address: str) -> bool:
             return _is_public(str(inner))
         if parsed in ipaddress.ip_network("64:ff9b::/96"):  # an IPv4 address behind a translator
             return _is_public(str(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)))
-    return parsed.is_global and not parsed.is_multicast
+        if parsed.is_site_local:
+            return False
+    return parsed.is_global and not (parsed.is_multicast or parsed.is_reserved)
 
 
 def _body(answer: httpx.Response, max_bytes: int, until_s: float, param: str) -> tuple[bytes, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import islice
 
 from stoker.errors import InvalidRequestError
 
@@ -48,15 +49,24 @@ _BOXES = {
     b"msf": "a HEIC picture",
     b"avi": "an AVIF picture",
 }
-# What makes a picture something else as well. Five bytes and more never come about by chance in 20 MiB.
+# What makes a picture something else as well. Five bytes and more hardly come about by chance in 20 MiB.
 _SECOND_NATURES = (
-    *(b"%pdf-", b"<script", b"<svg", b"<html", b"<iframe", b"<!doctype", b"<?php"),
+    *(b"%pdf-", b"<script", b"<svg ", b"<svg>", b"<svg\n", b"<html", b"<iframe", b"<!doctype", b"<?php"),
     *(b"rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c", b"\x89png\r\n\x1a\n", b"gif87a", b"gif89a"),
 )
 _ARCHIVE = re.compile(rb"PK(?:\x03\x04|\x05\x06|\x07\x08)|ustar")
-_JPEG_MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # more 0xFF before it only fill
 _START_OF_SCAN, _END_OF_IMAGE, _SEGMENT_BYTES = 0xDA, 0xD9, 2
 _PNG_CHUNK_BYTES = 12
+# More parts than any real picture has: each costs time, and a scan as much as a whole picture.
+_MAX_SCANS = 64
+_MAX_SEGMENTS = 4096
+_MAX_CHUNKS = 2**16
+_MAX_BLOCKS = 2**18
+_MAX_RUNS_BYTES = 2**20
+_RUNS = {1, 2}
+"""Compressions of a BMP that are unpacked run by run; a header of the short kind has none."""
+_SHORT_HEADER_BYTES = 12
 _PNG_CHANNELS = {2: 3, 4: 2, 6: 4}  # by colour type; 1 of the others
 _PNG_CHECKED_PIXELS = 89_478_485
 _DEFLATE_RATIO = 1032  # nothing inflates to more (zlib's own figure)
@@ -85,7 +95,8 @@ def format_of(data: bytes, declared: str, param: str) -> str:
         raise InvalidRequestError(f"{param}: declared as {mime[:60]!r} and is {found}", param=param)
     rest = data[_end_of(data, found, param) :]
     folded = data.lower()
-    if any(folded.find(start, 1) > 0 for start in _SECOND_NATURES) or _ARCHIVE.search(rest):
+    tail = rest[-_DIRECTORY_BYTES:]  # a clip behind a photo is long, and four bytes come about by chance
+    if any(folded.find(start, 1) > 0 for start in _SECOND_NATURES) or _ARCHIVE.search(tail):
         raise InvalidRequestError(f"{param}: the {found} picture holds another kind of file", param=param)
     if found not in {JPEG, TIFF} and rest.strip(b"\x00\r\n "):  # cameras put previews and clips behind a JPEG
         raise InvalidRequestError(f"{param}: {len(rest)} bytes follow the {found} picture", param=param)
@@ -128,20 +139,21 @@ def _end_of(data: bytes, kind: str, param: str) -> int:
         size = int.from_bytes(data[4:8], "little") + _RIFF_BYTES
         end = size if size <= len(data) else None
     elif kind == BMP:
-        size = int.from_bytes(data[2:6], "little") or len(data)  # some writers leave it 0
-        end = size if size <= len(data) else None
+        end = _end_of_bmp(data)
     elif kind == TIFF:  # its parts may lie anywhere; an archive's directory lies at the end
         return max(0, len(data) - _DIRECTORY_BYTES)
     elif kind == GIF:
         end = _end_of_gif(data)
     if end is None:
-        raise InvalidRequestError(f"{param}: the {kind} picture ends too early", param=param)
+        raise InvalidRequestError(
+            f"{param}: the {kind} picture ends too early, or is cut into too many parts", param=param
+        )
     return end
 
 
 def _end_of_png(data: bytes) -> int | None:
     """Behind the last chunk; None: there is none, or too little data for the pixels that are promised."""
-    chunks = list(png_chunks(data))
+    chunks = list(islice(png_chunks(data), _MAX_CHUNKS))
     if not chunks or chunks[0][0] != b"IHDR" or chunks[-1][0] != b"IEND":
         return None
     width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
@@ -188,24 +200,37 @@ def webp_size(data: bytes) -> tuple[int, int]:
     return 0, 0
 
 
+def _end_of_bmp(data: bytes) -> int | None:
+    """Behind what it says is its size; None: that is not all there, or there are too many runs."""
+    size = int.from_bytes(data[2:6], "little") or len(data)  # some writers leave it 0
+    is_short = int.from_bytes(data[14:18], "little") == _SHORT_HEADER_BYTES
+    has_runs = not is_short and int.from_bytes(data[30:34], "little") in _RUNS
+    return size if size <= len(data) and not (has_runs and len(data) > _MAX_RUNS_BYTES) else None
+
+
 def _end_of_jpeg(data: bytes) -> int | None:
-    """Behind the end-of-image marker; None: there is none."""
-    at = _SEGMENT_BYTES
-    while found := _JPEG_MARKER.search(data, at):
+    """Behind the end-of-image marker; None: there is none, or too much before it."""
+    at, num_scans = _SEGMENT_BYTES, 0
+    for _ in range(_MAX_SEGMENTS):
+        found = _JPEG_MARKER.search(data, at)
+        if found is None or num_scans > _MAX_SCANS:
+            return None
         marker, at = data[found.end() - 1], found.end()
         if marker == _END_OF_IMAGE:
             return at
+        num_scans += marker == _START_OF_SCAN
         # Behind a segment comes the next marker, behind a scan's header its data, which holds no marker.
         at += int.from_bytes(data[at : at + _SEGMENT_BYTES])
     return None
 
 
 def _end_of_gif(data: bytes) -> int | None:
-    """Behind the trailer; None: there is none."""
+    """Behind the trailer; None: there is none, or too much before it."""
     if len(data) < _GIF_HEAD_BYTES:
         return None
     at = _GIF_HEAD_BYTES + _table_bytes(data[10])
-    while at < len(data):
+    num_left = _MAX_BLOCKS + len(data) // 128
+    while at < len(data) and num_left > 0:
         kind = data[at]
         if kind == _GIF_END:
             return at + 1
@@ -215,9 +240,11 @@ def _end_of_gif(data: bytes) -> int | None:
             at += 2  # and its label
         else:
             return None
-        while at < len(data) and data[at]:
+        while at < len(data) and data[at] and num_left > 0:
             at += data[at] + 1
+            num_left -= 1
         at += 1
+        num_left -= 1
     return None
 
 

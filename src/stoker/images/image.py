@@ -10,7 +10,9 @@ import base64
 import dataclasses
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image as Pillow
 
@@ -20,7 +22,7 @@ from stoker.images.limits import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits
 from stoker.images.sources import Encoded, read_reference
 from stoker.request import Picture
 
-__all__ = ["Image", "ImageReport"]
+__all__ = ["Image", "ImageReport", "images_of"]
 
 
 _Source = str | os.PathLike[str] | bytes | Pillow.Image
@@ -102,6 +104,12 @@ class Image:
         except (OSError, ValueError) as error:
             text = f"{self.name}: the picture cannot be used: {error}"
             raise InvalidRequestError(text, param=self.name) from None
+
+
+def images_of(given: Any | Sequence[Any]) -> list[Image]:
+    """Images of what somebody gave: one, or a list of them, each whatever `Image` takes."""
+    several: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
+    return [one if isinstance(one, Image) else Image(one) for one in several]
 
 
 def _name_of(source: object) -> str:

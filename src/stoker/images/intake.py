@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
-from stoker.errors import InvalidRequestError
+from stoker.errors import InvalidRequestError, NotReadyError
 from stoker.images.decode import ImageReport, decoded
 from stoker.images.image import Image
 from stoker.images.limits import DEFAULT_LIMITS, ImageLimits
@@ -20,9 +21,11 @@ from stoker.memory.allocator import give_back
 from stoker.request import Picture
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from stoker.images.turns import Given
+
+T = TypeVar("T")
 
 _FETCHES_AT_ONCE = 4
 _LARGE_PIXELS = 2**20
@@ -47,6 +50,7 @@ class Intake:
         self.limits = limits
         self._darkroom = ThreadPoolExecutor(1, "stoker-images")
         self._fetchers = ThreadPoolExecutor(_FETCHES_AT_ONCE, "stoker-fetch")
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"Intake(edge {self.limits.edge_px} px)"
@@ -56,25 +60,42 @@ class Intake:
 
         Raises:
             InvalidRequestError: there are too many, or one is not taken; `param` names it.
+            NotReadyError: the program is closing.
         """
         limits = self.limits
         if len(given) > limits.max_images:
             raise InvalidRequestError(
                 f"there are {len(given)} pictures, at most {limits.max_images} are taken", param="messages"
             )
-        loop = asyncio.get_running_loop()
         taken = []
         for one in given:
             source: Image | str | Encoded = one.source
             if isinstance(source, str) and is_web(source):
-                source = await loop.run_in_executor(self._fetchers, read_reference, source, limits, one.param)
-            taken.append(await loop.run_in_executor(self._darkroom, _taken, source, limits, one.param))
+                source = await self._run(self._fetchers, partial(read_reference, source, limits, one.param))
+            taken.append(await self._run(self._darkroom, partial(_taken, source, limits, one.param)))
         return taken
 
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        """What `work` returns; of work that `close` has ended the error, as its caller was not cancelled."""
+        if self._is_closed:
+            raise _closing()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, work)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise _closing() from None
+            raise
+
     def close(self) -> None:
-        """Start nothing more; what is being decoded ends by itself."""
+        """Start nothing more; what is being decoded ends by itself. Who waits gets NotReadyError."""
+        self._is_closed = True
         self._darkroom.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
+
+
+def _closing() -> NotReadyError:
+    return NotReadyError("no more pictures are taken: the program is closing")
 
 
 def _taken(source: Image | str | Encoded, limits: ImageLimits, param: str) -> Taken:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _DATA, _FILE = "data:", "file:"
 _WEB = ("http:", "https:")
 _HEAD_CHARS = 256
+_MAX_PERCENT_CHARS = 2**20
+"""Of a data URI without base64: decoding takes dozens of bytes for each."""
+_PADDING_CHARS = 9
 _SPACES = str.maketrans("", "", "\r\n\t ")
 
 
@@ -73,6 +76,9 @@ def _of_data(uri: str, limits: ImageLimits, param: str) -> Encoded:
     if coding.strip().lower() != "base64":
         body = uri[start:]
         _check_length(len(body) // 3, limits, param)
+        if len(body) > _MAX_PERCENT_CHARS:
+            text = f"{param}: without base64 a data URI has at most {_MAX_PERCENT_CHARS} characters"
+            raise InvalidRequestError(text, param=param)
         return Encoded(unquote_to_bytes(body), head[len(_DATA) :])
     _check_length((len(uri) - start) // 4 * 3 - 2, limits, param)
     return Encoded(from_base64(uri[start:], param), declared)
@@ -80,8 +86,8 @@ def _of_data(uri: str, limits: ImageLimits, param: str) -> Encoded:
 
 def from_base64(text: str, param: str) -> bytes:
     """The bytes of base64, of either alphabet, with or without padding. Raises InvalidRequestError."""
-    if "%" in text[-9:]:
-        text = unquote(text)
+    if "%" in text[-_PADDING_CHARS:]:
+        text = text[:-_PADDING_CHARS] + unquote(text[-_PADDING_CHARS:])
     text = (
         text.translate(_SPACES) if any(space in text[:_HEAD_CHARS] for space in " \r\n\t") else text.strip()
     )

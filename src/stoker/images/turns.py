@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.images.image import Image
+from stoker.images.image import Image, images_of
 from stoker.request import IMAGE_MARKER
 from stoker.values import ModelInfo
 
@@ -71,20 +71,23 @@ def require_vision(info: ModelInfo, param: str) -> None:
 
 
 def with_images(
-    messages: Sequence[Mapping[str, Any]], images: Sequence[Image]
+    messages: Sequence[Mapping[str, Any]], images: Any | Sequence[Any]
 ) -> Sequence[Mapping[str, Any]]:
     """The conversation with further pictures at the front of its last user turn.
+
+    `images` is whatever `Image` takes, or a list of such.
 
     Raises:
         InvalidRequestError: it has no such turn.
     """
-    if not images:
+    given = images_of(images)
+    if not given:
         return messages
     at = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"), None)
     if at is None:
         raise InvalidRequestError("there is no user turn for the pictures", param="messages")
     content = messages[at].get("content") or ""
-    parts = [*images, *([content] if isinstance(content, str) else content)]
+    parts = [*given, *([content] if isinstance(content, str) else content)]
     return [*messages[:at], {**messages[at], "content": parts}, *messages[at + 1 :]]
 
 

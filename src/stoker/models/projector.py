@@ -15,6 +15,7 @@ from stoker.backends.protocol import ModelClass
 from stoker.errors import ModelFileError, StokerError, UnsupportedError
 from stoker.models.bounded_file import GgufArray
 from stoker.models.gguf import read_tables
+from stoker.values import ProjectorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,6 +84,13 @@ class ProjectorHeader:
     size_bytes: int
 
     @property
+    def spec(self) -> ProjectorSpec:
+        """How it is loaded beside a model."""
+        return ProjectorSpec(
+            path=str(self.path), size_bytes=self.size_bytes, compute_bytes=self.compute_bytes
+        )
+
+    @property
     def compute_bytes(self) -> int:
         """The most that encoding a picture takes beside the weights (tests/real/test_vision_backend.py)."""
         patches = (self.image_size // self.patch_size) ** 2 + 1
@@ -129,6 +137,15 @@ def read_projector(path: str | Path) -> ProjectorHeader:
     )
 
 
+def is_projector(path: str | Path) -> bool:
+    """Whether a file is a sound projector: it belongs beside a model, and is none."""
+    try:
+        read_projector(path)
+    except StokerError:
+        return False
+    return True
+
+
 def check_pair(projector: ProjectorHeader, model: GgufHeader) -> None:
     """Compare a projector with a model, as far as headers tell; loading it tells the rest.
 
@@ -140,7 +157,9 @@ def check_pair(projector: ProjectorHeader, model: GgufHeader) -> None:
     if not projector.has_vision:
         raise UnsupportedError(f"the projector {name} has no vision encoder", path=str(projector.path))
     if model.model_class is not ModelClass.DECODER:
-        raise UnsupportedError(f"{model.path.name} is an {model.model_class}: only decoders see pictures")
+        raise UnsupportedError(
+            f"{model.path.name} is of class {model.model_class}: only decoders see pictures"
+        )
     if _has_sections(model):
         raise UnsupportedError(
             f"{model.path.name} gives the tokens of a picture positions in two dimensions (M-RoPE),"

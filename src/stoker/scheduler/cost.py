@@ -25,25 +25,29 @@ class _Point:
 
 
 class StepCost:
-    """Times of steps by number of tokens."""
+    """Times of steps by number of tokens.
+
+    Attributes:
+        num_threads: whose table is asked and taught.
+    """
 
     def __init__(self, num_threads: int = 1) -> None:
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._tables: dict[int, dict[int, _Point]] = {}
         self._curve: list[_Point] | None = None
 
     def __repr__(self) -> str:
         told = ", ".join(f"{at.num_tokens:.0f}: {at.took_s * 1000:.1f}" for at in self._points())
-        return f"<StepCost ms of steps by tokens, {self._num_threads} threads: {told or 'nothing measured'}>"
+        return f"<StepCost ms of steps by tokens, {self.num_threads} threads: {told or 'nothing measured'}>"
 
     def use_threads(self, num_threads: int) -> None:
         """Ask and teach the table of that number of threads from now on."""
-        self._num_threads, self._curve = num_threads, None
+        self.num_threads, self._curve = num_threads, None
 
     def learn(self, num_tokens: int, took_s: float) -> None:
         """A step over `num_tokens` took `took_s` seconds."""
         self._curve = None
-        table = self._tables.setdefault(self._num_threads, {})
+        table = self._tables.setdefault(self.num_threads, {})
         rank = num_tokens.bit_length()
         point = table.get(rank)
         if point is None:
@@ -96,7 +100,7 @@ class StepCost:
         """The table in use, ascending in tokens and in time; of another number of threads if it has none."""
         if self._curve is not None:
             return self._curve
-        table = self._tables.get(self._num_threads) or next(iter(self._tables.values()), {})
+        table = self._tables.get(self.num_threads) or next(iter(self._tables.values()), {})
         points: list[_Point] = []
         least_s = float("inf")
         for _, point in sorted(table.items(), reverse=True):

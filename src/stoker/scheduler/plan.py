@@ -98,7 +98,7 @@ class Planner:
         parts = [Planned(s, _item(s, 1)) for s in rows]
         if rows:
             self.budget.bursts.stepped()
-        looking = [s for s in prefilling if rows and s.pictures and s is not favoured]
+        looking = [s for s in prefilling if rows and s.is_at_picture and s is not favoured]
         if looking:
             prefilling = [s for s in prefilling if s not in looking]
         return self._beside(prefilling, favoured, parts) + self._looking(looking, parts)
@@ -120,7 +120,7 @@ class Planner:
         return parts + self._prefill(prefilling, room, self.budget.n_batch - _num_tokens(parts))
 
     def _looking(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
-        """Prompts with pictures beside decode rows: seldom, as what is done for them is long."""
+        """Prompts that are at a picture beside decode rows: seldom, as what is done for them is long."""
         if not sequences:
             return []
         num_others = _num_tokens(rows)

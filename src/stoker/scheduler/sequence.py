@@ -197,6 +197,11 @@ class Sequence:
         return unseen(self.pictures, self.conditioning.pictures, self.num_computed)
 
     @property
+    def is_at_picture(self) -> bool:
+        """Whether its next token is a picture's; text before and after it is text as any other."""
+        return bool(self.pictures) and self.num_pending > 0 and self.tokens[self.num_computed] < 0
+
+    @property
     def awaits_picture(self) -> bool:
         """Whether its next token is a picture's, whose embeddings are not there yet."""
         return bool(self.pictures) and any(span.start <= self.num_computed for span in self.unseen)

@@ -36,7 +36,8 @@ async def read_body(request: Request, model: type[B]) -> B:
         InvalidRequestError: not JSON, not UTF-8, nested too deeply, or a field is wrong; `param` names it.
         RequestTooLargeError: over the limit (raised by the gate while reading).
     """
-    data = await request.body()
+    # Starlette's own `body` would keep the bytes, of pictures too, for as long as the answer takes.
+    data = b"".join([part async for part in request.stream()])
     try:
         return model.model_validate_json(data or b"{}")
     except ValidationError as error:

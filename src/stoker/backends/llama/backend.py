@@ -67,7 +67,7 @@ class LlamaBackend:
             state_layout=self._recurrent.layout if self._recurrent else (),
         )
         self._scorer = Scorer(model, context.n_batch)
-        self._asked: dict[int, list[int]] = {}  # tokens of the prompts whose every row is asked
+        self._asked: dict[int, tuple[int, ...]] = {}  # prompts whose every row is asked
         self._drafter: DraftModel | None = None
         self._is_closed = False
 
@@ -120,43 +120,45 @@ class LlamaBackend:
 
     def step(self, plan: BatchPlan) -> Rows:
         """One forward pass; see `Backend.step`. A call that raises changed nothing."""
-        if plan.num_rows <= len(plan.items):
+        if not self._asked:
             return self._context.step(plan)  # nobody asks for a whole prompt's logits
         return self._step_and_score(plan)
 
     def _step_and_score(self, plan: BatchPlan) -> Rows:
         """A step whose whole prompts get their rows from the scorer, if there is one."""
-        is_scored = [self._can_score(item) for item in plan.items]
-        if not any(is_scored):
+        counts = [self._num_scored(item) for item in plan.items]
+        if not any(counts):
             return self._context.step(plan)
-        served = [
-            PlanItem(item.seq, item.start, item.tokens, 0) if scored else item
-            for item, scored in zip(plan.items, is_scored, strict=True)
-        ]
         scores = [
-            self._scorer.score(self._asked[item.seq], item.start, self.num_threads) if scored else None
-            for item, scored in zip(plan.items, is_scored, strict=True)
+            self._scored(item) if count else None for item, count in zip(plan.items, counts, strict=True)
         ]
-        found = self._context.step(BatchPlan(tuple(served)))
+        served = tuple(
+            PlanItem(item.seq, item.start, item.tokens, item.num_logits - count)
+            for item, count in zip(plan.items, counts, strict=True)
+        )
+        found = self._context.step(BatchPlan(served))
         rows, at = [], 0
         for item, score in zip(served, scores, strict=True):
-            rows.append(found[at : at + item.num_logits] if score is None else score)
+            rows += [] if score is None else [score]
+            rows.append(found[at : at + item.num_logits])
             at += item.num_logits
         return np.concatenate(rows)
 
-    def _can_score(self, item: PlanItem) -> bool:
-        """The scorer begins from the model's own state and has its own weights."""
+    def _num_scored(self, item: PlanItem) -> int:
+        """Of how many of its first tokens the scorer gives the rows.
+
+        It begins from the model's own state and has its own weights, so it cannot for every sequence.
+        """
+        asked = self._asked.get(item.seq, ())[item.start : item.start + len(item.tokens)]
+        if item.num_logits < len(item.tokens) or tuple(item.tokens[: len(asked)]) != asked:
+            return 0
         is_plain = item.seq not in self._context.with_initial_state and not self._context.is_adapted(item.seq)
-        is_whole = 1 < item.num_logits == len(item.tokens)
-        if not (is_plain and is_whole) or self._context.key_type is KeyType.F16:
-            return False
-        if item.start == 0:
-            self._asked[item.seq] = []
-        asked = self._asked.get(item.seq)
-        if asked is None or len(asked) < item.start:  # it was taken to another sequence in the middle
-            return False
-        asked[item.start :] = item.tokens
-        return True
+        return len(asked) if is_plain and self._context.key_type is not KeyType.F16 else 0
+
+    def _scored(self, item: PlanItem) -> Rows:
+        asked = self._asked[item.seq]
+        until = item.start + len(item.tokens)
+        return self._scorer.score(asked[:until], item.start, len(asked), self.num_threads)
 
     def scoring(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> ChoiceScoring:
         """How likely texts are after a prompt, as llama.cpp computes it by its defaults; see `choices`."""
@@ -168,6 +170,10 @@ class LlamaBackend:
             raise UnsupportedError(f"{self._capabilities.description} takes tokens and nothing beside them")
         self._context.see(seq, conditioning.pictures)
         self._context.adapt(seq, conditioning.adapters)
+        if conditioning.asked:
+            self._asked[seq] = conditioning.asked
+        else:
+            self._asked.pop(seq, None)
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty sequence `dst` share the first `length` tokens of `src`."""
@@ -179,7 +185,6 @@ class LlamaBackend:
 
     def drop(self, seq: int) -> None:
         """Forget the sequence and free its cells."""
-        self._asked.pop(seq, None)
         self._context.drop(seq)
 
     def close_up(self, seqs: Sequence[int]) -> None:
@@ -239,6 +244,10 @@ class LlamaBackend:
             self._vision.set_threads(num_threads)
         if self._drafter:
             self._drafter.set_threads(num_threads)
+
+    def give_back(self) -> None:
+        """Free the context of scores; who is in the middle of some computes their beginning again."""
+        self._scorer.close()
 
     def close(self) -> None:
         """Free cells, then weights; idempotent."""

@@ -87,19 +87,22 @@ class Scorer:
     def __repr__(self) -> str:
         return f"<Scorer holds {len(self._held)} tokens, {self._context!r}>"
 
-    def score(self, tokens: Sequence[int], start: int, num_threads: int) -> Rows:
+    def score(self, tokens: Sequence[int], start: int, total: int, num_threads: int) -> Rows:
         """The rows of a text from position `start` on, float32 (len(tokens) - start, n_vocab).
 
-        What comes before is computed again where it is not held.
+        `total`: of how many tokens the whole text will be. What comes before is computed again where it is
+        not held.
 
         Raises:
             StepFailedError: the native decode failed, or there is no memory for the context.
         """
-        total = len(tokens)
+        until = len(tokens)
         self.context(total + TILED_FROM, num_threads)
         at, found = self.begin(tokens, total, start), []
-        while at < total:
-            end = min(call_end(at, total), start) if at < start and self.can_trim else call_end(at, total)
+        while at < until:
+            end = min(call_end(at, total), until)
+            if at < start and self.can_trim:
+                end = min(end, start)
             num_rows = max(0, end - max(at, start))
             found.append(self.compute(Cut(tokens, total, at, end, num_rows)).copy())
             at = end

@@ -105,6 +105,7 @@ class Vision:
         self._opening = threading.Lock()  # a layout must not meet a projector that is opened anew
         self._encoding: SlicedEncode | None = None
         self._handle: int | None = None
+        self._opened_threads = 0
         self._compute_bytes = 0
         self._open()
         self._is_closed = False
@@ -137,6 +138,7 @@ class Vision:
 
         Raises:
             InvalidRequestError: the projector cannot take a picture of this shape.
+            ModelLoadError: its file has gone since it was opened first.
         """
         return self._layout(picture.width, picture.height)
 
@@ -183,7 +185,7 @@ class Vision:
         params = library.mtmd_context_params_default()
         params.use_gpu = bool(device_names())
         params.print_timings = False
-        params.n_threads = self._opened_threads = self.num_threads
+        params.n_threads = self.num_threads
         params.warmup = True  # lays out its buffers and computes nothing
         if not device_names():  # an accelerator encodes in milliseconds, and waiting for each operation costs
             params.cb_eval = self._gate.native
@@ -197,7 +199,7 @@ class Vision:
             )
         found = (_COMPUTE.search(line.text) for line in lines)
         self._compute_bytes = sum(int(float(match[1]) * 2**20) for match in found if match)
-        self._handle = handle
+        self._handle, self._opened_threads = handle, params.n_threads
 
     def _free(self) -> None:
         if self._handle is not None:
@@ -224,14 +226,18 @@ class Vision:
     # ------------------------------------------------------------ pictures
 
     def _layout(self, width: int, height: int) -> Layout:
-        with self._opening, self._tokenised(width, height, None) as chunks:
-            return tuple(chunk.num_tokens if chunk.is_picture else chunk.tokens for chunk in chunks)
+        with self._opening:
+            if self._handle is None:  # it could not be opened anew
+                self._open()
+            with self._tokenised(width, height, None) as chunks:
+                return tuple(chunk.num_tokens if chunk.is_picture else chunk.tokens for chunk in chunks)
 
     def _encode(self, picture: Picture) -> Rows:
         """On the encoding's own thread, while it is granted time."""
-        if self._opened_threads != self.num_threads:
-            with self._opening:
+        with self._opening:
+            if self._opened_threads != self.num_threads:
                 self._free()
+            if self._handle is None:
                 self._open()
         with self._tokenised(picture.width, picture.height, picture.rgb) as chunks:
             return np.concatenate([self._encode_chunk(chunk) for chunk in chunks if chunk.is_picture])

@@ -43,7 +43,9 @@ def router(context: ServerContext) -> APIRouter:
         turn = await chat_turn(context, request, body, "chatcmpl")
         asked = turn.request
         head = Head(turn.generation.id, asked.model, asked.n, body.wants_usage, images=turn.images)
-        if body.stream:
+        is_stream = body.stream
+        del body  # its pictures are megabytes, and it may wait for long
+        if is_stream:
             chunks = ChatChunks(head, turn.form)
             return turn.tell(streamed(turn.generation, chunks, context.settings.keepalive_s))
         whole = WholeChat(head, turn.form, has_logprobs=asked.logprobs is not None)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.choosing import Choosing, require_choosing
+from stoker.errors import UnsupportedError
 from stoker.server.body import described, read_body
 from stoker.server.disconnect import while_connected
 from stoker.server.routes.headers import header_fields
@@ -43,7 +44,12 @@ class _ChooseRoute:
         self._context.require_ready()
         info = self._context.runtime.resolve(body.model)
         require_choosing(info)
-        fields = {**body.fields(), **header_fields(request), **self._prompt(body, info), "model": info.id}
+        fields = {
+            **body.fields(),
+            **header_fields(request),
+            **self._prompt(body, info),
+            "model": info.asked_as,
+        }
         work = self._choosing.choose(choices=body.choices, **fields)
         found = await while_connected(work, request.receive)
         return await json_later(answer_of(found))
@@ -52,5 +58,8 @@ class _ChooseRoute:
         if body.prompt is not None:
             return {"prompt": body.prompt}
         args = body.chat_template_kwargs or {}
-        prompt = self._context.runtime.render_chat(body.turns(info.id), info.id, **args)
-        return {"prompt": prompt, "is_chat": True}
+        plan = self._context.runtime.plan_chat(body.turns(info.id), model=info.id, template_args=args)
+        if plan.images:
+            where = plan.images[0].param
+            raise UnsupportedError(f"{where}: choices are scored after text, not after pictures", param=where)
+        return {"prompt": plan.prompt, "is_chat": True}

@@ -25,7 +25,9 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, MessagesRequest)
         turn = await chat_turn(context, request, chat_body(body.to_chat()), "msg")
         head = MessageHead(turn.generation.id, turn.request.model)
-        if not body.stream:
+        is_stream = body.stream
+        del body  # its pictures are megabytes, and it may wait for long
+        if not is_stream:
             return turn.tell(await collected(turn.generation, WholeMessage(head, turn.form), request))
         writer = MessageChunks(head, turn.form)
         return turn.tell(

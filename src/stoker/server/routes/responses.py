@@ -27,7 +27,9 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, ResponsesRequest)
         turn = await chat_turn(context, request, chat_body(body.to_chat()), "resp")
         head = ResponseHead(turn.generation.id, turn.request.model, int(time.time()), body.echo())
-        if not body.stream:
+        is_stream = body.stream
+        del body  # its pictures are megabytes, and it may wait for long
+        if not is_stream:
             return turn.tell(await collected(turn.generation, WholeResponse(head, turn.form), request))
         writer = ResponseChunks(head, turn.form)
         return turn.tell(
