@@ -101,7 +101,7 @@ async def over_kills(model: str, crowd: list[Conversation], cache_dir: Path, ran
     return told
 
 
-@pytest.mark.parametrize(("model", "seed"), [(FAKE, 1), (RECURRENT, 2)])
+@pytest.mark.parametrize(("model", "seed"), [(FAKE, 1), pytest.param(RECURRENT, 2, marks=pytest.mark.slow)])
 async def test_killed_while_it_stores_and_writes_it_never_uses_anything_broken(model, seed, tmp_path):
     """C9, L3: every request gets the tokens it gets alone; what was saved is sound and found again."""
     plain = model.removesuffix(",step_delay_s=0.0005")

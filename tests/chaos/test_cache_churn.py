@@ -94,7 +94,7 @@ async def look(runtime: Runtime, folder: Path) -> Figures:
     )
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) for n in (200, 1000)])
 async def test_memory_and_disk_stay_within_their_bounds_over_many_conversations(tmp_path, number):
     """C7, C14: after each batch, by the engine's account, the folder's size and the process's memory."""
     seen = []

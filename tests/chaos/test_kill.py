@@ -146,7 +146,11 @@ def mixed(max_tokens: int) -> list[GenerateRequest]:
 
 @pytest.mark.parametrize(
     "trouble",
-    [Troubled(kill_once, 1), Troubled(stop_once, 1), Troubled(kill_ten_times, 10)],
+    [
+        Troubled(kill_once, 1),
+        Troubled(stop_once, 1),
+        pytest.param(Troubled(kill_ten_times, 10), marks=pytest.mark.slow),
+    ],
     ids=["killed", "stopped", "killed-ten-times"],
 )
 async def test_streams_of_an_engine_in_trouble_equal_undisturbed_ones(trouble: Troubled) -> None:

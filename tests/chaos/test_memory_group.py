@@ -106,6 +106,7 @@ async def use_in_turn(group: MemoryGroup, folder: Path, for_s: float) -> None:
     assert group.num_kills() == 0
 
 
+@pytest.mark.slow
 async def test_twelve_clients_use_three_models_where_two_fit(group: MemoryGroup, tmp_path: Path) -> None:
     """SPEC R3, M3, M4: nothing is killed, every answer is whole or refused with numbers, all three serve."""
     await use_in_turn(group, tmp_path, for_s=12)

@@ -112,6 +112,7 @@ async def test_six_streams_outlast_a_suspend(expected: dict[str, Answer]) -> Non
         assert (await server.status())["engine"]["restarts"] == 0
 
 
+@pytest.mark.slow
 async def test_six_requests_outlast_the_server(expected: dict[str, Answer]) -> None:
     """SPEC L2: ended while suspended and started again, it runs them on; clients come back by id."""
     async with serving(MODEL, **SETTINGS) as server:

@@ -136,7 +136,9 @@ def path_of(name: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", SHARED_MODELS)
+@pytest.mark.parametrize(
+    "name", [n if "stories" in n else pytest.param(n, marks=pytest.mark.slow) for n in SHARED_MODELS]
+)
 async def test_conversations_with_a_small_model_get_the_answers_they_get_with_nothing_kept(name, tmp_path):
     """C2, C5, C6, C8: Equal, over evictions and a restart."""
     told = await check(path_of(name), SHARED_MODELS[name], 10, tmp_path)

@@ -7,7 +7,7 @@ import pytest
 import schemathesis
 
 SETTINGS = hypothesis.settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,

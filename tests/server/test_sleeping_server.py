@@ -134,7 +134,7 @@ async def test_a_machine_that_sleeps_takes_the_server_with_it(start, until, tmp_
         bus.stop()
 
 
-@pytest.mark.parametrize("name", ["header", "answer"])
+@pytest.mark.parametrize("name", [pytest.param("header", marks=pytest.mark.slow), "answer"])
 def test_a_request_outlives_a_server_that_was_suspended(start, until, name):
     """SPEC L2: the next server runs it on; its client comes back by either id and has the whole text."""
     process = start()
