@@ -214,7 +214,9 @@ async def test_requests_with_pictures_outlast_the_program(
         await runtime.suspend()
     with pytest.raises(NotReadyError, match="its next start goes on"):
         await task
-    answers = {name: Answer() for name in REQUESTS}
+    ended = {name: answer for name, answer in crowd.answers.items() if answer.ends}
+    answers = {name: Answer() for name in REQUESTS if name not in ended}
+    assert "greedy" in answers
     async with Runtime(MODEL, **settings) as runtime:
 
         async def attach(name: str) -> None:
@@ -223,7 +225,7 @@ async def test_requests_with_pictures_outlast_the_program(
                     answers[name].take(event)
 
         await asyncio.gather(*map(attach, answers))
-    assert answers == undisturbed
+    assert answers | ended == undisturbed
 
 
 async def test_a_request_paused_while_its_picture_is_encoded_goes_on_after_a_kill(
