@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_FILE_LINES = 450
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 
@@ -19,7 +19,7 @@ def sources() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
 
 
-def test_no_file_is_longer_than_450_lines() -> None:
+def test_no_file_is_longer_than_600_lines() -> None:
     """Past that a file hides a second noun."""
     long = [(name, text.count("\n")) for name, text in sources() if text.count("\n") > MAX_FILE_LINES]
     assert long == []
