@@ -78,7 +78,7 @@ PURE = (
     "memory.verdict",
     "memory.residency",
     "memory.swaps",
-    "engine.encoder_line",
+    "engine.text_line",
     "engine.fair_turns",
     "engine.governor",
 )

@@ -10,13 +10,14 @@ from stoker.constraint import Constraint, ConstraintKind
 from stoker.engine.pace import Pace
 from stoker.engine.preparation import prepare
 from stoker.engine.resident import Resident
+from stoker.engine.speculation import FIRST_ODDS, MOST_WATCHED, Subject
 from stoker.engine.step_clock import StepClock
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
 from stoker.memory.ledger import Ledger
 from stoker.messages import Delta, Failed, Finished, Submit
 from stoker.request import FinishReason, GenerateRequest, Sampling
-from stoker.scheduler.sequence import ParkForm
-from stoker.scheduler.wager import Wager
+from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey
+from stoker.scheduler.wager import Odds, Wager
 from stoker.values import ModelSpec, Speculation
 
 ROUND = Constraint(kind=ConstraintKind.REGEX, source="(the same again, )+")
@@ -350,3 +351,30 @@ def test_a_step_for_one_of_several_gets_no_draft_either():
     assert bench.resident._speculator.extended(alone) is alone
     bench.resident.cancel("b", bench.now)
     assert bench.resident._speculator.extended(alone) is not alone
+
+
+def test_a_repeat_that_nobody_bets_on_is_followed_to_its_first_miss():
+    """SPEC D9: how often repeats go on is learned for nothing, also where no guess pays."""
+    told = [*list(range(10, 30)), 10, 11, 12]
+    odds = (*tuple(Odds(*rates) for rates in FIRST_ODDS), Odds(0.5, 0.5))
+    subject = Subject(Sequence(key=SequenceKey("r", 0), tokens=told, num_prompt=len(told)), odds)
+    match = subject.index.match()
+    subject.watch(0, match)
+    assert [subject.watched(token) for token in (13, 14, 99)] == [[], [], [(0, 2, True)]]
+    subject.watch(0, match)
+    heard = [ended for token in range(13, 13 + MOST_WATCHED) for ended in subject.watched(token)]
+    assert heard == [(0, MOST_WATCHED, False)]
+    subject.watch(0, match)
+    subject.watch_none()
+    assert subject.watched(99) == []
+
+
+def test_what_was_watched_teaches_the_odds(monkeypatch):
+    """SPEC D9: a text that repeats itself makes repeats likelier, with no draft computed."""
+    monkeypatch.setattr(EagerWager, "num_worth", lambda *_, **__: 0)
+    bench = Bench(Speculation.LOOKUP)
+    odds = bench.resident._speculator._odds[: len(FIRST_ODDS)]
+    before = [each.miss for each in odds]
+    bench.run()
+    assert bench.counts == (0, 0)
+    assert sum(each.miss for each in odds) < sum(before)

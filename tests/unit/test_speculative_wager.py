@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.wager import LEAST, MOST, Odds, Wager
+from stoker.scheduler.wager import LEAST, MOST, UNMEASURED, Odds, Wager
 
 CURVES = {
     "processor": {1: 0.017, 4: 0.044, 8: 0.078, 32: 0.110, 256: 0.9},
@@ -131,3 +131,16 @@ def test_odds_follow_what_happens_and_come_back_when_nothing_does():
     assert odds.miss < 0.1
     assert odds.num_expected(10) > 9
     assert odds.copy().miss == pytest.approx(odds.miss)
+
+
+def test_sizes_that_were_never_measured_are_tried_as_if_they_were_cheap():
+    """SPEC D9: plain steps alone do not tell what a longer one costs, and nobody would ever find out."""
+    cost = StepCost()
+    cost.learn(1, 0.010)
+    sure = Odds(0.95, 0.97)
+    assert Wager(cost).num_worth(sure, 7) > 0
+    assert not cost.is_measured(3)
+    cost.learn(8, 0.080)
+    assert cost.is_measured(8)
+    assert Wager(cost).num_worth(sure, 7) == 0
+    assert UNMEASURED < 1.0

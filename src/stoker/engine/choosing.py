@@ -16,20 +16,16 @@ import numpy as np
 
 from stoker.backends.scored import LEAST_SLICE
 from stoker.decode.choose import Likelihoods
+from stoker.engine.text_line import TextLine
 from stoker.errors import RequestTimeoutError, StepFailedError, StokerError
 from stoker.messages import Event, Failed, Paused, Queued, Resumed, StateReady, Submit
 from stoker.request import FinishReason
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.patience import Patience
-from stoker.scheduler.queue import WaitingLine
 from stoker.scheduler.sequence import Sequence, SequenceState
 from stoker.scheduler.slices import LEAST_S, SliceBudget
-from stoker.scheduler.throttle import Throttle
 from stoker.values import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from stoker.backends.protocol import Backend
     from stoker.backends.scored import Scoring
     from stoker.engine.choice_prompts import ToScore
@@ -92,56 +88,22 @@ class Choosing:
 
     def __init__(self, backend: Backend, scheduler: Scheduler, pace: Pace, events: list[Event]) -> None:
         limits = scheduler.limits
-        self.throttle = Throttle()
-        self.paused: list[Sequence] = []
+        self.line = TextLine(limits.max_queue, limits.background_patience_s)
         self._backend = backend
         self._scheduler = scheduler
         self._pace = pace
         self._events = events
-        self._line = WaitingLine(limits.max_queue)
-        self._patience = Patience(limits.background_patience_s)
         self._budget = SliceBudget(max(limits.target_step_s, LEAST_S))
         self._jobs: dict[str, _Job] = {}
         self._cost = StepCost()
         self._runner = pace.join(backend, self._cost)
 
     def __repr__(self) -> str:
-        return f"<Choosing {self._line!r} {len(self.paused)} paused>"
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._jobs
-
-    # ------------------------------------------------------------ questions
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a slice could be computed."""
-        return any(True for _ in self._allowed())
-
-    @property
-    def has_people(self) -> bool:
-        """Whether somebody who may run waits for an answer."""
-        return any(not sequence.is_background for sequence in self._allowed())
-
-    def is_owed(self, now: float) -> bool:
-        """Whether some background has waited over its patience."""
-        return any(self._patience.is_owed(sequence, now) for sequence in self._allowed())
-
-    def next_deadline_s(self) -> float | None:
-        """When the first request passes its deadline."""
-        deadlines = [job.sequence.deadline_s for job in self._jobs.values()]
-        return min((at for at in deadlines if at is not None), default=None)
-
-    def waiting(self) -> list[Sequence]:
-        """Those in the line, next first."""
-        return list(self._line)
+        return f"<Choosing {self.line!r}>"
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
-        return {"num_choosing": len(self._line), "num_choosing_paused": len(self.paused)}
+        return {"num_choosing": len(self.line), "num_choosing_paused": len(self.line.paused)}
 
     # ------------------------------------------------------------ commands
 
@@ -149,9 +111,7 @@ class Choosing:
         """Put a request to choose in the line."""
         assert live.to_score is not None, f"{live!r} has no candidates"
         job = self._jobs[live.request_id] = _Job(self._backend, live, live.to_score)
-        job.sequence.tell(now, "queued: arrived")
-        job.sequence.last_step_s = now
-        live.position = self._line.push(job.sequence)
+        live.position = self.line.enqueue(job.sequence, now)
         self._events.append(Queued(live.request_id, live.position, None))
 
     def cancel(self, request_id: str, now: float) -> None:
@@ -170,9 +130,7 @@ class Choosing:
         if job is None:
             return
         if job.sequence.state is not SequenceState.PAUSED:
-            self._line.remove(job.sequence)
-            job.sequence.move(SequenceState.PAUSED, now, "asked to")
-            self.paused.append(job.sequence)
+            self.line.pause(job.sequence, now)
         self._events.append(Paused(request_id))
 
     def resume(self, request_id: str, now: float) -> None:
@@ -181,10 +139,7 @@ class Choosing:
         if job is None:
             return
         if job.sequence.state is SequenceState.PAUSED:
-            self.paused.remove(job.sequence)
-            job.sequence.move(SequenceState.QUEUED, now, "resumed")
-            job.sequence.last_step_s = now
-            self._line.rejoin(job.sequence)
+            self.line.resume(job.sequence, now)
         self._events.append(Resumed(request_id))
 
     def evacuate(self, now: float) -> list[Submit]:
@@ -205,11 +160,10 @@ class Choosing:
 
     def expire(self, now: float) -> None:
         """End who is past its deadline."""
-        for job in tuple(self._jobs.values()):
-            deadline_s = job.sequence.deadline_s
-            if deadline_s is not None and deadline_s <= now:
-                waited = f"{now - job.live.arrival_s:.1f} s of its timeout_s {job.live.request.timeout_s}"
-                self._fail(job, RequestTimeoutError(f"the request took {waited}", param="timeout_s"), now)
+        for sequence in self.line.expire(now):
+            job = self._jobs[sequence.key.request_id]
+            waited = f"{now - job.live.arrival_s:.1f} s of its timeout_s {job.live.request.timeout_s}"
+            self._fail(job, RequestTimeoutError(f"the request took {waited}", param="timeout_s"), now)
 
     def step(self, took_s: float, *, has_readers: bool) -> None:
         """Compute for a slice, if it is time for one, after an ordinary step that took so long.
@@ -220,11 +174,11 @@ class Choosing:
             self._budget.stepped(took_s)
         else:
             self._budget.idle()
-        job = self._next(self._pace.now())
+        chosen = self.line.first(self._pace.now(), lets_jobs=not self._scheduler.has_people)
         budget_s = self._budget.next_s()
-        if job is None or not budget_s:
+        if chosen is None or not budget_s:
             return
-        begun_s = self._pace.now()
+        job, begun_s = self._jobs[chosen.key.request_id], self._pace.now()
         if not job.is_begun:
             job.is_begun = True
             self._events.append(job.live.admitted(job.sequence, begun_s))
@@ -234,19 +188,6 @@ class Choosing:
             log.warning("choices failed for %r: %s", job.live, error)
             self._fail(job, error, self._pace.now())
         self._budget.spent(self._pace.now() - begun_s)
-
-    def _next(self, now: float) -> _Job | None:
-        """Whose slice it is: background beside people has one in ten once it waited over its patience."""
-        line = list(self._allowed())
-        if not line:
-            return None
-        favoured = self._patience.next_owed(line, now)
-        self._patience.stepped(favoured)
-        chosen = favoured or line[0]
-        if chosen.is_background and favoured is None and self._scheduler.has_people:
-            return None
-        chosen.last_step_s, chosen.is_owed = now, False
-        return self._jobs[chosen.key.request_id]
 
     def _compute(self, job: _Job, budget_s: float) -> None:
         """One native call at least, and more while there is time."""
@@ -280,19 +221,10 @@ class Choosing:
         for each in found:
             current.found.add(each.text, each.rows, each.tokens)
 
-    def _allowed(self) -> Iterator[Sequence]:
-        return (sequence for sequence in self._line if not self.throttle.holds(sequence))
-
     # ------------------------------------------------------------ endings
 
     def _retire(self, job: _Job, reason: FinishReason, now: float) -> None:
-        sequence = job.sequence
-        if sequence.state is SequenceState.PAUSED:
-            self.paused.remove(sequence)
-        else:
-            self._line.remove(sequence)
-        sequence.finish_reason = reason
-        sequence.move(SequenceState.DONE, now, reason)
+        self.line.retire(job.sequence, reason, now)
         del self._jobs[job.live.request_id]
 
     def _end(self, job: _Job, reason: FinishReason, now: float) -> None:

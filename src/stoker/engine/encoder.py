@@ -16,8 +16,8 @@ import numpy as np
 
 from stoker.decode.workspace import Workspace
 from stoker.engine.description import model_info
-from stoker.engine.encoder_line import EncoderLine
 from stoker.engine.preparation import PrepContext
+from stoker.engine.text_line import TextLine
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -74,7 +74,7 @@ class EncoderResident:
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
         self.events: list[Event] = []
-        self.line = EncoderLine(spec.max_queue, spec.background_patience_s)
+        self.line = TextLine(spec.max_queue, spec.background_patience_s)
         self._pace = pace
         self._told_s = 0.0
         self._live: dict[str, LiveRequest] = {}

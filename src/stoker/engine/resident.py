@@ -100,7 +100,7 @@ class Resident:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        return self.scheduler.has_work or self._sight.has_work or self._choosing.has_work
+        return self.scheduler.has_work or self._sight.has_work or self._choosing.line.has_work
 
     def info(self) -> ModelInfo:
         """What was loaded and the limits that resulted."""
@@ -109,13 +109,13 @@ class Resident:
     @property
     def has_requests(self) -> bool:
         """Whether anybody waits or runs; those that are paused are not counted."""
-        return self.scheduler.has_requests or len(self._choosing) > 0
+        return self.scheduler.has_requests or len(self._choosing.line) > 0
 
     @property
     def num_leases(self) -> int:
         """Requests that need it to be in memory: those that are paused do not."""
         paused = {sequence.key.request_id for sequence in self.scheduler.paused}
-        return len(self._live) - len(paused) + len(self._choosing)
+        return len(self._live) - len(paused) + len(self._choosing.line)
 
     @property
     def num_cells(self) -> tuple[int, int]:
@@ -133,12 +133,12 @@ class Resident:
 
     def check_room(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
-        self.scheduler.check_room(priority, num_arriving + len(self._choosing))
+        self.scheduler.check_room(priority, num_arriving + len(self._choosing.line))
 
     @property
     def has_people(self) -> bool:
         """Whether somebody waits for an answer of it."""
-        return self.scheduler.has_people or self._choosing.has_people
+        return self.scheduler.has_people or self._choosing.line.has_people
 
     @property
     def has_readers(self) -> bool:
@@ -148,11 +148,11 @@ class Resident:
 
     def is_owed(self, now: float) -> bool:
         """Whether background of it has waited over its patience."""
-        return self.scheduler.is_owed(now) or self._choosing.is_owed(now)
+        return self.scheduler.is_owed(now) or self._choosing.line.is_owed(now)
 
     def next_deadline_s(self) -> float | None:
         """When the first of its requests passes its deadline."""
-        deadlines = (self.scheduler.next_deadline_s(), self._choosing.next_deadline_s())
+        deadlines = (self.scheduler.next_deadline_s(), self._choosing.line.next_deadline_s())
         return min((at for at in deadlines if at is not None), default=None)
 
     def slot_status(self, now: float) -> list[SlotStatus]:
@@ -163,12 +163,12 @@ class Resident:
         """The sequences in the line that are in `state`, next first."""
         line = report.line_of(self.scheduler, self.spec.id, state, now)
         if state is SequenceState.QUEUED:
-            line += report.waiting_of(self._choosing.waiting(), self.spec.id, now)
+            line += report.waiting_of(self._choosing.line.waiting(), self.spec.id, now)
         return line
 
     def paused_status(self, now: float) -> list[WaitStatus]:
         """The sequences that are paused."""
-        paused = [*self.scheduler.paused, *self._choosing.paused]
+        paused = [*self.scheduler.paused, *self._choosing.line.paused]
         return report.waiting_of(paused, self.spec.id, now)
 
     # ------------------------------------------------------------ commands
@@ -252,7 +252,7 @@ class Resident:
 
     def hold_back(self, throttle: Throttle) -> None:
         """Let only some of its requests run from the next turn on (SPEC M4, M6)."""
-        self.scheduler.throttle = self._choosing.throttle = throttle
+        self.scheduler.throttle = self._choosing.line.throttle = throttle
 
     def drop_idle(self, now: float) -> None:
         """Give up every cell that nobody who runs or waits needs, and what the backend can make again."""

@@ -48,9 +48,10 @@ class Sight:
     @property
     def goes_first(self) -> bool:
         """Whether all people who run wait for pictures: steps of jobs alone would make them wait longer."""
+        if self._gallery is None or not self._gallery.is_encoding:
+            return False
         people = [each for each in self._scheduler.slots.running if not each.is_background]
-        is_encoding = self._gallery is not None and self._gallery.is_encoding
-        return is_encoding and bool(people) and all(each.awaits_picture for each in people)
+        return bool(people) and all(each.awaits_picture for each in people)
 
     def stats(self) -> dict[str, float]:
         """Every counter."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import platformdirs
 
 from stoker.backends.llama.adapters import Adapters
 from stoker.backends.llama.binding import device_names, label
@@ -18,14 +17,14 @@ from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
 from stoker.backends.llama.hidden import HiddenStates
 from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.recurrent import RecurrentStates
 from stoker.backends.llama.scoring import Scorer
-from stoker.backends.llama.smoke import SmokeSetting, verdict_of
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision import BLIND, Eyes, open_eyes
 from stoker.backends.protocol import BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
-from stoker.errors import ModelLoadError, UnsupportedError
+from stoker.errors import UnsupportedError
 from stoker.models.estimate import num_sequences
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf import read_header
@@ -287,17 +286,7 @@ def load(
             f"this build generates with decoder, recurrent and hybrid models only",
             model_class=str(header.model_class),
         )
-    on_progress = on_progress or ignore_progress
-    folder = cache_dir or Path(platformdirs.user_cache_dir("stoker"))
-    verdict = verdict_of(header, folder, lambda: on_progress(0.0))
-    if verdict.setting is SmokeSetting.BROKEN:
-        raise ModelLoadError(f"{header.path.name} cannot be run here: {verdict.detail}", path=spec.path)
-    options = ModelOptions(
-        path=header.path,
-        use_extra_bufts=verdict.setting is SmokeSetting.OK,
-        on_progress=on_progress,
-    )
-    return _put_together(spec, header, options)
+    return _put_together(spec, header, tried_options(header, on_progress, cache_dir))
 
 
 def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) -> LlamaBackend:
@@ -325,10 +314,6 @@ def _add_drafter(backend: LlamaBackend, spec: ModelSpec, model: LlamaModel) -> N
     except BaseException:
         backend.close()
         raise
-
-
-def ignore_progress(fraction: float) -> None:
-    """Watch no load."""
 
 
 def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import platformdirs
 
 from stoker.backends.encoding import check_texts
-from stoker.backends.llama.backend import ignore_progress
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import capture_log, device_names, error_text, label, llama
-from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.llama.smoke import SmokeSetting, verdict_of
+from stoker.backends.llama.model import LlamaModel
+from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol import BatchPlan, Capabilities, ModelClass, PlanItem
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
@@ -194,15 +192,7 @@ def load(
             f"{header.path.name} is a {header.model_class} ({header.architecture}), no encoder",
             model_class=str(header.model_class),
         )
-    on_progress = on_progress or ignore_progress
-    folder = cache_dir or Path(platformdirs.user_cache_dir("stoker"))
-    verdict = verdict_of(header, folder, lambda: on_progress(0.0))
-    if verdict.setting is SmokeSetting.BROKEN:
-        raise ModelLoadError(f"{header.path.name} cannot be run here: {verdict.detail}", path=spec.path)
-    use_extra_bufts = verdict.setting is SmokeSetting.OK
-    model = LlamaModel(
-        ModelOptions(path=header.path, use_extra_bufts=use_extra_bufts, on_progress=on_progress)
-    )
+    model = LlamaModel(tried_options(header, on_progress, cache_dir))
     try:
         return LlamaEncoder(model, header, spec)
     except BaseException:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import platformdirs
 
-from stoker.backends.llama.backend import LlamaBackend, ignore_progress
+from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.context import ContextOptions, LlamaContext
-from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.llama.smoke import SmokeSetting, verdict_of
+from stoker.backends.llama.model import LlamaModel
+from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.source import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol import BatchPlan, Conditioning, ModelClass, PlanItem
@@ -118,26 +118,14 @@ def load(
         )
     check_one_slot(header.path.name, spec.num_slots)
     options = _context_options(spec, header)
-    on_progress = on_progress or ignore_progress
-    folder = cache_dir or Path(platformdirs.user_cache_dir("stoker"))
-    verdict = verdict_of(header, folder, lambda: on_progress(0.0))
-    if verdict.setting is SmokeSetting.BROKEN:
-        raise ModelLoadError(f"{header.path.name} cannot be run here: {verdict.detail}", path=spec.path)
-    use_extra_bufts = verdict.setting is SmokeSetting.OK
-    model = LlamaModel(
-        ModelOptions(path=header.path, use_extra_bufts=use_extra_bufts, on_progress=on_progress)
-    )
-    try:
+    with ExitStack() as made:
+        model = LlamaModel(tried_options(header, on_progress, cache_dir))
+        made.callback(model.close)
         context = LlamaContext(model, options)
-    except BaseException:
-        model.close()
-        raise
-    try:
-        return Seq2SeqBackend(model, context, header)
-    except BaseException:
-        context.close()
-        model.close()
-        raise
+        made.callback(context.close)
+        backend = Seq2SeqBackend(model, context, header)
+        made.pop_all()
+    return backend
 
 
 def _context_options(spec: ModelSpec, header: GgufHeader) -> ContextOptions:

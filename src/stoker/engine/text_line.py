@@ -1,7 +1,7 @@
-"""Who waits for an encoder, and whose texts its next call carries (SPEC Q2, Q6, Q7, Q11).
+"""Texts that are computed without a slot: an encoder's, and choices (SPEC Q2, Q6, Q7, Q11).
 
-A text is computed whole and in one call, so there are no slots: a text waits, is in the call, and is done.
-Pure but for what it holds; time is an argument.
+An encoder's text is computed in one call: it waits, is in the call, and is done. Choices keep their place in
+the line while they are computed slice by slice. Pure but for what it holds; time is an argument.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from stoker.scheduler.sequence import Sequence
 
 
-class EncoderLine:
-    """Texts of one encoder, in the order they will be computed.
+class TextLine:
+    """Texts of one model, in the order they will be computed.
 
     Attributes:
         throttle: who may not run for now.
@@ -36,7 +36,10 @@ class EncoderLine:
         self._num_retired_total = 0
 
     def __repr__(self) -> str:
-        return f"<EncoderLine {len(self._line)} wait, {len(self.chosen)} chosen, {len(self.paused)} paused>"
+        return f"<TextLine {len(self._line)} wait, {len(self.chosen)} chosen, {len(self.paused)} paused>"
+
+    def __len__(self) -> int:
+        return len(self._line)
 
     # ------------------------------------------------------------ questions
 
@@ -122,6 +125,22 @@ class EncoderLine:
     def expire(self, now: float) -> list[Sequence]:
         """Those past their deadline; the caller ends them."""
         return [s for s in self._everybody() if s.deadline_s is not None and s.deadline_s <= now]
+
+    def first(self, now: float, *, lets_jobs: bool) -> Sequence | None:
+        """Whose slice it is; it keeps its place.
+
+        Background that waited over its patience has one slice in ten (SPEC Q7); with `lets_jobs` false it has
+        none but those.
+        """
+        line = self._allowed()
+        favoured = self._patience.next_owed(line, now)
+        if line:
+            self._patience.stepped(favoured)
+        if favoured is None and line and (lets_jobs or not line[0].is_background):
+            favoured = line[0]
+        if favoured is not None:
+            favoured.last_step_s, favoured.is_owed = now, False
+        return favoured
 
     def choose(self, max_tokens: int, max_texts: int, now: float) -> list[Sequence]:
         """Take the next call's texts out of the line: the first one, then whole ones while they fit.
