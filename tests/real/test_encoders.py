@@ -12,7 +12,7 @@ from bert_reference import BertReference, cosine
 from stoker.backends.llama.encoder import MAX_TEXTS, load
 from stoker.errors import UnsupportedError
 from stoker.values import ModelSpec
-from tiny_models import BERT_CONTEXT_LENGTH, WIDTH, write_bert
+from tiny_models import BERT_CONTEXT_LENGTH, WIDTH, write_bert, write_llama
 
 TEXTS = ["a", "hello", "the quick brown fox jumps", "0123456789", "one, two, three!", "", "z" * 20]
 ENOUGH = 0.9999
@@ -97,7 +97,7 @@ def test_a_decoder_is_no_encoder_and_a_closed_one_stays_closed(tmp_path):
     encoder.close()
     encoder.close()
     with pytest.raises(UnsupportedError, match="no encoder"):
-        encoder_of("/work/shared/models/stories260K-f32.gguf")
+        encoder_of(write_llama(tmp_path / "llama.gguf"))
 
 
 @pytest.fixture(scope="module")

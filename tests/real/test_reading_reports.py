@@ -1,4 +1,4 @@
-"""The report reader beside this checkout, through a runtime with its own engine process."""
+"""The report reader, where somebody has it, through a runtime with its own engine process."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker import GenerateRequest, Image, Runtime, Sampling
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.messages import Delta, Finished
 from stoker.request import IMAGE_MARKER
 from stoker.status import EngineStatus
 
-SHARED_MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
-READER = SHARED_MODELS / "report-reader-26m-q8_0.gguf"
-PROJECTOR = SHARED_MODELS / "report-reader-mmproj-q8_0.gguf"
-REPORTS = SHARED_MODELS / "reports"
 NUM_QUICK = 4
 """Of twenty reports; the others are slow tests."""
 NUM_TOKENS = 400
@@ -46,7 +42,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-pytestmark = pytest.mark.skipif(not READER.is_file(), reason="no shared models next to this checkout")
+pytestmark = needs_reader
 
 
 @asynccontextmanager

