@@ -111,6 +111,18 @@ class ContextLengthError(CallerError):
 
     code = "context_length_exceeded"
 
+    @classmethod
+    def over(cls, what: str, num_tokens: int, n_ctx: int, *, param: str = "prompt") -> ContextLengthError:
+        """The error of a text of `num_tokens` for a context of `n_ctx`; `what` names the text.
+
+        The first sentence is OpenAI's: clients and gateways look for it to shorten a conversation.
+        """
+        text = (
+            f"This model's maximum context length is {n_ctx} tokens. However, {what} has {num_tokens} tokens."
+            " Shorten it, or serve the model with a larger context"
+        )
+        return cls(text, param=param, num_tokens=num_tokens, n_ctx=n_ctx)
+
 
 class UnsupportedError(CallerError):
     """The model or build lacks what was asked for."""

@@ -163,7 +163,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         model: id of a served model; "default" is the first one served.
         max_tokens: tokens to generate at most, per choice; None means until the context is full;
             0 generates nothing (for prompt logprobs).
-        is_chat: the prompt comes from a chat template: it holds its own special tokens, none are added.
+        is_chat: the prompt comes from a chat template: it holds its own special tokens; only a BOS that the
+            vocabulary adds to every text is added where the template wrote none.
         n: completions of the one prompt; they share its prefill (SPEC Q16). Choice i draws with seed + i.
         logprobs: alternatives to report for each generated token (0: the chosen one only); None: off.
         prompt_logprobs: the same for each prompt token (SPEC D6); None: off.

@@ -317,6 +317,15 @@ def test_text_comes_back_from_its_tokens(any_backend: TestedBackend) -> None:
     assert vocabulary.tokenize("", add_special=False, parse_special=False) == []
 
 
+def test_the_added_bos_is_what_every_text_begins_with(any_backend: TestedBackend) -> None:
+    """A conversation's prompt gets it where its template wrote none; None: nothing is added."""
+    vocabulary = any_backend.vocabulary
+    plain = vocabulary.tokenize("Zoë", add_special=False, parse_special=False)
+    begun = vocabulary.tokenize("Zoë", add_special=True, parse_special=False)
+    added = [] if vocabulary.added_bos is None else [vocabulary.added_bos]
+    assert begun[: len(plain) + len(added)] == [*added, *plain]
+
+
 def test_what_is_no_text_or_token_is_refused(any_backend: TestedBackend) -> None:
     """SPEC S3: lone surrogates and ids outside the vocabulary are the caller's error."""
     with pytest.raises(InvalidRequestError):

@@ -77,11 +77,12 @@ def test_echoed_logprobs_find_paris_likely(smollm_client):
 
 
 def test_a_prompt_longer_than_the_context_is_refused(smollm_client):
-    """S3: `context_length_exceeded` with both numbers."""
+    """S3: `context_length_exceeded` in OpenAI's words, which clients look for, with both numbers."""
     with pytest.raises(openai.BadRequestError) as caught:
         smollm_client.completions.create(model="default", prompt="word " * 4000, stream=True)
     assert caught.value.code == "context_length_exceeded"
-    assert "2048" in caught.value.message
+    assert "This model's maximum context length is 2048 tokens" in caught.value.message
+    assert "4000 tokens" in caught.value.message
 
 
 def test_a_client_that_leaves_frees_its_slot(smollm, until):

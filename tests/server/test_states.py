@@ -94,7 +94,8 @@ def test_a_conversation_can_be_saved_and_gone_on_with(recurrent: httpx.Client) -
     """SPEC K5: `messages` become the prompt that /apply-template shows, and `state` works in chat."""
     turns = [{"role": "user", "content": "Remember the number 7."}]
     shown = recurrent.post("/apply-template", json={"messages": turns, "add_generation_prompt": False}).json()
-    tokens = recurrent.post("/tokenize", json={"content": shown["prompt"]}).json()["tokens"]
+    asked = {"content": shown["prompt"], "add_special": True}  # the BOS that the template does not write
+    tokens = recurrent.post("/tokenize", json=asked).json()["tokens"]
     saved = recurrent.post("/v1/states", json={"messages": turns, "name": "chat"}).json()
     assert saved["num_tokens"] == len(tokens)
     asked = {"messages": [{"role": "user", "content": "Which?"}], "max_tokens": 8, "temperature": 0}

@@ -176,6 +176,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(engine):
     engine.run("r")
     error = engine.of(Failed, "r")[0].error
     assert error.code == "context_length_exceeded"
+    assert "This model's maximum context length is 512 tokens" in error.message
     assert (error.details["num_tokens"], error.details["n_ctx"]) == (600, 512)
 
 

@@ -68,6 +68,11 @@ class FakeVocabulary:
         return EOS, IM_END
 
     @property
+    def added_bos(self) -> int | None:
+        """BOS."""
+        return BOS
+
+    @property
     def bos_text(self) -> str:
         """The spelling of BOS."""
         return SPECIALS[0]

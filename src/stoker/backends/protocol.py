@@ -182,6 +182,11 @@ class Vocabulary(Protocol):
         ...
 
     @property
+    def added_bos(self) -> int | None:
+        """The token that `add_special` puts before every text; None: it puts none there."""
+        ...
+
+    @property
     def bos_text(self) -> str:
         """The beginning-of-sequence token as text, empty if there is none."""
         ...

@@ -65,12 +65,8 @@ def check_candidates(scored: ToScore, num_prompt: int, n_ctx: int) -> None:
     """Raises ContextLengthError where the prompt with a candidate is longer than the context."""
     longest = max(map(len, scored.texts))
     if num_prompt + longest > n_ctx:
-        raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens and the longest choice {longest}, the context holds {n_ctx}",
-            param="choices",
-            num_tokens=num_prompt + longest,
-            n_ctx=n_ctx,
-        )
+        what = f"the prompt of {num_prompt} with the longest choice of {longest}"
+        raise ContextLengthError.over(what, num_prompt + longest, n_ctx, param="choices")
 
 
 def _refuse_conditions(request: GenerateRequest) -> None:

@@ -211,12 +211,8 @@ class EncoderResident:
         if live.request.n > 1:
             raise InvalidRequestError(f"a text has one vector, {live.request.n} were asked for", param="n")
         if len(live.prompt) > n_ctx:
-            raise ContextLengthError(
-                f"the text has {len(live.prompt)} tokens, {name} takes {n_ctx}",
-                param="documents" if wanted is StateOutput.SCORE else "input",
-                num_tokens=len(live.prompt),
-                n_ctx=n_ctx,
-            )
+            param = "documents" if wanted is StateOutput.SCORE else "input"
+            raise ContextLengthError.over("the text", len(live.prompt), n_ctx, param=param)
 
     def cancel(self, request_id: str, now: float) -> None:
         """End a request with `cancelled`; an unknown id is ignored."""

@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from stoker.cache.keys import key_of, picture_ids
+from stoker.engine.text_prompts import text_tokens
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.request import IMAGE_MARKER
 from stoker.scheduler.pictures import PictureSpan
@@ -42,14 +43,14 @@ def pictured_prompt(
             f"the prompt has {len(texts) - 1} places for pictures ({IMAGE_MARKER}), {num_given} were given",
             param="messages" if request.is_chat or num_given else "prompt",
         )
-    tokens = _tokens(texts[0], vocabulary, add_special=not request.is_chat)
+    tokens = text_tokens(texts[0], vocabulary, is_chat=request.is_chat)
     spans: list[PictureSpan] = []
     apart = [bytes.fromhex(vision.fingerprint), request.cache_salt.encode()]
     if not request.cache:
         apart.append(secrets.token_bytes(16))  # it is seen anew, and nobody finds it
     for picture, text in zip(request.pictures, texts[1:], strict=True):
         spans += _append(tokens, picture, vision.layout(picture), b"".join([*apart, picture.content]))
-        tokens += _tokens(text, vocabulary, add_special=False)
+        tokens += vocabulary.tokenize(text, add_special=False, parse_special=True)
     return tokens, tuple(spans)
 
 
@@ -77,7 +78,3 @@ def _append(tokens: list[int], picture: Picture, layout: Layout, content: bytes)
         else:
             tokens += part
     return spans
-
-
-def _tokens(text: str, vocabulary: Vocabulary, *, add_special: bool) -> list[int]:
-    return vocabulary.tokenize(text, add_special=add_special, parse_special=True)

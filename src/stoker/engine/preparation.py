@@ -21,6 +21,7 @@ from stoker.engine.choice_prompts import candidates_of, check_candidates
 from stoker.engine.live import Choice, LiveRequest
 from stoker.engine.picture_prompts import pictured_prompt, refuse_pictures
 from stoker.engine.source_prompts import check_source, refuse_unreadable
+from stoker.engine.text_prompts import text_tokens
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.messages import Submit
 from stoker.models.state_file import parse_state
@@ -173,12 +174,7 @@ def _check_length(request: GenerateRequest, prompt: list[int], context: PrepCont
         return
     if request.context_shift and request.prompt_logprobs is None and request.state_output is None:
         return
-    raise ContextLengthError(
-        f"the prompt has {len(prompt)} tokens, the context holds {context.n_ctx} (with the answer)",
-        param="prompt",
-        num_tokens=len(prompt),
-        n_ctx=context.n_ctx,
-    )
+    raise ContextLengthError.over("the prompt without its answer", len(prompt), context.n_ctx)
 
 
 def _initial_state(request: GenerateRequest, context: PrepContext) -> list[Tensor] | None:
@@ -219,8 +215,9 @@ def _prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
         tokens = list(request.prompt)
         check_tokens(tokens, context.n_vocab, "prompt")
     else:
-        adds_special = not request.is_chat or context.decoder_start is not None  # a source ends with EOS
-        tokens = vocabulary.tokenize(request.prompt, add_special=adds_special, parse_special=True)
+        is_chat = request.is_chat and context.decoder_start is None  # a source ends with EOS
+        has_state = request.initial_state is not None
+        tokens = text_tokens(request.prompt, vocabulary, is_chat=is_chat, has_state=has_state)
     if not tokens and vocabulary.bos_text:
         tokens = vocabulary.tokenize(vocabulary.bos_text, add_special=False, parse_special=True)
     if not tokens:

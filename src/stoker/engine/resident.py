@@ -385,8 +385,9 @@ class Resident:
             self._carry_out(relief, now)
             return
         live = self._live[plan.parts[0].sequence.key.request_id]
-        text = f"{error.message}; alone it needs more"
-        self._live.fail(live, ContextLengthError(text, n_ctx=self.prep.n_ctx), now)
+        n_ctx = self.prep.n_ctx
+        text = f"This model's maximum context length is {n_ctx} tokens. However, {error.message}"
+        self._live.fail(live, ContextLengthError(f"{text}; alone it needs more", n_ctx=n_ctx), now)
 
     def _report_stall(self, now: float) -> None:
         """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""

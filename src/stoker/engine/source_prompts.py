@@ -37,9 +37,4 @@ def refuse_unreadable(request: GenerateRequest, model: str) -> None:
 def check_source(source: list[int], n_ctx: int) -> None:
     """Raises ContextLengthError where a source is longer than the encoder reads at once."""
     if len(source) > n_ctx:
-        raise ContextLengthError(
-            f"the prompt has {len(source)} tokens, the encoder reads {n_ctx} (its answer has a context)",
-            param="prompt",
-            num_tokens=len(source),
-            n_ctx=n_ctx,
-        )
+        raise ContextLengthError.over("the prompt without its answer", len(source), n_ctx)

@@ -102,6 +102,13 @@ class LlamaVocabulary:
         return self._eog_tokens
 
     @property
+    def added_bos(self) -> int | None:
+        """The token that `add_special` puts before every text; None: it puts none there."""
+        token: int = llama.llama_vocab_bos(self._handle)
+        adds = llama.llama_vocab_get_add_bos(self._handle) and token != _NO_TOKEN
+        return token if adds else None
+
+    @property
     def bos_text(self) -> str:
         """The beginning-of-sequence token as text, empty if there is none."""
         return self._spelling(llama.llama_vocab_bos(self._handle))
