@@ -155,3 +155,54 @@ async def test_who_wants_no_cache_neither_finds_nor_leaves_anything(keyed):
         assert (num_next, cached) == (NUM_PROMPT, 0)
         num_last, ((_, cached),) = await computed(http, ask(http, FIRST, cache=False))
         assert (num_last, cached) == (NUM_PROMPT, 0)
+
+
+CONVERSATION = [{"role": "user", "content": "hi"}]
+ROUTES = {
+    COMPLETIONS: {"prompt": "x", "max_tokens": 1},
+    CHAT: {"messages": CONVERSATION, "max_tokens": 1},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"messages": CONVERSATION, "max_tokens": 1},
+    "/v1/choose": {"prompt": "x", "choices": ["a", "b"]},
+    "/v1/embeddings": {"model": "vectors", "input": "x"},
+    "/v1/states/embeddings": {"input": "x"},
+    "/v1/rerank": {"model": "ranker", "query": "x", "documents": ["a"]},
+}
+
+
+@pytest.fixture
+def recorded(start_server, tmp_path):
+    """A server of every kind of model that asks for keys, and the requests that reached its runtime."""
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n", encoding="utf-8")
+    models = ("fake:eog_period=0", "fake:encoder=1,id=vectors", "fake:encoder=1,pooling=rank,id=ranker")
+    found = []
+
+    def runtime():
+        made = Runtime(models=models, isolation="thread", cache_dir=tmp_path / "cache", drain_s=0.0)
+        stream = made.stream
+        made.stream = lambda request, *args, **names: found.append(request) or stream(request, *args, **names)
+        return made
+
+    server = start_server(runtime, api_key_file=keys)
+    server.ready.result(START_S)
+    return server, found
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_every_route_computes_under_a_salt_of_its_key(recorded, path):
+    """C1: of two keys, and of two salts of one key, none is another's; neither can be read from it."""
+    server, found = recorded
+    salts = []
+    async with client_of(server) as http:
+        for key, salt in ((FIRST, None), (SECOND, None), (FIRST, "a"), (SECOND, "a"), (FIRST, None)):
+            answer = await http.post(
+                path, json=ROUTES[path] | ({"cache_salt": salt} if salt else {}), headers=key
+            )
+            assert answer.is_success, answer.text
+            salts.append({request.cache_salt for request in found})
+            found.clear()
+    assert all(len(each) == 1 for each in salts)
+    assert salts[4] == salts[0]
+    assert len(set.union(*salts)) == 4
+    assert not any("key" in salt or salt in {"", "a"} for each in salts for salt in each)

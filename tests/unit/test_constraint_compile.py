@@ -282,6 +282,16 @@ def test_the_cache_finds_equal_constraints_and_forgets_the_oldest():
     assert compiler.stats()["compiled"] == 4
 
 
+def test_a_grammar_of_another_salt_is_compiled_as_if_nobody_had_sent_it():
+    """SPEC C1, D2: how long it takes does not tell one caller of another's."""
+    compiler = GrammarCompiler(lambda: BYTES)
+    for salt in ("first", "second", ""):
+        before = compiler.stats()["compiled"]
+        for _ in range(2):
+            compiler.state(choice("a", "b"), salt)
+        assert compiler.stats()["compiled"] == before + 1
+
+
 def test_grammars_compile_and_states_are_made_on_several_threads():
     """SPEC D2: compiled off the step loop, used on it."""
     compiler = GrammarCompiler(lambda: BYTES)

@@ -149,6 +149,19 @@ def test_the_same_text_for_many_is_computed_once(monkeypatch):
     assert len({tuple(house.vector(name)) for name in house.order()}) == 1
 
 
+def test_the_same_text_of_other_salts_is_computed_for_each(monkeypatch):
+    """SPEC C1, K2: how long a call takes does not tell one caller what another has in it."""
+    house, calls = House(n_batch=16), []
+    encode = house.encoder.encode
+    monkeypatch.setattr(house.encoder, "encode", lambda texts: calls.append(list(texts)) or encode(texts))
+    text = (65,) * 6
+    for at, salt in enumerate(("a", "b", "c", "a")):
+        house.again(f"r{at}", text, cache_salt=salt)
+    house.turn(2)
+    assert calls == [[text, text], [text]]
+    assert len({tuple(house.vector(f"r{at}")) for at in range(4)}) == 1
+
+
 def test_a_call_stays_within_the_step_target_where_costs_are_known():
     """SPEC Q8, Q13: people who wait for another model wait for one short step; a long text cannot be cut."""
     for policy, expected in ((Policy.LATENCY, [2, 2]), (Policy.BALANCED, [4]), (Policy.THROUGHPUT, [4])):

@@ -289,7 +289,12 @@ class FakeBackend:
             self.step(BatchPlan((PlanItem(seq, held, tokens[-1:], 0),)))
         return hidden_of(self._histories[seq].state)
 
-    def scoring(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> FakeScoring:
+    def scoring(
+        self,
+        prompt: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        namespace: bytes = b"",  # noqa: ARG002 - each scoring computes everything
+    ) -> FakeScoring:
         """How likely texts are after a prompt, by the same logits as ever."""
         return FakeScoring(prompt, texts, self._logits, self._meet_call)
 

@@ -96,12 +96,15 @@ class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
         pictures: where embeddings stand in place of tokens, in order of their starts.
         asked: the tokens of a prompt of which every row will be asked (SPEC D6). However it comes in slices,
             its rows are those of the whole.
+        namespace: what is computed beside the sequence's own cells is used again in this one only: a caller
+            must not learn from the clock what another has asked (SPEC C1).
     """
 
     adapters: tuple[tuple[str, float], ...] = ()
     source: tuple[int, ...] = ()
     pictures: tuple[Placed, ...] = ()
     asked: tuple[int, ...] = ()
+    namespace: bytes = b""
 
 
 PLAIN = Conditioning()
@@ -205,8 +208,11 @@ class Vocabulary(Protocol):
 class Drafter(Protocol):
     """A smaller model that guesses for a larger one (SPEC D9)."""
 
-    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that may follow a text; none while it still reads it, some at each call."""
+    def guess(self, tokens: Sequence[int], count: int, namespace: bytes = b"") -> list[int]:
+        """Up to `count` tokens that may follow a text; none while it still reads it, some at each call.
+
+        What it has read of another `namespace` is not used again.
+        """
         ...
 
 
@@ -334,10 +340,13 @@ class Backend(Protocol):
         """
         ...
 
-    def scoring(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> Scoring:
+    def scoring(
+        self, prompt: Sequence[int], texts: Sequence[Sequence[int]], namespace: bytes = b""
+    ) -> Scoring:
         """How likely each of `texts` is after `prompt`, which has a token at least (SPEC D5).
 
-        Computes nothing itself, and touches no sequence. The prompt begins with the model's own state.
+        Computes nothing itself, and touches no sequence. The prompt begins with the model's own state. What a
+        scoring of another `namespace` has computed is not used again.
 
         Raises:
             UnsupportedError: the model predicts no tokens of a prompt.

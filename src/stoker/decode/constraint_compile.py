@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MAX_CACHED = 64
 MAX_LARK_RULES = 1000
 
+_Key = tuple[str, ConstraintKind, str, tuple[str, ...]]
+
 # Native limits. Fuel is spent at 50,000 a ms to build and 14,000 a ms to step, items at 20,000 a ms: a
 # compile stays below 2 s and a mask below 0.1 s, and an object of 2,000 optional properties fits.
 _LIMITS = LLParserLimits(
@@ -112,9 +114,7 @@ class GrammarCompiler:
         self._make_tokenizer = make_tokenizer
         self._tokenizer: GrammarTokenizer | None = None
         self._max_cached = max_cached
-        self._cached: OrderedDict[tuple[ConstraintKind, str, tuple[str, ...]], CompiledGrammar] = (
-            OrderedDict()
-        )
+        self._cached: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self._num_hits = 0
         self._num_compiled = 0
@@ -126,9 +126,12 @@ class GrammarCompiler:
         """Grammars cached, compiled and found in the cache."""
         return {"cached": len(self._cached), "compiled": self._num_compiled, "hits": self._num_hits}
 
-    def compile(self, constraint: Constraint) -> CompiledGrammar:
-        """The grammar of `constraint`; may take a second. Raises InvalidRequestError."""
-        key = (constraint.kind, constraint.source, constraint.choices)
+    def compile(self, constraint: Constraint, salt: str = "") -> CompiledGrammar:
+        """The grammar of `constraint`; may take a second. Raises InvalidRequestError.
+
+        A grammar that was compiled for another `salt` is not used again: the time would tell of it (SPEC C1).
+        """
+        key = (salt, constraint.kind, constraint.source, constraint.choices)
         with self._lock:
             found = self._cached.get(key)
             if found is not None:
@@ -147,9 +150,9 @@ class GrammarCompiler:
                 self._cached.popitem(last=False)
         return grammar
 
-    def state(self, constraint: Constraint) -> ConstraintState:
-        """A state at the start of `constraint`, reasoning included. Raises InvalidRequestError."""
-        grammar = self.compile(constraint)
+    def state(self, constraint: Constraint, salt: str = "") -> ConstraintState:
+        """A state at the start of `constraint`, reasoning included; `salt` and errors as in `compile`."""
+        grammar = self.compile(constraint, salt)
         return grammar.state(
             reasoning_start=constraint.reasoning_start, reasoning_end=constraint.reasoning_end
         )

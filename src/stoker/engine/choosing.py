@@ -55,7 +55,10 @@ class _Job:
         self.is_begun = False
         prompts = [tuple(live.prompt)] + ([scored.initial] if scored.initial else [])
         lengths = [len(text) for text in scored.texts]
-        self.passes = [_Pass(backend.scoring(each, scored.texts), Likelihoods(lengths)) for each in prompts]
+        namespace = self.sequence.conditioning.namespace
+        self.passes = [
+            _Pass(backend.scoring(each, scored.texts, namespace), Likelihoods(lengths)) for each in prompts
+        ]
 
     @property
     def sequence(self) -> Sequence:

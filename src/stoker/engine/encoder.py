@@ -17,7 +17,7 @@ import numpy as np
 from stoker.decode.workspace import Workspace
 from stoker.engine.description import model_info
 from stoker.engine.preparation import PrepContext
-from stoker.engine.text_line import TextLine
+from stoker.engine.text_line import TextLine, shared_text
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -318,11 +318,11 @@ class EncoderResident:
 
     def _run(self, texts: Several[Sequence], now: float) -> None:
         """One call; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
-        different = list(dict.fromkeys(tuple(sequence.tokens) for sequence in texts))
-        num_tokens = sum(map(len, different))
+        different = list(dict.fromkeys(map(shared_text, texts)))
+        num_tokens = sum(len(tokens) for _, tokens in different)
         self._pace.begin(num_tokens)
         try:
-            found = self.backend.encode(different)
+            found = self.backend.encode([tokens for _, tokens in different])
         except StepFailedError as error:
             self._pace.abandon()
             if len(texts) == 1:
@@ -337,7 +337,7 @@ class EncoderResident:
             self._pace.end(self._runner, num_tokens)
             vectors = dict(zip(different, found, strict=True))
             for sequence in texts:
-                self._deliver(sequence, vectors[tuple(sequence.tokens)], self._pace.now())
+                self._deliver(sequence, vectors[shared_text(sequence)], self._pace.now())
 
     def _deliver(self, sequence: Sequence, vector: Rows, now: float) -> None:
         live = self._live[sequence.key.request_id]

@@ -6,13 +6,16 @@ Runs on the prep thread and touches nothing of the engine's; what is wrong with 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from stoker.backends.protocol import Conditioning, Vocabulary
 from stoker.backends.seeing import Vision
-from stoker.cache.namespace import Namespace
+from stoker.cache.namespace import DIGEST_BYTES, Namespace
 from stoker.decode.constraint_compile import GrammarCompiler
 from stoker.decode.generation import Generation
 from stoker.decode.workspace import Workspace
@@ -84,6 +87,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
     if scored is not None:
         check_candidates(scored, len(prompt), context.n_ctx)
     initial, namespace = _initial_state(request, context), _namespace(request, context)
+    scoring_namespace = namespace if request.cache else secrets.token_bytes(DIGEST_BYTES)
     choices: dict[int, Choice] = {}
     leader: Sequence | None = None
     for index in range(request.n):
@@ -92,6 +96,9 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         choice = _choice(submit, index, prompt, context)
         choice.sequence.arrival_s, choice.sequence.pictures = arrival_s, pictures
         choice.sequence.namespace, choice.sequence.initial_state = namespace, initial
+        choice.sequence.conditioning = msgspec.structs.replace(
+            choice.sequence.conditioning, namespace=scoring_namespace
+        )
         if request.timeout_s is not None:
             choice.sequence.deadline_s = arrival_s + request.timeout_s
         choice.sequence.leader, leader = leader, leader or choice.sequence
@@ -124,7 +131,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         source, prompt, words = prompt, [context.decoder_start], []
     generation = Generation(request, index, context.vocabulary, words, context.workspace)
     if request.constraint is not None and context.grammars is not None:
-        generation.constrain(context.grammars.state(request.constraint))
+        generation.constrain(context.grammars.state(request.constraint, request.cache_salt))
     delivered = submit.generated[index] if submit.generated else []
     asks_all = request.prompt_logprobs is not None and index == 0
     if delivered:

@@ -171,7 +171,7 @@ class Speculator:
         if not count:
             return []
         begun_s = self._now()
-        draft = self._drafter.guess(sequence.tokens, count)
+        draft = self._drafter.guess(sequence.tokens, count, sequence.conditioning.namespace)
         if not draft:
             return []  # it still reads
         self._guessing_s = self._now() - begun_s

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from stoker.scheduler.sequence import Sequence
 
 
+SharedText = tuple[bytes, tuple[int, ...]]
+
+
+def shared_text(sequence: Sequence) -> SharedText:
+    """Namespace and tokens: sequences in which both are equal are computed once (SPEC C1)."""
+    return sequence.namespace, tuple(sequence.tokens)
+
+
 class TextLine:
     """Texts of one model, in the order they will be computed.
 
@@ -145,8 +153,8 @@ class TextLine:
     def choose(self, max_tokens: int, max_texts: int, now: float) -> list[Sequence]:
         """Take the next call's texts out of the line: the first one, then whole ones while they fit.
 
-        Who waits with a text that is in the call already comes along at no cost. Background that waited
-        over its patience is the first of one call in ten (SPEC Q7).
+        Who waits with a text that is in the call already, in the same namespace, comes along at no cost.
+        Background that waited over its patience is the first of one call in ten (SPEC Q7).
         """
         assert not self.chosen, f"{self.chosen} were chosen and not computed"
         line = self._allowed()
@@ -173,12 +181,12 @@ class TextLine:
 def _call_of(line: list[Sequence], max_tokens: int, max_texts: int) -> list[Sequence]:
     """The first of the line, those after it while they fit, and whoever has one of their texts."""
     found: list[Sequence] = []
-    texts: set[tuple[int, ...]] = set()
+    texts: set[SharedText] = set()
     num_tokens, is_full = 0, False
     for sequence in line:
-        text = tuple(sequence.tokens)
+        text = shared_text(sequence)
         if text not in texts:
-            num_tokens += len(text)
+            num_tokens += len(sequence.tokens)
             is_full = is_full or len(texts) >= max_texts or (bool(texts) and num_tokens > max_tokens)
             if is_full:
                 continue

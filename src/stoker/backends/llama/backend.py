@@ -23,7 +23,7 @@ from stoker.backends.llama.scoring import Scorer
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision import BLIND, Eyes, open_eyes
-from stoker.backends.protocol import BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
+from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
 from stoker.errors import UnsupportedError
 from stoker.models.estimate import num_sequences
 from stoker.models.fingerprint import fingerprint
@@ -66,7 +66,7 @@ class LlamaBackend:
             state_layout=self._recurrent.layout if self._recurrent else (),
         )
         self._scorer = Scorer(model, context.n_batch)
-        self._asked: dict[int, tuple[int, ...]] = {}  # prompts whose every row is asked
+        self._asked: dict[int, Conditioning] = {}  # of sequences of whose prompt every row is asked
         self._drafter: DraftModel | None = None
         self._is_closed = False
 
@@ -148,7 +148,7 @@ class LlamaBackend:
 
         It begins from the model's own state and has its own weights, so it cannot for every sequence.
         """
-        asked = self._asked.get(item.seq, ())[item.start : item.start + len(item.tokens)]
+        asked = self._asked.get(item.seq, PLAIN).asked[item.start : item.start + len(item.tokens)]
         if item.num_logits < len(item.tokens) or tuple(item.tokens[: len(asked)]) != asked:
             return 0
         is_plain = item.seq not in self._context.with_initial_state and not self._context.is_adapted(item.seq)
@@ -156,12 +156,14 @@ class LlamaBackend:
 
     def _scored(self, item: PlanItem) -> Rows:
         asked = self._asked[item.seq]
-        until = item.start + len(item.tokens)
-        return self._scorer.score(asked[:until], item.start, len(asked), self.num_threads)
+        until = min(item.start + len(item.tokens), len(asked.asked))
+        return self._scorer.score(asked.asked, item.start, until, self.num_threads, asked.namespace)
 
-    def scoring(self, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> ChoiceScoring:
+    def scoring(
+        self, prompt: Sequence[int], texts: Sequence[Sequence[int]], namespace: bytes = b""
+    ) -> ChoiceScoring:
         """How likely texts are after a prompt, as llama.cpp computes it by its defaults; see `choices`."""
-        return ChoiceScoring(self._scorer, prompt, texts, lambda: self.num_threads)
+        return ChoiceScoring(self._scorer, prompt, texts, namespace, lambda: self.num_threads)
 
     def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
@@ -170,7 +172,7 @@ class LlamaBackend:
         self._context.see(seq, conditioning.pictures)
         self._context.adapt(seq, conditioning.adapters)
         if conditioning.asked:
-            self._asked[seq] = conditioning.asked
+            self._asked[seq] = conditioning
         else:
             self._asked.pop(seq, None)
 

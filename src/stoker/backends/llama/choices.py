@@ -26,6 +26,7 @@ class ChoiceScoring:
         scorer: whose context it uses.
         prompt: at least one token.
         texts: the candidates' tokens; an empty one needs nothing.
+        namespace: of the prompt; nothing that was computed in another is used.
         num_threads: asked for before each call.
     """
 
@@ -34,11 +35,13 @@ class ChoiceScoring:
         scorer: Scorer,
         prompt: Sequence[int],
         texts: Sequence[Sequence[int]],
+        namespace: bytes,
         num_threads: Callable[[], int],
     ) -> None:
         self._scorer = scorer
         self._prompt = tuple(prompt)
         self._texts = [tuple(text) for text in texts]
+        self._namespace = namespace
         self._num_threads = num_threads
         self._can_trim = scorer.can_trim
         self._num_cells = max(map(len, self._texts), default=0) + len(prompt) + 2 * TILED_FROM
@@ -77,7 +80,8 @@ class ChoiceScoring:
         begin, end = self._span(max_tokens)
         total = len(self._tokens())
         wanted = max(begin, len(self._prompt) - 1 + self._num_found)
-        rows = self._scorer.compute(Cut(self._tokens(), total, begin, end, max(0, end - wanted)))
+        cut = Cut(self._tokens(), total, begin, end, max(0, end - wanted), self._namespace)
+        rows = self._scorer.compute(cut)
         rows = rows[: max(0, min(end, total - 1) - wanted)]
         if not len(rows):
             return []
@@ -115,7 +119,8 @@ class ChoiceScoring:
     def _begin(self) -> int:
         """The first token to compute: after what is held as it would be alone, before the next row wanted."""
         tokens = self._tokens()
-        return self._scorer.begin(tokens, len(tokens), len(self._prompt) - 1 + self._num_found)
+        most = len(self._prompt) - 1 + self._num_found
+        return self._scorer.begin(tokens, len(tokens), most, self._namespace)
 
     def _span(self, max_tokens: int) -> tuple[int, int]:
         """First token of the next call and the one after its last; a text's last token predicts nothing."""

@@ -43,18 +43,23 @@ class DraftModel:
         )
         self._context = LlamaContext(model, options)
         self._held: list[int] = []
+        self._namespace = b""  # of what is held
 
     def __repr__(self) -> str:
         return f"<DraftModel {self._model!r}, {len(self._held)} tokens read>"
 
-    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
+    def guess(self, tokens: Sequence[int], count: int, namespace: bytes = b"") -> list[int]:
         """The likeliest `count` tokens after a text; none while it still reads it, a slice a call.
 
-        A text that is too long for it, or a step that fails, gives fewer.
+        A text that is too long for it, or a step that fails, gives fewer. A text of another namespace than
+        the last one's is read from its beginning.
         """
         count = min(count, self._context.num_cells - len(tokens))
         if count <= 0:
             return []
+        if namespace != self._namespace:
+            self._forget(0)
+            self._namespace = namespace
         try:
             return self._guess(list(tokens), count)
         except StokerError:

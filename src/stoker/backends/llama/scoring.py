@@ -59,6 +59,7 @@ class Cut:
         total: how many it has.
         begin, end: first token to compute, and the one after the last.
         num_rows: of how many of the last ones logits are wanted.
+        namespace: of the text; what is held of another is not gone on from.
     """
 
     tokens: Sequence[int]
@@ -66,12 +67,14 @@ class Cut:
     begin: int
     end: int
     num_rows: int
+    namespace: bytes
 
 
 class Scorer:
     """A context with default types, made when first needed, and again where more cells are.
 
-    Sequence 0 holds the text that was computed last. Close it before the model.
+    Sequence 0 holds the text that was computed last, for texts of its namespace alone. Close it before the
+    model.
 
     Attributes:
         can_trim: a text can be taken back to its beginning; else each is computed from its first token.
@@ -83,34 +86,36 @@ class Scorer:
         self._context: LlamaContext | None = None
         self.can_trim = model.keeps_every_cell
         self._held: list[tuple[int, bool]] = []  # tokens of sequence 0, and whether they went by tiles
+        self._namespace = b""  # of what is held
 
     def __repr__(self) -> str:
         return f"<Scorer holds {len(self._held)} tokens, {self._context!r}>"
 
-    def score(self, tokens: Sequence[int], start: int, total: int, num_threads: int) -> Rows:
-        """The rows of a text from position `start` on, float32 (len(tokens) - start, n_vocab).
+    def score(
+        self, tokens: Sequence[int], start: int, until: int, num_threads: int, namespace: bytes
+    ) -> Rows:
+        """The rows of a text from position `start` to before `until`, float32 (until - start, n_vocab).
 
-        `total`: of how many tokens the whole text will be. What comes before is computed again where it is
-        not held.
+        What comes before is computed again where it is not held for this namespace.
 
         Raises:
             StepFailedError: the native decode failed, or there is no memory for the context.
         """
-        until = len(tokens)
+        total = len(tokens)
         self.context(total + TILED_FROM, num_threads)
-        at, found = self.begin(tokens, total, start), []
+        at, found = self.begin(tokens, total, start, namespace), []
         while at < until:
             end = min(call_end(at, total), until)
             if at < start and self.can_trim:
                 end = min(end, start)
             num_rows = max(0, end - max(at, start))
-            found.append(self.compute(Cut(tokens, total, at, end, num_rows)).copy())
+            found.append(self.compute(Cut(tokens, total, at, end, num_rows, namespace)).copy())
             at = end
         return np.concatenate(found)
 
-    def begin(self, tokens: Sequence[int], total: int, most: int) -> int:
+    def begin(self, tokens: Sequence[int], total: int, most: int, namespace: bytes) -> int:
         """How many of the first tokens, `most` of them, are held as they would be alone."""
-        held, same = self._held, 0
+        held, same = self._held if namespace == self._namespace else [], 0
         while same < min(most, len(held)) and held[same] == (tokens[same], is_tiled(same, total)):
             same += 1
         return same if self.can_trim or same == len(held) else 0
@@ -128,6 +133,7 @@ class Scorer:
             StepFailedError: the native decode failed; nothing is held any more.
         """
         assert self._context is not None, "no context was asked for"
+        assert not cut.begin or cut.namespace == self._namespace, "what is held is another namespace's"
         self.keep(cut.begin)
         items = [PlanItem(0, cut.begin, tuple(cut.tokens[cut.begin : cut.end]), cut.num_rows)]
         num_missing = self.least(cut.begin, cut.total) - (cut.end - cut.begin)
@@ -135,6 +141,7 @@ class Scorer:
             items.append(PlanItem(FILLER, 0, (cut.tokens[0],) * num_missing, 0))
         rows = self.step(items)
         self._context.drop(FILLER)
+        self._namespace = cut.namespace
         self._held += [(cut.tokens[at], is_tiled(at, cut.total)) for at in range(cut.begin, cut.end)]
         return rows
 

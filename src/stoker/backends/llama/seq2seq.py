@@ -49,6 +49,7 @@ class Seq2SeqBackend(LlamaBackend):
         super().__init__(model, context, header)
         self._reader = SourceReader(context)
         self._source: tuple[int, ...] = ()
+        self._namespace = b""
         self._scale = _logit_scale(header)
         self._capabilities = dataclasses.replace(
             self._capabilities,
@@ -63,9 +64,9 @@ class Seq2SeqBackend(LlamaBackend):
     def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Have the decoder read this source from the next step on; UnsupportedError for anything else."""
         assert seq == 0, f"sequence {seq} of one"
-        if conditioning != Conditioning(source=conditioning.source):
+        if conditioning != Conditioning(source=conditioning.source, namespace=conditioning.namespace):
             raise UnsupportedError(f"{self._capabilities.description} takes a source and nothing beside it")
-        self._source = conditioning.source
+        self._source, self._namespace = conditioning.source, conditioning.namespace
 
     def step(self, plan: BatchPlan) -> Rows:
         """One forward pass, a token at a time; see `Backend.step`. A call that raises changed nothing.
@@ -74,7 +75,7 @@ class Seq2SeqBackend(LlamaBackend):
         """
         self._context.lengths.check(plan)
         (item,) = plan.items
-        self._reader.read(self._source)
+        self._reader.read(self._source, self._namespace)
         rows = np.empty((item.num_logits, self._capabilities.n_vocab), np.float32)
         first_row = len(item.tokens) - item.num_logits
         try:

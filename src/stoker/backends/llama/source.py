@@ -28,19 +28,22 @@ class SourceReader:
         self._context = context
         self._batch = TokenBatch(context.n_batch)
         self._source: tuple[int, ...] = ()
+        self._namespace = b""
         self._most_tokens = 0
 
     def __repr__(self) -> str:
         return f"<SourceReader of {len(self._source)} tokens>"
 
-    def read(self, source: Sequence[int]) -> None:
+    def read(self, source: Sequence[int], namespace: bytes = b"") -> None:
         """Have `source` be what the decoder's next steps read; computes nothing if it is already.
+
+        What was read for another namespace is read again.
 
         Raises:
             StepFailedError: the native encode failed, or there is nothing to read.
         """
         source = tuple(source)
-        if source and source == self._source:
+        if source and (source, namespace) == (self._source, self._namespace):
             return
         if not 0 < len(source) <= self._context.n_batch:  # llama.cpp would abort the process
             raise StepFailedError(f"a source has 1 to {self._context.n_batch} tokens, not {len(source)}")
@@ -53,7 +56,7 @@ class SourceReader:
         if code != 0:
             text = f"llama_encode returned {code} for a source of {len(source)} tokens"
             raise StepFailedError(text, native_code=code)
-        self._source = source
+        self._source, self._namespace = source, namespace
 
     def memory(self) -> int:
         """Bytes of the rows that the library keeps of the longest source so far, logits among them."""

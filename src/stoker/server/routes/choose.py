@@ -45,7 +45,7 @@ class _ChooseRoute:
         info = self._context.runtime.resolve(body.model)
         require_choosing(info)
         fields = {
-            **body.fields(),
+            **body.fields(request.state.key_digest),
             **header_fields(request),
             **self._prompt(body, info),
             "model": info.asked_as,

@@ -41,7 +41,11 @@ class _RerankRoute:
         body = await read_body(request, RerankRequest)
         texts = body.texts()
         self._context.require_ready()
-        fields = {**body.fields(), **header_fields(request), "model": body.model or "default"}
+        fields = {
+            **body.fields(request.state.key_digest),
+            **header_fields(request),
+            "model": body.model or "default",
+        }
         work = self._reranking.rerank(body.query, texts, **fields)
         found = await while_connected(work, request.receive)
         return await json_later(body.answer(found))

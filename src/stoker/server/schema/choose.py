@@ -9,11 +9,12 @@ import msgspec
 from pydantic import Field
 
 from stoker.errors import InvalidRequestError
-from stoker.request import Priority
+from stoker.request import MAX_SALT_CHARS, Priority
 from stoker.server.body import Body
 from stoker.server.schema.chat import Message
 from stoker.server.schema.fields import Int, keep_alive_seconds
 from stoker.server.schema.states import EmbeddingUsage
+from stoker.server.security import salt_of
 
 if TYPE_CHECKING:
     from stoker.choosing import Choices
@@ -28,6 +29,8 @@ class ChooseRequest(Body):
     choices: list[str]
     calibrate: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    cache: bool | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     timeout_s: float | None = None
     keep_alive: float | str | None = None
@@ -46,10 +49,12 @@ class ChooseRequest(Body):
         messages = self.messages or []
         return [message.to_template(f"messages.{at}", model) for at, message in enumerate(messages)]
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of `Choosing.choose`, but for prompt, choices and model."""
         given = {
             "calibrate": self.calibrate,
+            "cache": self.cache,
+            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
             "timeout_s": self.timeout_s,
             "keep_alive_s": keep_alive_seconds(self.keep_alive),

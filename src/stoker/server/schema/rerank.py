@@ -8,10 +8,11 @@ import msgspec
 from pydantic import Field
 
 from stoker.errors import InvalidRequestError
-from stoker.request import Priority
+from stoker.request import MAX_SALT_CHARS, Priority
 from stoker.server.body import Body
 from stoker.server.schema.fields import Int, keep_alive_seconds
 from stoker.server.schema.states import EmbeddingUsage
+from stoker.server.security import salt_of
 
 if TYPE_CHECKING:
     from stoker.reranking import Ranking
@@ -35,6 +36,7 @@ class RerankRequest(Body):
     top_n: Int | None = None
     output: Int | None = None
     return_documents: bool | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
     timeout_s: float | None = None
     keep_alive: float | str | None = None
@@ -47,9 +49,10 @@ class RerankRequest(Body):
             )
         return [given if isinstance(given, str) else given.text for given in self.documents]
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of `Reranking.rerank`, but for query, documents and model."""
         given = {
+            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
             "top_n": self.top_n,
             "output": self.output,
             "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
