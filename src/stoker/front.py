@@ -24,6 +24,7 @@ from stoker.lifecycle.events import EventBus
 from stoker.lifecycle.keeper import Keeper
 from stoker.lifecycle.last_models import LastModels
 from stoker.memory.residency import ModelLife
+from stoker.status import EngineHealth
 from stoker.streams import RequestStream, StreamEvent
 
 if TYPE_CHECKING:
@@ -120,6 +121,10 @@ class Front:
         if self._shelf is None:
             raise NotReadyError("the runtime was not started")
         return self._shelf
+
+    def health(self) -> EngineHealth:
+        """Whether an engine serves; before `start` it is starting."""
+        return self.host.health() if self.host else EngineHealth(state=EngineState.STARTING)
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and download as it was last heard of; needs no engine."""

@@ -33,7 +33,7 @@ from stoker.request import GenerateRequest
 from stoker.reranking import Ranking, Reranking
 from stoker.settings import EngineSettings
 from stoker.states import GivenState, States
-from stoker.status import ModelStatus, RuntimeStatus
+from stoker.status import EngineHealth, ModelStatus, RuntimeStatus
 from stoker.streams import StreamEvent, TextDelta, text_deltas
 from stoker.values import ModelInfo
 
@@ -125,6 +125,19 @@ class Runtime:
     def models(self) -> list[ModelInfo]:
         """Every served model, the default first."""
         return self._front.host.roster.infos() if self._front.host else []
+
+    def health(self) -> EngineHealth:
+        """Whether an engine serves, or what is done about it; asks no engine, and never raises."""
+        return self._front.health()
+
+    async def ended(self) -> None:
+        """Until nothing is served any more, after `close`.
+
+        Raises:
+            NotReadyError: not started.
+            EngineError: it ended unasked, by a fault of ours; only another program can serve again.
+        """
+        await self._front.running().ended()
 
     def resolve(self, model: str | None) -> ModelInfo:
         """The served model of that name; None and "default" mean the first.

@@ -145,6 +145,30 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_cells_used: int
 
 
+class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether an engine serves, and where none does what is done about it.
+
+    Attributes:
+        state: that of `RuntimeStatus`, or failing (several starts in a row have failed; it is tried on),
+            closing (what runs is finished) or failed (no engine is started any more).
+        for_s: seconds since the engine's lifecycle came to where it is.
+        num_failed_starts: starts in a row that have failed.
+        next_start_s: seconds until the next start; None: it is under way, or none is to come.
+        reason: why there is no engine, or what the last start failed of.
+    """
+
+    state: str
+    for_s: float = 0.0
+    num_failed_starts: int = 0
+    next_start_s: float | None = None
+    reason: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it serves, or may do so without anybody's help."""
+        return self.state not in {"failing", "failed", "closed"}
+
+
 class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What `/v1/runtime` shows. `engine` is empty while no engine serves.
 
@@ -154,6 +178,7 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
         restarts: times the engine died unasked.
         label: backend and device of the default model.
         threads: CPU threads its steps use now; `engine.threads_reason` tells why not as many as asked for.
+        health: why it does not serve, and when the next start is.
     """
 
     pid: int
@@ -162,3 +187,4 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     threads: int
     engine: EngineStatus
+    health: EngineHealth

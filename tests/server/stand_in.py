@@ -30,7 +30,7 @@ from stoker.messages import (
 )
 from stoker.request import FinishReason, GenerateRequest
 from stoker.states import States
-from stoker.status import EngineStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
 from stoker.values import ModelInfo, Tensor, Timings, TokenLogprob, Usage
 
 Notice = Queued | Admitted | Parked | Paused | Resumed
@@ -74,6 +74,11 @@ class StandInStatus:
     label: str = "stand-in"
     threads: int = 1
 
+    @property
+    def health(self) -> EngineHealth:
+        """In that state, since just now."""
+        return EngineHealth(state=self.state)
+
 
 @dataclass
 class StandInRuntime:
@@ -87,7 +92,9 @@ class StandInRuntime:
     cancelled: list[str] = field(default_factory=list)
     steered: list[tuple[str, str]] = field(default_factory=list)
     engine: EngineStatus | None = None
+    engine_health: EngineHealth | None = None
     start_error: Exception | None = None
+    end_error: Exception | None = None
     waits_for_models: bool = False
     model_state: str = ""  # what is shown of its model, if not what `is_ready` says
     is_suspended: bool = False
@@ -103,6 +110,7 @@ class StandInRuntime:
         self.states = States(Path("no-such-folder"), self)
         self._released = asyncio.Event()
         self._loaded = asyncio.Event()
+        self._ended = asyncio.Event()
 
     # ------------------------------------------------------------ the runtime's API
 
@@ -118,11 +126,26 @@ class StandInRuntime:
         """End every stream that holds."""
         self.is_ready = False
         self._released.set()
+        self._ended.set()
 
     @property
     def models(self) -> list[ModelInfo]:
         """One model, once ready."""
         return [INFO] if self.is_ready else []
+
+    def health(self) -> EngineHealth:
+        """As it is ready or not, or as the test says."""
+        if self.engine_health is not None:
+            return self.engine_health
+        if self.is_suspended:
+            return EngineHealth(state="suspended")
+        return EngineHealth(state="serving" if self.is_ready else "starting")
+
+    async def ended(self) -> None:
+        """Until the test ends it, with what it says."""
+        await self._ended.wait()
+        if self.end_error is not None:
+            raise self.end_error
 
     def resolve(self, model: str | None) -> ModelInfo:
         """The one model."""
@@ -292,7 +315,7 @@ class StandInRuntime:
     def reset(self) -> None:
         """Forget what happened; streams of the next test hold again."""
         self._released.clear()
-        self.engine = None
+        self.engine = self.engine_health = None
         self.is_suspended = self.load_waits = False
         self.load_error, self.model_state = None, ""
         self.kept_scripts.clear()
@@ -304,6 +327,11 @@ class StandInRuntime:
     def release(self) -> None:
         """Let every stream that holds go on."""
         self._released.set()
+
+    def end(self, error: Exception) -> None:
+        """It ends by itself."""
+        self.end_error = error
+        self._ended.set()
 
     def finish_loading(self) -> None:
         """The models are there now."""

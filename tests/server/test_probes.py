@@ -9,8 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import HOLD, StandInRuntime, delta
 
+from stoker.errors import EngineError
 from stoker.request import Priority
-from stoker.status import CacheStatus, EngineStatus, SlotStatus, WaitStatus
+from stoker.status import CacheStatus, EngineHealth, EngineStatus, SlotStatus, WaitStatus
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"
@@ -20,7 +21,8 @@ def test_before_the_models_are_there_only_health_answers(start_server, until):
     """S3, S6: 503 with Retry-After, and nothing is woken by asking."""
     server = start_server(lambda: StandInRuntime(waits_for_models=True))
     with httpx.Client(base_url=server.url) as http:
-        assert http.get("/health").json() == {"status": "ok"}
+        health = http.get("/health").json()
+        assert (health["status"], health["engine"]["state"]) == ("ok", "starting")
         assert http.get("/v1/models").json() == {"object": "list", "data": []}
         assert http.get("/metrics").status_code == 200
         assert http.get("/v1/runtime").json()["engine"]["state"] == "starting"
@@ -80,7 +82,8 @@ def test_request_ids_are_echoed_if_sane(http):
 def test_the_runtime_shows_engine_slots_queue_and_memory(http):
     """I4: the shape outside checks read."""
     status = http.get("/v1/runtime").json()
-    assert set(status["engine"]) == {"pid", "state", "restarts", "label", "threads", "threads_reason"}
+    shown = {"pid", "state", "for_s", "restarts", "label", "threads", "threads_reason"}
+    assert set(status["engine"]) == shown
     assert {"slots", "queue", "parked", "paused", "models", "memory", "cache"} <= set(status)
     for slot in status["slots"]:
         assert {"id", "state", "request_id", "class", "model", "num_tokens", "story"} <= set(slot)
@@ -335,3 +338,54 @@ def test_every_prompt_of_a_request_is_cancelled_with_it(scripted, scripted_http,
     thread.join()
     assert len(ended) == 2
     assert answers[0].status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        ("starting", 200),
+        ("serving", 200),
+        ("restarting", 200),
+        ("suspended", 200),
+        ("closing", 200),
+        ("failing", 503),
+        ("failed", 503),
+        ("closed", 503),
+    ],
+)
+def test_health_tells_the_truth_of_the_engine(scripted, scripted_http, state: str, code: int):
+    """S6, A2: 200 while it serves or recovers, 503 where no engine comes; state, reason and next start."""
+    scripted.runtime.engine_health = EngineHealth(
+        state=state, for_s=2.5, num_failed_starts=4, next_start_s=1.5, reason="Too many open files"
+    )
+    answer = scripted_http.get("/health")
+    shown = {"state": state, "for_s": 2.5, "failed_starts": 4, "next_start_s": 1.5}
+    assert answer.status_code == code
+    assert answer.json()["status"] == ("ok" if code == 200 else "error")
+    assert answer.json()["engine"] == {**shown, "reason": "Too many open files"}
+
+
+def test_what_is_not_served_says_why_and_when_to_come_again(scripted, scripted_http):
+    """S3, A2: 503 with the reason and the time to the next start, for requests and for /ready."""
+    scripted.runtime.engine_health = EngineHealth(
+        state="failing", for_s=9.0, next_start_s=7.2, reason="no room"
+    )
+    scripted.runtime.is_ready = False
+    try:
+        for answer in (
+            scripted_http.get("/ready"),
+            scripted_http.post("/v1/completions", json={"prompt": "x"}),
+        ):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "8")
+            assert "no room" in answer.json()["error"]["message"]
+    finally:
+        scripted.runtime.is_ready = True
+
+
+def test_a_server_whose_engine_has_gone_for_good_ends_with_the_reason(start_server):
+    """A2: it does not linger and refuse everything for ever."""
+    server = start_server()
+    assert server.ready.result(60)
+    server.call(lambda: server.runtime.end(EngineError("the engine's host has failed: a bug")))
+    with pytest.raises(EngineError, match="a bug"):
+        server.stop()

@@ -167,6 +167,24 @@ async def test_requests_with_a_client_lose_their_files_when_the_engine_comes_bac
     assert len(keeper) == 1
 
 
+async def test_requests_are_kept_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC L2: a machine that is out of threads costs a pause of the event loop, not the requests."""
+
+    def refused(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    keeper = Keeper(tmp_path)
+    keeper.open("r", ASKED, [], "", lambda _: None)
+    monkeypatch.setattr("threading.Thread.start", refused)
+    await keeper.keep([submit("r")])
+    assert len(files(tmp_path)) == 1
+    await keeper.release()
+    assert not files(tmp_path)
+    keeper.close()
+
+
 async def test_an_id_that_is_in_use_is_refused_and_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
     """SPEC L6: two requests of one id would be told apart by nobody."""
     keeper = Keeper(tmp_path)

@@ -16,10 +16,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from stoker.engine.descriptors import DescriptorReserve
 from stoker.engine.process import MakeEngine, Publish, engine_loop
+from stoker.engine.stderr_tail import StderrTail
 from stoker.engine.wire import encode_command, event_decoder
 from stoker.errors import MachineSetupError
 
@@ -33,7 +36,7 @@ log = logging.getLogger(__name__)
 ENGINE_MODULE = "stoker.engine"
 SOCKET_BUFFER_BYTES = 4 * 1024**2
 LAST_READ_S = 1.0
-"""The socket of a dead engine ends at once; a process it left behind may hold it open no longer than this."""
+"""Socket and stderr of a dead engine end at once; a process it left behind delays us no longer than this."""
 MAX_FRAMES_AHEAD = 1024
 
 EventSink = Callable[[list["Event"]], None]
@@ -41,9 +44,15 @@ EventSink = Callable[[list["Event"]], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineExit:
-    """How an engine ended: 0 in order, > 0 an exit status, < 0 the signal's number."""
+    """How an engine ended.
+
+    Attributes:
+        status: 0 in order, > 0 an exit status, < 0 the signal's number.
+        said: the last lines it wrote to its stderr; empty where that is this program's own.
+    """
 
     status: int
+    said: str = ""
 
     def __str__(self) -> str:
         if self.status >= 0:
@@ -70,7 +79,7 @@ class Carrier(Protocol):
         """Start the engine; `on_events` is called on this event loop with each frame.
 
         Raises:
-            MachineSetupError: the machine refuses another process.
+            MachineSetupError: the machine refuses a process, a descriptor or a thread; nothing is left open.
         """
         ...
 
@@ -115,13 +124,20 @@ class ProcessCarrier:
     Args:
         settings: handed to the engine as JSON.
         module: what `python -m` runs.
+        reserve: descriptors that a start may use.
     """
 
     can_kill = True
 
-    def __init__(self, settings: EngineSettings, module: str = ENGINE_MODULE) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        module: str = ENGINE_MODULE,
+        reserve: DescriptorReserve | None = None,
+    ) -> None:
         self._settings = settings
         self._module = module
+        self._reserve = DescriptorReserve(0) if reserve is None else reserve
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._exit: asyncio.Future[EngineExit] | None = None
@@ -138,39 +154,71 @@ class ProcessCarrier:
     async def start(self, on_events: EventSink) -> None:
         """See `Carrier.start`."""
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        try:
-            self._process = self._spawn(theirs)
-        except OSError as error:
-            ours.close()
-            raise MachineSetupError(f"the engine process cannot be started: {error}") from error
-        finally:
-            theirs.close()
-        self._exit = loop.create_future()
-        threading.Thread(target=self._reap, args=(loop,), name="stoker-reaper", daemon=True).start()
-        ours.setblocking(False)
         frames = self._frames = _Frames(on_events)
-        self._transport, _ = await loop.create_unix_connection(lambda: frames, sock=ours)
+        with ExitStack() as made:
+            try:
+                with self._reserve.lent():
+                    ours = self._launch(loop, made)
+                self._transport, _ = await loop.create_unix_connection(lambda: frames, sock=ours)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise MachineSetupError(f"the engine process cannot be started: {error}") from error
+            made.pop_all()
 
-    def _spawn(self, engine_end: socket.socket) -> subprocess.Popen[bytes]:
-        descriptor = engine_end.fileno()
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", self._module, str(descriptor), self._settings.model_dump_json()],
-            pass_fds=(descriptor,),
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # native libraries print; our stdout belongs to the application
-            start_new_session=True,  # the terminal's Ctrl-C and hang-up are for the front
+    def _launch(self, loop: asyncio.AbstractEventLoop, made: ExitStack) -> socket.socket:
+        """Everything that opens something; returns our end of the socket. `made` undoes it.
+
+        Does not wait: descriptors of the reserve are not taken by others meanwhile.
+        """
+        ours, theirs = socket.socketpair()
+        made.callback(ours.close)
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            ours.setblocking(False)
+            tail = self._spawn(theirs.fileno())
+        made.callback(self._end_process)
+        tail.start()
+        exit_ = self._exit = loop.create_future()
+        reap = threading.Thread(
+            target=self._reap, args=(loop, exit_, tail), name="stoker-reaper", daemon=True
         )
+        reap.start()
+        return ours
 
-    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _spawn(self, descriptor: int) -> StderrTail:
+        source, sink = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, str(descriptor), self._settings.model_dump_json()],
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,  # native libraries print; our stdout belongs to the application
+                stderr=sink,
+                start_new_session=True,  # the terminal's Ctrl-C and hang-up are for the front
+            )
+        except BaseException:
+            os.close(source)
+            raise
+        finally:
+            os.close(sink)
+        return StderrTail(source)
+
+    def _end_process(self) -> None:
+        """Undo a start: the child has not begun to serve, and goes at once."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+
+    def _reap(
+        self, loop: asyncio.AbstractEventLoop, exit_: asyncio.Future[EngineExit], tail: StderrTail
+    ) -> None:
         """Runs in a thread: works under every event loop, in every thread, without a child watcher."""
-        if self._process is None or self._exit is None:
+        if self._process is None:
             return
-        status = EngineExit(self._process.wait())
+        status = self._process.wait()
+        end = EngineExit(status, tail.text(LAST_READ_S))
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
-            loop.call_soon_threadsafe(_resolve, self._exit, status)
+            loop.call_soon_threadsafe(_resolve, exit_, end)
 
     def send(self, command: Command) -> None:
         """See `Carrier.send`."""
@@ -237,9 +285,13 @@ class ThreadCarrier:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
                 loop.call_soon_threadsafe(deliver, events)
 
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(loop, inbox, publish), name="stoker-engine", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise MachineSetupError(f"the engine thread cannot be started: {error}") from error
 
     def _run(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, publish: Publish) -> None:
         status = EngineExit(0)
@@ -272,9 +324,11 @@ class ThreadCarrier:
 NewCarrier = Callable[["EngineSettings"], Carrier]
 
 
-def carrier_for(settings: EngineSettings) -> Carrier:
-    """The carrier that `settings.isolation` names, not started yet."""
-    return ProcessCarrier(settings) if settings.isolation == "process" else ThreadCarrier(settings)
+def carrier_for(settings: EngineSettings, reserve: DescriptorReserve | None = None) -> Carrier:
+    """The carrier that `settings.isolation` names, not started yet; `reserve` is what its start may use."""
+    if settings.isolation == "process":
+        return ProcessCarrier(settings, reserve=reserve)
+    return ThreadCarrier(settings)
 
 
 def _resolve(future: asyncio.Future[EngineExit], status: EngineExit) -> None:

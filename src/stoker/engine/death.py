@@ -26,10 +26,17 @@ class Death:
     Attributes:
         reason: one phrase for logs and errors.
         is_blamable: the work it was doing could have caused it.
+        said: the last lines that it wrote, for errors that quote native code; may be empty.
     """
 
     reason: str
     is_blamable: bool
+    said: str = ""
+
+    @property
+    def quoted(self) -> str:
+        """The reason with what native code said of it."""
+        return f"{self.reason}: {self.said}" if self.said else self.reason
 
 
 class OomCounter:
@@ -46,6 +53,7 @@ class OomCounter:
             for line in (proc / "self/cgroup").read_text(encoding="ascii", errors="replace").splitlines():
                 if line.startswith("0::"):
                     self._files.append(cgroups / line[3:].lstrip("/") / "memory.events")
+        self._seen: list[int | None] = [None] * len(self._files)
         self._seen = self._read()
 
     def __repr__(self) -> str:
@@ -54,19 +62,21 @@ class OomCounter:
     def has_risen(self) -> bool:
         """Whether there was such a kill since the last call; asking counts as seeing it."""
         before, self._seen = self._seen, self._read()
-        return any(now > then for then, now in zip(before, self._seen, strict=True))
+        pairs = zip(before, self._seen, strict=True)
+        return any(then is not None and now is not None and now > then for then, now in pairs)
 
-    def _read(self) -> list[int]:
-        return [_count(file) for file in self._files]
+    def _read(self) -> list[int | None]:
+        return [_count(file, seen) for file, seen in zip(self._files, self._seen, strict=True)]
 
 
-def _count(file: Path) -> int:
+def _count(file: Path, seen: int | None) -> int | None:
+    """The counter in `file`; one that cannot be read now, say for want of a descriptor, stays as `seen`."""
     with contextlib.suppress(OSError, ValueError):
         for line in file.read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(" ")
             if name == OOM_KILL:
                 return int(value)
-    return 0
+    return seen
 
 
 def judge(end: EngineExit, hang: str | None, oom: OomCounter) -> Death:
@@ -79,8 +89,8 @@ def judge(end: EngineExit, hang: str | None, oom: OomCounter) -> Death:
     """
     is_oom = oom.has_risen()
     if hang is not None:
-        return Death(f"killed: {hang}", is_blamable=True)
+        return Death(f"killed: {hang}", is_blamable=True, said=end.said)
     if end.status == -signal.SIGKILL and is_oom:
         return Death("killed by the kernel for want of memory", is_blamable=True)
     is_blamable = end.status > 0 or (end.status < 0 and -end.status not in SENT_BY_SOMEBODY)
-    return Death(f"ended with {end}", is_blamable=is_blamable)
+    return Death(f"ended with {end}", is_blamable=is_blamable, said=end.said)

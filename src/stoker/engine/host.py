@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.engine.calls import Question
 from stoker.engine.carrier import NewCarrier, carrier_for
 from stoker.engine.death import Death, OomCounter
+from stoker.engine.descriptors import DescriptorReserve
 from stoker.engine.desk import Desk
 from stoker.engine.life import Life
 from stoker.engine.requests import EventSink, Requests
@@ -28,19 +30,22 @@ from stoker.engine.roster import Roster
 from stoker.engine.state import EngineState, Lifecycle
 from stoker.engine.watchdog import Backoff
 from stoker.engine.watcher import Keeper, Nobody, Watcher
-from stoker.errors import ErrorInfo, MachineSetupError, NotReadyError, error_from_info
+from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.messages import GetStatus, KnowModel, Shutdown, Submit
 from stoker.settings import EngineSettings
+from stoker.status import EngineHealth
 from stoker.values import ModelSpec
 
 if TYPE_CHECKING:
     from stoker.engine.loads import Loads
+    from stoker.errors import StokerError
     from stoker.request import GenerateRequest
     from stoker.status import ModelStatus
 
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
+"""So many in a row, and nobody is kept waiting for the next, which is tried all the same."""
 EXIT_LIMIT_S = 10.0
 """What an engine may take, after its drain, to save what it computed, free everything and leave."""
 
@@ -53,7 +58,7 @@ class EngineHost:
         specs: models to serve.
         watcher: is told of what happens.
         keeper: keeps the requests of a suspended engine.
-        new_carrier: makes the carrier of each life.
+        new_carrier: makes the carrier of each life; None: the one that the settings name.
     """
 
     def __init__(
@@ -63,12 +68,13 @@ class EngineHost:
         *,
         watcher: Watcher | None = None,
         keeper: Keeper | None = None,
-        new_carrier: NewCarrier = carrier_for,
+        new_carrier: NewCarrier | None = None,
     ) -> None:
         self._settings = settings
         watcher = Nobody() if watcher is None else watcher
         self._keeper = Nobody() if keeper is None else keeper
-        self._new_carrier = new_carrier
+        self._reserve = DescriptorReserve()
+        self._new_carrier = new_carrier or functools.partial(carrier_for, reserve=self._reserve)
         self._lifecycle = Lifecycle(watcher.engine_moved)
         self.roster = Roster(specs)
         self._desk = Desk(settings.max_queue, self.roster, watcher)
@@ -78,6 +84,9 @@ class EngineHost:
         self._life: Life | None = None
         self._num_restarts = 0
         self._num_failed_starts = 0
+        self._last_end = ""  # why the engine is not there
+        self._next_start_s: float | None = None
+        self._failure: ErrorInfo | None = None
         self._has_served = False
         self._is_closed = False
         self._is_kept = False  # what a suspension left is on disk, until an engine serves again
@@ -100,7 +109,7 @@ class EngineHost:
     @property
     def is_taking(self) -> bool:
         """Whether `submit` takes requests: serving, suspended, or away and expected back."""
-        is_away = self.state is EngineState.RESTARTING and not self._is_hopeless
+        is_away = self.state is EngineState.RESTARTING and not self._is_failing
         return self.state in {EngineState.SERVING, EngineState.SUSPENDED} or is_away
 
     @property
@@ -122,6 +131,30 @@ class EngineHost:
     def num_restarts(self) -> int:
         """Lives that ended without being asked to."""
         return self._num_restarts
+
+    def health(self) -> EngineHealth:
+        """Whether an engine serves, or what is done about it."""
+        now = time.monotonic()
+        is_away = self.state in {EngineState.STARTING, EngineState.RESTARTING}
+        next_start_s = None
+        if is_away and self._next_start_s is not None:
+            next_start_s = max(0.0, self._next_start_s - now)
+        return EngineHealth(
+            state=self._health_state,
+            for_s=now - self._lifecycle.since_s,
+            num_failed_starts=self._num_failed_starts if is_away else 0,
+            next_start_s=next_start_s,
+            reason=self._failure.message if self._failure else self._last_end if is_away else "",
+        )
+
+    @property
+    def _health_state(self) -> str:
+        if self._failure is not None:
+            return "failed"
+        if self.state is EngineState.CLOSED:
+            return "closing" if self._task is not None and not self._task.done() else "closed"
+        is_failing = self._is_failing and self.state is not EngineState.SUSPENDED
+        return "failing" if is_failing else str(self.state)
 
     def statuses(self) -> list[ModelStatus]:
         """Every served model as it was last heard of; needs no engine."""
@@ -147,12 +180,24 @@ class EngineHost:
             MachineError: not one could be, for want of memory or for heat.
         """
         self._started = asyncio.get_running_loop().create_future()
+        self._reserve.fill()
         self._task = asyncio.create_task(self._run(), name="stoker-engine-host")
         try:
             await self._started
         except BaseException:
             await self.close(0.0)
             raise
+
+    async def ended(self) -> None:
+        """Until the host is no more, after `close`.
+
+        Raises:
+            EngineError: it ended unasked, by a fault of ours: no engine will come any more.
+        """
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        if self._failure is not None:
+            raise error_from_info(self._failure)
 
     async def close(self, drain_s: float | None = None) -> None:
         """Take no more requests, let those that run finish for `drain_s`, end the rest, end the engine.
@@ -196,12 +241,14 @@ class EngineHost:
                 clock = group.create_task(self._tick())
                 await self._supervise()
                 clock.cancel()
-        except Exception:
+        except Exception as error:
             log.exception("the engine host failed: %r", self)
+            self._failure = _host_failure(error)
         finally:
             if self._life:
                 self._life.kill()
             self._end_everything()
+            self._reserve.close()
 
     async def _supervise(self) -> None:
         while not self._is_closed:
@@ -218,15 +265,23 @@ class EngineHost:
             if life.is_leaving:
                 await self._stay_away("suspended")
             elif not self._is_closed:
-                self._bury(life, death)
-                if life.has_worked:
-                    self._backoff.reset()
-                delay_s = self._backoff.after_life(life.served_s)
-                await self._rest.until(lambda: self._is_closed or self._rest.is_wanted, delay_s)
+                await self._pause_after(life, death)
+
+    async def _pause_after(self, life: Life, death: Death) -> None:
+        """Between a death that nobody asked for and the next start: the back-off."""
+        if life.has_worked:
+            self._backoff.reset()
+        delay_s = self._backoff.after_life(life.served_s)
+        self._next_start_s = time.monotonic() + delay_s
+        self._bury(life, death, delay_s)
+        await self._rest.until(lambda: self._is_closed or self._rest.is_wanted, delay_s)
+        self._next_start_s = None
 
     async def _boot(self, life: Life) -> None:
         """From Hello to serving. Models load one by one: if the engine dies, this one did it."""
         await life.wait_until_up()
+        if self._is_failing:
+            log.warning("engine %d has come up after %d failed starts", life.pid, self._num_failed_starts)
         self._num_failed_starts = 0
         for spec in self.roster.specs():
             life.send(KnowModel(spec))
@@ -248,18 +303,24 @@ class EngineHost:
             self._releasing = asyncio.create_task(self._keeper.release(), name="stoker-release-kept")
         self._rest.ring()
 
-    def _bury(self, life: Life, death: Death) -> None:
+    def _bury(self, life: Life, death: Death, delay_s: float) -> None:
         """Draw the consequences of a death that nobody asked for."""
         self._num_restarts += 1
-        log.warning("engine %d %s; starting another", life.pid, death.reason)
+        self._last_end = death.reason
         if not life.is_up and death.is_blamable:
             self._num_failed_starts += 1
-        elif death.is_blamable:
-            self.roster.charge(death.reason)
+        num_failed = self._num_failed_starts
+        if num_failed & (num_failed - 1) == 0:  # of a cause that lasts it is said ever more rarely
+            failed = f" ({num_failed} failed starts in a row)" if num_failed else ""
+            log.warning(
+                "engine %d %s%s; the next start is in %.1f s", life.pid, death.reason, failed, delay_s
+            )
+        if life.is_up and death.is_blamable:
+            self.roster.charge(death)
         self._desk.bury(death)
         if self.state is EngineState.SERVING:
             self._lifecycle.move(EngineState.RESTARTING, death.reason)
-        if self._is_hopeless:
+        if self._is_failing:
             self._give_up(death)
         elif self.state is EngineState.STARTING and (failure := self.roster.start_failure()):
             self._fail_start(failure)
@@ -278,13 +339,22 @@ class EngineHost:
         self._rest.ring()
 
     def _setup_error(self, reason: str) -> MachineSetupError:
-        text = f"the engine process does not start ({self._num_failed_starts} times), last: {reason}"
-        return MachineSetupError(text, retry_after_s=2.0)
+        return MachineSetupError(self._failing_text(reason), retry_after_s=self._retry_after_s)
+
+    def _failing_text(self, reason: str) -> str:
+        return f"the engine process does not start ({self._num_failed_starts} times), last: {reason}"
+
+    @property
+    def _retry_after_s(self) -> float:
+        """When an engine may be back: not before the next start."""
+        return max(1.0, self.health().next_start_s or 0.0)
 
     def _end_everything(self) -> None:
         """Whatever has not ended yet ends here, exactly once."""
         self._stop_intake("the host's task ended")
-        error = NotReadyError("the engine has shut down")
+        error: StokerError = NotReadyError("the engine has shut down")
+        if self._failure is not None:
+            error = error_from_info(self._failure)
         if self._is_kept:
             error = NotReadyError("the program ends while suspended; its next start goes on with this")
         else:
@@ -297,6 +367,7 @@ class EngineHost:
         """Look after what no message announces: a hung engine, a deadline that passes without an engine."""
         while True:
             await asyncio.sleep(min(0.5, self._settings.watchdog_s / 4))
+            self._reserve.fill()
             if self._life and not self._life.is_over:
                 self._life.check(time.monotonic())
             self._requests.expire()
@@ -334,13 +405,16 @@ class EngineHost:
             MachineSetupError: the engine process does not come up.
         """
         self._check_running()
+        if self._rest.is_wanted:  # what failed before says nothing of now
+            self._num_failed_starts = 0
+            self._backoff.reset()
         self._rest.wake()
         await self._rest.until(
-            lambda: self._desk.has_engine or self._rest.is_wanted or self._is_closed or self._is_hopeless
+            lambda: self._desk.has_engine or self._rest.is_wanted or self._is_closed or self._is_failing
         )
         self._check_running()
-        if self._is_hopeless:
-            raise self._setup_error("see the log")
+        if self._is_failing:
+            raise self._setup_error(self._last_end)
 
     async def _stay_away(self, why: str) -> None:
         """Between two lives, until `wake` or `close`; a `wake` that came already ends it at once."""
@@ -361,7 +435,7 @@ class EngineHost:
             self._lifecycle.move(back, "resumed")
 
     @property
-    def _is_hopeless(self) -> bool:
+    def _is_failing(self) -> bool:
         return self._num_failed_starts >= MAX_FAILED_STARTS
 
     @property
@@ -369,6 +443,8 @@ class EngineHost:
         return self._desk.requests
 
     def _check_running(self) -> None:
+        if self._failure is not None:
+            raise error_from_info(self._failure)
         if self._task is None or self._is_closed:
             raise NotReadyError(f"the engine is {self.state}")
 
@@ -434,16 +510,29 @@ class EngineHost:
         """
         self.check_open()
         if isinstance(question, GetStatus) and not self._desk.has_engine:
-            raise NotReadyError(f"the engine is {self.state}", retry_after_s=1.0)
+            raise NotReadyError(f"the engine is {self.state}", retry_after_s=self._retry_after_s)
         answer = self._desk.calls.open(question)
         self._desk.hand_out()
         return await answer
 
     def check_open(self) -> None:
-        """Refuse what comes before the first engine serves, or after the end.
+        """Refuse what no engine will come for soon: before the first, while none starts, after the end.
 
         Raises:
-            NotReadyError: not started, or closed.
+            NotReadyError: not started, closed, or starts fail one after the other.
+            EngineError: the host ended by a fault of ours.
         """
+        if self._failure is not None:
+            raise error_from_info(self._failure)
+        if self._is_failing and not self._rest.is_wanted:
+            raise NotReadyError(self._failing_text(self._last_end), retry_after_s=self._retry_after_s)
         if self.state in {EngineState.STARTING, EngineState.CLOSED}:
             raise NotReadyError(f"the engine is {self.state}", retry_after_s=1.0)
+
+
+def _host_failure(error: Exception) -> ErrorInfo:
+    """What callers are told from here on; of several at once the first."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    text = f"the engine's host has failed and starts no other: {type(error).__name__}: {error}"
+    return EngineError(text).info()

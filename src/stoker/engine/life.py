@@ -84,12 +84,18 @@ class Life:
         return time.monotonic() - self._serving_since if self._serving_since is not None else 0.0
 
     async def live(self, oom: OomCounter) -> Death:
-        """Run it to its end."""
+        """Run it to its end; an engine that could not be started has ended too, whatever was the matter."""
         try:
             await self._carrier.start(self._receive)
-            end = await self._carrier.wait()
         except MachineSetupError as error:
+            self._over.set()
             return Death(error.message, is_blamable=True)
+        except Exception as error:
+            self._over.set()
+            log.exception("an engine could not be started")
+            return Death(f"could not be started: {type(error).__name__}: {error}", is_blamable=True)
+        try:
+            end = await self._carrier.wait()
         finally:
             self._over.set()
         return judge(end, self._hang, oom)

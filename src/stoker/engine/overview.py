@@ -29,6 +29,7 @@ async def overview(host: EngineHost) -> RuntimeStatus:
         label=default.label if default else "",
         threads=engine.num_threads or (default.num_threads if default else 0),
         engine=engine,
+        health=host.health(),
     )
 
 

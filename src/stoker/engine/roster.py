@@ -19,6 +19,7 @@ from stoker.values import ModelInfo
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from stoker.engine.death import Death
     from stoker.messages import ModelState
     from stoker.values import ModelSpec
 
@@ -275,13 +276,13 @@ class Roster:
                 entry.may_evict |= is_first
                 is_first = False
 
-    def charge(self, reason: str) -> None:
+    def charge(self, death: Death) -> None:
         """The engine died of its work: the model that it was loading may have been it, once too often."""
         for entry in self._entries.values():
             if entry.state is ModelLife.LOADING and entry.stage != "waiting":
-                self._charge(entry, reason)
+                self._charge(entry, death)
 
-    def _charge(self, entry: Entry, reason: str) -> None:
+    def _charge(self, entry: Entry, death: Death) -> None:
         entry.load_crashes += 1
         if entry.load_crashes < MAX_LOAD_CRASHES:
             return
@@ -290,7 +291,7 @@ class Roster:
         entry.is_barred, entry.is_due = True, False
         entry.error = ModelLoadError(
             f"loading {model!r} from {entry.to_load.path} ended the engine {entry.load_crashes} times, "
-            f"last: {reason}",
+            f"last: {death.quoted}",
             model=model,
             crashes=entry.load_crashes,
         ).info()

@@ -5,6 +5,7 @@ Owns which moves are legal and remembers the last ones; what a move entails is t
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
@@ -47,6 +48,7 @@ class Lifecycle:
     def __init__(self, on_move: OnMove = _ignore) -> None:
         self._on_move = on_move
         self._state = EngineState.STARTING
+        self._since_s = time.monotonic()
         self._story: deque[str] = deque([str(EngineState.STARTING)], maxlen=STORY_LENGTH)
 
     def __repr__(self) -> str:
@@ -57,6 +59,11 @@ class Lifecycle:
         """Where the engine is."""
         return self._state
 
+    @property
+    def since_s(self) -> float:
+        """When it came there, on the monotonic clock."""
+        return self._since_s
+
     def move(self, to: EngineState, why: str) -> None:
         """Go to another state.
 
@@ -65,6 +72,6 @@ class Lifecycle:
         """
         if to not in MOVES[self._state]:
             raise AssertionError(f"illegal move {self._state} -> {to} ({why}); so far: {self!r}")
-        self._state = to
+        self._state, self._since_s = to, time.monotonic()
         self._story.append(f"-> {to} ({why})")
         self._on_move(to, why)

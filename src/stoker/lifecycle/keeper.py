@@ -176,7 +176,7 @@ class Keeper:
     async def keep(self, requests: list[Submit]) -> None:
         """Write all of these down."""
         files = [kept for submit in requests if (kept := self._file(submit)) is not None]
-        await asyncio.to_thread(self._write, files)
+        await _in_thread(lambda: self._write(files))
         for kept in files:  # ended while it was written
             if kept.submit.request_id not in self._records:
                 self._folder.remove(kept.submit.request_id)
@@ -205,7 +205,7 @@ class Keeper:
     async def release(self) -> None:
         """The engine comes back: what has a client here needs no file."""
         ids = [record.request_id for record in self._records.values() if record.has_client]
-        await asyncio.to_thread(self._remove, ids)
+        await _in_thread(lambda: self._remove(ids))
 
     def _remove(self, ids: list[str]) -> None:
         for request_id in ids:
@@ -231,3 +231,12 @@ class Keeper:
         """Leave what is kept to the next program."""
         self._folder.close()
         self._records.clear()
+
+
+async def _in_thread(work: Callable[[], None]) -> None:
+    """Run what reads or writes files beside the event loop, or on it where no thread can be started."""
+    try:
+        await asyncio.to_thread(work)
+    except RuntimeError as error:
+        log.warning("no thread for the files of suspended requests: %s", error)
+        work()

@@ -110,11 +110,16 @@ class ServerContext:
         """Refuse work that cannot start now.
 
         Raises:
-            NotReadyError: models are loading, the engine restarts or the server stops.
+            NotReadyError: models are loading, no engine starts, or the server stops.
         """
         if self.is_stopping:
             raise NotReadyError("the server is stopping", retry_after_s=RETRY_AFTER_S)
-        if not self.runtime.is_ready:
+        if self.runtime.is_ready:
+            return
+        health = self.runtime.health()
+        if health.is_alive:
             raise NotReadyError(
                 "the models are not ready yet; /ready tells when", retry_after_s=RETRY_AFTER_S
             )
+        text = f"the engine is {health.state} for {health.for_s:.0f} s, last: {health.reason}"
+        raise NotReadyError(text, retry_after_s=max(RETRY_AFTER_S, health.next_start_s or 0.0))

@@ -116,7 +116,7 @@ class Service:
             announce: called once with the readiness line's content (SPEC I3).
 
         Raises:
-            StokerError: the runtime could not start.
+            StokerError: the runtime could not start, or it ended unasked: nothing lingers without an engine.
         """
         serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
         starting = asyncio.ensure_future(self._runtime.start())
@@ -128,7 +128,7 @@ class Service:
                 announce(self._ready_line())
                 if self.context.settings.follow_sleep:
                     self.sleep.follow_machine()
-                await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+                await self._until_over(stopping, serving)
         finally:
             self.context.is_stopping = True
             starting.cancel()
@@ -138,6 +138,16 @@ class Service:
             await self._runtime.close()
             self.server.should_exit = True
             await serving
+
+    async def _until_over(self, *others: asyncio.Future[Any]) -> None:
+        """Until one of `others` is done, or the runtime has ended unasked, which raises."""
+        ended = asyncio.ensure_future(self._runtime.ended())
+        try:
+            await asyncio.wait((ended, *others), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await ended
+        finally:
+            ended.cancel()
 
     def _ready_line(self) -> dict[str, Any]:
         host, port = self._listener.getsockname()[:2]

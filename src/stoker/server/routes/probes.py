@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from stoker.errors import StokerError
 from stoker.server.context import ServerContext
+from stoker.server.schema.status import engine_document
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -15,15 +16,22 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> Response:
-        """The server process answers."""
-        return Response(msgspec.json.encode({"status": "ok"}), media_type="application/json")
+        """200 while it serves or is about to; 503 where no engine starts, or none will any more.
+
+        `engine.state`: starting, serving, restarting, suspended, closing; failing, failed or closed.
+        """
+        found = context.runtime.health()
+        status = "ok" if found.is_alive else "error"
+        content = msgspec.json.encode({"status": status, "engine": engine_document(found)})
+        return Response(content, 200 if found.is_alive else 503, media_type="application/json")
 
     @routes.get("/ready")
     async def ready() -> Response:
         """Requests are taken; 503 until then. A suspended runtime takes them and keeps them."""
         context.require_ready()
-        state = "suspended" if context.runtime.is_suspended else "ready"
-        return Response(msgspec.json.encode({"status": state}), media_type="application/json")
+        state = context.runtime.health().state
+        status = "ready" if state == "serving" else state
+        return Response(msgspec.json.encode({"status": status}), media_type="application/json")
 
     @routes.get("/metrics")
     async def metrics() -> Response:

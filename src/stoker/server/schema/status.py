@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stoker.runtime import RuntimeStatus
-    from stoker.status import EngineStatus, ModelStatus, SlotStatus, WaitStatus
+    from stoker.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
 
 
 def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dict[str, Any]:
@@ -23,11 +23,11 @@ def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dic
     return {
         "engine": {
             "pid": status.pid,
-            "state": status.state,
             "restarts": status.restarts,
             "label": status.label,
             "threads": status.threads,
             "threads_reason": engine.threads_reason,
+            **engine_document(status.health),
         },
         "slots": [_slot(slot) for slot in engine.slots],
         "queue": [_waiting(waiting) for waiting in engine.queue],
@@ -39,6 +39,18 @@ def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dic
         "cache": _cache(engine),
         "counters": engine.counters,
     }
+
+
+def engine_document(health: EngineHealth) -> dict[str, Any]:
+    """Where the engine is, for how long, and if it is away: why, and when the next start is."""
+    document: dict[str, Any] = {"state": health.state, "for_s": round(health.for_s, 3)}
+    if health.num_failed_starts:
+        document["failed_starts"] = health.num_failed_starts
+    if health.next_start_s is not None:
+        document["next_start_s"] = round(health.next_start_s, 3)
+    if health.reason:
+        document["reason"] = health.reason
+    return document
 
 
 def models_now(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> list[ModelStatus]:
