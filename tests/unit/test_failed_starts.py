@@ -1,4 +1,4 @@
-"""An engine that cannot be started, for want of whatever it takes: tried again, told of, nothing left open."""
+"""An engine that cannot be started, for want of whatever it takes: tried again, told of, nothing left."""
 
 from __future__ import annotations
 

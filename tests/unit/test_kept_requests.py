@@ -177,11 +177,12 @@ async def test_requests_are_kept_where_no_thread_can_be_started(
 
     keeper = Keeper(tmp_path)
     keeper.open("r", ASKED, [], "", lambda _: None)
-    monkeypatch.setattr("threading.Thread.start", refused)
-    await keeper.keep([submit("r")])
-    assert len(files(tmp_path)) == 1
-    await keeper.release()
-    assert not files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", refused)
+        await keeper.keep([submit("r")])
+        assert len(files(tmp_path)) == 1
+        await keeper.release()
+        assert not files(tmp_path)
     keeper.close()
 
 
