@@ -25,6 +25,7 @@ from stoker.chat.answer_events import (
     Content,
     Reasoning,
 )
+from stoker.chat.continuation import continuation_of
 from stoker.chat.conversation import NO_TOOLS, PreparedTurn, ToolOffer, prepared_turn
 from stoker.chat.tool_constraints import MAX_FORCED_CALLS
 from stoker.chat.tools import ChoiceMode, checked_choice, checked_tools
@@ -104,7 +105,8 @@ def planned_chat(
         info: of the model.
         messages: in OpenAI's form; contents as text or parts.
         offer: of tools.
-        template_args: further variables of the model's chat template.
+        template_args: further variables of the model's chat template; with `continue_final_message` true the
+            last turn, which has to be the assistant's, is continued, with false it is not (None: it is).
         render: lays the prepared messages out.
 
     Raises:
@@ -112,9 +114,11 @@ def planned_chat(
         UnsupportedError: there are pictures and the model reads none.
     """
     seen = illustrated(messages, info)
-    turn = prepared_turn(seen.messages, info.chat_template, offer)
-    args = {**(template_args or {}), **({"tools": turn.tools} if turn.tools else {})}
-    prompt = render(info, turn.messages, args) + turn.prefill
+    args = dict(template_args or {})
+    continuation = continuation_of(seen.messages, args)
+    turn = prepared_turn(seen.messages, info.chat_template, offer, continuation)
+    args |= {"tools": turn.tools} if turn.tools else {}
+    prompt = turn.prompt(lambda messages, /, **changes: render(info, messages, args | changes))
     seen.check(prompt, info.id)
     return ChatPlan(prompt, turn.form(prompt), turn, seen.images)
 

@@ -7,6 +7,8 @@ import json
 import openai
 import pytest
 
+from stoker.server.schema.chat import ChatRequest
+
 HELLO = [{"role": "user", "content": "Say hello"}]
 
 
@@ -147,7 +149,7 @@ def test_every_field_reaches_the_runtime(scripted, scripted_http):
     assert answer.status_code == 200, answer.text
     request = scripted.runtime.requests[0]
     sampling = request.sampling
-    assert request.prompt == "system: be brief\nadd_generation_prompt=False\ndeep=True"
+    assert request.prompt == "system: be \nbrief\nadd_generation_prompt=False\ndeep=True"
     assert (request.max_tokens, request.n, request.stop, request.min_tokens) == (2, 2, ("x", "y"), 1)
     assert (request.ignore_eos, request.timeout_s, request.logprobs, request.is_chat) == (True, 30, 3, True)
     assert (request.priority, request.return_progress) == ("background", True)
@@ -167,6 +169,58 @@ def test_every_field_reaches_the_runtime(scripted, scripted_http):
     )
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.3, 0.4)
     assert (sampling.logit_bias, sampling.seed) == ({5: -1.5}, 9)
+
+
+def test_a_last_turn_of_the_assistant_is_gone_on_with(scripted, scripted_http):
+    """As vLLM and llama-server do; the answer is the new text alone, and the fields for it are checked."""
+    begun = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "Hello and"}]}]
+    given = {"messages": begun, "max_tokens": 2}
+    answer = scripted_http.post("/v1/chat/completions", json=given).json()
+    assert answer["choices"][0]["message"]["content"] == "w0 w1 "
+    assert scripted.runtime.requests[0].prompt == "user: Say hello\nassistant: Hello and"
+    shown = scripted_http.post("/apply-template", json={"messages": begun, "continue_final_message": True})
+    assert shown.json()["prompt"] == "user: Say hello\nassistant: Hello and"
+    new = scripted_http.post("/apply-template", json={"messages": begun, "add_generation_prompt": True})
+    assert new.json()["prompt"].endswith("assistant: Hello and\nadd_generation_prompt=True")
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    for body in ({"messages": begun, **both}, {"messages": HELLO, "continue_final_message": True}):
+        refused = scripted_http.post("/v1/chat/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"enable_thinking": False}, "enable_thinking=False"),
+        ({"reasoning_effort": "none"}, "enable_thinking=False\nreasoning_effort=none"),
+        ({"reasoning_effort": "low"}, "enable_thinking=True\nreasoning_effort=low"),
+        (
+            {"reasoning_effort": "low", "enable_thinking": False},
+            "enable_thinking=False\nreasoning_effort=low",
+        ),
+        (
+            {"enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+            "enable_thinking=True",
+        ),
+        ({}, "user: Say hello"),
+    ],
+)
+def test_a_template_is_told_whether_to_think(scripted_http, given, told):
+    """adr/0020: by any of the three names; without them it is told nothing."""
+    shown = scripted_http.post("/apply-template", json={"messages": HELLO, **given}).json()["prompt"]
+    assert shown.removeprefix("user: Say hello\n") == told
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_the_reasoning_of_a_message_is_read_by_either_name(name):
+    """adr/0020: as answers have it; an object, as some gateways send, says nothing."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    thought = {"role": "assistant", "content": None, "tool_calls": [call], name: "I look."}
+    other = {"role": "assistant", "content": "It rains.", "reasoning": {"effort": "low"}}
+    body = ChatRequest.model_validate({"messages": [*HELLO, thought, other]})
+    _, first, second = body.turns("m")
+    assert (first["reasoning_content"], first["tool_calls"]) == ("I look.", [call])
+    assert "reasoning_content" not in second
 
 
 def test_nulls_mean_the_defaults(scripted, scripted_http):

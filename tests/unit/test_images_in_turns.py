@@ -131,6 +131,13 @@ def test_an_application_gives_images_and_texts_as_they_are():
     assert with_images(turns, []) is turns
 
 
+def test_texts_of_a_turn_are_lines_of_their_own_and_pictures_stand_where_they_are():
+    """As llama-server joins parts."""
+    assert seen(user(text("What is"), text("the best book"))) == (["What is\nthe best book"], [])
+    turn = user(text("a"), text("b"), link("1"), link("2"), text("c"), text("d"))
+    assert seen(turn) == ([f"a\nb{HERE}{HERE}c\nd"], ["1", "2"])
+
+
 def test_a_template_that_leaves_a_picture_out_is_found_out():
     """SPEC V2: as many places in the prompt as pictures, or 400."""
     only_last = "{{ messages[-1]['content'] }}"

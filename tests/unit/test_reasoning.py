@@ -108,9 +108,27 @@ def test_a_tag_is_held_while_it_is_partial() -> None:
 )
 def test_the_model_is_not_shown_what_it_thought(message: dict[str, Any], kept: dict[str, Any]) -> None:
     """SPEC D7: stripped from history, of the assistant's turns alone."""
-    before = dict(message)
-    assert strip_reasoning([message]) == [kept]
+    before, question = dict(message), {"role": "user", "content": "And?"}
+    assert strip_reasoning([message, question]) == [kept, question]
     assert message == before
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+@pytest.mark.parametrize("tags", [THINK, None])
+def test_in_a_loop_of_calls_the_template_gets_what_was_thought(name: str, tags: ReasoningTags | None) -> None:
+    """adr/0020: behind the user's last turn, by the name that templates know; text stays as it was given."""
+    asked = {"role": "user", "content": "Weather?"}
+    called = {"role": "assistant", "content": "", "tool_calls": [1], name: "I look."}
+    result = {"role": "tool", "content": "<think>rain</think>"}
+    inline = {"role": "assistant", "content": "<think>Rain.</think>It rains."}
+    shown = {"role": "assistant", "content": "", "tool_calls": [1], "reasoning_content": "I look."}
+    assert strip_reasoning([called, asked, called, result, inline], tags) == [
+        {"role": "assistant", "content": "", "tool_calls": [1]},
+        asked,
+        shown,
+        result,
+        inline,
+    ]
 
 
 def test_a_turn_of_a_model_that_reasons_is_prepared_for_it() -> None:

@@ -50,9 +50,9 @@ def test_the_opening_of_the_answer_is_left_out_when_not_wanted() -> None:
 
 
 def test_text_parts_are_joined_for_templates_that_know_text_only() -> None:
-    """Issue 'Front': OpenAI content parts render like the plain text they are."""
+    """Issue 'Front': OpenAI content parts are lines of one text, as vLLM and llama-server have it."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert "user\nab<|im_end|>" in ChatTemplate(None).render([{"role": "user", "content": parts}])
+    assert "user\na\nb<|im_end|>" in ChatTemplate(None).render([{"role": "user", "content": parts}])
 
 
 def test_other_parts_reach_the_template_as_they_are() -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.chat.answer import AnswerForm
+from stoker.chat.continuation import Continuation
 from stoker.chat.reasoning import is_opened_by, reasoning_tags_of, strip_reasoning
+from stoker.chat.system_turns import LayOut, accepted
 from stoker.chat.tool_constraints import MAX_FORCED_CALLS, forced_calls
 from stoker.chat.tool_formats import tool_syntax_of
 from stoker.chat.tool_history import TemplateInput, template_input
@@ -54,11 +56,20 @@ class PreparedTurn:
     stops: tuple[str, ...]
     control_tokens: tuple[str, ...]
     _form: AnswerForm
+    _continuation: Continuation | None = None
+
+    def prompt(self, lay_out: LayOut) -> str:
+        """The prompt as the template that `lay_out` renders with writes it. Raises InvalidRequestError."""
+        if self._continuation is None:
+            return accepted(self.messages, lay_out) + self.prefill
+        return self._continuation.prompt(self.messages, self._form.tags, lay_out) + self.prefill
 
     def form(self, prompt: str) -> AnswerForm:
-        """How the answer to the rendered prompt is to be read."""
-        tags = self._form.tags
-        is_reasoning = tags is not None and is_opened_by(prompt, tags)
+        """How the answer to the prompt is to be read."""
+        tags, continued = self._form.tags, self._continuation
+        if tags is None:
+            return self._form
+        is_reasoning = continued.is_reasoning(prompt, tags) if continued else is_opened_by(prompt, tags)
         return dataclasses.replace(self._form, is_reasoning=is_reasoning)
 
 
@@ -66,9 +77,18 @@ NO_TOOLS = ToolOffer()
 
 
 def prepared_turn(
-    messages: Sequence[Mapping[str, Any]], template: str | None, offer: ToolOffer = NO_TOOLS
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None,
+    offer: ToolOffer = NO_TOOLS,
+    continuation: Continuation | None = None,
 ) -> PreparedTurn:
     """The turn for a model with that chat template (Jinja source; None: it has none).
+
+    Args:
+        messages: in OpenAI's form, with contents as text.
+        template: of the model.
+        offer: of tools.
+        continuation: what the answer goes on with; None: it is a turn of its own.
 
     Raises:
         InvalidRequestError: a call in the history is malformed, or the tools are too many to be forced;
@@ -77,7 +97,9 @@ def prepared_turn(
     tags = reasoning_tags_of(template)
     syntax = tool_syntax_of(template)
     tools = () if offer.choice.mode is ChoiceMode.NONE else offer.tools
-    kept = messages if tags is None else strip_reasoning(messages, tags)
+    if continuation is not None:
+        messages = continuation.marked(messages)
+    kept = strip_reasoning(messages, tags)
     given: TemplateInput = template_input(kept, tools, syntax, template)
     is_forced = offer.choice.is_forced
     spelled = [*(syntax.control_tokens if tools else ()), *((tags.opener, tags.closer) if tags else ())]
@@ -90,4 +112,5 @@ def prepared_turn(
         stops=(syntax.closer,) if tools and not is_forced and offer.max_calls == 1 and syntax.closer else (),
         control_tokens=tuple(spelled),
         _form=AnswerForm(syntax if tools else None, tuple(tool.name for tool in tools), tags),
+        _continuation=continuation,
     )

@@ -1,7 +1,7 @@
 """What a model thinks before it answers, apart from the answer (SPEC D7).
 
 Owns the tags of reasoning: which a template knows, whether a prompt has opened them already, where the text
-leaves them, and that none of it is shown to the model again.
+leaves them, and which of it is shown to the model again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class ReasoningTags:
 THINK = ReasoningTags("<think>", "</think>")
 BRACKETS = ReasoningTags("[THINK]", "[/THINK]")
 _KNOWN = (THINK, BRACKETS)
+_FIELDS = frozenset({"reasoning_content", "reasoning"})
 
 
 def reasoning_tags_of(template: str | None) -> ReasoningTags | None:
@@ -124,16 +125,37 @@ class ReasoningSplitter:
 
 
 def strip_reasoning(
-    messages: Sequence[Mapping[str, Any]], tags: ReasoningTags = THINK
+    messages: Sequence[Mapping[str, Any]], tags: ReasoningTags | None = THINK
 ) -> list[dict[str, Any]]:
-    """The messages without what the assistant thought: neither as a field of its own nor in its text."""
-    return [_without_reasoning(message, tags) for message in messages]
+    """The messages without what the assistant thought before the user's last turn (adr/0020).
+
+    Behind that turn, in a loop of tool calls, a template decides: the thoughts stand in `reasoning_content`,
+    or in the text as they were given.
+    """
+    users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    last_user = users[-1] if users else -1
+    return [
+        _without_reasoning(message, tags) if index < last_user else _with_reasoning(message)
+        for index, message in enumerate(messages)
+    ]
 
 
-def _without_reasoning(message: Mapping[str, Any], tags: ReasoningTags) -> dict[str, Any]:
-    kept = {name: value for name, value in message.items() if name not in {"reasoning_content", "reasoning"}}
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """What the assistant thought, by either name that servers have for the field."""
+    given = message.get("reasoning_content") or message.get("reasoning")
+    return given if isinstance(given, str) else ""
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in message.items() if name not in _FIELDS}
+    thought = reasoning_of(message)
+    return {**kept, "reasoning_content": thought} if thought else kept
+
+
+def _without_reasoning(message: Mapping[str, Any], tags: ReasoningTags | None) -> dict[str, Any]:
+    kept = {name: value for name, value in message.items() if name not in _FIELDS}
     content = kept.get("content")
-    if kept.get("role") != "assistant" or not isinstance(content, str):
+    if tags is None or kept.get("role") != "assistant" or not isinstance(content, str):
         return kept
     opened, found, rest = content.partition(tags.closer)
     # A template that opens the reasoning itself leaves answers with the closing tag alone.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from stoker.chat.parts import text_of
 from stoker.chat.sandbox import MAX_TEMPLATE_CHARS, MAX_VALUE_CHARS, Budget, TemplateEnvironment
 from stoker.errors import InvalidRequestError, UnsupportedError
 
@@ -158,7 +159,7 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         )
     texts = [part.get("text") if part.get("type") == "text" else None for part in content]
     if all(isinstance(text, str) for text in texts):  # most templates know text only
-        return {**message, "content": "".join(text for text in texts if text)}
+        return {**message, "content": text_of(content)}
     return {**message, "content": list(content)}
 
 

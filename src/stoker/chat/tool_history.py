@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stoker.chat.parts import text_of
 from stoker.chat.tool_formats import LLAMA3, MISTRAL, MISTRAL_ARGS, ToolSyntax
 from stoker.chat.tools import Tool
 from stoker.errors import InvalidRequestError
@@ -185,10 +186,10 @@ def _plain(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     results: list[str] = []
     for turn in turns:
         if turn["role"] == "tool":
-            results.append(f"<tool_response>\n{_text(turn.get('content'))}\n</tool_response>")
+            results.append(f"<tool_response>\n{text_of(turn.get('content'))}\n</tool_response>")
             continue
         if results and turn["role"] == "user":
-            yield {**turn, "content": "\n".join([*results, _text(turn.get("content"))])}
+            yield {**turn, "content": "\n".join([*results, text_of(turn.get("content"))])}
         else:
             if results:
                 yield {"role": "user", "content": "\n".join(results)}
@@ -203,8 +204,8 @@ def _spelled(turn: dict[str, Any]) -> dict[str, Any]:
     if not calls:
         return turn
     written = [f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in calls]
-    content = "\n".join([text for text in (_text(turn["content"]),) if text] + written)
-    return {"role": turn["role"], "content": content}
+    content = "\n".join([text for text in (text_of(turn["content"]),) if text] + written)
+    return {name: value for name, value in turn.items() if name != "tool_calls"} | {"content": content}
 
 
 def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool], *, has_system: bool) -> None:
@@ -213,7 +214,7 @@ def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool], *, has_system
     text = _INTRODUCTION.format(tools=listed)
     first = turns[0] if turns else None
     if first is not None and first["role"] == "system":
-        turns[0] = {**first, "content": f"{_text(first.get('content'))}\n\n{text}".lstrip()}
+        turns[0] = {**first, "content": f"{text_of(first.get('content'))}\n\n{text}".lstrip()}
     elif has_system:
         turns.insert(0, {"role": "system", "content": text})
     else:
@@ -221,13 +222,7 @@ def _introduce(turns: list[dict[str, Any]], tools: Sequence[Tool], *, has_system
         if at is None:
             turns.insert(0, {"role": "user", "content": text})
         else:
-            turns[at] = {**turns[at], "content": f"{text}\n\n{_text(turns[at].get('content'))}"}
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-    return content if isinstance(content, str) else ""
+            turns[at] = {**turns[at], "content": f"{text}\n\n{text_of(turns[at].get('content'))}"}
 
 
 def _json(value: Any) -> str:

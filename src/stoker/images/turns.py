@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from stoker.errors import InvalidRequestError, UnsupportedError
@@ -163,7 +164,10 @@ class _Turn:
             return dict(self.given)
         num_written = self._num_written
         stand_in = "" if num_written else IMAGE_MARKER
-        text = "".join(piece if isinstance(piece, str) else stand_in for piece in self.pieces)
+        text = "".join(
+            "\n".join(map(str, run)) if is_text else stand_in * len(list(run))  # as `stoker.chat.parts` joins
+            for is_text, run in groupby(self.pieces, lambda piece: isinstance(piece, str))
+        )
         missing = len(self.images) - num_written if num_written else 0
         return {**self.given, "content": IMAGE_MARKER * missing + text}
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from stoker.states import SavedState, StateEmbedding
 
 BINARY = "application/octet-stream"
+FINISHED: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False}
+"""How turns are laid out of which none is to be answered."""
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -76,7 +78,7 @@ class _StateRoutes:
         prompt: str | tuple[int, ...]
         if body.messages is not None:
             turns = [turn.to_template(f"messages.{i}", info.id) for i, turn in enumerate(body.messages)]
-            prompt = self._context.runtime.render_chat(turns, model=info.id, add_generation_prompt=False)
+            prompt = self._context.runtime.render_chat(turns, model=info.id, **FINISHED)
             fields["is_chat"] = True
         else:
             prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")

@@ -7,17 +7,21 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
+from stoker.chat.reasoning import reasoning_of
 from stoker.chatting import offer_of
 from stoker.constraint import Constraint
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.server.body import Body
 from stoker.server.schema.constraints import ResponseFormat
 from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
+from stoker.server.schema.functions import call_id, function_offer, tool_call
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _RESERVED_ARGS = frozenset({"messages", "model", "options", "self", "tools"})
 
 
 _PICTURES = frozenset({"image_url", "input_image"})
+_ROLES = {"developer": "system", "function": "tool"}
 
 
 class ContentPart(Body):
@@ -31,11 +35,14 @@ class ContentPart(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    function_call: Any = None
+    reasoning_content: str | None = None
+    reasoning: Any = None  # the same where it is text; some gateways send an object
 
     def to_template(self, where: str, model: str) -> dict[str, Any]:
         """What the chat template gets.
@@ -48,23 +55,24 @@ class Message(Body):
             UnsupportedError: a part is neither text nor a picture.
             InvalidRequestError: a text part without text, or a turn without content.
         """
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise InvalidRequestError(f"{where}.content: a {self.role} message needs content", param=where)
-        turn: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self._content(f"{where}.content", model),
-        }
         optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        if self.role == "assistant":
+            optional["reasoning_content"] = reasoning_of(dict(self)) or None
+            if self.function_call is not None:
+                optional["tool_calls"] = [tool_call(self.function_call, f"{where}.function_call")]
+        elif self.role == "function":
+            optional["tool_call_id"] = call_id(self.name or "")
+        if self.content is None and not (optional["tool_calls"] or optional.get("reasoning_content")):
+            raise InvalidRequestError(f"{where}.content: a {self.role} message needs content", param=where)
+        content = self._content(f"{where}.content", model)
+        turn: dict[str, Any] = {"role": _ROLES.get(self.role, self.role), "content": content}
         return turn | {name: value for name, value in optional.items() if value is not None}
 
     def _content(self, where: str, model: str) -> str | list[dict[str, Any]]:
-        """Text; where there are pictures the parts as `stoker.images.turns` reads them."""
+        """Text, or the parts as `stoker.images.turns` joins them."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        parts = [_part(part, f"{where}.{i}", model) for i, part in enumerate(self.content)]
-        if any(part["type"] in _PICTURES for part in parts):
-            return parts
-        return "".join(part["text"] for part in parts)
+        return [_part(part, f"{where}.{i}", model) for i, part in enumerate(self.content)]
 
 
 def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
@@ -85,10 +93,20 @@ class Conversation(Body):
     messages: list[Message] = Field(min_length=1)
     model: str | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether the caller offers functions in the form that was before tools, and reads calls in it."""
+        return bool(self.functions)
 
     def offer(self) -> ToolOffer:
         """The tools and what is to be done with them; of no matter are those that may not be called.
@@ -96,6 +114,11 @@ class Conversation(Body):
         Raises:
             InvalidRequestError, UnsupportedError: naming the field.
         """
+        if self.functions:
+            if self.tools:
+                text = "functions and tools cannot be offered together: functions are the old form of tools"
+                raise InvalidRequestError(text, param="functions")
+            return function_offer(self.functions, self.function_call)
         if self.tool_choice == "none":
             return NO_TOOLS
         return offer_of(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
@@ -110,9 +133,16 @@ class Conversation(Body):
         Raises:
             InvalidRequestError: one of them has a name that is taken.
         """
-        given = dict(self.chat_template_kwargs or {})
-        if self.add_generation_prompt is not None:
-            given["add_generation_prompt"] = self.add_generation_prompt
+        given: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            given |= {"reasoning_effort": self.reasoning_effort}
+            given |= {"enable_thinking": self.reasoning_effort != "none"}
+        if self.enable_thinking is not None:
+            given["enable_thinking"] = self.enable_thinking
+        given |= self.chat_template_kwargs or {}
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
         if taken := _RESERVED_ARGS.intersection(given):
             raise InvalidRequestError(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", param="chat_template_kwargs"
