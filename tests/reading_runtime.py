@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from encoding_runtime import ENCODER_INFO
-from stoker.chat.conversation import NO_TOOLS
-from stoker.chatting import planned_chat
+from planning import planned_chat
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.messages import Delta, Finished
@@ -51,9 +50,9 @@ class ReadingRuntime:
         """The one model."""
         return self.info
 
-    def plan_chat(self, messages, offer=NO_TOOLS, *, model="default", template_args=None):
-        """As the runtime plans."""
-        return planned_chat(self.info, messages, offer, template_args)
+    async def prepare_chat(self, messages, *, model="default"):
+        """As the runtime prepares."""
+        return planned_chat(self.info, messages)
 
     async def stream(self, request):
         """The next answer, in two pieces."""

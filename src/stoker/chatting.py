@@ -1,20 +1,21 @@
 """Conversations: from messages and tools to one request, and from its text to answers (SPEC D7).
 
 Owns what the library and the HTTP routes have in common there: the prompt, the form of the answer, how the
-form is kept with the request, and one reader a choice. Templates and parsing are `stoker.chat`'s, what an
-answer looks like on the wire is the server's.
+form is kept with the request, and one reader a choice. Templates and parsing are `stoker.chat`'s, the process
+that they run in `stoker.worker`'s, what an answer looks like on the wire is the server's.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from stoker import texts
 from stoker.chat.answer import AnswerForm, AnswerReader, WholeCall
 from stoker.chat.answer_events import (
     AnswerEvent,
@@ -25,20 +26,22 @@ from stoker.chat.answer_events import (
     Content,
     Reasoning,
 )
-from stoker.chat.continuation import continuation_of
-from stoker.chat.conversation import NO_TOOLS, PreparedTurn, ToolOffer, prepared_turn
+from stoker.chat.conversation import NO_TOOLS, Layout, ToolOffer
+from stoker.chat.layout import Conversation
 from stoker.chat.tool_constraints import MAX_FORCED_CALLS
 from stoker.chat.tools import ChoiceMode, checked_choice, checked_tools
 from stoker.constraint import Constraint, ConstraintKind
-from stoker.errors import InvalidRequestError
-from stoker.images.turns import Given, illustrated
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.images.turns import Given, Illustrated, illustrated
 from stoker.messages import Delta
 from stoker.request import FinishReason
 from stoker.streams import TextDelta, ToolCall
 from stoker.values import ModelInfo
+from stoker.worker.jobs import RenderChat
+
+log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[ModelInfo, Messages, Mapping[str, Any]], str]
 
 PLAIN = AnswerForm()
 """Nothing is looked for in the text; it is content as it comes."""
@@ -59,7 +62,7 @@ class ChatPlan:
 
     prompt: str
     form: AnswerForm
-    _turn: PreparedTurn
+    _layout: Layout
     images: tuple[Given, ...] = ()
 
     def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,19 +75,19 @@ class ChatPlan:
         return {
             **given,
             "is_chat": True,
-            "stop": ((stop,) if isinstance(stop, str) else tuple(stop)) + self._turn.stops,
-            "spelled": self._turn.control_tokens,
+            "stop": ((stop,) if isinstance(stop, str) else tuple(stop)) + self._layout.stops,
+            "spelled": self._layout.control_tokens,
             "constraint": self._constraint(given.get("constraint")),
             "note": b"" if self.form == PLAIN else _encode(self.form),
         }
 
     def _constraint(self, asked: Constraint | None) -> Constraint | None:
         """What the answer has to match, behind its reasoning: what is asked for, or a forced call."""
-        if self._turn.constraint is not None:
+        if self._layout.constraint is not None:
             if asked is not None:
                 text = f"tool_choice forces a call: {asked.param} cannot be asked for with it"
                 raise InvalidRequestError(text, param="tool_choice")
-            kind, source = self._turn.constraint
+            kind, source = self._layout.constraint
             asked = Constraint(kind=ConstraintKind(kind), source=source, asked_as="tools")
         if asked is None or self.form.tags is None:
             return asked
@@ -92,14 +95,41 @@ class ChatPlan:
         return msgspec.structs.replace(asked, reasoning_start=opener, reasoning_end=self.form.tags.closer)
 
 
-def planned_chat(
+@dataclass(frozen=True, slots=True)
+class ChatDraft:
+    """A conversation that has yet to be laid out.
+
+    Attributes:
+        model: name of the model.
+        conversation: what its prompt is made of.
+    """
+
+    model: str
+    conversation: Conversation
+    _seen: Illustrated
+
+    @property
+    def job(self) -> RenderChat:
+        """What is left to a worker process."""
+        return RenderChat(model=self.model, conversation=self.conversation)
+
+    def plan(self, layout: Layout) -> ChatPlan:
+        """The plan, once the conversation is laid out.
+
+        Raises:
+            InvalidRequestError: the template left a picture out.
+        """
+        self._seen.check(layout.prompt, self.model)
+        return ChatPlan(layout.prompt, layout.form, layout, self._seen.images)
+
+
+def drafted_chat(
     info: ModelInfo,
     messages: Messages,
     offer: ToolOffer = NO_TOOLS,
     template_args: Mapping[str, Any] | None = None,
-    render: Render = texts.render_chat,
-) -> ChatPlan:
-    """The plan for a model's answer to `messages`.
+) -> ChatDraft:
+    """The draft of a model's answer to `messages`. Takes time with their size.
 
     Args:
         info: of the model.
@@ -107,20 +137,33 @@ def planned_chat(
         offer: of tools.
         template_args: further variables of the model's chat template; with `continue_final_message` true the
             last turn, which has to be the assistant's, is continued, with false it is not (None: it is).
-        render: lays the prepared messages out.
 
     Raises:
-        InvalidRequestError: the template refuses the messages, or a call or picture in them is malformed.
-        UnsupportedError: there are pictures and the model reads none.
+        InvalidRequestError: a picture in the messages is malformed.
+        UnsupportedError: there are pictures and the model reads none, or what an encoder-decoder without a
+            template would read is no conversation.
     """
+    if not info.takes_conversations:
+        text = f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt"
+        raise UnsupportedError(text, param="messages")
+    if not info.chat_template:
+        _say_fallback(info.id)
     seen = illustrated(messages, info)
-    args = dict(template_args or {})
-    continuation = continuation_of(seen.messages, args)
-    turn = prepared_turn(seen.messages, info.chat_template, offer, continuation)
-    args |= {"tools": turn.tools} if turn.tools else {}
-    prompt = turn.prompt(lambda messages, /, **changes: render(info, messages, args | changes))
-    seen.check(prompt, info.id)
-    return ChatPlan(prompt, turn.form(prompt), turn, seen.images)
+    conversation = Conversation(
+        messages=seen.messages,
+        offer=offer,
+        template=info.chat_template,
+        bos_text=info.bos_text,
+        eos_text=info.eos_text,
+        args=dict(template_args or {}),
+    )
+    return ChatDraft(info.id, conversation, seen)
+
+
+@lru_cache(maxsize=64)
+def _say_fallback(model: str) -> None:
+    """Once a model."""
+    log.warning("%s brings no chat template; falling back to ChatML", model)
 
 
 def offer_of(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:

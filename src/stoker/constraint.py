@@ -41,6 +41,19 @@ class ConstraintKind(StrEnum):
     GBNF = "gbnf"
     BNF = "bnf"
 
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return _LABELS.get(self, self.value)
+
+
+_LABELS = {
+    ConstraintKind.JSON_SCHEMA: "JSON Schema",
+    ConstraintKind.JSON_OBJECT: "JSON object",
+    ConstraintKind.LARK: "Lark grammar",
+    ConstraintKind.GBNF: "GBNF grammar",
+    ConstraintKind.BNF: "BNF grammar",
+}
 
 _PARAMS = {
     ConstraintKind.JSON_SCHEMA: "response_format",
@@ -48,6 +61,21 @@ _PARAMS = {
     ConstraintKind.REGEX: "regex",
     ConstraintKind.CHOICE: "choice",
 }
+
+
+class Notation(StrEnum):
+    """Languages that the grammar engine compiles."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+class NativeGrammar(msgspec.Struct, frozen=True):
+    """A constraint checked and translated for the grammar engine, which has yet to compile it."""
+
+    notation: Notation
+    text: str
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +90,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
         asked_as: the request field that its errors name; empty: the usual one of its kind.
         reasoning_start: with `reasoning_end`: it waits only if the generation begins with this. Empty: the
             prompt has opened the reasoning already.
+        native: what is compiled in its stead, as `stoker.decode.constraint_source` has made it; None: that is
+            still to be done.
 
     Raises:
         InvalidRequestError: over a limit, or what belongs to another kind.
@@ -73,6 +103,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     asked_as: str = ""
     reasoning_start: str = ""
     reasoning_end: str = ""
+    native: NativeGrammar | None = None
 
     def __post_init__(self) -> None:
         if self.kind is ConstraintKind.CHOICE:

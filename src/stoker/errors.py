@@ -5,6 +5,7 @@
     │   ├── InvalidRequestError       400  a field is missing, malformed or out of range
     │   ├── ContextLengthError        400  the prompt does not fit the context
     │   ├── UnsupportedError          400  this model or build cannot do what was asked
+    │   ├── WorkLimitError            400  a template or grammar takes longer, or more memory, than one may
     │   ├── AuthenticationError       401  no valid API key came with it
     │   ├── ForbiddenError            403  its Host or Origin is not allowed here
     │   ├── RequestTooLargeError      413  the body is over the limit
@@ -27,6 +28,7 @@
     │   ├── ModelLoadError            503  the native library refused or crashed on it
     │   └── DownloadError             503  a download failed, was corrupt or there is no network
     └── EngineError               Stoker is at fault
+        ├── WorkerLostError           500  the process for templates and grammars died twice on this request
         ├── StepFailedError           500  the native decode failed for this sequence alone
         ├── PoolFullError             503  no KV cells are free (never reaches a caller that fits alone)
         ├── EngineCrashedError        500  the engine died three times on this request
@@ -128,6 +130,12 @@ class UnsupportedError(CallerError):
     """The model or build lacks what was asked for."""
 
     code = "unsupported"
+
+
+class WorkLimitError(CallerError):
+    """Laying out or translating takes more than one request may have; details: `limit_s` or `limit_bytes`."""
+
+    code = "work_limit_exceeded"
 
 
 class AuthenticationError(CallerError):
@@ -278,6 +286,12 @@ class EngineError(StokerError):
     """Stoker is at fault."""
 
     code = "engine_error"
+
+
+class WorkerLostError(EngineError):
+    """The process for templates and grammars ended, each time it was given this."""
+
+    code = "worker_lost"
 
 
 class StepFailedError(EngineError):

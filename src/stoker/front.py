@@ -11,12 +11,16 @@ import secrets
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from stoker.chat.layout import Layout
+from stoker.constraint import NativeGrammar
 from stoker.embeddings import require_generation
 from stoker.engine.host import EngineHost
 from stoker.engine.shelf import Shelf
 from stoker.engine.specs import max_tokens_of, served_of
 from stoker.engine.state import EngineState
-from stoker.errors import InvalidRequestError, NotReadyError
+from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutError
 from stoker.fields import adapted, sealed
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
@@ -26,14 +30,19 @@ from stoker.lifecycle.last_models import LastModels
 from stoker.memory.residency import ModelLife
 from stoker.status import EngineHealth
 from stoker.streams import RequestStream, StreamEvent
+from stoker.worker.jobs import TranslateGrammar
+from stoker.worker.pool import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
+    from concurrent.futures import Future
 
+    from stoker.constraint import Constraint
     from stoker.messages import ModelState
     from stoker.request import GenerateRequest
     from stoker.settings import EngineSettings
     from stoker.status import ModelStatus
+    from stoker.worker.jobs import RenderChat
 
 SUSPENDED_DIR = "suspended"
 
@@ -50,6 +59,7 @@ class Front:
         keeper: the record of every live request.
         bus: what is told to whoever listens.
         images: takes in the pictures of requests.
+        workers: run templates and prepare grammars.
     """
 
     def __init__(self, settings: EngineSettings, on_load: Callable[[ModelState], None]) -> None:
@@ -57,6 +67,7 @@ class Front:
         self.keeper = Keeper(settings.run_dir / SUSPENDED_DIR)
         self.bus = EventBus(self._model_moved)
         self.images = Intake(ImageLimits.of(settings))
+        self.workers = WorkerPool()
         self._settings = settings
         self._on_load = on_load
         self._max_tokens: int | None = None
@@ -83,6 +94,8 @@ class Front:
         for model in found:
             self.host.roster.describe(model.info)
         self._shelf = Shelf(settings, defaults, self.host, self.bus)
+        if settings.isolation == "process" and any(model.info.chat_template for model in found):
+            self.workers.warm()  # beside the loads, so that the first chat finds it ready
         await self.host.start()
 
     async def take_up(self) -> None:
@@ -99,6 +112,7 @@ class Front:
     async def close(self) -> None:
         """See `Runtime.close`. Idempotent."""
         self.images.close()
+        await asyncio.to_thread(self.workers.close)
         if self.host is None or self._shelf is None:
             return
         self.keeper.begin_closing()
@@ -152,6 +166,8 @@ class Front:
         info = host.roster.resolve(request.model)
         require_generation(request, info)
         request = sealed(adapted(request, info), info.id, self._max_tokens)
+        if request.constraint is not None:
+            request = await self._translated(request, request.constraint, owner)
         events = RequestStream(request_id, host.cancel)
         sink = self.keeper.open(request_id, request, names, owner, events.push)
         try:
@@ -162,6 +178,28 @@ class Front:
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
+        """Have a worker process render a conversation; `owner` is as in `Runtime.prepare_chat`.
+
+        Raises:
+            QueueFullError: too many of the owner's conversations with that model wait.
+            NotReadyError: closed.
+        """
+        return self.workers.submit(job, Layout, group=f"chat {job.model} {owner}")
+
+    async def _translated(
+        self, request: GenerateRequest, constraint: Constraint, owner: str
+    ) -> GenerateRequest:
+        """The request with its constraint ready to be compiled: a replay needs no worker process."""
+        job = TranslateGrammar(constraint=constraint)
+        work = self.workers.answer(job, NativeGrammar, group=f"grammar {owner}")
+        try:
+            native = await asyncio.wait_for(work, request.timeout_s)
+        except TimeoutError:
+            text = f"its timeout_s of {request.timeout_s} s passed before {job.label} was prepared"
+            raise RequestTimeoutError(text, param="timeout_s") from None
+        return msgspec.structs.replace(request, constraint=msgspec.structs.replace(constraint, native=native))
 
     async def attach(self, request_id: str, owner: str) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.attach`."""

@@ -187,7 +187,9 @@ class Engine(Protocol):
         """The served model of that name."""
         ...
 
-    def plan_chat(self, messages: Sequence[Mapping[str, Any]], *, model: str = "default") -> ChatPlan:
+    async def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, model: str = "default"
+    ) -> ChatPlan:
         """What a conversation asks of the model."""
         ...
 
@@ -233,7 +235,7 @@ class Reader:
         if not pictures:
             raise InvalidRequestError("there are no pictures to read", param="images")
         turn = {"role": "user", "content": [*pictures, question.text]}
-        plan = self._engine.plan_chat([turn], model=info.id)
+        plan = await self._engine.prepare_chat([turn], model=info.id)
         taken = await self._engine.images.take(plan.images)
         given = plan.fields({"constraint": question.constraint, **fields, "model": info.id})
         given["pictures"] = tuple(one.picture for one in taken)

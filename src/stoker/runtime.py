@@ -10,13 +10,14 @@ processes, restarts and replay are `stoker.engine.host`'s business, HTTP is the 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self
 
 from stoker import texts
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
-from stoker.chatting import ChatPlan, chat_deltas, offer_of, planned_chat
+from stoker.chatting import ChatPlan, chat_deltas, drafted_chat, offer_of
 from stoker.choosing import Choices, Choosing
 from stoker.embeddings import Embeddings, Text, TextEmbeddings
 from stoker.engine.overview import overview
@@ -343,7 +344,7 @@ class Runtime:
         """
         offer = offer_of(tools, tool_choice, is_parallel=fields.pop("parallel_tool_calls", True))
         how = {"model": fields.get("model", "default"), "template_args": template_args}
-        plan = self.plan_chat(with_images(messages, fields.pop("images", ())), offer, **how)
+        plan = await self.prepare_chat(with_images(messages, fields.pop("images", ())), offer, **how)
         asked = plan.fields(fields)
         if plan.images:
             asked["pictures"] = tuple(taken.picture for taken in await self.images.take(plan.images))
@@ -438,12 +439,40 @@ class Runtime:
         model: str = "default",
         template_args: Mapping[str, Any] | None = None,
     ) -> ChatPlan:
+        """What a conversation asks of the model, and how the answer is to be read; see `prepare_chat`.
+
+        Blocks until the model's template, which runs in a process of its own, has laid it out.
+        """
+        draft = drafted_chat(self.resolve(model), messages, offer, template_args)
+        return draft.plan(self._front.lay_out(draft.job).result())
+
+    async def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        offer: ToolOffer = NO_TOOLS,
+        *,
+        model: str = "default",
+        template_args: Mapping[str, Any] | None = None,
+        owner: str = "",
+    ) -> ChatPlan:
         """What a conversation asks of the model, and how the answer is to be read.
+
+        Args:
+            messages: as for `chat`.
+            offer: of tools.
+            model: which one is to answer.
+            template_args: further variables for the model's chat template.
+            owner: digest of the caller's API key; one owner's slow conversations do not delay another's.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or a call in them is malformed.
+            UnsupportedError: the template is broken, or there are pictures and the model reads none.
+            WorkLimitError: the template does not end, or takes too much memory.
+            MachineError: too many wait, or no process can be started.
         """
-        return planned_chat(self.resolve(model), messages, offer, template_args)
+        info = self.resolve(model)
+        draft = await asyncio.to_thread(drafted_chat, info, messages, offer, template_args)
+        return draft.plan(await asyncio.wrap_future(self._front.lay_out(draft.job, owner)))
 
     def render_chat(
         self,
@@ -453,10 +482,6 @@ class Runtime:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_args: Any,
     ) -> str:
-        """The prompt that a conversation becomes, by the model's own template.
-
-        Raises:
-            InvalidRequestError: the template refuses the messages.
-        """
+        """The prompt that a conversation becomes, by the model's own template; blocks as `plan_chat` does."""
         offer = offer_of(tools)
         return self.plan_chat(messages, offer, model=model, template_args=template_args).prompt

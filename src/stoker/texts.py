@@ -1,20 +1,13 @@
-"""Texts as a model sees them: tokens, their bytes, and the prompt that a conversation becomes.
-
-The vocabulary is the engine's, so tokens are asked of it; templates are rendered here.
-"""
+"""Texts as a model sees them: tokens and their bytes. The vocabulary is the engine's, so it is asked."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stoker.chat.template import template_of
-from stoker.errors import UnsupportedError
 from stoker.messages import Detokenize, Tokenize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from stoker.values import ModelInfo
+    from collections.abc import Sequence
 
 
 class Vocabularies(Protocol):
@@ -35,18 +28,3 @@ async def detokenize(engine: Vocabularies, tokens: Sequence[int], model: str) ->
     """The text of token ids."""
     text: str = (await engine.ask(Detokenize(call_id=0, model=model, tokens=list(tokens))))["text"]
     return text
-
-
-def render_chat(info: ModelInfo, messages: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> str:
-    """The prompt that a conversation becomes, by the model's own template or, without one, the usual.
-
-    Raises:
-        UnsupportedError: what an encoder-decoder without a template would read is no conversation.
-    """
-    if not info.takes_conversations:
-        raise UnsupportedError(
-            f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt",
-            param="messages",
-        )
-    template = template_of(info.chat_template, info.bos_text, info.eos_text)
-    return template.render(messages, **args)

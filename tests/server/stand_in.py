@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.chat.conversation import NO_TOOLS
-from stoker.chatting import planned_chat
+from stoker.chat.continuation import continuation_of
+from stoker.chat.conversation import NO_TOOLS, prepared_turn
+from stoker.chatting import ChatPlan, drafted_chat
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.lifecycle.events import RuntimeEvent
 from stoker.lifecycle.kept import KeptRequest
@@ -158,13 +159,18 @@ class StandInRuntime:
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         return "\n".join([*lines, *(f"{name}={value}" for name, value in sorted(args.items()))])
 
-    def plan_chat(self, messages: Sequence[dict[str, Any]], offer: Any = NO_TOOLS, **how: Any) -> Any:
-        """As the runtime plans, with the prompt of `render_chat`."""
-
-        def render(_info: Any, turns: Any, args: Any) -> str:
-            return self.render_chat(turns, **args)
-
-        return planned_chat(INFO, messages, offer, how["template_args"], render)
+    async def prepare_chat(
+        self, messages: Sequence[dict[str, Any]], offer: Any = NO_TOOLS, *, model: str = "default", **how: Any
+    ) -> ChatPlan:
+        """As the runtime prepares, with the prompt of `render_chat`."""
+        info = self.resolve(model)
+        draft = drafted_chat(info, messages, offer, how.get("template_args"))
+        turns, args = draft.conversation.messages, dict(draft.conversation.args)
+        turn = prepared_turn(turns, info.chat_template, offer, continuation_of(turns, args))
+        args |= {"tools": turn.tools} if turn.tools else {}
+        return draft.plan(
+            turn.laid_out(lambda given, /, **changes: self.render_chat(given, **(args | changes)))
+        )
 
     async def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True

@@ -9,7 +9,8 @@ import pytest
 import stand_in
 from stand_in import FINISHED, INFO, delta
 
-from stoker.chatting import offer_of, planned_chat
+from planning import planned_chat
+from stoker.chatting import offer_of
 from stoker.errors import NotReadyError
 from stoker.lifecycle.kept import KeptRequest
 from stoker.request import FinishReason

@@ -18,8 +18,6 @@ from stand_in import INFO, StandInRuntime
 from starlette.requests import Request
 
 from pictures import bomb, encoded, first_pixel, plain, uri
-from stoker.chat.conversation import NO_TOOLS
-from stoker.chatting import planned_chat
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.request import IMAGE_MARKER as HERE
@@ -52,13 +50,6 @@ class SeeingRuntime(StandInRuntime):
         """The same model, seeing."""
         super().resolve(model)
         return SEEING
-
-    def plan_chat(self, messages: Any, offer: Any = NO_TOOLS, **how: Any) -> Any:
-        """As the runtime plans."""
-        return planned_chat(SEEING, messages, offer, how["template_args"], self._render)
-
-    def _render(self, _info: Any, turns: Any, args: Any) -> str:
-        return self.render_chat(turns, **args)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 import stoker.sync
+from planning import planned_chat
 from stoker import Runtime
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
 from stoker.chat.tool_formats import HERMES
-from stoker.chatting import PLAIN, chat_deltas, form_of, offer_of, planned_chat
+from stoker.chatting import PLAIN, chat_deltas, form_of, offer_of
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.errors import InvalidRequestError
 from stoker.lifecycle.keeper import Keeper
@@ -158,3 +159,11 @@ def test_what_a_conversation_adds_to_a_request_joins_what_was_asked_for() -> Non
     assert fields["constraint"] is None
     forced = planned_chat(info(template), HELLO, offer_of(TOOLS, "required")).fields({})["constraint"]
     assert (forced.param, forced.reasoning_start, forced.reasoning_end) == ("tools", "<think>", "</think>")
+
+
+def test_a_model_without_a_template_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Issue 'Front': that the fallback is ChatML is said."""
+    bare = msgspec.structs.replace(info(""), id="bare")
+    for _ in range(2):
+        assert planned_chat(bare, HELLO).prompt.startswith("<|im_start|>user")
+    assert caplog.text.count("bare brings no chat template; falling back to ChatML") == 1

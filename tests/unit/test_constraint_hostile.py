@@ -10,11 +10,12 @@ import pytest
 from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.decode import constraint_lexemes
-from stoker.decode.constraint_compile import MAX_LARK_RULES, compile_grammar
+from stoker.decode.constraint_compile import compile_grammar
 from stoker.decode.constraint_depth import deepest_path
 from stoker.decode.constraint_gbnf import MAX_RULES
 from stoker.decode.constraint_regex import MAX_QUANTIFIERS
 from stoker.decode.constraint_schema import MAX_NESTED
+from stoker.decode.constraint_source import MAX_LARK_RULES
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
 from stoker.errors import InvalidRequestError
 

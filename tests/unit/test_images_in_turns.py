@@ -11,7 +11,7 @@ import pytest
 
 from encoding_runtime import ENCODER_INFO
 from pictures import plain, uri
-from stoker.chatting import planned_chat
+from planning import planned_chat
 from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stoker.images import Image
 from stoker.images import intake as intake_module

@@ -46,15 +46,17 @@ ALLOWED = {
     "streams": WORDS,
     "fields": WORDS,
     "llm_plugin": WORDS | {"settings", "models", "sync"},
-    "texts": WORDS | {"chat"},
-    "chatting": WORDS | {"chat", "streams", "texts", "images"},
+    "texts": WORDS,
+    "worker": WORDS | {"chat", "decode"},
+    "chatting": WORDS | {"chat", "streams", "images", "worker"},
     "tensor_call": WORDS | {"streams"},
     "embeddings": WORDS | {"fields", "tensor_call"},
     "reranking": WORDS | {"fields", "tensor_call", "embeddings"},
     "choosing": WORDS | {"fields", "tensor_call", "embeddings"},
     "states": WORDS | {"models", "streams", "fields"},
     "front": WORDS
-    | {"settings", "engine", "memory", "streams", "fields", "embeddings", "lifecycle", "images"},
+    | {"settings", "engine", "memory", "streams", "fields", "embeddings", "lifecycle", "images"}
+    | {"chat", "worker"},
     "runtime": WORDS
     | {"settings", "engine", "chat", "models", "memory", "streams", "fields", "states", "embeddings"}
     | {"lifecycle", "texts", "reranking", "front", "choosing", "chatting", "images", "reading"},

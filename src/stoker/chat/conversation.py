@@ -35,6 +35,23 @@ class ToolOffer:
     max_calls: int = MAX_FORCED_CALLS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A turn as text.
+
+    Attributes:
+        prompt: for the model.
+        form: how its text is to be read.
+        constraint, stops, control_tokens: as in `PreparedTurn`.
+    """
+
+    prompt: str
+    form: AnswerForm
+    constraint: tuple[str, str] | None = None
+    stops: tuple[str, ...] = ()
+    control_tokens: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
     """One turn before it is rendered.
@@ -71,6 +88,17 @@ class PreparedTurn:
             return self._form
         is_reasoning = continued.is_reasoning(prompt, tags) if continued else is_opened_by(prompt, tags)
         return dataclasses.replace(self._form, is_reasoning=is_reasoning)
+
+    def laid_out(self, lay_out: LayOut) -> Layout:
+        """The turn as text, by the template that `lay_out` renders with. Raises InvalidRequestError."""
+        prompt = self.prompt(lay_out)
+        return Layout(
+            prompt=prompt,
+            form=self.form(prompt),
+            constraint=self.constraint,
+            stops=self.stops,
+            control_tokens=self.control_tokens,
+        )
 
 
 NO_TOOLS = ToolOffer()

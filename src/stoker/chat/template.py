@@ -1,13 +1,12 @@
 """Chat messages to one prompt, by the template that the model brought along.
 
 Owns the variables a template gets and the meaning of its errors; what a template may compute is bounded by
-`stoker.chat.sandbox`. A model without a template gets ChatML, with a warning: it may not know that format.
+`stoker.chat.sandbox`. A model without a template gets ChatML, a format that it may not know.
 Which tokens the text becomes is the tokenizer's business; a rendered prompt already holds its special tokens.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from jinja2 import Template
-
-logger = logging.getLogger(__name__)
 
 CHATML = (
     "{% for message in messages %}"
@@ -59,8 +56,6 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, bos_text: str = "", eos_text: str = "") -> None:
-        if not source:
-            logger.warning("the model brings no chat template; falling back to ChatML")
         self.is_fallback = not source
         self._source = source or CHATML
         self._bos_text = bos_text
@@ -106,6 +101,8 @@ class ChatTemplate:
             reason = error.message or type(error).__name__
             text = f"the chat template refused the messages: {reason}"
             raise InvalidRequestError(text, param="messages") from error
+        except MemoryError:  # whoever bounds it says how much there was
+            raise
         except Exception as error:  # a template is foreign code; whatever it trips over, the caller hears
             text = f"the chat template failed on the messages: {type(error).__name__}: {error}"
             raise InvalidRequestError(text, param="messages") from error

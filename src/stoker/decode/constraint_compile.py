@@ -1,14 +1,11 @@
 """From a constraint to a grammar that states are made of: off the step loop, bounded, cached by content.
 
-The grammar engine's own fuel bounds its work; what that does not count is refused before it (schemas in
-`constraint_schema`, regexes in `constraint_regex`). Notations other than its own are translated by
-`constraint_gbnf`.
+The grammar engine's own fuel bounds its work; what that does not count is refused before it, and other
+notations are translated, by `constraint_source`: by then a front has had that done by a worker process.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
@@ -16,11 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode.constraint_gbnf import parse_bnf, parse_gbnf
-from stoker.decode.constraint_lexemes import to_lark
-from stoker.decode.constraint_regex import MAX_QUANTIFIERS, refusal
-from stoker.decode.constraint_schema import checked_schema
+from stoker.constraint import Constraint, ConstraintKind, NativeGrammar, Notation
+from stoker.decode.constraint_source import native_grammar
 from stoker.decode.constraint_state import DEAD_END, ConstraintState
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
 from stoker.errors import InvalidRequestError
@@ -31,7 +25,6 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_CACHED = 64
-MAX_LARK_RULES = 1000
 
 _Key = tuple[str, ConstraintKind, str, tuple[str, ...]]
 
@@ -54,26 +47,7 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
-_LABELS = {
-    ConstraintKind.JSON_SCHEMA: "JSON Schema",
-    ConstraintKind.JSON_OBJECT: "JSON object",
-    ConstraintKind.LARK: "Lark grammar",
-    ConstraintKind.GBNF: "GBNF grammar",
-    ConstraintKind.BNF: "BNF grammar",
-}
-_JSON_OBJECT = json.dumps({"type": "object"})
 _MAX_REASON_CHARS = 400
-# Options of Lark rules that steer sampling, or take back tokens that were delivered: not done here.
-# As all patterns here they read each line of a stranger's text once: a rule's head is one line to the engine.
-_FOREIGN_OPTION = re.compile(
-    r"^[^\S\n]*+[?!]?[A-Za-z_][\w-]*+[^\S\n]*+\[[^\]\n]*\b(temperature|stop|max_tokens)\s*=", re.MULTILINE
-)
-_LARK_RULE = re.compile(
-    r"^[^\S\n]*+[?!]?[A-Za-z_][\w-]*+[^\S\n]*+(?:\[[^\]\n]*\][^\S\n]*+)?(?:\.\d++[^\S\n]*+)?:", re.MULTILINE
-)
-_LARK_STRING = re.compile(r'\\.|"(?:\\.|[^"\\\n])*+"')  # and what is escaped outside of them, in a regex
-_RULE = re.compile(r"^[^\S\n]*+[?!]?([a-z_][\w-]*+)[^\S\n]*+(?:\[[^\]\n]*\][^\S\n]*+)?:", re.MULTILINE)
-_INLINE_SCHEMA = re.compile(r"%json\s*+(?=\{)")
 
 
 class CompiledGrammar:
@@ -165,14 +139,8 @@ def compile_grammar(constraint: Constraint, tokenizer: GrammarTokenizer) -> Comp
         InvalidRequestError: it is malformed, too large or too complex, asks for what is not supported, or no
             text satisfies it; the message names the place or the keyword.
     """
-    label = _LABELS.get(constraint.kind, constraint.kind.value)
-    try:
-        source = _native_source(constraint)
-    except InvalidRequestError as error:  # whichever part it was: the caller knows the field that it sent
-        error.param = constraint.param
-        raise
-    except RecursionError:  # brackets behind what only looked like a string or a class to `Constraint`
-        raise InvalidRequestError(f"the {label} nests too deep", param=constraint.param) from None
+    label = constraint.kind.label
+    source = _engine_source(constraint.native or native_grammar(constraint))
     matcher = LLMatcher(tokenizer.native, source, log_level=0, limits=_LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
@@ -184,82 +152,15 @@ def compile_grammar(constraint: Constraint, tokenizer: GrammarTokenizer) -> Comp
     return CompiledGrammar(tokenizer, matcher, label, constraint.param)
 
 
-def _native_source(constraint: Constraint) -> str:
+def _engine_source(native: NativeGrammar) -> str:
     """The grammar as the engine reads it, made by its own functions, which judge nothing yet."""
-    source = constraint.source
-    match constraint.kind:
-        case ConstraintKind.JSON_SCHEMA | ConstraintKind.JSON_OBJECT:
-            schema = checked_schema(source) if source else _JSON_OBJECT
-            return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
-        case ConstraintKind.REGEX:
-            if reason := refusal(source):
-                raise InvalidRequestError(f"the regex {reason}", param=constraint.param)
-            return LLMatcher.grammar_from_regex(source)
-        case ConstraintKind.CHOICE:
-            # One terminal: as several, the longer of two would shadow the shorter that begins it.
-            texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
-            lark = f"start: CHOICE\nCHOICE: {texts}\n"
-        case ConstraintKind.LARK:
-            _check_options(source)
-            _check_size(source)
-            lark = _with_checked_schemas(source)
-        case ConstraintKind.GBNF:
-            lark = to_lark(*parse_gbnf(source))
-        case ConstraintKind.BNF:
-            lark = to_lark(*parse_bnf(source))
-    return LLMatcher.grammar_from_lark(lark)
-
-
-def _check_options(source: str) -> None:
-    option = _FOREIGN_OPTION.search(source)
-    if option is not None:
-        line = source.count("\n", 0, option.start(1)) + 1
-        raise InvalidRequestError(
-            f"Lark: the option {option[1]!r} in line {line} is not supported", param="grammar"
-        )
-
-
-def _check_size(source: str) -> None:
-    """Refuses what the engine, which recurses along rules, would take long for or overrun its stack with."""
-    plain = _LARK_STRING.sub("", source)
-    num_rules = len(_LARK_RULE.findall(plain))
-    if num_rules > MAX_LARK_RULES:
-        raise InvalidRequestError(
-            f"Lark: {num_rules} rules, at most {MAX_LARK_RULES} are taken", param="grammar"
-        )
-    if sum(map(plain.count, "?*+")) > MAX_QUANTIFIERS:
-        raise InvalidRequestError(f"Lark: more than {MAX_QUANTIFIERS} quantifiers", param="grammar")
-
-
-def _with_checked_schemas(source: str) -> str:
-    """A Lark grammar whose `%json` schemas are checked and rewritten; their own `x-guidance` stays."""
-    parts, done = [], 0
-    for match in _INLINE_SCHEMA.finditer(source):
-        if match.start() < done:
-            continue
-        try:
-            schema, end = json.JSONDecoder().raw_decode(source, match.end())
-        except ValueError:
-            continue  # comments, which the engine takes; or it says what is wrong
-        text = source[match.end() : end]
-        checked = json.loads(_checked_in_rule(text, source[: match.start()]))
-        checked |= {name: schema[name] for name in ("x-guidance",) if name in schema}
-        lines = "\n" * text.count("\n")  # what follows keeps its line
-        parts += [source[done : match.end()], "{", lines, json.dumps(checked)[1:]]
-        done = end
-    return "".join((*parts, source[done:]))
-
-
-def _checked_in_rule(schema: str, before: str) -> str:
-    """`checked_schema` with errors that name the rule, which is the last one that begins `before`."""
-    try:
-        return checked_schema(schema)
-    except InvalidRequestError as error:
-        rules = _RULE.findall(before)
-        if rules:
-            error.message = f"{error.message}, in the rule {rules[-1]}"
-            error.args = (error.message,)
-        raise
+    match native.notation:
+        case Notation.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(native.text, overrides=_JSON_OPTIONS)
+        case Notation.REGEX:
+            return LLMatcher.grammar_from_regex(native.text)
+        case Notation.LARK:
+            return LLMatcher.grammar_from_lark(native.text)
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -48,8 +48,7 @@ class Illustrated:
 
     def check(self, prompt: str, model: str) -> None:
         """Raises InvalidRequestError where the template left a picture out, or shows one twice."""
-        shown = prompt.count(IMAGE_MARKER)
-        if self.images and shown != len(self.images):
+        if self.images and (shown := prompt.count(IMAGE_MARKER)) != len(self.images):
             raise InvalidRequestError(
                 f"the chat template of {model} shows {shown} of {len(self.images)} pictures", param="messages"
             )

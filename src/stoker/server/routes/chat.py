@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from stoker.server.errors import invalid_body
 from stoker.server.generation import Caller, Generation
 from stoker.server.routes.headers import IMAGES_HEADER, header_fields, images_header
 from stoker.server.routes.states import initial_state
-from stoker.server.schema.chat import ChatRequest
+from stoker.server.schema.chat import ChatRequest, Conversation
 from stoker.server.schema.fields import state_bytes
 from stoker.server.writers.chat import ChatChunks, WholeChat
 from stoker.server.writers.head import Head
@@ -26,6 +27,7 @@ from stoker.values import ModelInfo
 
 if TYPE_CHECKING:
     from stoker.chat.answer import AnswerForm
+    from stoker.chat.conversation import ToolOffer
     from stoker.chatting import ChatPlan
     from stoker.images import ImageReport
     from stoker.server.context import ServerContext
@@ -87,7 +89,14 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     """
     context.require_ready()
     info = context.runtime.resolve(body.model)
-    asked, plan = _to_request(context, info, body, request)
+    fields = {
+        **body.common(info.n_vocab, request.state.key_digest),
+        "max_tokens": body.token_limit(),
+        "logprobs": body.num_logprobs(),
+        **header_fields(request),
+    }
+    plan = await prepared_chat(context, request, body, info)
+    asked = GenerateRequest(prompt=plan.prompt, model=info.asked_as, **plan.fields(fields))
     taken = await context.runtime.images.take(plan.images) if plan.images else []
     initial = await initial_state(context, request, state_bytes(body.state), info.id)
     asked = msgspec.structs.replace(asked, **initial, pictures=tuple(one.picture for one in taken))
@@ -95,16 +104,18 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     return ChatTurn(asked, Generation(context, prefix, Caller.of(request), [asked]), plan.form, reports)
 
 
-def _to_request(
-    context: ServerContext, info: ModelInfo, body: ChatRequest, request: Request
-) -> tuple[GenerateRequest, ChatPlan]:
-    fields = {
-        **body.common(info.n_vocab, request.state.key_digest),
-        "max_tokens": body.token_limit(),
-        "logprobs": body.num_logprobs(),
-        **header_fields(request),
-    }
-    plan = context.runtime.plan_chat(
-        body.turns(info.id), body.offer(), model=info.id, template_args=body.template_args()
-    )
-    return GenerateRequest(prompt=plan.prompt, model=info.asked_as, **plan.fields(fields)), plan
+async def prepared_chat(
+    context: ServerContext, request: Request, body: Conversation, info: ModelInfo
+) -> ChatPlan:
+    """What a conversation asks of a model. Nothing that grows with the body is done on the event loop.
+
+    Raises:
+        StokerError: the conversation is malformed, or the template refuses it or does not end.
+    """
+
+    def told() -> tuple[list[dict[str, Any]], ToolOffer, dict[str, Any]]:
+        return body.turns(info.id), body.offer(), body.template_args()
+
+    turns, offer, args = await asyncio.to_thread(told)
+    how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
+    return await context.runtime.prepare_chat(turns, offer, **how)

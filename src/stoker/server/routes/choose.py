@@ -47,18 +47,19 @@ class _ChooseRoute:
         fields = {
             **body.fields(request.state.key_digest),
             **header_fields(request),
-            **self._prompt(body, info),
+            **await self._prompt(body, request, info),
             "model": info.asked_as,
         }
         work = self._choosing.choose(choices=body.choices, **fields)
         found = await while_connected(work, request.receive)
         return await json_later(answer_of(found))
 
-    def _prompt(self, body: ChooseRequest, info: ModelInfo) -> dict[str, Any]:
+    async def _prompt(self, body: ChooseRequest, request: Request, info: ModelInfo) -> dict[str, Any]:
         if body.prompt is not None:
             return {"prompt": body.prompt}
         args = body.chat_template_kwargs or {}
-        plan = self._context.runtime.plan_chat(body.turns(info.id), model=info.id, template_args=args)
+        how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
+        plan = await self._context.runtime.prepare_chat(body.turns(info.id), **how)
         if plan.images:
             where = plan.images[0].param
             raise UnsupportedError(f"{where}: choices are scored after text, not after pictures", param=where)

@@ -78,7 +78,8 @@ class _StateRoutes:
         prompt: str | tuple[int, ...]
         if body.messages is not None:
             turns = [turn.to_template(f"messages.{i}", info.id) for i, turn in enumerate(body.messages)]
-            prompt = self._context.runtime.render_chat(turns, model=info.id, **FINISHED)
+            how = {"model": info.id, "template_args": FINISHED, "owner": owner}
+            prompt = (await self._context.runtime.prepare_chat(turns, **how)).prompt
             fields["is_chat"] = True
         else:
             prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")

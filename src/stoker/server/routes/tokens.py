@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from stoker.server.body import described, read_body
 from stoker.server.context import ServerContext
+from stoker.server.routes.chat import prepared_chat
 from stoker.server.schema.chat import Conversation
 from stoker.server.schema.completion import check_tokens
 from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
@@ -48,9 +49,7 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, Conversation)
         context.require_ready()
         info = context.runtime.resolve(body.model)
-        plan = context.runtime.plan_chat(
-            body.turns(info.id), body.offer(), model=info.id, template_args=body.template_args()
-        )
+        plan = await prepared_chat(context, request, body, info)
         return _json({"prompt": plan.prompt})
 
     return routes

@@ -1,0 +1,59 @@
+"""Frames between the front and a worker process: a byte for what it is, a length, a JSON body.
+
+JSON and not msgpack, as messages and tools are JSON, whose integers have any size. Owns no deadline: whoever
+waits sets the socket's.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import socket
+
+MAX_BODY_BYTES = 256 * 1024**2
+"""Eight times the largest request body: a rendered prompt is seldom longer than what it was made of."""
+_HEADER = struct.Struct("<BQ")
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    READY = 0
+    JOB = 1
+    ANSWER = 2
+    ERROR = 3
+
+
+class FrameError(Exception):
+    """The other end closed the connection, or sent no frame."""
+
+
+def send(connection: socket.socket, kind: Kind, body: bytes = b"") -> None:
+    """Send one frame. Raises OSError, and FrameError over `MAX_BODY_BYTES`."""
+    size_bytes = len(body)
+    if size_bytes > MAX_BODY_BYTES:
+        raise FrameError(f"{size_bytes} bytes are over the bound of {MAX_BODY_BYTES}")
+    connection.sendall(_HEADER.pack(kind, size_bytes))
+    connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[Kind, bytearray]:
+    """The next frame. Raises FrameError at the end of the connection, and OSError."""
+    kind, size_bytes = _HEADER.unpack(_exactly(connection, _HEADER.size))
+    if size_bytes > MAX_BODY_BYTES:
+        raise FrameError(f"{size_bytes} bytes are over the bound of {MAX_BODY_BYTES}")
+    return Kind(kind), _exactly(connection, size_bytes)
+
+
+def _exactly(connection: socket.socket, size_bytes: int) -> bytearray:
+    body = bytearray(size_bytes)
+    rest = memoryview(body)
+    while rest:
+        num_read = connection.recv_into(rest)
+        if not num_read:
+            raise FrameError("the connection was closed")
+        rest = rest[num_read:]
+    return body

@@ -1,0 +1,19 @@
+"""A chat planned within the test's own process; a runtime leaves the template to a worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stoker.chat.conversation import NO_TOOLS, ToolOffer
+from stoker.chat.layout import lay_out
+from stoker.chatting import ChatPlan, drafted_chat
+from stoker.values import ModelInfo
+
+
+def planned_chat(
+    info: ModelInfo, messages: Sequence[Mapping[str, Any]], offer: ToolOffer = NO_TOOLS
+) -> ChatPlan:
+    """What a runtime's `prepare_chat` gives."""
+    draft = drafted_chat(info, messages, offer)
+    return draft.plan(lay_out(draft.conversation))
