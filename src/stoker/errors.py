@@ -16,6 +16,7 @@
     │   ├── QueueFullError            429  the waiting line is at its bound
     │   ├── RequestTimeoutError       408  the deadline of the request passed
     │   ├── NotReadyError             503  starting, restarting, stopping or loading
+    │   ├── ServerBusyError           503  as many connections or bytes of bodies as are held at once
     │   ├── InsufficientMemoryError   503  a model does not fit beside what is in use now
     │   ├── TooHotError               503  the machine is too hot to load a model
     │   ├── DeviceBusyError           503  another process holds the accelerator
@@ -205,6 +206,12 @@ class NotReadyError(MachineError):
     """Starting, restarting, stopping or loading."""
 
     code = "not_ready"
+
+
+class ServerBusyError(MachineError):
+    """The server holds as many connections, or bytes of unfinished bodies, as it may; details carry which."""
+
+    code = "server_busy"
 
 
 class InsufficientMemoryError(MachineError):

@@ -228,6 +228,8 @@ class ServerSettings(_Frozen):
         api_key_file: file with one accepted key a line; None: no key is asked for.
         allowed_hosts: names accepted in `Host` besides the bound address and localhost.
         max_body_bytes: a longer request body is refused with 413.
+        max_receiving_bytes: what the bodies that are being received may take together, beyond 64 KiB each.
+        receive_timeout_s: seconds that the head of a request may take, and a sender pause in its body.
         keepalive_s: seconds between comments on a stream that has nothing to say.
         follow_sleep: suspend when the machine goes to sleep and resume when it wakes (logind).
     """
@@ -236,7 +238,9 @@ class ServerSettings(_Frozen):
     port: int = Field(default=8686, ge=0, le=65535)
     api_key_file: Location | None = None
     allowed_hosts: Names = ()
-    max_body_bytes: Bytes = 32 * 1024**2
+    max_body_bytes: Bytes = 32 * 2**20
+    max_receiving_bytes: Bytes = 128 * 2**20
+    receive_timeout_s: float = Field(default=15.0, gt=0, le=3600)
     keepalive_s: float = Field(default=10.0, gt=0)
     follow_sleep: bool = True
 

@@ -99,6 +99,7 @@ def create_app(context: ServerContext) -> FastAPI:
         Gate,
         hosts=HostList([settings.host, *settings.allowed_hosts]),
         keys=KeyRing.read(settings.api_key_file),
+        bodies=context.bodies,
         max_body_bytes=settings.max_body_bytes,
     )
     _describe(app)

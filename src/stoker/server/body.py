@@ -1,45 +1,101 @@
-"""Request bodies: bytes to a validated pydantic model in one pass, and what OpenAPI says of them.
+"""Request bodies: bytes to a validated pydantic model, and what OpenAPI says of them.
 
 Any content type is read as JSON (`curl -d` declares a form); pages of other origins are kept out by `gate`.
+What decoding may cost is bounded before (`json_bounds`); how much validation may cost is bounded here, by a
+length for every list and object, and by ending at the first error.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
+from pydantic_core import PydanticCustomError
 
+from stoker.errors import InvalidRequestError
 from stoker.server.errors import invalid_body
+from stoker.server.json_bounds import MAX_VALUES, JsonBounds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
 
+    from stoker.server.incoming import IncomingBodies
+
 _REFERENCE = "#/components/schemas/{model}"
+
+MAX_ITEMS = 8192
+"""Of any list but one of token ids: turns, parts, tools, texts; some have a smaller bound of their own."""
+MAX_KEYS = 4096
+"""Of an object with names of the caller's own."""
+MAX_NAME_CHARS = 1024
+"""Of a model's name, which may be a path."""
+MAX_TOKEN_IDS = 300_000
+"""Of one list; OpenAI takes as many in one request of embeddings, and contexts of 262,144 tokens fit."""
+VALUES_WITH_TOKENS = MAX_TOKEN_IDS + MAX_VALUES
+"""Of a body that may hold token ids."""
+
+T = TypeVar("T")
+
+
+def _check_keys(value: Any) -> Any:
+    """Refuse an object with too many keys before any of its values is validated."""
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        raise PydanticCustomError("too_long", "Object should have at most {most} keys", {"most": MAX_KEYS})
+    return value
+
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Many = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+Named = Annotated[dict[str, T], Field(max_length=MAX_KEYS), BeforeValidator(_check_keys)]
 
 
 class Body(BaseModel):
-    """Base of all request bodies: exact JSON types, finite numbers, unknown fields ignored."""
+    """Base of all request bodies: exact JSON types, finite numbers, unknown fields ignored.
+
+    Attributes:
+        max_values: JSON values that the body may hold in all, those that are ignored included.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+
+    max_values: ClassVar[int] = MAX_VALUES
 
 
 B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, model: type[B]) -> B:
-    """Read and validate the body.
+    """Read and validate the body; a large one in a thread, as a step of it is not to hold the event loop.
 
     Raises:
         InvalidRequestError: not JSON, not UTF-8, nested too deeply, or a field is wrong; `param` names it.
-        RequestTooLargeError: over the limit (raised by the gate while reading).
+        RequestTooLargeError: it has too many bytes or too much in it.
+        RequestTimeoutError, ServerBusyError: see `IncomingBodies.received`.
     """
-    # Starlette's own `body` would keep the bytes, of pictures too, for as long as the answer takes.
-    data = b"".join([part async for part in request.stream()])
+    bodies: IncomingBodies = request.state.bodies
+    async with bodies.received(request.receive, JsonBounds(model.max_values)) as data:
+        return await bodies.decoded(data, partial(_validated, model))
+
+
+def _validated(model: type[B], data: bytearray) -> B:
     try:
-        return model.model_validate_json(data or b"{}")
+        document = msgspec.json.decode(data) if data else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    data.clear()  # a picture is megabytes, and the document has them now
+    return validated(model, document)
+
+
+def validated(model: type[B], document: Any) -> B:
+    """The body that a document is. Raises InvalidRequestError for the first field that is wrong."""
+    try:
+        return model.model_validate(document)
     except ValidationError as error:
         raise invalid_body(error) from None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stoker.errors import NotReadyError, RequestNotFoundError
+from stoker.server.incoming import IncomingBodies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,6 +96,7 @@ class ServerContext:
     """One server's shared parts.
 
     Attributes:
+        bodies: of requests, while they come in.
         is_stopping: set once when the shutdown begins; new work is refused from then on.
         started_at: seconds since the epoch.
     """
@@ -103,8 +105,12 @@ class ServerContext:
     settings: ServerSettings
     metrics: Metrics
     live: LiveRequests = field(default_factory=LiveRequests)
+    bodies: IncomingBodies = field(init=False)
     started_at: float = field(default_factory=time.time)
     is_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.bodies = IncomingBodies(self.settings)
 
     def require_ready(self) -> None:
         """Refuse work that cannot start now.

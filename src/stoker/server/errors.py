@@ -37,6 +37,7 @@ _TYPES = {
 _STATUS_CODES = {404: "not_found", 405: "method_not_allowed"}
 _UNION_TAGS = frozenset({"str", "int", "float", "bool", "none"})
 _RETRY_STATUSES = frozenset({429, 503})
+_MAX_NAME_CHARS = 64  # of a key that the caller chose, in an error
 _CLIENT_CLOSED = 499  # nobody reads it; the logs of proxies use this number
 _FIRST_SERVER_ERROR = 500
 
@@ -76,7 +77,7 @@ def error_response(info: ErrorInfo, headers: Mapping[str, str] | None = None) ->
 def invalid_body(error: ValidationError) -> InvalidRequestError:
     """The first problem pydantic found, with the path of the field as `param`."""
     problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    path = [str(part) for part in problem["loc"] if not _is_union_tag(part)]
+    path = [str(part)[:_MAX_NAME_CHARS] for part in problem["loc"] if not _is_union_tag(part)]
     param = ".".join(path) or None
     text = problem["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"{param}: {text}" if param else text, param=param)

@@ -1,8 +1,8 @@
 """The outermost layer of the server: what every request passes and every answer carries.
 
 A pure ASGI middleware (a wrapped `send` costs a microsecond a token, a BaseHTTPMiddleware a task). It gives
-each request its id, applies `security`, bounds the body and turns an escaped exception into the one error
-shape. What a route does is the route's business.
+each request its id, applies `security`, refuses a body that declares too much and turns an escaped exception
+into the one error shape. What a route does is the route's business.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import re
 import uuid
 from typing import TYPE_CHECKING
 
-from stoker.errors import CallerError, ErrorInfo, RequestTooLargeError, StokerError
+from stoker.errors import CallerError, ErrorInfo
 from stoker.server.errors import INTERNAL_ERROR, error_response
+from stoker.server.incoming import too_large
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from stoker.server.incoming import IncomingBodies
     from stoker.server.security import HostList, KeyRing
 
 log = logging.getLogger(__name__)
@@ -33,13 +35,17 @@ class Gate:
         app: what is guarded.
         hosts: names the server may be called by.
         keys: API keys; every path but health and readiness asks for one.
-        max_body_bytes: a body over it is refused with 413, declared or counted.
+        bodies: of requests, for the routes; they find it in the request's state.
+        max_body_bytes: a body that declares more is refused with 413.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: HostList, keys: KeyRing, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, hosts: HostList, keys: KeyRing, bodies: IncomingBodies, max_body_bytes: int
+    ) -> None:
         self._app = app
         self._hosts = hosts
         self._keys = keys
+        self._bodies = bodies
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,10 +56,11 @@ class Gate:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
+        state["bodies"] = self._bodies
         answer = _Answer(send, request_id)
         try:
             state["key_digest"] = self._admit(scope)
-            await self._app(scope, self._bounded(receive), answer.send)
+            await self._app(scope, receive, answer.send)
         except CallerError as error:
             await answer.fail(scope, error.info())
         except Exception:
@@ -69,27 +76,8 @@ class Gate:
             key_digest = self._keys.check(keys[0][0], keys[1][0])
         for declared in _header(scope, b"content-length"):
             if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
-                raise self._too_large()
+                raise too_large(self._max_body_bytes)
         return key_digest
-
-    def _bounded(self, receive: Receive) -> Receive:
-        """`receive` that counts: a chunked body declares no length."""
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return counted
-
-    def _too_large(self) -> StokerError:
-        return RequestTooLargeError(
-            f"the request body is over {self._max_body_bytes} bytes", max_body_bytes=self._max_body_bytes
-        )
 
 
 class _Answer:

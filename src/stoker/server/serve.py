@@ -136,6 +136,7 @@ class Service:
             await asyncio.gather(starting, stopping, return_exceptions=True)
             await self.sleep.close()
             await self._runtime.close()
+            self.context.bodies.close()
             self.server.should_exit = True
             await serving
 

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.request import GenerateRequest
-from stoker.server.body import described, read_body
+from stoker.server.body import described, read_body, validated
 from stoker.server.delivery import collected, streamed
-from stoker.server.errors import invalid_body
 from stoker.server.generation import Caller, Generation
 from stoker.server.routes.headers import IMAGES_HEADER, header_fields, images_header
 from stoker.server.routes.states import initial_state
@@ -74,10 +72,7 @@ class ChatTurn:
 
 def chat_body(given: dict[str, Any]) -> ChatRequest:
     """The chat completion that another API asks for. Raises InvalidRequestError."""
-    try:
-        return ChatRequest.model_validate(given)
-    except ValidationError as error:
-        raise invalid_body(error) from None
+    return validated(ChatRequest, given)
 
 
 async def chat_turn(context: ServerContext, request: Request, body: ChatRequest, prefix: str) -> ChatTurn:

@@ -87,7 +87,8 @@ class _StateRoutes:
         return _json(_saved(await while_connected(work, request.receive)))
 
     async def _upload(self, request: Request) -> Response:
-        data = await request.body()
+        async with self._context.bodies.received(request.receive) as received:
+            data = bytes(received)
         self._context.require_ready()
         model, name = request.query_params.get("model", "default"), request.query_params.get("name")
         owner = request.state.key_digest

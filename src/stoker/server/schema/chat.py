@@ -11,7 +11,7 @@ from stoker.chat.reasoning import reasoning_of
 from stoker.chatting import offer_of
 from stoker.constraint import Constraint
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.server.body import Body
+from stoker.server.body import Body, Many, Name, Named
 from stoker.server.schema.constraints import ResponseFormat
 from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
 from stoker.server.schema.functions import call_id, function_offer, tool_call
@@ -29,16 +29,16 @@ class ContentPart(Body):
 
     type: str
     text: str | None = None
-    image_url: str | dict[str, Any] | None = None
+    image_url: str | Named[Any] | None = None
 
 
 class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Many[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Many[Named[Any]] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     reasoning_content: str | None = None
@@ -90,17 +90,17 @@ def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
 class Conversation(Body):
     """Messages and what the template is told besides."""
 
-    messages: list[Message] = Field(min_length=1)
-    model: str | None = None
+    messages: Many[Message] = Field(min_length=1)
+    model: Name | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Named[Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: Effort | None = None
-    tools: list[Any] | None = None
+    tools: Many[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
+    functions: Many[Any] | None = None
     function_call: Any = None
 
     @property

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import Field
 
 from stoker.errors import InvalidRequestError
 from stoker.request import MAX_SALT_CHARS, Priority
-from stoker.server.body import Body
+from stoker.server.body import VALUES_WITH_TOKENS, Body, Many, Name, Named, TokenIds
 from stoker.server.schema.chat import Message
-from stoker.server.schema.fields import Int, keep_alive_seconds
+from stoker.server.schema.fields import keep_alive_seconds
 from stoker.server.schema.states import EmbeddingUsage
 from stoker.server.security import salt_of
 
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 class ChooseRequest(Body):
     """A prompt or a conversation, and texts of which one is to follow it."""
 
-    model: str | None = None
-    prompt: str | list[Int] | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    choices: list[str]
+    max_values: ClassVar[int] = VALUES_WITH_TOKENS
+
+    model: Name | None = None
+    prompt: str | TokenIds | None = None
+    messages: Many[Message] | None = Field(None, min_length=1)
+    choices: Many[str]
     calibrate: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Named[Any] | None = None
     cache: bool | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
     service_tier: Literal["auto", "default", "priority", "flex"] | None = None
@@ -75,7 +77,7 @@ class ChosenItem(msgspec.Struct, frozen=True):
 class ChooseAnswer(msgspec.Struct, frozen=True):
     """The choices, the best first."""
 
-    model: str
+    model: Name
     data: list[ChosenItem]
     usage: EmbeddingUsage
     object: str = "list"

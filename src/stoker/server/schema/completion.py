@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import AliasChoices, Field
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.server.body import VALUES_WITH_TOKENS, Many, TokenIds
 from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 class CompletionRequest(GenerationFields):
     """Completions to make of one or several prompts."""
 
-    prompt: str | list[str] | list[Int] | list[list[Int]]
+    max_values: ClassVar[int] = VALUES_WITH_TOKENS
+
+    prompt: str | Many[str] | TokenIds | Many[TokenIds]
     max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
     logprobs: Int | None = None
     echo: bool | None = None

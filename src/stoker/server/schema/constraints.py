@@ -9,9 +9,9 @@ from pydantic import Field
 
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.errors import InvalidRequestError
-from stoker.server.body import Body
+from stoker.server.body import Body, Many, Named
 
-Schema = dict[str, Any] | bool
+Schema = Named[Any] | bool
 
 
 class NamedSchema(Body):
@@ -48,7 +48,7 @@ class StructuredOutputs(Body):
 
     json_: Schema | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
 
 
@@ -57,11 +57,11 @@ class ConstraintFields(Body):
 
     grammar: str | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     json_schema: Schema | str | None = None
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
 

@@ -13,7 +13,7 @@ from pydantic import AliasChoices, Field
 
 from stoker.errors import InvalidRequestError
 from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SALT_CHARS, Preempt, Priority, Sampling
-from stoker.server.body import Body
+from stoker.server.body import Body, Many, Name, Named
 from stoker.server.schema.constraints import ConstraintFields
 from stoker.server.security import salt_of
 from stoker.settings import parse_keep_alive
@@ -47,14 +47,14 @@ class SamplingFields(Body):
     dry_base: float | None = None
     dry_allowed_length: Int | None = None
     dry_penalty_last_n: Int | None = None
-    dry_sequence_breakers: list[str] | None = Field(None, max_length=_BREAKERS)
+    dry_sequence_breakers: Many[str] | None = Field(None, max_length=_BREAKERS)
     repeat_penalty: float | None = Field(
         None, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
     repeat_last_n: Int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    logit_bias: Named[float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     seed: Int | None = None
 
     def to_sampling(self, n_vocab: int) -> Sampling:
@@ -112,10 +112,10 @@ class LoraEntry(Body):
 class GenerationFields(SamplingFields, ConstraintFields):
     """What all generating routes share."""
 
-    model: str | None = None
+    model: Name | None = None
     min_tokens: Int | None = None
     n: Int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -129,7 +129,7 @@ class GenerationFields(SamplingFields, ConstraintFields):
     speculate: bool | None = None
     state: str | InlineState | None = None
     keep_alive: float | str | None = None
-    lora: str | dict[str, float] | list[LoraEntry] | None = None
+    lora: str | Named[float] | Many[LoraEntry] | None = None
 
     @property
     def wants_usage(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from stoker.errors import ErrorInfo, InvalidRequestError, UnsupportedError
-from stoker.server.body import Body
+from stoker.server.body import Body, Many, Named
 from stoker.server.schema.fields import GenerationFields, Int
 
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stop", "stream_options", "service_tier"}
@@ -34,20 +34,20 @@ class MessageTurn(Body):
     """One turn; a system prompt is no turn here, though some clients send one."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    content: str | Many[Named[Any]]
 
 
 class MessagesRequest(GenerationFields):
     """A message to make."""
 
-    messages: list[MessageTurn]
+    messages: Many[MessageTurn]
     max_tokens: Int
-    system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    system: str | Many[Named[Any]] | None = None
+    stop_sequences: Many[str] | None = None
+    tools: Many[Named[Any]] | None = None
+    tool_choice: Named[Any] | None = None
+    thinking: Named[Any] | None = None
+    chat_template_kwargs: Named[Any] | None = None
     # Their values, "standard_only" among them, choose what somebody pays.
     service_tier: Any = None
 

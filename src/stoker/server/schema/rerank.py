@@ -9,7 +9,7 @@ from pydantic import Field
 
 from stoker.errors import InvalidRequestError
 from stoker.request import MAX_SALT_CHARS, Priority
-from stoker.server.body import Body
+from stoker.server.body import Body, Many, Name
 from stoker.server.schema.fields import Int, keep_alive_seconds
 from stoker.server.schema.states import EmbeddingUsage
 from stoker.server.security import salt_of
@@ -30,9 +30,9 @@ class Document(Body):
 class RerankRequest(Body):
     """A query and the documents to be put in order for it."""
 
-    model: str | None = None
+    model: Name | None = None
     query: str
-    documents: list[str | Document] = Field(min_length=1)
+    documents: Many[str | Document] = Field(min_length=1)
     top_n: Int | None = None
     output: Int | None = None
     return_documents: bool | None = None
@@ -89,7 +89,7 @@ class RerankResult(msgspec.Struct, frozen=True):
 class RerankAnswer(msgspec.Struct, frozen=True):
     """The documents, the best first."""
 
-    model: str
+    model: Name
     results: list[RerankResult]
     usage: EmbeddingUsage
     object: str = "list"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
-from stoker.server.body import Body
+from stoker.server.body import Body, Name
 from stoker.settings import MAX_SLOTS
 
 MAX_REASON_CHARS = 64
@@ -16,7 +16,7 @@ MAX_GRACE_S = 86_400.0
 class ModelRequest(Body):
     """A model to unload, by the id it is served under."""
 
-    model: str
+    model: Name
 
 
 class LoadModelRequest(ModelRequest):

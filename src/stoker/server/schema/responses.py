@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.server.body import Many, Named
 from stoker.server.schema.fields import GenerationFields, Int
 
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt")
@@ -21,19 +22,19 @@ _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stream_options"}
 class ResponsesRequest(GenerationFields):
     """A response to make."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Many[Named[Any]]
     instructions: str | None = None
     max_output_tokens: Int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[Named[Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    text: Named[Any] | None = None
+    reasoning: Named[Any] | None = None
     truncation: str | None = None
     top_logprobs: Int | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    include: Many[str] | None = None
+    metadata: Named[str] | None = None
+    chat_template_kwargs: Named[Any] | None = None
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None

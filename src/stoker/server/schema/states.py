@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import AliasChoices, Field
@@ -11,10 +11,10 @@ from pydantic import AliasChoices, Field
 from stoker.embeddings import floats_of
 from stoker.errors import InvalidRequestError
 from stoker.request import MAX_SALT_CHARS, Priority
-from stoker.server.body import Body
+from stoker.server.body import VALUES_WITH_TOKENS, Body, Many, Name, TokenIds
 from stoker.server.schema.chat import Message
 from stoker.server.schema.completion import check_tokens
-from stoker.server.schema.fields import InlineState, Int, state_bytes
+from stoker.server.schema.fields import InlineState, state_bytes
 from stoker.server.security import salt_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ MAX_JSON_FLOATS = 2**20
 class StateWork(Body):
     """What all work on states takes: the model, the state to begin from, and the request's class and salt."""
 
-    model: str | None = None
+    max_values: ClassVar[int] = VALUES_WITH_TOKENS
+
+    model: Name | None = None
     state: str | InlineState | None = None
     cache: bool | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
@@ -51,8 +53,8 @@ class SaveStateRequest(StateWork):
     """A state to keep: of `prompt` or `messages`, uploaded as `data` (base64), or laid ready as `file`."""
 
     name: str | None = None
-    prompt: str | list[Int] | None = Field(None, validation_alias=AliasChoices("prompt", "input"))
-    messages: list[Message] | None = Field(None, min_length=1)
+    prompt: str | TokenIds | None = Field(None, validation_alias=AliasChoices("prompt", "input"))
+    messages: Many[Message] | None = Field(None, min_length=1)
     data: str | None = None
     file: str | None = None
 
@@ -74,7 +76,7 @@ class StateEmbeddingRequest(StateWork):
     """One prompt, or for /v1/embeddings several, to embed by state."""
 
     kind: str | None = None
-    input: str | list[str] | list[Int] | list[list[Int]] = Field(
+    input: str | Many[str] | TokenIds | Many[TokenIds] = Field(
         validation_alias=AliasChoices("input", "prompt")
     )
     encoding_format: Literal["float", "base64"] | None = None
@@ -133,7 +135,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 class StateEmbeddingAnswer(msgspec.Struct, frozen=True):
     """One embedding by state; `data` is float32, row-major, in base64 little-endian."""
 
-    model: str
+    model: Name
     shape: tuple[int, ...]
     data: list[float] | str
     usage: EmbeddingUsage
@@ -153,6 +155,6 @@ class EmbeddingList(msgspec.Struct, frozen=True):
     """A list of embeddings."""
 
     data: list[EmbeddingEntry]
-    model: str
+    model: Name
     usage: EmbeddingUsage
     object: str = "list"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import AliasChoices, Field
 
-from stoker.server.body import Body
-from stoker.server.schema.fields import Int
+from stoker.server.body import VALUES_WITH_TOKENS, Body, Name, TokenIds
 
 
 class TokenizeRequest(Body):
     """Text to turn into token ids; as with llama-server no special tokens are added unless asked for."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt", "text"))
-    model: str | None = None
+    model: Name | None = None
     add_special: bool = Field(
         default=False, validation_alias=AliasChoices("add_special", "add_special_tokens")
     )
@@ -23,5 +24,7 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Token ids to turn into text."""
 
-    tokens: list[Int]
-    model: str | None = None
+    max_values: ClassVar[int] = VALUES_WITH_TOKENS
+
+    tokens: TokenIds
+    model: Name | None = None

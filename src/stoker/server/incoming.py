@@ -1,0 +1,166 @@
+"""Request bodies on their way in: bounded one by one, over all connections, and in time (SPEC S4).
+
+Owns the bytes from the first one until they are decoded, and the thread in which large bodies are decoded.
+What a body says is `body`'s; the head of a request is `connections`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import ClientDisconnect
+
+from stoker.errors import RequestTimeoutError, RequestTooLargeError, ServerBusyError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from starlette.types import Receive
+
+    from stoker.server.json_bounds import JsonBounds
+    from stoker.settings import ServerSettings
+
+T = TypeVar("T")
+
+LARGE_BYTES = 64 * 1024
+"""A body over these is decoded in a thread; the rest of it counts towards the bound over all bodies."""
+MIN_BYTES_S = 16 * 1024
+"""A sender that is slower on the average only holds memory."""
+GIVES_WAY_S = 5.0
+"""Age from which an unfinished body gives way to one that finds no room; most are whole within a second."""
+
+
+@dataclass(eq=False)
+class _Receipt:
+    """What has come of one body.
+
+    Attributes:
+        began_at: seconds of the loop's clock.
+        num_bytes: received so far; 0 again when they were given up.
+        clock: ends the reading.
+    """
+
+    began_at: float
+    num_bytes: int = 0
+    is_whole: bool = False
+    gave_way: bool = False
+    clock: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+
+    @property
+    def num_held(self) -> int:
+        """Bytes that count towards the bound over all bodies."""
+        return max(0, self.num_bytes - LARGE_BYTES)
+
+
+class IncomingBodies:
+    """The bodies of all connections.
+
+    Args:
+        settings: `max_body_bytes`, `max_receiving_bytes` and `receive_timeout_s` bound them.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._max_body_bytes = settings.max_body_bytes
+        self._max_bytes = max(settings.max_receiving_bytes, settings.max_body_bytes)
+        self._pause_s = settings.receive_timeout_s
+        self._receipts: dict[_Receipt, None] = {}  # the oldest first
+        self._decoder = ThreadPoolExecutor(1, "stoker-bodies")  # one after the other, as each takes memory
+
+    def __repr__(self) -> str:
+        return f"IncomingBodies({len(self._receipts)} bodies, {self.num_held} bytes)"
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of large bodies that are not decoded yet."""
+        return sum(receipt.num_held for receipt in self._receipts)
+
+    @contextlib.asynccontextmanager
+    async def received(
+        self, receive: Receive, bounds: JsonBounds | None = None
+    ) -> AsyncGenerator[bytearray, None]:
+        """The bytes of a body when all have come; they count as held until the block ends.
+
+        Args:
+            receive: of the request.
+            bounds: for JSON, what may be in it; None: any bytes.
+
+        Raises:
+            RequestTooLargeError: over the limit, or `bounds` say so.
+            RequestTimeoutError: the sender pauses for too long, or is too slow.
+            ServerBusyError: bodies of others take all the room there is.
+            ClientDisconnect: the client left.
+        """
+        receipt = _Receipt(asyncio.get_running_loop().time())
+        self._receipts[receipt] = None
+        try:
+            yield await self._read(receipt, receive, bounds)
+        finally:
+            del self._receipts[receipt]
+
+    async def decoded(self, data: bytearray, work: Callable[[bytearray], T]) -> T:
+        """What `work` makes of a body: here, or in the thread where the body is large."""
+        if len(data) <= LARGE_BYTES:
+            return work(data)
+        return await asyncio.get_running_loop().run_in_executor(self._decoder, work, data)
+
+    def close(self) -> None:
+        """Decode nothing more. Idempotent."""
+        self._decoder.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, receipt: _Receipt, receive: Receive, bounds: JsonBounds | None) -> bytearray:
+        data = bytearray()
+        try:
+            async with receipt.clock:
+                while not receipt.is_whole:
+                    receipt.clock.reschedule(self._deadline(receipt))
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    part = message.get("body", b"")
+                    self._make_room(receipt, len(part))
+                    data += part if bounds is None else bounds.take(part)
+                    receipt.is_whole = not message.get("more_body", False)
+        except TimeoutError:
+            raise (self._no_room() if receipt.gave_way else self._too_slow(receipt)) from None
+        return data
+
+    def _deadline(self, receipt: _Receipt) -> float:
+        by_rate = receipt.began_at + self._pause_s + receipt.num_bytes / MIN_BYTES_S
+        return min(asyncio.get_running_loop().time() + self._pause_s, by_rate)
+
+    def _make_room(self, receipt: _Receipt, num_bytes: int) -> None:
+        """Count further bytes; where there is no room for them the oldest unfinished body gives way."""
+        receipt.num_bytes += num_bytes
+        if receipt.num_bytes > self._max_body_bytes:
+            raise too_large(self._max_body_bytes)
+        while receipt.num_held and self.num_held > self._max_bytes:
+            now_s = asyncio.get_running_loop().time()
+            oldest = next(each for each in self._receipts if not each.is_whole and not each.gave_way)
+            if oldest is receipt or now_s < oldest.began_at + GIVES_WAY_S:
+                raise self._no_room()
+            oldest.gave_way, oldest.num_bytes = True, 0
+            oldest.clock.reschedule(now_s)
+
+    def _no_room(self) -> ServerBusyError:
+        return ServerBusyError(
+            f"the bodies of other requests take the {self._max_bytes} bytes that all may take; try later",
+            retry_after_s=GIVES_WAY_S,
+            max_receiving_bytes=self._max_bytes,
+        )
+
+    def _too_slow(self, receipt: _Receipt) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"the body ends after {receipt.num_bytes} bytes: a sender may pause for {self._pause_s:g} s"
+            f" and has to send {MIN_BYTES_S} bytes a second on average",
+            receive_timeout_s=self._pause_s,
+        )
+
+
+def too_large(max_body_bytes: int) -> RequestTooLargeError:
+    """Why a body of more bytes is not taken."""
+    text = f"the request body is over {max_body_bytes} bytes"
+    return RequestTooLargeError(text, max_body_bytes=max_body_bytes)
