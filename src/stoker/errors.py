@@ -8,6 +8,7 @@
     │   ├── WorkLimitError            400  a template or grammar takes longer, or more memory, than one may
     │   ├── AuthenticationError       401  no valid API key came with it
     │   ├── ForbiddenError            403  its Host or Origin is not allowed here
+    │   ├── OperatorOnlyError         403  only who operates the server may ask for this
     │   ├── RequestTooLargeError      413  the body is over the limit
     │   ├── ModelNotFoundError        404  no model of that name is served or on disk
     │   ├── RequestNotFoundError      404  no live request has that id
@@ -150,6 +151,13 @@ class ForbiddenError(CallerError):
     """The request's Host or Origin is not allowed here."""
 
     code = "forbidden"
+    http_status = 403
+
+
+class OperatorOnlyError(CallerError):
+    """Only who operates the server may ask for this; the message says which setting or key allows it."""
+
+    code = "operator_only"
     http_status = 403
 
 

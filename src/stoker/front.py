@@ -65,7 +65,7 @@ class Front:
     def __init__(self, settings: EngineSettings, on_load: Callable[[ModelState], None]) -> None:
         self.host: EngineHost | None = None
         self.keeper = Keeper(settings.run_dir / SUSPENDED_DIR)
-        self.bus = EventBus(self._model_moved)
+        self.bus = EventBus(self._model_moved, owner_of=self.keeper.owner_of)
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
         self._settings = settings

@@ -22,7 +22,7 @@ from stoker.choosing import Choices, Choosing
 from stoker.embeddings import Embeddings, Text, TextEmbeddings
 from stoker.engine.overview import overview
 from stoker.engine.rest import GRACES_S
-from stoker.engine.shelf import SpecChanges
+from stoker.engine.shelf import Reach, SpecChanges
 from stoker.front import Front
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
@@ -175,6 +175,7 @@ class Runtime:
         keep_alive_s: float | None = None,
         n_ctx: int | None = None,
         num_slots: int | None = None,
+        reach: Reach = Reach.ANY,
     ) -> ModelInfo:
         """Serve a model and load it; returns when it is ready. All who ask for the same share one load.
 
@@ -184,12 +185,13 @@ class Runtime:
             keep_alive_s: how long it stays after its last request; None: as set, as for the others.
             n_ctx: tokens (cells) all its slots share.
             num_slots: sequences that run at once.
+            reach: what a name that is not served may lead to; a caller that is not trusted gets less.
 
         Raises:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
         changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=n_ctx, num_slots=num_slots)
-        return await self._front.shelf.load(model, changes)
+        return await self._front.shelf.load(model, changes, reach)
 
     async def unload_model(self, model: str) -> None:
         """Free a served model, or stop its load or download; the next request for it loads it again.
@@ -247,6 +249,10 @@ class Runtime:
         They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
         """
         return self._front.keeper.kept()
+
+    def owner_of(self, request_id: str) -> str:
+        """The `owner` that a live or kept request was given; empty: none, or there is no such request."""
+        return self._front.keeper.owner_of(request_id)
 
     async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
         """The stream of a kept request from its first delta on; leaving it does not end the request.

@@ -226,6 +226,11 @@ class ServerSettings(_Frozen):
         host: address to bind; anything but loopback should come with `api_key_file`.
         port: 0 lets the system choose; the readiness line tells which.
         api_key_file: file with one accepted key a line; None: no key is asked for.
+        admin_key_file: file with one operator's key a line. It is good for all that an ordinary key is good
+            for, and to load, unload and pin models, suspend and resume, and see the requests of all keys.
+            None: where keys are asked for nobody may do that over HTTP, elsewhere programs of this machine.
+        allow_downloads: let programs of this machine load models of the hub by name without an operator's
+            key; with one that is always allowed.
         allowed_hosts: names accepted in `Host` besides the bound address and localhost.
         max_body_bytes: a longer request body is refused with 413.
         max_receiving_bytes: what the bodies that are being received may take together, beyond 64 KiB each.
@@ -237,6 +242,8 @@ class ServerSettings(_Frozen):
     host: str = "127.0.0.1"
     port: int = Field(default=8686, ge=0, le=65535)
     api_key_file: Location | None = None
+    admin_key_file: Location | None = None
+    allow_downloads: bool = False
     allowed_hosts: Names = ()
     max_body_bytes: Bytes = 32 * 2**20
     max_receiving_bytes: Bytes = 128 * 2**20

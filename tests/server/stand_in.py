@@ -14,6 +14,7 @@ from typing import Any
 from stoker.chat.continuation import continuation_of
 from stoker.chat.conversation import NO_TOOLS, prepared_turn
 from stoker.chatting import ChatPlan, drafted_chat
+from stoker.engine.shelf import Reach
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.lifecycle.events import RuntimeEvent
 from stoker.lifecycle.kept import KeptRequest
@@ -106,6 +107,8 @@ class StandInRuntime:
     kept_scripts: dict[str, Sequence[Step]] = field(default_factory=dict)
     told: list[RuntimeEvent] = field(default_factory=list)
     named: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    owners: dict[str, str] = field(default_factory=dict)
+    reaches: list[Reach] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states = States(Path("no-such-folder"), self)
@@ -230,8 +233,10 @@ class StandInRuntime:
         keep_alive_s: float | None = None,
         n_ctx: int | None = None,
         num_slots: int | None = None,
+        reach: Reach = Reach.ANY,
     ) -> ModelInfo:
         """Note it; loaded at once, unless it is told to fail or to take for ever."""
+        self.reaches.append(reach)
         self.calls.append(("load", model, keep_alive_s, n_ctx, num_slots))
         if self.load_error is not None:
             raise self.load_error
@@ -269,6 +274,10 @@ class StandInRuntime:
         """As the test says."""
         return self.kept_requests
 
+    def owner_of(self, request_id: str) -> str:
+        """As the test says, or as it was streamed."""
+        return self.owners.get(request_id, "")
+
     async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[Any]:
         """Play the script of that request."""
         self.calls.append(("attach", request_id, owner))
@@ -295,6 +304,7 @@ class StandInRuntime:
         """Play the next script."""
         self.named.append((tuple(names), owner))
         request_id = request_id or f"req-{len(self.requests)}"
+        self.owners[request_id] = owner
         assert request_id not in self.live
         self.requests.append(request)
         self.live[request_id] = request
@@ -327,7 +337,7 @@ class StandInRuntime:
         self.kept_scripts.clear()
         for record in (self.requests, self.abandoned, self.cancelled, self.steered, self.scripts):
             record.clear()
-        for noted in (self.calls, self.kept_requests, self.told, self.named):
+        for noted in (self.calls, self.kept_requests, self.told, self.named, self.owners, self.reaches):
             noted.clear()
 
     def release(self) -> None:

@@ -177,7 +177,7 @@ def test_the_key_comes_from_the_environment_or_a_flag(call, start_server, tmp_pa
     """SPEC S4: without it the server refuses, and the line says why."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
-    server = start_server(StandInRuntime, api_key_file=keys)
+    server = start_server(StandInRuntime, api_key_file=keys, admin_key_file=keys)
     server.ready.result(60)
     refused = call("ps", "--url", server.url)
     assert refused.exit_code == 2

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from stoker.errors import ErrorInfo, InvalidRequestError, MachineSetupError, error_from_info
+from stoker.errors import (
+    AuthenticationError,
+    ErrorInfo,
+    InvalidRequestError,
+    MachineSetupError,
+    OperatorOnlyError,
+    error_from_info,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -17,6 +24,9 @@ if TYPE_CHECKING:
     import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8686"
+_GIVE_KEY = " (a command takes a key from --api-key or STOKER_API_KEY)"
+_HINTS = {AuthenticationError.code: _GIVE_KEY, OperatorOnlyError.code: _GIVE_KEY}
+"""What a command adds to what the server says, by the error's code."""
 CONNECT_S = 5.0
 ANSWER_S = 10.0
 
@@ -105,7 +115,9 @@ class RemoteServer:
                 return document
             error = document["error"]
             info = ErrorInfo(
-                code=str(error["code"]), message=str(error["message"]), http_status=answer.status_code
+                code=str(error["code"]),
+                message=str(error["message"]) + _HINTS.get(str(error["code"]), ""),
+                http_status=answer.status_code,
             )
         except (ValueError, KeyError, TypeError):
             raise MachineSetupError(

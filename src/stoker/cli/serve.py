@@ -156,6 +156,17 @@ CacheDir = Annotated[Path | None, typer.Option("--cache-dir", help="Folder of th
 ApiKeyFile = Annotated[
     Path | None, typer.Option("--api-key-file", help="File with one accepted key a line. \\[no key]")
 ]
+AdminKeyFile = Annotated[
+    Path | None,
+    typer.Option("--admin-key-file", help="File with one operator's key a line. \\[none]"),
+]
+AllowDownloads = Annotated[
+    bool | None,
+    typer.Option(
+        "--allow-downloads/--no-downloads",
+        help="Let `load` download without an operator's key. \\[no]",
+    ),
+]
 Isolation = Annotated[
     str | None,
     typer.Option("--isolation", help="Where native code runs. \\[process]", metavar="process|thread"),
@@ -201,6 +212,8 @@ def serve(
     run_dir: RunDir = None,
     cache_dir: CacheDir = None,
     api_key_file: ApiKeyFile = None,
+    admin_key_file: AdminKeyFile = None,
+    allow_downloads: AllowDownloads = None,
     isolation: Isolation = None,
     watchdog_s: WatchdogS = None,
     max_queue: MaxQueue = None,

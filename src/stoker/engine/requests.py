@@ -233,9 +233,9 @@ class Requests:
         client = self._clients.get(event.request_id)
         if client is None:
             return
-        client.sink(event)
         if not isinstance(event, Delta):
-            self._watch(event)
+            self._watch(event)  # before the sink, which forgets a request with its terminal event
+        client.sink(event)
         if isinstance(event, Finished | Failed):
             del self._clients[event.request_id]
             self._replay.drop(event.request_id)

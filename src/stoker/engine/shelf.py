@@ -7,19 +7,20 @@ themselves are `stoker.engine.loads`', files `stoker.models`'.
 from __future__ import annotations
 
 import asyncio
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from stoker.backends.protocol import ModelClass
 from stoker.engine.specs import Served, served
-from stoker.errors import ModelNotFoundError
+from stoker.errors import ModelNotFoundError, OperatorOnlyError
 from stoker.memory.residency import ModelLife
 from stoker.messages import ModelState
 from stoker.models.downloads import Downloads
 from stoker.models.hub_reference import is_reference
 from stoker.models.seq2seq import check_one_slot
-from stoker.models.store import ModelStore
+from stoker.models.store import ModelStore, is_fake
 from stoker.status import ModelStatus
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from stoker.memory.tiers import TierDefaults
     from stoker.settings import EngineSettings
     from stoker.values import ModelInfo, ModelSpec
+
+
+class Reach(StrEnum):
+    """What the name of a model that is not served may lead to."""
+
+    LOCAL = "local"  # what `stoker models` lists, and files below the models folder
+    HUB = "hub"  # besides, repositories of the hub, which are downloaded
+    ANY = "any"  # besides, the fake backend: for programs and tests, never for callers over HTTP
 
 
 class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,16 +81,18 @@ class Shelf:
     def __repr__(self) -> str:
         return f"<Shelf {self._store!r} {self._downloads!r}>"
 
-    async def load(self, ref: str, changes: SpecChanges) -> ModelInfo:
+    async def load(self, ref: str, changes: SpecChanges, reach: Reach) -> ModelInfo:
         """Have a model in memory, served from then on.
 
         Args:
             ref: id of a served model, a name that `stoker models` lists, a file below the models folder, or
                 OWNER/REPO[:FILE] of the hub, which is downloaded first.
             changes: what it is to be loaded with; a model that is loaded otherwise is replaced.
+            reach: what `ref` may lead to.
 
         Raises:
             ModelNotFoundError: there is no such model, or it lies outside the models folder.
+            OperatorOnlyError: it would have to be downloaded, which this caller may not ask for.
             UnsupportedError: a model of that class cannot be had so.
             NotReadyError: no engine is there, or the load or download was stopped.
             StokerError: why it cannot be loaded or downloaded.
@@ -92,7 +103,7 @@ class Shelf:
             info = self._host.roster.info(ref)
             changes.check(info)
             return await self._host.loads.load(changes.applied(spec), info)
-        found = await self._find(ref)
+        found = await self._find(ref, reach)
         changes.check(found.info)
         known = self._host.roster.spec(found.spec.id)
         base = known if known is not None and known.path == found.spec.path else found.spec
@@ -121,12 +132,15 @@ class Shelf:
         """Stop every download."""
         self._downloads.close()
 
-    async def _find(self, ref: str) -> Served:
+    async def _find(self, ref: str, reach: Reach) -> Served:
+        find = self._store.resolve_fake if reach is Reach.ANY and is_fake(ref) else self._store.resolve_listed
         try:
-            file = await asyncio.to_thread(self._store.resolve_listed, ref)
+            file = await asyncio.to_thread(find, ref)
         except ModelNotFoundError:
             if not is_reference(ref):
                 raise
+            if reach is Reach.LOCAL:
+                raise _downloads_off(ref) from None
             path = await self._download(ref)
             file = await asyncio.to_thread(self._store.resolve_listed, str(path))
         return served(file, self._settings, self._defaults)
@@ -144,3 +158,11 @@ class Shelf:
         moved = ModelState(model=ref, state=ModelLife.DOWNLOADING, stage=name, fraction=fraction)
         self._coming[ref] = moved
         self._watcher.model_moved(moved)
+
+
+def _downloads_off(ref: str) -> OperatorOnlyError:
+    return OperatorOnlyError(
+        f"{ref} is not on this machine, and the server downloads it for operators with a key only: run"
+        f" `stoker pull {ref}` there, or start the server with --allow-downloads or --admin-key-file",
+        param="model",
+    )

@@ -46,11 +46,13 @@ class RuntimeEvent(msgspec.Struct, frozen=True, kw_only=True):
         event: its name: snapshot, engine, model, pressure, rung, heat, request or lagged.
         at: seconds since the epoch.
         fields: what it is about; values that JSON can hold, no text of any request.
+        owner: of a request, digest of the API key that it came with; empty: none.
     """
 
     event: str
     at: float
     fields: dict[str, Any] = {}
+    owner: str = ""
 
 
 class _Subscriber:
@@ -82,10 +84,17 @@ class EventBus:
     Args:
         on_model: also called, on the event loop and where its errors harm nobody, with each model's state.
         now: seconds since the epoch.
+        owner_of: digest of the API key that a live request came with, by its id.
     """
 
-    def __init__(self, on_model: Callable[[ModelState], None], now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        on_model: Callable[[ModelState], None],
+        now: Callable[[], float] = time.time,
+        owner_of: Callable[[str], str] = lambda _: "",
+    ) -> None:
         self._on_model = on_model
+        self._owner_of = owner_of
         self._now = now
         self._subscribers: set[_Subscriber] = set()
         self._is_closed = False
@@ -117,10 +126,10 @@ class EventBus:
         finally:
             self._subscribers.discard(subscriber)
 
-    def publish(self, event: str, fields: Mapping[str, Any]) -> None:
+    def publish(self, event: str, fields: Mapping[str, Any], owner: str = "") -> None:
         """Tell everybody."""
         if self._subscribers:
-            told = RuntimeEvent(event=event, at=self._now(), fields=dict(fields))
+            told = RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner)
             for subscriber in self._subscribers:
                 subscriber.push(told)
 
@@ -155,7 +164,7 @@ class EventBus:
     def request_moved(self, event: RequestEvent) -> None:
         """A request moved: its id, what happened, and the figures of that; never its text."""
         if self._subscribers and not isinstance(event, _SILENT):
-            self.publish("request", _request_fields(event))
+            self.publish("request", _request_fields(event), self._owner_of(event.request_id))
 
 
 def _request_fields(event: RequestEvent) -> dict[str, Any]:

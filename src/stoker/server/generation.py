@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.errors import OperatorOnlyError
 from stoker.server.context import LiveRequest
 from stoker.values import Usage
 
@@ -31,15 +32,41 @@ _MERGE_DEPTH = 64  # events waiting for a slow client; then the prompts' streams
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: the id of the HTTP request and the digest of its API key."""
+    """Who asks.
+
+    Attributes:
+        request_id: of the HTTP request.
+        key_digest: of its API key; empty: none is asked for.
+        refusal: as in `Identity`.
+    """
 
     request_id: str
     key_digest: str = ""
+    refusal: str = ""
 
     @classmethod
     def of(cls, request: Request) -> Caller:
         """As the gate found them."""
-        return cls(request.state.request_id, request.state.key_digest)
+        identity = request.state.identity
+        return cls(request.state.request_id, identity.key_digest, identity.refusal)
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether the caller may operate the server."""
+        return not self.refusal
+
+    def require_operator(self) -> None:
+        """Raises OperatorOnlyError where the caller may not operate the server."""
+        if self.refusal:
+            raise OperatorOnlyError(self.refusal)
+
+    def may_steer(self, owner: str) -> bool:
+        """Whether requests of that owner may be ended, paused, resumed and attached to by their ids."""
+        return self.is_operator or owner == self.key_digest
+
+    def may_see(self, owner: str) -> bool:
+        """Whether ids and stories of that owner's requests are shown. Without keys nobody's are one's own."""
+        return self.is_operator or (owner != "" and owner == self.key_digest)
 
 
 class Generation:

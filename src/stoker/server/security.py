@@ -1,4 +1,4 @@
-"""Who may talk to the server (SPEC S4): the Host allow-list, the same-origin rule and the API keys.
+"""Who may talk to the server and who may operate it (SPEC S4): Host allow-list, same-origin rule, API keys.
 
 Pure checks on header values, and what keeps callers of different keys apart; `gate` applies them to each
 request.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.errors import AuthenticationError, ForbiddenError, MachineSetupError
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _BEARER = b"bearer "
+_KEY_NEEDED = "an operator's key is needed for this: one of the file that --admin-key-file names"
+_TURNED_OFF = (
+    "this is for operators, and the server was started with --api-key-file but without --admin-key-file:"
+    " nobody may do it over HTTP"
+)
+_LOCAL_ONLY = (
+    "a server without keys lets only programs of its own machine do this; with --admin-key-file an operator's"
+    " key is taken from anywhere"
+)
 _DIGEST_BYTES = 32  # 64 hexadecimal digits: no longer than a salt or a BLAKE2b key may be
 
 
@@ -90,6 +101,9 @@ class KeyRing:
             raise MachineSetupError(f"the API key file {path} holds no key; write one a line")
         return cls(keys)
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     def check(self, authorization: bytes | None, x_api_key: bytes | None) -> str:
         """Compare in constant time with every key.
 
@@ -105,14 +119,91 @@ class KeyRing:
         """
         if not self._keys:
             return ""
-        given = x_api_key
-        if authorization is not None and authorization[: len(_BEARER)].lower() == _BEARER:
-            given = authorization[len(_BEARER) :].strip()
-        if given is None:
+        if _given(authorization, x_api_key) is None:
             raise AuthenticationError("an API key is needed: send it as `Authorization: Bearer KEY`")
-        if not any([hmac.compare_digest(given, key) for key in self._keys]):  # noqa: C419 - compare with all
+        digest = self.find(authorization, x_api_key)
+        if digest is None:
             raise AuthenticationError("the API key is not one that this server accepts")
-        return hashlib.blake2b(given, digest_size=_DIGEST_BYTES, person=b"stoker-key").hexdigest()
+        return digest
+
+    def find(self, authorization: bytes | None, x_api_key: bytes | None) -> str | None:
+        """The digest of the key that came, or None if none is on the ring; compares as `check` does."""
+        given = _given(authorization, x_api_key)
+        if given is None:
+            return None
+        is_known = any([hmac.compare_digest(given, key) for key in self._keys])  # noqa: C419 - compare with all
+        return (
+            hashlib.blake2b(given, digest_size=_DIGEST_BYTES, person=b"stoker-key").hexdigest()
+            if is_known
+            else None
+        )
+
+
+def _given(authorization: bytes | None, x_api_key: bytes | None) -> bytes | None:
+    if authorization is not None and authorization[: len(_BEARER)].lower() == _BEARER:
+        return authorization[len(_BEARER) :].strip()
+    return x_api_key
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who sends a request.
+
+    Attributes:
+        key_digest: tells the API keys apart; empty: it came without one that counts.
+        refusal: why the sender may not operate the server; empty: they may.
+    """
+
+    key_digest: str = ""
+    refusal: str = ""
+
+
+class Access:
+    """Tells who sends a request from its keys and its address.
+
+    Args:
+        keys: what ordinary requests need one of; empty: they need none.
+        operators: keys that may operate the server besides. Without any, a server that asks for keys is not
+            operated over HTTP, and one that asks for none by programs of its own machine alone.
+    """
+
+    def __init__(self, keys: KeyRing, operators: KeyRing) -> None:
+        self._keys = keys
+        self._operators = operators
+
+    def __repr__(self) -> str:
+        return f"Access({self._keys!r}, operators: {self._operators!r})"
+
+    def identify(self, authorization: bytes | None, x_api_key: bytes | None, peer: str) -> Identity:
+        """Who it is.
+
+        Args:
+            authorization: as in `KeyRing.check`.
+            x_api_key: likewise.
+            peer: address of the client; empty: not known.
+
+        Raises:
+            AuthenticationError: a key is needed, and none came that the server accepts.
+        """
+        operator = self._operators.find(authorization, x_api_key)
+        if operator is not None:
+            return Identity(operator)
+        digest = self._keys.check(authorization, x_api_key)
+        if self._operators:
+            return Identity(digest, _KEY_NEEDED)
+        if self._keys:
+            return Identity(digest, _TURNED_OFF)
+        return Identity(digest, "" if is_loopback(peer) else _LOCAL_ONLY)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address, also an IPv4 one written as IPv6, is the machine's own loopback."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 def salt_of(key_digest: str, cache_salt: str) -> str:

@@ -100,6 +100,7 @@ class Service:
                 log_level="warning",
                 log_config=None,
                 server_header=False,
+                forwarded_allow_ips="127.0.0.1",  # by no environment: who is local may operate the server
                 timeout_graceful_shutdown=_CLOSE_S,
             )
         )

@@ -27,10 +27,10 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v1/runtime/requests")
     async def requests(request: Request) -> Response:
-        """The caller's requests: those with a client, and those kept without one."""
-        owner = Caller.of(request).key_digest
-        live = [found for found in context.live.requests() if found.owner == owner]
-        kept = [found for found in context.runtime.kept() if found.owner in {"", owner}]
+        """The caller's requests, an operator's all: those with a client, and those kept without one."""
+        caller = Caller.of(request)
+        live = [found for found in context.live.requests() if caller.may_see(found.owner)]
+        kept = [found for found in context.runtime.kept() if caller.may_see(found.owner)]
         status = await context.runtime.status()
         return _json({"object": "list", "data": requests_document(live, kept, status)})
 
@@ -63,13 +63,13 @@ def router(context: ServerContext) -> APIRouter:
 
 
 async def _each(context: ServerContext, request: Request, name: str, act: Action) -> list[str]:
-    """Do it to every runtime request of the caller's behind `name`; those that it reached.
+    """Do it to every runtime request behind `name` that the caller may steer; those that it reached.
 
     Raises:
-        RequestNotFoundError: nothing of that name is live or kept.
+        RequestNotFoundError: nothing of that name is live or kept, or it is another key's.
     """
     reached = []
-    for runtime_id in _runtime_ids(context, name, Caller.of(request).key_digest):
+    for runtime_id in _runtime_ids(context, name, Caller.of(request)):
         try:
             await act(runtime_id)
         except RequestNotFoundError:  # one prompt of several has ended by itself
@@ -78,15 +78,13 @@ async def _each(context: ServerContext, request: Request, name: str, act: Action
     return reached
 
 
-def _runtime_ids(context: ServerContext, name: str, owner: str) -> list[str]:
-    everybodys = [found for found in context.runtime.kept() if name in (found.id, *found.names)]
-    kept = [found.id for found in everybodys if found.owner in {"", owner}]
-    try:
-        return context.live.runtime_ids(name, owner) + kept
-    except RequestNotFoundError:
-        if not kept:
-            raise
-        return kept
+def _runtime_ids(context: ServerContext, name: str, caller: Caller) -> list[str]:
+    named = [found for found in context.runtime.kept() if name in (found.id, *found.names)]
+    kept = [found.id for found in named if caller.may_steer(found.owner)]
+    found = context.live.runtime_ids(name, caller.may_steer) + kept
+    if not found:
+        raise RequestNotFoundError(f"no live request has the id {name!r}", param="id")
+    return found
 
 
 def _json(document: dict[str, object]) -> Response:

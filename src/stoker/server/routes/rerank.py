@@ -44,7 +44,7 @@ class _RerankRoute:
         fields = {
             **body.fields(request.state.key_digest),
             **header_fields(request),
-            "model": body.model or "default",
+            "model": "default" if body.model is None else body.model,
         }
         work = self._reranking.rerank(body.query, texts, **fields)
         found = await while_connected(work, request.receive)

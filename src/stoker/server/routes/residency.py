@@ -5,22 +5,26 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.engine.shelf import Reach
 from stoker.server.body import described, read_body
 from stoker.server.context import ServerContext
 from stoker.server.disconnect import while_connected
+from stoker.server.generation import Caller
 from stoker.server.schema.fields import keep_alive_seconds
 from stoker.server.schema.residency import LoadModelRequest, ModelRequest, PinModelRequest, SuspendRequest
 from stoker.values import ModelInfo
 
 
 def router(context: ServerContext) -> APIRouter:
-    """Which models are in memory, and whether anything is."""
+    """Which models are in memory, and whether anything is; for operators."""
     routes = APIRouter(tags=["runtime"])
     runtime = context.runtime
 
     @routes.post("/v1/runtime/models/load", openapi_extra=described(LoadModelRequest))
     async def load(request: Request) -> Response:
         """Load a model; answers when it is ready. A caller who leaves no longer wants it."""
+        caller = Caller.of(request)
+        caller.require_operator()
         body = await read_body(request, LoadModelRequest)
         context.require_ready()
         loading = runtime.load_model(
@@ -28,12 +32,14 @@ def router(context: ServerContext) -> APIRouter:
             keep_alive_s=keep_alive_seconds(body.keep_alive),
             n_ctx=body.ctx_size,
             num_slots=body.slots,
+            reach=Reach.HUB if caller.key_digest or context.settings.allow_downloads else Reach.LOCAL,
         )
         return _json(_loaded(await while_connected(loading, request.receive)))
 
     @routes.post("/v1/runtime/models/unload", openapi_extra=described(ModelRequest))
     async def unload(request: Request) -> Response:
         """Free a model or stop loading it; it stays served and is loaded when a request needs it."""
+        Caller.of(request).require_operator()
         model = _named(context, (await read_body(request, ModelRequest)).model)
         await runtime.unload_model(model)
         return _json({"id": model, "state": "absent"})
@@ -41,6 +47,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/v1/runtime/models/pin", openapi_extra=described(PinModelRequest))
     async def pin(request: Request) -> Response:
         """Never unload a model to make room, or with `"pinned": false` no longer so."""
+        Caller.of(request).require_operator()
         body = await read_body(request, PinModelRequest)
         model = _named(context, body.model)
         await runtime.pin_model(model, is_pinned=body.pinned)
@@ -49,13 +56,15 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/v1/runtime/suspend", openapi_extra=described(SuspendRequest))
     async def suspend(request: Request) -> Response:
         """Save what runs and free everything; answers when that is done, or a resume came first."""
+        Caller.of(request).require_operator()
         body = await read_body(request, SuspendRequest)
         await runtime.suspend(body.reason, grace_s=body.grace_s)
         return _json({"suspended": runtime.is_suspended})
 
     @routes.post("/v1/runtime/resume")
-    async def resume() -> Response:
+    async def resume(request: Request) -> Response:
         """Load what was loaded and let every request go on; answers when it serves again."""
+        Caller.of(request).require_operator()
         await runtime.resume()
         return _json({"suspended": runtime.is_suspended})
 

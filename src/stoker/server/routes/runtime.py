@@ -5,9 +5,12 @@ from contextlib import aclosing
 
 import msgspec
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.server.context import ServerContext
+from stoker.server.generation import Caller
+from stoker.server.schema.redaction import redact_status, redacted_event
 from stoker.server.schema.status import status_document
 from stoker.server.sse import EventStream, frame
 
@@ -17,22 +20,36 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["runtime"])
 
     @routes.get("/v1/runtime")
-    async def runtime() -> Response:
-        """Engine, slots, queue, parked and paused requests, models, memory and heat."""
+    async def runtime(request: Request) -> Response:
+        """Engine, slots, queue, parked and paused requests, models, memory and heat.
+
+        Who does not operate the server sees counts and places of all requests, and what is theirs of the
+        caller's own alone.
+        """
+        caller = Caller.of(request)
         status = await context.runtime.status()
         document = status_document(status, context.runtime.model_states())
+        if not caller.is_operator:
+            owner_of = context.runtime.owner_of
+            redact_status(document, lambda request_id: caller.may_see(owner_of(request_id)))
         return Response(msgspec.json.encode(document), media_type="application/json")
 
     @routes.get("/v1/runtime/events")
-    async def events() -> Response:
-        """What happens from now on, as server-sent events; the first is a snapshot."""
-        return EventStream(_frames(context), {}, context.settings.keepalive_s)
+    async def events(request: Request) -> Response:
+        """What happens from now on, as server-sent events; the first is a snapshot.
+
+        Of requests who does not operate the server is told of the caller's own alone.
+        """
+        return EventStream(_frames(context, Caller.of(request)), {}, context.settings.keepalive_s)
 
     return routes
 
 
-async def _frames(context: ServerContext) -> AsyncGenerator[bytes, None]:
+async def _frames(context: ServerContext, caller: Caller) -> AsyncGenerator[bytes, None]:
     """`{"event": name, "at": seconds since the epoch, ...}`, one a frame."""
     async with aclosing(context.runtime.events()) as events:
-        async for event in events:
+        async for each in events:
+            event = each if caller.is_operator else redacted_event(each, caller.may_see)
+            if event is None:
+                continue
             yield frame(msgspec.json.encode({"event": event.event, "at": event.at, **event.fields}))

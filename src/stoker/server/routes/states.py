@@ -69,7 +69,7 @@ class _StateRoutes:
         source = body.source()
         self._context.require_ready()
         states, owner = self._context.runtime.states, request.state.key_digest
-        info = states.recurrent(body.model or "default")
+        info = states.recurrent("default" if body.model is None else body.model)
         if source in {"data", "file"}:
             given = decoded(body.data, "data") if body.data is not None else states.dropped(body.file or "")
             saved = await states.put(given, model=info.id, name=body.name, owner=owner)
