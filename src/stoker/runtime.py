@@ -22,7 +22,7 @@ from stoker.choosing import Choices, Choosing
 from stoker.embeddings import Embeddings, Text, TextEmbeddings
 from stoker.engine.overview import overview
 from stoker.engine.rest import GRACES_S
-from stoker.engine.shelf import Reach, SpecChanges
+from stoker.engine.shelf import SpecChanges
 from stoker.front import Front
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
@@ -36,7 +36,7 @@ from stoker.settings import EngineSettings
 from stoker.states import GivenState, States
 from stoker.status import EngineHealth, ModelStatus, RuntimeStatus
 from stoker.streams import StreamEvent, TextDelta, text_deltas
-from stoker.values import ModelInfo
+from stoker.values import ModelInfo, Reach
 
 if TYPE_CHECKING:
     from pathlib import Path

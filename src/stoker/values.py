@@ -38,6 +38,14 @@ class CacheMode(StrEnum):
         return self in {CacheMode.SNAPSHOT, CacheMode.BOTH}
 
 
+class Reach(StrEnum):
+    """What the name of a model that is not served may lead to."""
+
+    LOCAL = "local"  # what `stoker models` lists, and files below the models folder
+    HUB = "hub"  # besides, repositories of the hub, which are downloaded
+    ANY = "any"  # besides, the fake backend: for programs and tests, never for callers over HTTP
+
+
 class Speculation(StrEnum):
     """What guesses tokens ahead (SPEC D9): nothing, what the text repeats, a draft model, or both."""
 

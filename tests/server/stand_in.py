@@ -14,7 +14,6 @@ from typing import Any
 from stoker.chat.continuation import continuation_of
 from stoker.chat.conversation import NO_TOOLS, prepared_turn
 from stoker.chatting import ChatPlan, drafted_chat
-from stoker.engine.shelf import Reach
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.lifecycle.events import RuntimeEvent
 from stoker.lifecycle.kept import KeptRequest
@@ -33,7 +32,7 @@ from stoker.messages import (
 from stoker.request import FinishReason, GenerateRequest
 from stoker.states import States
 from stoker.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
-from stoker.values import ModelInfo, Tensor, Timings, TokenLogprob, Usage
+from stoker.values import ModelInfo, Reach, Tensor, Timings, TokenLogprob, Usage
 
 Notice = Queued | Admitted | Parked | Paused | Resumed
 Step = Notice | PrefillProgress | PromptEcho | Delta | Finished | Exception | str

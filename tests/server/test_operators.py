@@ -13,7 +13,6 @@ from stand_in import HOLD, StandInRuntime
 from typer.testing import CliRunner
 
 from stoker.cli.main import app as commands
-from stoker.engine.shelf import Reach
 from stoker.errors import AuthenticationError
 from stoker.lifecycle.events import RuntimeEvent
 from stoker.lifecycle.kept import KeptRequest
@@ -23,6 +22,7 @@ from stoker.server.app import create_app, server_context
 from stoker.server.security import Access, KeyRing, is_loopback
 from stoker.settings import ServerSettings
 from stoker.status import EngineStatus, ModelStatus
+from stoker.values import Reach
 
 START_S = 60.0
 REQUESTS = "/v1/runtime/requests"

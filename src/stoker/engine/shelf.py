@@ -7,7 +7,6 @@ themselves are `stoker.engine.loads`', files `stoker.models`'.
 from __future__ import annotations
 
 import asyncio
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +21,7 @@ from stoker.models.hub_reference import is_reference
 from stoker.models.seq2seq import check_one_slot
 from stoker.models.store import ModelStore, is_fake
 from stoker.status import ModelStatus
+from stoker.values import Reach
 
 if TYPE_CHECKING:
     from stoker.engine.host import EngineHost
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from stoker.memory.tiers import TierDefaults
     from stoker.settings import EngineSettings
     from stoker.values import ModelInfo, ModelSpec
-
-
-class Reach(StrEnum):
-    """What the name of a model that is not served may lead to."""
-
-    LOCAL = "local"  # what `stoker models` lists, and files below the models folder
-    HUB = "hub"  # besides, repositories of the hub, which are downloaded
-    ANY = "any"  # besides, the fake backend: for programs and tests, never for callers over HTTP
 
 
 class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):

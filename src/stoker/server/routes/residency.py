@@ -5,14 +5,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.engine.shelf import Reach
 from stoker.server.body import described, read_body
 from stoker.server.context import ServerContext
 from stoker.server.disconnect import while_connected
 from stoker.server.generation import Caller
 from stoker.server.schema.fields import keep_alive_seconds
 from stoker.server.schema.residency import LoadModelRequest, ModelRequest, PinModelRequest, SuspendRequest
-from stoker.values import ModelInfo
+from stoker.values import ModelInfo, Reach
 
 
 def router(context: ServerContext) -> APIRouter:
