@@ -18,7 +18,7 @@ from stoker.server.generation import Caller, Generation
 from stoker.server.routes.headers import IMAGES_HEADER, header_fields, images_header
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.chat import ChatRequest, Conversation
-from stoker.server.schema.fields import state_bytes
+from stoker.server.schema.fields import state_bytes, tier_of
 from stoker.server.writers.chat import ChatChunks, WholeChat
 from stoker.server.writers.head import Head
 from stoker.values import ModelInfo
@@ -42,7 +42,15 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, ChatRequest)
         turn = await chat_turn(context, request, body, "chatcmpl")
         asked = turn.request
-        head = Head(turn.generation.id, asked.model, asked.n, body.wants_usage, images=turn.images)
+        head = Head(
+            turn.generation.id,
+            asked.model,
+            asked.n,
+            body.wants_usage,
+            tier_of(asked.priority),
+            has_functions=body.has_functions,
+            images=turn.images,
+        )
         is_stream = body.stream
         del body  # its pictures are megabytes, and it may wait for long
         if is_stream:

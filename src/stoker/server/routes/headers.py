@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PRIORITY_HEADER = "X-Stoker-Priority"
 PROGRESS_HEADER = "X-Stoker-Progress"
 IMAGES_HEADER = "X-Stoker-Images"
+_ON = frozenset({"1", "true", "on", "yes"})
 
 
 def header_fields(request: Request) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def header_fields(request: Request) -> dict[str, Any]:
                 f"{PRIORITY_HEADER} is {name[:40]!r}; known: {', '.join(Priority)}", param=PRIORITY_HEADER
             )
         fields["priority"] = Priority(name)
-    if request.headers.get(PROGRESS_HEADER) == "1":
+    if request.headers.get(PROGRESS_HEADER, "").strip().lower() in _ON:
         fields["return_progress"] = True
     return fields
 

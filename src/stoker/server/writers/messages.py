@@ -15,6 +15,7 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     Content,
     Reasoning,
@@ -98,7 +99,7 @@ class MessageBuilder:
                     written += self._start({"type": "tool_use", "id": own_id, "name": name, "input": {}})
                 case CallArguments(_, fragment):
                     written.append(self._delta({"type": "input_json_delta", "partial_json": fragment}))
-                case CallEnded() | CallBroken():
+                case CallEnded() | CallBroken() | CallCut():
                     written += self._stop()
         return written
 
@@ -156,7 +157,7 @@ def _blocks(answer: WholeAnswer) -> list[Json]:
     if answer.content:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.calls:
-        given = msgspec.Raw(call.arguments.encode())  # JSON as it was written
+        given = msgspec.Raw(b"{}" if call.is_cut else call.arguments.encode())  # JSON as it was written
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     return blocks
 
