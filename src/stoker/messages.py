@@ -130,6 +130,21 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tokens: list[int]
 
 
+class CountTokens(msgspec.Struct, frozen=True, tag=True):
+    """Ask how many tokens a request's prompt has; answered by `Reply` with `{"num_tokens": int}`.
+
+    Pictures count with the places they take. Nothing is computed.
+    """
+
+    call_id: int
+    model: str
+    request: GenerateRequest
+
+
+TextQuestion = Tokenize | Detokenize | CountTokens
+"""What the vocabulary of one model answers."""
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Ask for an `EngineStatus`; answered by `Reply` with `{"status": ...}`."""
 
@@ -151,8 +166,7 @@ Command = (
     | Cancel
     | Pause
     | Resume
-    | Tokenize
-    | Detokenize
+    | TextQuestion
     | GetStatus
     | Suspend
     | Shutdown
@@ -243,12 +257,13 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
 class Admitted(msgspec.Struct, frozen=True, tag=True):
     """A choice of the request got a slot; it will be in the next step.
 
-    `cached_tokens` of the request's prompt were not computed for it, but came from `cache_source` (SPEC C13).
+    `cached_tokens` of the `prompt_tokens` were not computed for it, but came from `cache_source` (SPEC C13).
     """
 
     request_id: str
     cached_tokens: int = 0
     cache_source: CacheSource | None = None
+    prompt_tokens: int = 0
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):

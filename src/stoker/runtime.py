@@ -437,6 +437,14 @@ class Runtime:
         """
         return await texts.detokenize(self._front.running(), tokens, self.resolve(model).id)
 
+    async def count_tokens(self, request: GenerateRequest) -> int:
+        """How many tokens the prompt of a request has, its pictures included; nothing is computed.
+
+        Raises:
+            StokerError: the model is not served, or does not take such a prompt.
+        """
+        return await texts.count_tokens(self._front.running(), request, self.resolve(request.model).id)
+
     def plan_chat(
         self,
         messages: Sequence[Message],

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stoker.messages import Detokenize, Tokenize
+from stoker.messages import CountTokens, Detokenize, TextQuestion, Tokenize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from stoker.request import GenerateRequest
 
 
 class Vocabularies(Protocol):
     """What answers questions about text."""
 
-    async def ask(self, question: Tokenize | Detokenize) -> dict[str, Any]:
+    async def ask(self, question: TextQuestion) -> dict[str, Any]:
         """The engine's answer."""
         ...
 
@@ -28,3 +30,9 @@ async def detokenize(engine: Vocabularies, tokens: Sequence[int], model: str) ->
     """The text of token ids."""
     text: str = (await engine.ask(Detokenize(call_id=0, model=model, tokens=list(tokens))))["text"]
     return text
+
+
+async def count_tokens(engine: Vocabularies, request: GenerateRequest, model: str) -> int:
+    """How many tokens the prompt of a request to that model has."""
+    num_tokens: int = (await engine.ask(CountTokens(0, model, request)))["num_tokens"]
+    return num_tokens

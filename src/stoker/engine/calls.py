@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import EngineCrashedError, NotReadyError, error_from_info
-from stoker.messages import Detokenize, GetStatus, Reply, Tokenize
+from stoker.messages import GetStatus, Reply, TextQuestion
 
 if TYPE_CHECKING:
     from stoker.engine.death import Death
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_CRASHES = 3
 
-Question = Tokenize | Detokenize | GetStatus
+Question = TextQuestion | GetStatus
 
 
 @dataclass(slots=True)

@@ -96,7 +96,7 @@ class LiveRequest:
             self.admitted_s = now
             self.num_cached = sequence.num_cached or 0
             self.cache_source = sequence.cache_source if self.num_cached else None
-        return Admitted(self.request_id, self.num_cached, self.cache_source)
+        return Admitted(self.request_id, self.num_cached, self.cache_source, len(self.prompt))
 
     def delta(self, index: int, drawn: Drawn) -> Delta:
         """The event for one drawn token; ends the choice when it carries a finish reason."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stoker.engine.residents import AnyResident
     from stoker.engine.workers import Workers
     from stoker.errors import StokerError
-    from stoker.messages import Detokenize, Event, Tokenize
+    from stoker.messages import Event, TextQuestion
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +71,7 @@ class Lobby:
         self._workers = workers
         self._events = events
         self._visitors: dict[str, Visitor] = {}
-        self._asks: dict[str, list[Tokenize | Detokenize]] = {}
+        self._asks: dict[str, list[TextQuestion]] = {}
 
     def __repr__(self) -> str:
         return f"<Lobby {len(self._visitors)} requests, {sum(map(len, self._asks.values()))} questions>"
@@ -147,11 +147,11 @@ class Lobby:
         for submit in submits:
             self._visitors[submit.request_id] = Visitor(submit, arrival_of(submit), submit.is_paused)
 
-    def ask(self, ask: Tokenize | Detokenize) -> None:
+    def ask(self, ask: TextQuestion) -> None:
         """A question that needs the vocabulary of a model that is not there."""
         self._asks.setdefault(ask.model, []).append(ask)
 
-    def let_in(self, resident: AnyResident) -> list[Tokenize | Detokenize]:
+    def let_in(self, resident: AnyResident) -> list[TextQuestion]:
         """A model is there: those that waited for it are tokenised; returns the questions that waited too."""
         for visitor in list(self._of(resident.spec.id)):
             if not visitor.is_preparing:
@@ -174,7 +174,7 @@ class Lobby:
         if resident is not None:
             self._prepare(visitor, resident)
 
-    def turn_away(self, model: str, error: StokerError) -> list[Tokenize | Detokenize]:
+    def turn_away(self, model: str, error: StokerError) -> list[TextQuestion]:
         """Its model cannot be had: those that wait fail, the questions are returned to be answered.
 
         What has begun waits on where only room is missing (SPEC M4): its output is not thrown away.

@@ -41,6 +41,7 @@ from stoker.memory.heat import heat_source
 from stoker.memory.tiers import DEFAULTS
 from stoker.messages import (
     Cancel,
+    CountTokens,
     Detokenize,
     Event,
     Failed,
@@ -57,6 +58,7 @@ from stoker.messages import (
     Shutdown,
     Submit,
     Suspend,
+    TextQuestion,
     Tokenize,
     UnloadModel,
 )
@@ -282,12 +284,12 @@ class EngineLoop:
             case Measured(sample):
                 if self._relief.measured(sample, self._clock.now()) and self._gauge:
                     self._gauge.poke()
-            case Tokenize() | Detokenize() | GetStatus() | Reply():
+            case Tokenize() | Detokenize() | CountTokens() | GetStatus() | Reply():
                 self._question(item)
             case Suspend() | Shutdown() | Closed():
                 self._end(item)
 
-    def _question(self, item: Tokenize | Detokenize | GetStatus | Reply) -> None:
+    def _question(self, item: TextQuestion | GetStatus | Reply) -> None:
         match item:
             case GetStatus(call_id):
                 self._events.append(Reply(call_id=call_id, value={"status": self._status()}))
@@ -378,7 +380,7 @@ class EngineLoop:
                 case Resume(request_id):
                     resident.resume(request_id, now)
 
-    def _text(self, ask: Tokenize | Detokenize) -> None:
+    def _text(self, ask: TextQuestion) -> None:
         try:
             resident = self._residency.resident_for(ask.model)
         except StokerError as error:

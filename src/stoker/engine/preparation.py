@@ -118,6 +118,16 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
     )
 
 
+def prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
+    """Token ids of a request's prompt; negative ones stand for parts of pictures.
+
+    Raises:
+        InvalidRequestError: the prompt is empty or holds token ids the model does not have.
+        UnsupportedError: it holds what the model does not take.
+    """
+    return _prompt(request, context)[0]
+
+
 def arrival_of(submit: Submit) -> float:
     """When the caller submitted it, on this process's clock."""
     return time.monotonic() - submit.age_s

@@ -33,9 +33,9 @@ from stoker.engine.inbox import (
     PrepareFailed,
     Sized,
 )
-from stoker.engine.preparation import PrepContext, check_tokens, prepare
+from stoker.engine.preparation import PrepContext, check_tokens, prepare, prompt_tokens
 from stoker.errors import EngineError, NotReadyError, StokerError
-from stoker.messages import Detokenize, Reply, Submit, Tokenize
+from stoker.messages import CountTokens, Detokenize, Reply, Submit, TextQuestion, Tokenize
 from stoker.models.draft_estimate import with_draft
 from stoker.models.estimate import estimator
 from stoker.values import ModelSpec
@@ -66,12 +66,11 @@ class Workers:
 
         self._post(self._prep, lambda: Prepared(prepare(submit, context, arrival_s), context), failed)
 
-    def answer(self, ask: Tokenize | Detokenize, context: PrepContext) -> None:
+    def answer(self, ask: TextQuestion, context: PrepContext) -> None:
         """Answer a question about text; posts Reply."""
 
         def work() -> Reply:
-            value = _tokens(ask, context) if isinstance(ask, Tokenize) else _text(ask, context)
-            return Reply(call_id=ask.call_id, value=value)
+            return Reply(call_id=ask.call_id, value=_answer(ask, context))
 
         self._post(self._prep, work, lambda error: Reply(call_id=ask.call_id, error=error.info()))
 
@@ -143,6 +142,16 @@ class Workers:
                 self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
 
         pool.submit(run)
+
+
+def _answer(ask: TextQuestion, context: PrepContext) -> dict[str, Any]:
+    match ask:
+        case Tokenize():
+            return _tokens(ask, context)
+        case Detokenize():
+            return _text(ask, context)
+        case CountTokens(_, _, request):
+            return {"num_tokens": len(prompt_tokens(request, context))}
 
 
 def _tokens(ask: Tokenize, context: PrepContext) -> dict[str, Any]:
