@@ -22,7 +22,6 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
-    CallCut,
     CallEnded,
     Content,
     Reasoning,
@@ -30,7 +29,7 @@ from stoker.chat.answer_events import (
 from stoker.chat.conversation import NO_TOOLS, Layout, ToolOffer
 from stoker.chat.layout import Conversation
 from stoker.chat.tool_constraints import MAX_FORCED_CALLS
-from stoker.chat.tools import ChoiceMode, checked_choice, checked_tools
+from stoker.chat.tools import ChoiceMode, LeftOut, checked_choice, checked_toolset
 from stoker.constraint import Constraint, ConstraintKind
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.images.turns import Given, Illustrated, illustrated
@@ -59,18 +58,20 @@ class ChatPlan:
         prompt: for the model.
         form: how its text is to be read.
         images: what its markers stand for, in their order.
+        left_out: tools that the model is not told of.
     """
 
     prompt: str
     form: AnswerForm
     _layout: Layout
     images: tuple[Given, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a `GenerateRequest`: `given`, by their names, with what the conversation adds.
 
         Raises:
-            InvalidRequestError: a constraint is given and a call is forced.
+            InvalidRequestError: a call is forced, and a constraint is given that is no format of the answer.
         """
         stop = given.get("stop") or ()
         return {
@@ -83,9 +84,12 @@ class ChatPlan:
         }
 
     def _constraint(self, asked: Constraint | None) -> Constraint | None:
-        """What the answer has to match, behind its reasoning: what is asked for, or a forced call."""
+        """What the answer has to match, behind its reasoning: a forced call, or what is asked for.
+
+        A format is that of a text, and an answer that is a call has none: clients send both together.
+        """
         if self._layout.constraint is not None:
-            if asked is not None:
+            if asked is not None and not asked.is_format:
                 text = f"tool_choice forces a call: {asked.param} cannot be asked for with it"
                 raise InvalidRequestError(text, param="tool_choice")
             kind, source = self._layout.constraint
@@ -121,7 +125,8 @@ class ChatDraft:
             InvalidRequestError: the template left a picture out.
         """
         self._seen.check(layout.prompt, self.model)
-        return ChatPlan(layout.prompt, layout.form, layout, self._seen.images)
+        left_out = self.conversation.offer.left_out
+        return ChatPlan(layout.prompt, layout.form, layout, self._seen.images, left_out)
 
 
 def drafted_chat(
@@ -170,14 +175,26 @@ def _say_fallback(model: str) -> None:
 def offer_of(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
     """The tools a caller offers, in OpenAI's form, and what is to be done with them.
 
+    Every tool has to be a function.
+
     Raises:
         InvalidRequestError, UnsupportedError: naming the field.
     """
-    found = checked_tools(tools)
-    choice = checked_choice(tool_choice, found)
+    checked_toolset(tools).require_all()
+    return offer_of_functions(tools, tool_choice, is_parallel=is_parallel)
+
+
+def offer_of_functions(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
+    """As `offer_of`, but tools that are no functions are left out, unless the choice forces one.
+
+    Raises:
+        InvalidRequestError, UnsupportedError: naming the field.
+    """
+    found = checked_toolset(tools)
+    choice = checked_choice(tool_choice, found.tools, found.left_out)
     if choice.mode is ChoiceMode.NONE:
         return NO_TOOLS
-    return ToolOffer(found, choice, MAX_FORCED_CALLS if is_parallel else 1)
+    return ToolOffer(found.tools, choice, MAX_FORCED_CALLS if is_parallel else 1, found.left_out)
 
 
 def form_of(note: bytes) -> AnswerForm:
@@ -242,7 +259,7 @@ async def chat_deltas(deltas: AsyncIterator[TextDelta], form: AnswerForm) -> Asy
                 case CallEnded():
                     call = begun.pop(delta.index)
                     calls.append(ToolCall(call.id, call.name, call.arguments))
-                case CallBroken(_, source) | CallCut(_, source):
+                case CallBroken(_, source):
                     begun.pop(delta.index, None)
                     text += source
         yield msgspec.structs.replace(

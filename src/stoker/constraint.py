@@ -55,9 +55,10 @@ _LABELS = {
     ConstraintKind.BNF: "BNF grammar",
 }
 
+_FORMAT = "response_format"
 _PARAMS = {
-    ConstraintKind.JSON_SCHEMA: "response_format",
-    ConstraintKind.JSON_OBJECT: "response_format",
+    ConstraintKind.JSON_SCHEMA: _FORMAT,
+    ConstraintKind.JSON_OBJECT: _FORMAT,
     ConstraintKind.REGEX: "regex",
     ConstraintKind.CHOICE: "choice",
 }
@@ -130,13 +131,18 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
         """The request field that its errors name."""
         return self.asked_as or _PARAMS.get(self.kind, "grammar")
 
+    @property
+    def is_format(self) -> bool:
+        """Whether it was asked for as the format of the answer's text, by the field of that name."""
+        return self.param == _FORMAT
+
     @classmethod
-    def of_grammar(cls, text: str) -> Constraint:
+    def of_grammar(cls, text: str, asked_as: str = "") -> Constraint:
         """A grammar whose notation shows in its rules: `<a> ::=` BNF, `a ::=` GBNF, else Lark."""
         if _BNF_RULE.search(text):
-            return cls(kind=ConstraintKind.BNF, source=text)
+            return cls(kind=ConstraintKind.BNF, source=text, asked_as=asked_as)
         kind = ConstraintKind.GBNF if _GBNF_RULE.search(text) else ConstraintKind.LARK
-        return cls(kind=kind, source=text)
+        return cls(kind=kind, source=text, asked_as=asked_as)
 
     def _check_choices(self) -> None:
         if not 0 < len(self.choices) <= MAX_CHOICES:

@@ -15,16 +15,20 @@ from stoker.chat.tool_constraints import forced_calls
 from stoker.chat.tool_formats import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, tool_syntax_of
 from stoker.chat.tool_history import template_input
 from stoker.chat.tools import (
+    MAX_NAME_CHARS,
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
     MAX_SCHEMAS_CHARS,
     MAX_TOOLS,
     ChoiceMode,
+    LeftOut,
     Tool,
     ToolChoice,
     checked_choice,
     checked_tools,
+    checked_toolset,
 )
+from stoker.chatting import offer_of, offer_of_functions
 from stoker.errors import InvalidRequestError, UnsupportedError
 
 # The parts of published templates that differ between families, at their size.
@@ -275,7 +279,7 @@ def nested(depth: int) -> dict[str, Any]:
         ([{"type": "web_search"}], "tools.0.type"),
         ([declared(name="")], "tools.0.function.name"),
         ([declared(name="a b")], "tools.0.function.name"),
-        ([declared(name="a" * 65)], "tools.0.function.name"),
+        ([declared(name="a" * (MAX_NAME_CHARS + 1))], "tools.0.function.name"),
         ([declared(), declared()], "tools.1.function.name"),
         ([declared(description=1)], "tools.0.function.description"),
         ([declared(parameters=[])], "tools.0.function.parameters"),
@@ -298,8 +302,51 @@ def test_malformed_tools_are_refused_by_their_place(tools: Any, param: str) -> N
     assert caught.value.param == param
 
 
+HOSTED = [{"type": "web_search"}, declared(), {"type": "custom", "name": "patch"}, {"type": "mcp", "name": 7}]
+
+
+def test_tools_that_are_no_functions_can_be_left_out() -> None:
+    """SPEC D7: each with its place and kind; a library's caller hears of the first."""
+    found = checked_toolset(HOSTED)
+    assert [tool.name for tool in found.tools] == ["f"]
+    assert found.left_out == (
+        LeftOut("tools.0", "web_search"),
+        LeftOut("tools.2", "custom", "patch"),
+        LeftOut("tools.3", "mcp"),
+    )
+    assert offer_of_functions(HOSTED).left_out == found.left_out
+    with pytest.raises(UnsupportedError, match=r"tools\.0.*web_search"):
+        offer_of(HOSTED)
+    with pytest.raises(InvalidRequestError) as caught:
+        checked_toolset([{"type": "web_search"}, declared(), declared()])
+    assert caught.value.param == "tools.2.function.name"
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ({"type": "function", "function": {"name": "patch"}}, "custom"),
+        ({"type": "custom", "custom": {"name": "patch"}}, "custom"),
+        ({"type": "web_search"}, "web_search"),
+    ],
+)
+def test_a_tool_that_is_left_out_cannot_be_forced(choice: Any, told: str) -> None:
+    """SPEC S3: 400 naming the choice and the kind."""
+    with pytest.raises(UnsupportedError, match=told) as caught:
+        offer_of_functions(HOSTED, choice)
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_call_cannot_be_required_where_every_tool_is_left_out() -> None:
+    """SPEC S3: and the message says why there is none."""
+    with pytest.raises(InvalidRequestError, match="custom, mcp"):
+        offer_of_functions(HOSTED[2:], "required")
+    assert offer_of_functions(HOSTED[2:], "none").left_out == ()
+
+
 def test_a_schema_at_its_bounds_is_taken() -> None:
     """SPEC S4: the bound itself is allowed."""
+    assert checked_tools([declared(name="a" * MAX_NAME_CHARS)])
     assert checked_tools([declared(parameters=nested(MAX_SCHEMA_DEPTH))])
     assert len(checked_tools([declared(name=f"f{i}") for i in range(MAX_TOOLS)])) == MAX_TOOLS
 

@@ -17,7 +17,7 @@ from stoker.chat.system_turns import LayOut, accepted
 from stoker.chat.tool_constraints import MAX_FORCED_CALLS, forced_calls
 from stoker.chat.tool_formats import tool_syntax_of
 from stoker.chat.tool_history import TemplateInput, template_input
-from stoker.chat.tools import AUTO, ChoiceMode, Tool, ToolChoice
+from stoker.chat.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,13 @@ class ToolOffer:
         tools: what may be called.
         choice: whether and which.
         max_calls: in one answer; only 1 is kept to in an answer that is not forced.
+        left_out: tools of the request that are no functions; the model is not told of them.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = AUTO
     max_calls: int = MAX_FORCED_CALLS
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

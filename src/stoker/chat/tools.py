@@ -1,7 +1,8 @@
 """The tools a caller offers and which of them the model has to call, checked like a stranger's (SPEC D7).
 
-Owns OpenAI's form of `tools` and `tool_choice` and the bounds on them. What a schema allows is the grammar
-compiler's business; how a template or another API spells the same things is not known here.
+Owns OpenAI's form of `tools` and `tool_choice`, the bounds on them, and which kinds of tools are left out: a
+tool that is no function runs at its vendor or has a schema that only its vendor's models know. What a schema
+allows is the grammar compiler's business; how a template or another API spells all this is not known here.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 from stoker.errors import InvalidRequestError, UnsupportedError
 
 MAX_TOOLS = 128  # OpenAI's
-MAX_DESCRIPTION_CHARS = 16_384
+MAX_NAME_CHARS = 256  # Anthropic's 128; OpenAI's 64, twice where a namespace stands before it
+MAX_DESCRIPTION_CHARS = 65_536  # coding agents send 19,000
 MAX_SCHEMA_CHARS = 65_536
 MAX_SCHEMAS_CHARS = 524_288
 MAX_SCHEMA_DEPTH = 32
 
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
+_SHOWN_CHARS = 40  # of what a caller wrote, in errors and headers
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -64,46 +67,98 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def checked_tools(given: Any) -> tuple[Tool, ...]:
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A tool that is no function; the model is not told of it.
+
+    Attributes:
+        where: its place in the request, such as `tools.4`.
+        kind: its `type`.
+        name: empty where it has none.
+    """
+
+    where: str
+    kind: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolset:
+    """The tools of a request: the functions, and what was left out."""
+
+    tools: tuple[Tool, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    def require_all(self) -> None:
+        """Raises UnsupportedError if a tool was left out; `param` names the first."""
+        if self.left_out:
+            first = self.left_out[0]
+            raise UnsupportedError(
+                f"{first.where}: tools of type {first.kind[:_SHOWN_CHARS]!r} are not supported",
+                param=f"{first.where}.type",
+            )
+
+
+def checked_toolset(given: Any) -> Toolset:
     """The tools of a request, `given` being its field `tools` as JSON; None and an empty list: none.
 
     Raises:
         InvalidRequestError: malformed, two of one name, or over a bound; `param` names the place.
-        UnsupportedError: a tool is no function.
     """
     if given is None:
-        return ()
+        return Toolset()
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise InvalidRequestError("tools is not a list", param="tools")
     if len(given) > MAX_TOOLS:
         raise InvalidRequestError(
             f"tools has {len(given)} entries, at most {MAX_TOOLS} are taken", param="tools"
         )
-    tools = tuple(_checked_tool(one, f"tools.{index}") for index, one in enumerate(given))
-    names = [tool.name for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
+    found = [_checked_tool(one, f"tools.{index}") for index, one in enumerate(given)]
+    tools: dict[str, Tool] = {}
+    for index, tool in enumerate(found):
+        if isinstance(tool, LeftOut):
+            continue
+        if tool.name in tools:
             where = f"tools.{index}.function.name"
-            raise InvalidRequestError(f"{where}: there are two tools named {name!r}", param=where)
-    size = sum(_size(tool.parameters) for tool in tools)
+            raise InvalidRequestError(f"{where}: there are two tools named {tool.name!r}", param=where)
+        tools[tool.name] = tool
+    size = sum(_size(tool.parameters) for tool in tools.values())
     if size > MAX_SCHEMAS_CHARS:
         raise InvalidRequestError(
             f"the parameters of all tools have {size} characters, at most {MAX_SCHEMAS_CHARS} are taken",
             param="tools",
         )
-    return tools
+    return Toolset(tuple(tools.values()), tuple(tool for tool in found if isinstance(tool, LeftOut)))
 
 
-def checked_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
+def checked_tools(given: Any) -> tuple[Tool, ...]:
+    """The tools of a request, all of them functions.
+
+    Raises:
+        InvalidRequestError: as `checked_toolset` raises it.
+        UnsupportedError: a tool is no function.
+    """
+    found = checked_toolset(given)
+    found.require_all()
+    return found.tools
+
+
+def checked_choice(given: Any, tools: Sequence[Tool], left_out: Sequence[LeftOut] = ()) -> ToolChoice:
     """The choice of a request, `given` being its field `tool_choice` as JSON; None: auto.
 
     Raises:
         InvalidRequestError: malformed, an unknown name, or a call is required and there are no tools.
-        UnsupportedError: a form of OpenAI's that is not served.
+        UnsupportedError: a form of OpenAI's that is not served, or it forces a tool that was left out.
     """
-    choice = _choice(given)
+    choice = _choice(given, left_out)
     if choice.is_forced and not tools:
-        raise InvalidRequestError("tool_choice needs tools, and the request has none", param="tool_choice")
+        why = ""
+        if left_out:
+            kinds = ", ".join(sorted({one.kind[:_SHOWN_CHARS] for one in left_out}))
+            why = f" that is served (not supported: {kinds})"
+        raise InvalidRequestError(
+            f"tool_choice needs tools, and the request has none{why}", param="tool_choice"
+        )
     if choice.mode is ChoiceMode.NAMED and choice.name not in {tool.name for tool in tools}:
         raise InvalidRequestError(
             f"tool_choice names {choice.name[:80]!r}, which is none of the tools", param="tool_choice"
@@ -111,7 +166,7 @@ def checked_choice(given: Any, tools: Sequence[Tool]) -> ToolChoice:
     return choice
 
 
-def _choice(given: Any) -> ToolChoice:
+def _choice(given: Any, left_out: Sequence[LeftOut]) -> ToolChoice:
     if given is None:
         return AUTO
     if isinstance(given, str) and given in {"auto", "none", "required"}:
@@ -119,11 +174,13 @@ def _choice(given: Any) -> ToolChoice:
     if isinstance(given, Mapping):
         function = given.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
-        if given.get("type") == "function" and isinstance(name, str):
+        kind = given.get("type")
+        if kind == "function" and isinstance(name, str):
+            _refuse_left_out(name, left_out)
             return ToolChoice(ChoiceMode.NAMED, name)
-        if given.get("type") in {"allowed_tools", "custom"}:
+        if isinstance(kind, str) and kind != "function":
             raise UnsupportedError(
-                f"tool_choice of type {given['type']} is not supported", param="tool_choice"
+                f"tool_choice of type {kind[:_SHOWN_CHARS]!r} is not supported", param="tool_choice"
             )
     raise InvalidRequestError(
         'tool_choice is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
@@ -131,14 +188,23 @@ def _choice(given: Any) -> ToolChoice:
     )
 
 
-def _checked_tool(given: Any, where: str) -> Tool:
+def _refuse_left_out(name: str, left_out: Sequence[LeftOut]) -> None:
+    for one in left_out:
+        if one.name == name:
+            raise UnsupportedError(
+                f"tool_choice forces {name[:_SHOWN_CHARS]!r}, whose type {one.kind[:_SHOWN_CHARS]!r} "
+                "is not supported",
+                param="tool_choice",
+            )
+
+
+def _checked_tool(given: Any, where: str) -> Tool | LeftOut:
     if not isinstance(given, Mapping):
         raise InvalidRequestError(f"{where} is not an object", param=where)
     kind = given.get("type")
     if isinstance(kind, str) and kind != "function":
-        raise UnsupportedError(
-            f"{where}: tools of type {kind[:40]!r} are not supported", param=f"{where}.type"
-        )
+        name = given.get("name")
+        return LeftOut(where, kind, name if isinstance(name, str) else "")
     function = given.get("function")
     if kind is None or not isinstance(function, Mapping):
         raise InvalidRequestError(
@@ -148,7 +214,8 @@ def _checked_tool(given: Any, where: str) -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(
-            f"{where}.name: 1 to 64 letters, digits and characters of _.:- are taken", param=f"{where}.name"
+            f"{where}.name: 1 to {MAX_NAME_CHARS} letters, digits and characters of _.:- are taken",
+            param=f"{where}.name",
         )
     return Tool(
         name,

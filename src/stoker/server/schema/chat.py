@@ -8,10 +8,9 @@ from pydantic import AliasChoices, Field
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.chat.reasoning import reasoning_of
-from stoker.chatting import offer_of
+from stoker.chatting import offer_of_functions
 from stoker.constraint import Constraint
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.request import MAX_TOKENS, check_range
 from stoker.server.body import Body, Many, Name, Named
 from stoker.server.schema.constraints import ResponseFormat
 from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
@@ -110,7 +109,9 @@ class Conversation(Body):
         return bool(self.functions)
 
     def offer(self) -> ToolOffer:
-        """The tools and what is to be done with them; of no matter are those that may not be called.
+        """The tools and what is to be done with them; none where the model may call none.
+
+        Tools that are no functions are left out; the answer's headers name them.
 
         Raises:
             InvalidRequestError, UnsupportedError: naming the field.
@@ -122,7 +123,8 @@ class Conversation(Body):
             return function_offer(self.functions, self.function_call)
         if self.tool_choice == "none":
             return NO_TOOLS
-        return offer_of(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
+        is_parallel = self.parallel_tool_calls is not False
+        return offer_of_functions(self.tools, self.tool_choice, is_parallel=is_parallel)
 
     def turns(self, model: str) -> list[dict[str, Any]]:
         """The messages as the template gets them."""
@@ -170,14 +172,7 @@ class ChatRequest(Conversation, GenerationFields):
         return made if wanted is None else wanted
 
     def token_limit(self) -> int | None:
-        """Tokens to generate at most; the newer name wins.
-
-        Raises:
-            InvalidRequestError: there may be none.
-        """
-        for name in ("max_completion_tokens", "max_tokens"):
-            if (limit := getattr(self, name)) is not None:
-                check_range(name, limit, 1, MAX_TOKENS)
+        """Tokens to generate at most; the newer name wins."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def num_logprobs(self) -> int | None:

@@ -80,38 +80,42 @@ class ConstraintFields(Body):
     def _constraints(self) -> dict[str, Constraint | None]:
         nested = self.structured_outputs or StructuredOutputs.model_validate({})
         return {
-            "grammar": _grammar(self.grammar),
-            "regex": _regex(self.regex),
-            "choice": _choice(self.choice),
-            "json_schema": _json(self.json_schema),
-            "guided_json": _json(self.guided_json),
-            "guided_regex": _regex(self.guided_regex),
-            "guided_choice": _choice(self.guided_choice),
-            "guided_grammar": _grammar(self.guided_grammar),
-            "structured_outputs.json": _json(nested.json_),
-            "structured_outputs.regex": _regex(nested.regex),
-            "structured_outputs.choice": _choice(nested.choice),
-            "structured_outputs.grammar": _grammar(nested.grammar),
+            "grammar": _grammar(self.grammar, "grammar"),
+            "regex": _regex(self.regex, "regex"),
+            "choice": _choice(self.choice, "choice"),
+            "json_schema": _json(self.json_schema, "json_schema"),
+            "guided_json": _json(self.guided_json, "guided_json"),
+            "guided_regex": _regex(self.guided_regex, "guided_regex"),
+            "guided_choice": _choice(self.guided_choice, "guided_choice"),
+            "guided_grammar": _grammar(self.guided_grammar, "guided_grammar"),
+            "structured_outputs.json": _json(nested.json_, "structured_outputs.json"),
+            "structured_outputs.regex": _regex(nested.regex, "structured_outputs.regex"),
+            "structured_outputs.choice": _choice(nested.choice, "structured_outputs.choice"),
+            "structured_outputs.grammar": _grammar(nested.grammar, "structured_outputs.grammar"),
         }
 
 
-def of_schema(schema: Schema | str) -> Constraint:
-    """JSON of that schema; the order of its keys is the answer's."""
+def of_schema(schema: Schema | str, asked_as: str = "") -> Constraint:
+    """JSON of that schema; the order of its keys is the answer's. Errors name the field `asked_as`."""
     source = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source)
+    return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source, asked_as=asked_as)
 
 
-def _json(schema: Schema | str | None) -> Constraint | None:
-    return None if schema is None else of_schema(schema)
+def _json(schema: Schema | str | None, field: str) -> Constraint | None:
+    return None if schema is None else of_schema(schema, field)
 
 
-def _regex(source: str | None) -> Constraint | None:
-    return None if source is None else Constraint(kind=ConstraintKind.REGEX, source=source)
+def _regex(source: str | None, field: str) -> Constraint | None:
+    if source is None:
+        return None
+    return Constraint(kind=ConstraintKind.REGEX, source=source, asked_as=field)
 
 
-def _choice(choices: list[str] | None) -> Constraint | None:
-    return None if choices is None else Constraint(kind=ConstraintKind.CHOICE, choices=tuple(choices))
+def _choice(choices: list[str] | None, field: str) -> Constraint | None:
+    if choices is None:
+        return None
+    return Constraint(kind=ConstraintKind.CHOICE, choices=tuple(choices), asked_as=field)
 
 
-def _grammar(text: str | None) -> Constraint | None:
-    return Constraint.of_grammar(text) if text else None
+def _grammar(text: str | None, field: str) -> Constraint | None:
+    return Constraint.of_grammar(text, field) if text else None
