@@ -61,7 +61,7 @@ def test_a_kept_conversations_calls_are_calls_again(scripted, scripted_http):
 
 @pytest.mark.parametrize(
     ("own", "last", "failed"),
-    [("resp-1", "response.completed", "response.failed"), ("msg-1", "message_stop", "error")],
+    [("resp_1", "response.completed", "response.failed"), ("msg_1", "message_stop", "error")],
 )
 def test_it_comes_in_the_events_of_its_own_api(scripted, scripted_http, own, last, failed):
     """SPEC L2, S1: which the answer's id tells; its errors too."""

@@ -91,17 +91,20 @@ def test_any_json_object_will_do(http: httpx.Client) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "response_format", "together"),
         (
-            {"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"},
+            {"guided_json": {"type": "nothing"}, "tools": TOOLS, "tool_choice": "required"},
             "tool_choice",
             "forces",
         ),
+        ({"guided_json": {"not": {"type": "string"}}}, "guided_json", "not"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json", "nothing"),
     ],
 )
 def test_what_cannot_be_held_to_is_a_400_that_says_why(
     http: httpx.Client, fields: dict[str, Any], param: str, told: str
 ) -> None:
     """SPEC D2, S3: and the engine answers on."""
-    route = "/v1/chat/completions" if "response_format" in fields else "/v1/completions"
+    is_chat = "response_format" in fields or "tools" in fields
+    route = "/v1/chat/completions" if is_chat else "/v1/completions"
     body = {"max_tokens": 5, **fields, **({"messages": HELLO} if "chat" in route else {"prompt": "x"})}
     answer = http.post(route, json=body)
     assert answer.status_code == 400, answer.text

@@ -86,7 +86,6 @@ def test_every_event_of_a_response_is_as_its_client_declares_it(
 @pytest.mark.parametrize(("text", "reason"), TEXTS)
 def test_every_event_of_a_message_is_as_its_client_declares_it(scripted, scripted_http, text, reason):
     """S1: validated; blocks open and close in turn, and no call is left with arguments that are no JSON."""
-    pytest.importorskip("anthropic")
     from anthropic.types import RawMessageStreamEvent  # noqa: PLC0415 - takes a second
 
     adapter = TypeAdapter(RawMessageStreamEvent)

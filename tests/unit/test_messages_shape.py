@@ -6,20 +6,23 @@ import json
 from typing import Any
 
 import pytest
+from anthropic.types import Message as AnthropicMessage
+from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter, ValidationError
 
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
 from stoker.chat.tool_formats import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, QueueFullError, UnsupportedError
-from stoker.messages import Delta, Finished
+from stoker.messages import Admitted, Delta, Finished, PrefillProgress
 from stoker.request import FinishReason
+from stoker.server.errors import is_messages_path, messages_error
 from stoker.server.schema.chat import ChatRequest
-from stoker.server.schema.messages import MessagesRequest, error_answer
-from stoker.server.writers.messages import MessageChunks, MessageHead, WholeMessage
+from stoker.server.schema.messages import CountTokensRequest, MessagesRequest
+from stoker.server.writers.messages import PING, MessageChunks, MessageHead, WholeMessage
 from stoker.values import Timings, Usage
 
-HEAD = MessageHead("msg_1", "m")
+HEAD = MessageHead("msg_1", "m", "req-1")
 FORM = AnswerForm(HERMES, ("f",), THINK)
 TEXT = '<think>Hm.</think>\n\nSo:\n<tool_call>\n{"name": "f", "arguments": {"a": "\\ud800"}}\n</tool_call>'
 
@@ -28,6 +31,10 @@ def body(**fields: Any) -> MessagesRequest:
     """A request as it comes over the wire."""
     given = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, **fields}
     return MessagesRequest.model_validate_json(json.dumps(given))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 def deltas(text: str, reason: FinishReason = FinishReason.STOP, stop_text: str | None = None) -> list[Any]:
@@ -54,6 +61,12 @@ def streamed(text: str, *end: Any) -> list[dict[str, Any]]:
     return objects(b"".join(writer.write(0, event) for event in deltas(text, *end)) + writer.end())
 
 
+def streamed_calls(text: str) -> list[dict[str, Any]]:
+    """The beginnings of the calls in a stream."""
+    blocks = [event["content_block"] for event in streamed(text) if event["type"] == "content_block_start"]
+    return [block for block in blocks if block["type"] == "tool_use"]
+
+
 def whole(text: str, *end: Any) -> dict[str, Any]:
     """The message that a text becomes."""
     writer = WholeMessage(HEAD, FORM)
@@ -65,18 +78,22 @@ def whole(text: str, *end: Any) -> dict[str, Any]:
 
 def test_a_body_becomes_a_chat_completion() -> None:
     """SPEC S1: system, limits, stops, tools and the choice, and this server's own fields."""
-    chat = body(
-        system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-        stop_sequences=["END"],
-        temperature=0.5,
-        tools=[{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
-        tool_choice={"type": "any", "disable_parallel_tool_use": True},
-        thinking={"type": "disabled"},
-        service_tier="standard_only",
-        metadata={"user_id": "x"},
-        stream=True,
-        top_k=3,
-    ).to_chat()
+    chat = (
+        body(
+            system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            stop_sequences=["END"],
+            temperature=0.5,
+            tools=[{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+            thinking={"type": "disabled"},
+            service_tier="standard_only",
+            metadata={"user_id": "x"},
+            stream=True,
+            top_k=3,
+        )
+        .to_chat()
+        .body
+    )
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     assert chat == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
@@ -103,7 +120,7 @@ def test_a_body_becomes_a_chat_completion() -> None:
 )
 def test_every_choice_has_its_counterpart(given: dict[str, Any], choice: Any) -> None:
     """SPEC D7: auto, any, tool, none."""
-    assert body(tool_choice=given).to_chat()["tool_choice"] == choice
+    assert body(tool_choice=given).to_chat().body["tool_choice"] == choice
 
 
 def test_blocks_become_turns() -> None:
@@ -127,7 +144,7 @@ def test_blocks_become_turns() -> None:
             ],
         },
     ]
-    chat = body(messages=messages).to_chat()
+    chat = body(messages=messages).to_chat().body
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     assert chat["messages"] == [
         {"role": "user", "content": [{"type": "text", "text": "u"}]},
@@ -160,7 +177,14 @@ def turn(role: str, block: dict[str, Any]) -> dict[str, Any]:
             "messages.0.content.0.content.0.source",
         ),
         ({"system": [{"type": "image"}]}, UnsupportedError, "system.0"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, UnsupportedError, "tools.0"),
+        ({"temperature": 1.5}, InvalidRequestError, "temperature"),
+        ({"output_config": {"format": {"type": "text"}}}, InvalidRequestError, "output_config.format.type"),
+        ({"output_format": {"type": "x"}}, InvalidRequestError, "output_format.type"),
+        (
+            {"output_config": {"format": FORMAT}, "output_format": FORMAT},
+            InvalidRequestError,
+            "output_format",
+        ),
         ({"tool_choice": {"type": "required"}}, InvalidRequestError, "tool_choice.type"),
         ({"n": 2}, UnsupportedError, "n"),
     ],
@@ -200,11 +224,10 @@ def test_a_stream_is_blocks_that_follow_one_another() -> None:
 
 def test_the_official_client_reads_the_stream() -> None:
     """SPEC S1: every event is one of the client's types, and a whole message too."""
-    types = pytest.importorskip("anthropic.types")
-    adapter: TypeAdapter[Any] = TypeAdapter(types.RawMessageStreamEvent)
+    adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
     for event in streamed(TEXT):
         adapter.validate_python(event)
-    message = types.Message.model_validate(whole(TEXT))
+    message = AnthropicMessage.model_validate(whole(TEXT))
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
 
 
@@ -213,11 +236,13 @@ def test_a_whole_message_holds_the_same() -> None:
     message = whole(TEXT)
     assert message["content"][:2] == [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
-        {"type": "text", "text": "So:"},
+        {"type": "text", "text": "So:", "citations": None},
     ]
     assert message["content"][2]["input"] == {"a": "\ud800"}
     assert (message["stop_reason"], message["role"]) == ("tool_use", "assistant")
-    assert message["usage"] == streamed(TEXT)[-2]["usage"]
+    assert message["usage"] == {**streamed(TEXT)[-2]["usage"], "service_tier": "standard"}
+    assert message["content"][2]["id"].startswith("toolu_")
+    assert message["content"][2]["id"] == streamed_calls(TEXT)[0]["id"]
 
 
 @pytest.mark.parametrize(
@@ -244,10 +269,136 @@ def test_an_answer_cut_off_behind_a_call_was_cut_off() -> None:
 
 def test_errors_have_that_apis_shape() -> None:
     """SPEC S2, S3: in a body and in the stream."""
-    assert error_answer(QueueFullError("full").info())["error"]["type"] == "rate_limit_error"
+    info = QueueFullError("full").info()
+    assert messages_error(info, "req-1")["error"]["type"] == "rate_limit_error"
     writer = MessageChunks(HEAD, FORM)
     (event,) = objects(writer.fail(NotReadyError("gone").info()))
     assert event == {
         "type": "error",
-        "error": {"type": "overloaded_error", "message": "gone", "code": "not_ready"},
+        "error": {"type": "overloaded_error", "message": "gone", "code": "not_ready", "param": None},
+        "request_id": "req-1",
     }
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches/1", "/messages"]
+)
+def test_errors_below_the_apis_root_have_its_shape(path: str) -> None:
+    """SPEC S3: on routes that are not there too."""
+    assert is_messages_path(path)
+
+
+@pytest.mark.parametrize("path", ["/v1/messagesx", "/v1/chat/completions", "/x/v1/messages", "/"])
+def test_errors_elsewhere_have_the_usual_shape(path: str) -> None:
+    """SPEC S3: OpenAI's."""
+    assert not is_messages_path(path)
+
+
+def test_a_message_begins_with_what_its_prompt_cost() -> None:
+    """SPEC S1: from the moment that it has a slot; before that there is nothing but pings."""
+    writer = MessageChunks(HEAD, FORM)
+    (start,) = objects(writer.write(0, Admitted("x", 2, None, 7)))
+    usage = start["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (5, 2, 0)
+    progress = PrefillProgress(request_id="x", total=7, cached=2, processed=5, time_ms=1.5)
+    (event,) = objects(writer.write(0, progress))
+    assert event == {
+        "type": "prefill_progress",
+        "prompt_progress": {"total": 7, "cache": 2, "processed": 5, "time_ms": 1.5},
+    }
+    kinds = [event["type"] for event in objects(writer.write(0, Delta(request_id="x", index=0, text="a")))]
+    assert kinds == ["content_block_start", "content_block_delta"]
+    assert objects(PING) == [{"type": "ping"}]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"output_config": {"effort": "low", "format": FORMAT}}, {"output_format": FORMAT}]
+)
+def test_a_format_is_that_of_a_chat_completion(fields: dict[str, Any]) -> None:
+    """SPEC D2: by the newer name and the older one; errors name the one that was used."""
+    asked = body(**fields).to_chat()
+    constraint = ChatRequest.model_validate(asked.body).constraint()
+    assert constraint is not None
+    assert json.loads(constraint.source) == SCHEMA
+    own = "output_config.format" if "output_config" in fields else "output_format"
+    assert asked.origins.of("response_format.json_schema.schema") == f"{own}.schema"
+
+
+def test_tools_of_the_vendors_own_kinds_are_left_out() -> None:
+    """SPEC S1: they run elsewhere, or have a schema that is nowhere told; 400 only where one is forced."""
+    tools = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"name": "f", "input_schema": {"type": "object"}},
+        {"type": "bash_20250124", "name": "bash"},
+    ]
+    offer = ChatRequest.model_validate(body(tools=tools).to_chat().body).offer()
+    assert [tool.name for tool in offer.tools] == ["f"]
+    assert [(one.where, one.kind) for one in offer.left_out] == [
+        ("tools.0", "web_search_20250305"),
+        ("tools.2", "bash_20250124"),
+    ]
+    forced = body(tools=tools, tool_choice={"type": "tool", "name": "bash"}).to_chat().body
+    with pytest.raises(UnsupportedError, match="bash_20250124") as caught:
+        ChatRequest.model_validate(forced).offer()
+    assert caught.value.param == "tool_choice"
+    alone = body(tools=tools[:1], tool_choice={"type": "any"}).to_chat().body
+    with pytest.raises(InvalidRequestError, match="web_search_20250305"):
+        ChatRequest.model_validate(alone).offer()
+
+
+def picture(data: str = "x") -> dict[str, Any]:
+    """A block that shows something."""
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+
+TURNS = [
+    {"role": "user", "content": "u"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "t"},
+            {"type": "text", "text": "a"},
+            {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "and?"},
+            {
+                "type": "tool_result",
+                "tool_use_id": "c",
+                "content": [{"type": "text", "text": "r"}, picture()],
+            },
+            picture(),
+        ],
+    },
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        ("messages.0.content", "system"),
+        ("messages.1.content", "messages.0.content"),
+        ("messages.2.content.0", "messages.1.content.1"),
+        ("messages.2.tool_calls.0.function.arguments", "messages.1.content.2.input"),
+        ("messages.3.content.1.image_url", "messages.2.content.1.content.1.source"),
+        ("messages.4.content.0", "messages.2.content.0"),
+        ("messages.4.content.1.image_url", "messages.2.content.2.source"),
+        ("max_completion_tokens", "max_tokens"),
+        ("stop", "stop_sequences"),
+        ("prompt", "messages"),
+        ("tools.0.function.parameters", "tools.0.input_schema"),
+    ],
+)
+def test_places_of_the_chat_completion_lead_back_to_the_blocks(path: str, own: str) -> None:
+    """SPEC S3: an error names what the caller wrote."""
+    asked = body(system="s", messages=TURNS, tools=[{"name": "f", "input_schema": {}}]).to_chat()
+    assert asked.origins.of(path) == own
+
+
+def test_a_prompt_that_is_counted_needs_no_limit() -> None:
+    """SPEC S1: the rest of the body is the same."""
+    counted = CountTokensRequest.model_validate_json('{"messages": [{"role": "user", "content": "u"}]}')
+    assert counted.to_chat().body == {"messages": [{"role": "user", "content": "u"}]}

@@ -13,15 +13,29 @@ from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
 from stoker.chat.tool_formats import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stoker.messages import Delta, Finished
-from stoker.request import FinishReason
+from stoker.messages import Admitted, Delta, Finished, PrefillProgress
+from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.server.schema.chat import ChatRequest
 from stoker.server.schema.responses import ResponsesRequest
 from stoker.server.writers.responses import ResponseChunks, ResponseHead, WholeResponse
 from stoker.values import Timings, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-HEAD = ResponseHead("resp_1", "m", 17, ResponsesRequest(input="Hi", instructions="Be brief.").echo())
+ASKED = GenerateRequest(prompt="Hi", sampling=Sampling(temperature=0.25, presence_penalty=0.5))
+HEAD = ResponseHead("resp_1", "m", 17, ResponsesRequest(input="Hi", instructions="Be brief.").echo(ASKED))
+# Whatever the vendor's and the Open Responses schemas require of a response object.
+WHOLE = {
+    *("id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "output"),
+    *("previous_response_id", "instructions", "error", "tools", "tool_choice", "truncation", "text"),
+    *("parallel_tool_calls", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "metadata"),
+    *("temperature", "reasoning", "usage", "max_output_tokens", "max_tool_calls", "store", "background"),
+    *("service_tier", "safety_identifier", "prompt_cache_key", "user"),
+}
+NEVER_NULL = {
+    *("id", "status", "model", "output", "tools", "tool_choice", "truncation", "text", "metadata", "store"),
+    *("parallel_tool_calls", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs"),
+    *("temperature", "background", "service_tier"),
+}
 FORM = AnswerForm(HERMES, ("f",), THINK)
 TEXT = '<think>Hm.</think>\n\nSo:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -52,13 +66,13 @@ def parsed(frames: bytes) -> list[Any]:
 
 def streamed(text: str, reason: FinishReason = FinishReason.STOP) -> list[Any]:
     """The events that a text becomes."""
-    writer = ResponseChunks(HEAD, FORM)
+    writer = ResponseChunks(HEAD, FORM, lambda: 19.5)
     return parsed(b"".join(writer.write(0, event) for event in deltas(text, reason)) + writer.end())
 
 
 def whole(text: str, reason: FinishReason = FinishReason.STOP) -> Response:
     """The response that a text becomes."""
-    writer = WholeResponse(HEAD, FORM)
+    writer = WholeResponse(HEAD, FORM, lambda: 19.5)
     for event in deltas(text, reason):
         writer.add(0, event)
     return Response.model_validate_json(writer.whole())
@@ -66,20 +80,24 @@ def whole(text: str, reason: FinishReason = FinishReason.STOP) -> Response:
 
 def test_an_input_text_is_one_user_turn() -> None:
     """SPEC S1: string input, instructions, limits, tools in their flat form, and this server's own fields."""
-    chat = body(
-        instructions="Be brief.",
-        max_output_tokens=9,
-        temperature=0.5,
-        tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
-        tool_choice={"type": "function", "name": "f"},
-        parallel_tool_calls=False,
-        reasoning={"effort": "low"},
-        text={"format": {"type": "json_schema", "name": "n", "schema": {}}},
-        truncation="auto",
-        service_tier="flex",
-        stream=True,
-        top_k=3,
-    ).to_chat()
+    chat = (
+        body(
+            instructions="Be brief.",
+            max_output_tokens=9,
+            temperature=0.5,
+            tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
+            tool_choice={"type": "function", "name": "f"},
+            parallel_tool_calls=False,
+            reasoning={"effort": "low"},
+            text={"format": {"type": "json_schema", "name": "n", "schema": {}}},
+            truncation="auto",
+            service_tier="flex",
+            stream=True,
+            top_k=3,
+        )
+        .to_chat()
+        .body
+    )
     assert chat == {
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
         "max_completion_tokens": 9,
@@ -110,7 +128,7 @@ def test_items_become_turns_and_calls_one_turn() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "o"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "p"}]},
     ]
-    chat = body(input=items).to_chat()
+    chat = body(input=items).to_chat().body
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert chat["messages"] == [
         {"role": "developer", "content": "d"},
@@ -133,7 +151,16 @@ def test_items_become_turns_and_calls_one_turn() -> None:
         ({"background": True}, UnsupportedError, "background"),
         ({"n": 2}, UnsupportedError, "n"),
         ({"top_logprobs": 2}, UnsupportedError, "top_logprobs"),
-        ({"tools": [{"type": "web_search"}]}, UnsupportedError, "tools.0"),
+        ({"temperature": 2.5}, InvalidRequestError, "temperature"),
+        ({"presence_penalty": -3}, InvalidRequestError, "presence_penalty"),
+        ({"frequency_penalty": 3}, InvalidRequestError, "frequency_penalty"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, InvalidRequestError, "tools.0.tools"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, InvalidRequestError, "tools.0.name"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}},
+            InvalidRequestError,
+            "response_format",
+        ),
         ({"input": []}, InvalidRequestError, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, UnsupportedError, "input.0"),
         ({"input": [{"content": "x"}]}, InvalidRequestError, "input.0.role"),
@@ -146,6 +173,190 @@ def test_what_is_not_served_is_refused_by_its_place(fields: dict[str, Any], erro
     with pytest.raises(error) as caught:
         body(**fields).to_chat()
     assert caught.value.param == param
+
+
+def raw_objects(frames: bytes) -> list[dict[str, Any]]:
+    """Every response object in a stream's events, as it is written."""
+    data = [frame.split("\n")[1] for frame in frames.decode().split("\n\n")[:-1]]
+    events = [json.loads(line.removeprefix("data: ")) for line in data]
+    return [event["response"] for event in events if "response" in event]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (FinishReason.STOP, "completed"),
+        (FinishReason.LENGTH, "incomplete"),
+        (NotReadyError("gone"), "failed"),
+    ],
+)
+def test_every_response_object_is_whole(end: Any, status: str) -> None:
+    """SPEC S1: created, in progress and at each end: every field, and no null where a value is due."""
+    writer = ResponseChunks(HEAD, FORM, lambda: 19.5)
+    if isinstance(end, FinishReason):
+        frames = b"".join(writer.write(0, event) for event in deltas(TEXT, end)) + writer.end()
+    else:
+        frames = writer.write(0, Delta(request_id="x", index=0, text="So")) + writer.fail(end.info())
+    objects = raw_objects(frames)
+    assert [found["status"] for found in objects] == ["in_progress", "in_progress", status]
+    for found in objects:
+        assert found.keys() >= WHOLE
+        assert not [name for name in NEVER_NULL if found[name] is None]
+    assert [found["completed_at"] for found in objects] == [None, None, 19 if status == "completed" else None]
+
+
+def test_a_response_repeats_what_was_asked_and_tells_what_was_used() -> None:
+    """SPEC S1: values that were not given are those of the sampling; a tool and a format have every field."""
+    asked = body(
+        tools=[{"type": "function", "name": "f"}],
+        text={"format": {"type": "json_schema", "name": "n", "schema": {}}, "verbosity": "low"},
+        store=True,
+        include=["reasoning.encrypted_content"],
+        metadata={"a": "b"},
+        max_tool_calls=3,
+        prompt_cache_key="k",
+        safety_identifier="s",
+        user="u",
+        service_tier="auto",
+        truncation="disabled",
+        parallel_tool_calls=False,
+        reasoning={"summary": "auto"},
+    )
+    asked.to_chat()
+    echo = asked.echo(ASKED, "tools.1 (web_search)")
+    assert (echo["temperature"], echo["presence_penalty"], echo["top_p"]) == (0.25, 0.5, 0.95)
+    assert echo["tools"] == [
+        {"type": "function", "name": "f", "description": None, "parameters": None, "strict": False}
+    ]
+    assert echo["text"] == {
+        "format": {"type": "json_schema", "name": "n", "description": None, "schema": {}, "strict": False},
+        "verbosity": "low",
+    }
+    assert echo["metadata"] == {"a": "b", "stoker_ignored_tools": "tools.1 (web_search)"}
+    assert [echo[name] for name in ("max_tool_calls", "prompt_cache_key", "safety_identifier", "user")] == [
+        3,
+        "k",
+        "s",
+        "u",
+    ]
+    assert (echo["store"], echo["service_tier"], echo["parallel_tool_calls"]) == (False, "default", False)
+    assert echo["reasoning"] == {"effort": None, "summary": "auto"}
+    assert body().echo(ASKED)["metadata"] == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "priority", "tier"),
+    [
+        (None, Priority.INTERACTIVE, "default"),
+        ("priority", Priority.INTERACTIVE, "priority"),
+        ("flex", Priority.BACKGROUND, "flex"),
+        ("default", Priority.BACKGROUND, "flex"),
+    ],
+)
+def test_the_tier_is_the_class_that_the_request_ran_in(
+    asked: str | None, priority: Priority, tier: str
+) -> None:
+    """SPEC Q1: a header may have changed it."""
+    asks = body() if asked is None else body(service_tier=asked)
+    assert asks.echo(GenerateRequest(prompt="", priority=priority))["service_tier"] == tier
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "d",
+    "tools": [{"type": "function", "name": "close", "strict": False}, {"type": "custom", "name": "patch"}],
+}
+
+
+def test_functions_of_namespaces_are_offered_and_called_by_both_names() -> None:
+    """SPEC S1: the model knows `agents.close`; the caller reads namespace and name, and sends them back."""
+    item = {
+        "type": "function_call",
+        "call_id": "c",
+        "name": "close",
+        "namespace": "agents",
+        "arguments": "{}",
+    }
+    tools = [{"type": "function", "name": "close"}, NAMESPACE, {"type": "web_search"}]
+    choice = {"type": "function", "name": "close", "namespace": "agents"}
+    asked = body(tools=tools, input=[{"role": "user", "content": "u"}, item], tool_choice=choice)
+    chat = asked.to_chat().body
+    assert [tool["function"]["name"] for tool in chat["tools"] if tool["type"] == "function"] == [
+        "close",
+        "agents.close",
+    ]
+    assert chat["messages"][1]["tool_calls"][0]["function"]["name"] == "agents.close"
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "agents.close"}}
+    offer = ChatRequest.model_validate(chat).offer()
+    assert [one.kind for one in offer.left_out] == ["custom", "web_search"]
+    echoed = asked.echo(ASKED)["tools"]
+    assert [tool["type"] for tool in echoed] == ["function", "namespace"]
+    assert [inner["name"] for inner in echoed[1]["tools"]] == ["close"]
+    head = ResponseHead("resp_1", "m", 17, asked.echo(ASKED), asked.namespaces())
+    writer = WholeResponse(head, AnswerForm(HERMES, ("close", "agents.close")))
+    call = '<tool_call>\n{"name": "agents.close", "arguments": {}}\n</tool_call>'
+    for event in deltas(call):
+        writer.add(0, event)
+    (written,) = Response.model_validate_json(writer.whole()).output
+    assert written.type == "function_call"
+    assert (written.namespace, written.name) == ("agents", "close")
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "own"),
+    [
+        ({"instructions": "i"}, "messages.0.content", "instructions"),
+        ({"instructions": "i"}, "messages.1.content", "input"),
+        (
+            {"instructions": "i", "input": [{"role": "user", "content": "a"}]},
+            "messages.1.role",
+            "input.0.role",
+        ),
+        ({}, "prompt", "input"),
+        ({}, "max_tokens", "max_output_tokens"),
+        ({}, "temperature", "temperature"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function.name", "tools.0.name"),
+        ({"tools": [{"type": "x"}, NAMESPACE]}, "tools.1.function.name", "tools.1.tools.0.name"),
+        (
+            {"text": {"format": {"type": "json_schema"}}},
+            "response_format.json_schema.schema",
+            "text.format.schema",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+            "messages.0.tool_calls.0.function.arguments",
+            "input.0.arguments",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "reasoning"},
+                    {"type": "function_call_output", "call_id": "c", "output": "o"},
+                ]
+            },
+            "messages.0.content.0",
+            "input.1.output.0",
+        ),
+    ],
+)
+def test_places_of_the_chat_completion_lead_back_to_the_input(
+    fields: dict[str, Any], path: str, own: str
+) -> None:
+    """SPEC S3: an error names what the caller wrote."""
+    assert body(**fields).to_chat().origins.of(path) == own
+
+
+def test_progress_of_the_prompt_is_a_numbered_event() -> None:
+    """SPEC S2: only where it was asked for; the numbers go on."""
+    writer = ResponseChunks(HEAD, FORM)
+    event = PrefillProgress(request_id="x", total=9, cached=2, processed=5, time_ms=1.5)
+    frames = (writer.write(0, Admitted("x", 2, None, 9)) + writer.write(0, event)).decode()
+    kinds = [line.removeprefix("event: ") for line in frames.split("\n") if line.startswith("event: ")]
+    assert kinds == ["response.created", "response.in_progress", "response.prefill_progress"]
+    data = json.loads(frames.split("data: ")[-1])
+    assert data["sequence_number"] == 2
+    assert data["prompt_progress"] == {"total": 9, "cache": 2, "processed": 5, "time_ms": 1.5}
 
 
 def test_a_stream_is_events_that_the_official_client_reads() -> None:
@@ -185,14 +396,14 @@ def test_a_whole_response_is_the_streams_last_event() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_incomplete() -> None:
-    """SPEC D4: the reason is said; a call that was cut is no whole call, streamed or not."""
+    """SPEC D4: the reason is said; a call that broke off is no whole call."""
     events = streamed("So", FinishReason.LENGTH)
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.incomplete_details.reason == "max_output_tokens"
     assert events[-1].response.output[0].status == "incomplete"
     cut = '<tool_call>{"name": "f", "arguments": {"a'
     assert streamed(cut, FinishReason.LENGTH)[-1].response.output[0].status == "incomplete"
-    assert whole(cut, FinishReason.LENGTH) == streamed(cut, FinishReason.LENGTH)[-1].response
+    assert whole(cut, FinishReason.LENGTH).output_text == cut
 
 
 def test_a_failure_within_the_stream_is_an_event() -> None:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from stoker.chatting import form_of
 from stoker.errors import RequestNotFoundError
 from stoker.server.generation import merged
+from stoker.server.schema.responses import default_echo
 from stoker.server.sse import Ending
 from stoker.server.writers.chat import ChatChunks
 from stoker.server.writers.head import Head
-from stoker.server.writers.messages import MessageChunks, MessageHead
+from stoker.server.writers.messages import PING, MessageChunks, MessageHead
 from stoker.server.writers.responses import ResponseChunks, ResponseHead
 from stoker.server.writers.text import TextChunks
 
@@ -67,18 +68,20 @@ class Attachment:
     def writer(self) -> tuple[ChunkWriter, Ending]:
         """Writes chunks as the request's own route does, with usage at the end; how its stream ends.
 
-        Which route that was is told by the answer's id. What a response repeats of its request is not kept.
+        Which route that was is told by the answer's id. What a response repeats of its request is not kept;
+        its object shows the defaults.
         """
         first, own = self._kept[0], self._answer_id
         form = form_of(first.note)
-        if first.is_chat and own.startswith("resp-"):
-            responses = ResponseChunks(ResponseHead(own, first.model, int(time.time())), form)
+        if first.is_chat and own.startswith("resp_"):
+            head = ResponseHead(own, first.model, int(time.time()), default_echo())
+            responses = ResponseChunks(head, form)
             return responses, Ending(b"", responses.fail)
-        if first.is_chat and own.startswith("msg-"):
+        if first.is_chat and own.startswith("msg_"):
             messages = MessageChunks(MessageHead(own, first.model), form)
-            return messages, Ending(b"", messages.fail)
-        head = Head(own, first.model, first.n, wants_usage=True)
-        return ChatChunks(head, form) if first.is_chat else TextChunks(head, len(self._kept)), Ending()
+            return messages, Ending(b"", messages.fail, PING)
+        chat = Head(own, first.model, first.n, wants_usage=True)
+        return ChatChunks(chat, form) if first.is_chat else TextChunks(chat, len(self._kept)), Ending()
 
     async def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
         """(index of the prompt, event) as they come; leaving ends nothing.

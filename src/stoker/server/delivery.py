@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from stoker.server.generation import Generation
+    from stoker.server.schema.origins import Origins
     from stoker.streams import StreamEvent
     from stoker.values import CacheSource
 
@@ -56,6 +56,38 @@ class ChunkWriter(Protocol):
         ...
 
 
+class TranslatedSource:
+    """A source whose errors name the places of another API's body.
+
+    Args:
+        source: of a chat completion.
+        origins: where its places stand in the caller's body.
+    """
+
+    def __init__(self, source: Source, origins: Origins) -> None:
+        self._source = source
+        self._origins = origins
+
+    def __repr__(self) -> str:
+        return f"TranslatedSource({self._source!r})"
+
+    @property
+    def is_ready(self) -> bool:
+        """As of the source."""
+        return self._source.is_ready
+
+    async def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        """As of the source.
+
+        Raises:
+            StokerError: of the source, translated.
+        """
+        with self._origins.named():
+            async with aclosing(self._source.events()) as events:
+                async for event in events:
+                    yield event
+
+
 class WholeWriter(Protocol):
     """Collects events into one body."""
 
@@ -84,14 +116,14 @@ def streamed(
     return EventStream(_frames(source, writer, headers), headers, keepalive_s, grace_s, ending)
 
 
-async def collected(generation: Generation, writer: WholeWriter, request: Request) -> Response:
-    """The generation as one JSON body; X-Stoker-Cache says what the usage in it does (SPEC C13).
+async def collected(source: Source, writer: WholeWriter, request: Request) -> Response:
+    """The events of `source` as one JSON body; X-Stoker-Cache says what the usage in it does (SPEC C13).
 
     Raises:
         ClientGoneError: the client left while it ran.
         StokerError: what ended it.
     """
-    body, usage = await while_connected(_collect(generation, writer), request.receive)
+    body, usage = await while_connected(_collect(source, writer), request.receive)
     headers = {CACHE_HEADER: _cache_header(usage.cache_source, usage.cached_tokens)}
     return Response(body, headers=headers, media_type="application/json")
 
@@ -108,7 +140,9 @@ async def _frames(
         async for prompt, event in events:
             if isinstance(event, Notice):
                 yield _notice(event, headers)
-            elif data := writer.write(prompt, event):
+                if not isinstance(event, Admitted):  # until then it may still be refused, with a status
+                    continue
+            if data := writer.write(prompt, event):
                 yield data
     yield writer.end()
 
@@ -135,9 +169,9 @@ def _notice(event: Notice, headers: dict[str, str]) -> bytes:
     return comment(f"queued position={event.position}" + (f" eta_s={eta}" if eta else ""))
 
 
-async def _collect(generation: Generation, writer: WholeWriter) -> tuple[bytes, Usage]:
+async def _collect(source: Source, writer: WholeWriter) -> tuple[bytes, Usage]:
     usages: list[Usage] = []
-    async with aclosing(generation.events()) as events:
+    async with aclosing(source.events()) as events:
         async for prompt, event in events:
             writer.add(prompt, event)
             if isinstance(event, Finished):

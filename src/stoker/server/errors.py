@@ -1,13 +1,14 @@
-"""Errors as HTTP answers (SPEC S3): one body shape, the tree's status, `Retry-After` where it helps.
+"""Errors as HTTP answers (SPEC S3): the tree's status, `Retry-After` where it helps, and the body's shape.
 
-Owns the mapping only. Which errors exist is `stoker.errors`' business; errors inside a stream that has
-begun are `sse`'s.
+OpenAI's shape, but on the routes of the Messages API, where it is Anthropic's. Owns the mapping only. Which
+errors exist is `stoker.errors`' business; errors inside a stream that has begun are `sse`'s.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from pydantic import ValidationError
     from starlette.requests import Request
+    from starlette.types import Scope
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,18 @@ _TYPES = {
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
+}
+_MESSAGES_PATH = re.compile(r"(/v1)?/messages(/.*)?")
+_MESSAGES_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 _STATUS_CODES = {404: "not_found", 405: "method_not_allowed"}
 _UNION_TAGS = frozenset({"str", "int", "float", "bool", "none"})
@@ -64,14 +78,37 @@ def error_body(info: ErrorInfo) -> bytes:
     return msgspec.json.encode({"error": error})
 
 
-def error_response(info: ErrorInfo, headers: Mapping[str, str] | None = None) -> Response:
-    """The whole answer: status, body, and `Retry-After` (seconds, at least 1) on 429 and 503."""
+def messages_error(info: ErrorInfo, request_id: str) -> dict[str, Any]:
+    """An error as clients of the Messages API read it, in a body and as an event."""
+    kind = _MESSAGES_TYPES.get(info.http_status)
+    if kind is None:
+        kind = "api_error" if info.http_status >= _FIRST_SERVER_ERROR else "invalid_request_error"
+    error = {"type": kind, "message": info.message, "code": info.code, "param": info.param}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether the route speaks the Messages API."""
+    return _MESSAGES_PATH.fullmatch(path) is not None
+
+
+def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
+    """The whole answer: status, body, and `Retry-After` (seconds, at least 1) on 429 and 503.
+
+    Args:
+        info: the error.
+        scope: of the request; its path decides the shape, its state has the request's id.
+        headers: further ones.
+    """
     sent = dict(headers or {})
     if info.http_status in _RETRY_STATUSES:
         sent["Retry-After"] = str(max(1, math.ceil(info.retry_after_s or 1.0)))
     if info.http_status == 401:  # noqa: PLR2004 - the one status that needs a challenge
         sent["WWW-Authenticate"] = "Bearer"
-    return Response(error_body(info), info.http_status, sent, media_type="application/json")
+    body = error_body(info)
+    if is_messages_path(scope["path"]):
+        body = msgspec.json.encode(messages_error(info, scope["state"]["request_id"]))
+    return Response(body, info.http_status, sent, media_type="application/json")
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
@@ -95,9 +132,9 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
 
 
-async def _on_stoker_error(_request: Request, error: Exception) -> Response:
+async def _on_stoker_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, StokerError)
-    return error_response(error.info())
+    return error_response(error.info(), request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -106,7 +143,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {error.detail}"
     info = ErrorInfo(code=_STATUS_CODES.get(status, "http_error"), message=message, http_status=status)
     headers: Mapping[str, Any] | None = error.headers
-    return error_response(info, headers)
+    return error_response(info, request.scope, headers)
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:

@@ -13,7 +13,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from stoker.errors import CallerError, ErrorInfo
-from stoker.server.errors import INTERNAL_ERROR, error_response
+from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
 from stoker.server.incoming import too_large
 from stoker.server.security import Identity
 
@@ -59,7 +59,7 @@ class Gate:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id.decode()
         state["bodies"] = self._bodies
-        answer = _Answer(send, request_id)
+        answer = _Answer(send, _id_headers(scope, request_id))
         try:
             state["identity"] = self._admit(scope)
             state["key_digest"] = state["identity"].key_digest
@@ -84,23 +84,29 @@ class Gate:
 
 
 class _Answer:
-    """One answer on its way out: adds the request id, knows whether it has begun."""
+    """One answer on its way out: adds headers with the request id, knows whether it has begun."""
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         self._send = send
-        self._request_id = request_id
+        self._headers = headers
         self._has_begun = False
 
     async def send(self, message: Message) -> None:
         if not self._has_begun and message["type"] == "http.response.start":
             self._has_begun = True
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self._request_id)]
+            message["headers"] = [*message.get("headers", []), *self._headers]
         await self._send(message)
 
     async def fail(self, scope: Scope, info: ErrorInfo) -> None:
         """Answer with an error if nothing was sent; afterwards all that can be done is to cut the answer."""
         if not self._has_begun:
-            await error_response(info)(scope, _nothing, self.send)
+            await error_response(info, scope)(scope, _nothing, self.send)
+
+
+def _id_headers(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+    """The id by the names that clients of the two vendors look for."""
+    headers = [(b"x-request-id", request_id)]
+    return [*headers, (b"request-id", request_id)] if is_messages_path(scope["path"]) else headers
 
 
 async def _nothing() -> Message:

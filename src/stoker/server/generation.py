@@ -80,7 +80,7 @@ class Generation:
     def __init__(
         self, context: ServerContext, prefix: str, caller: Caller, requests: Sequence[GenerateRequest]
     ) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}{uuid.uuid4().hex}"
         self._context = context
         self._names = (caller.request_id, self.id)
         self._owner = caller.key_digest

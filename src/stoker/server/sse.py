@@ -50,10 +50,17 @@ def _failed(info: ErrorInfo) -> bytes:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a stream ends: the last frame, and what an error after its beginning is written as."""
+    """How a stream ends and lasts.
+
+    Attributes:
+        done: the last frame.
+        fail: what an error after the beginning is written as.
+        beat: sent while nothing else is to be sent.
+    """
 
     done: bytes = DONE
     fail: Callable[[ErrorInfo], bytes] = _failed
+    beat: bytes = KEEP_ALIVE
 
 
 class EventStream(Response):
@@ -67,7 +74,7 @@ class EventStream(Response):
     Args:
         frames: complete SSE frames; closed by this class.
         headers: sent with the beginning; the generator may add to it until then.
-        keepalive_s: seconds of silence after which a comment is sent.
+        keepalive_s: seconds of silence after which the ending's beat is sent.
         grace_s: what an empty frame or a comment waits.
         ending: what the stream ends with; OpenAI's way by default.
     """
@@ -155,7 +162,7 @@ class EventStream(Response):
             await asyncio.sleep(self._keepalive_s)
             if self._was_silent:
                 await self._open(send)
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self._ending.beat, "more_body": True})
             self._was_silent = True
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from fastapi import APIRouter
@@ -13,12 +13,19 @@ from starlette.responses import Response
 
 from stoker.request import GenerateRequest
 from stoker.server.body import described, read_body, validated
-from stoker.server.delivery import collected, streamed
+from stoker.server.delivery import TranslatedSource, collected, streamed
 from stoker.server.generation import Caller, Generation
-from stoker.server.routes.headers import IMAGES_HEADER, header_fields, images_header
+from stoker.server.routes.headers import (
+    IGNORED_HEADER,
+    IMAGES_HEADER,
+    header_fields,
+    ignored_header,
+    images_header,
+)
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.chat import ChatRequest, Conversation
-from stoker.server.schema.fields import state_bytes, tier_of
+from stoker.server.schema.fields import state_bytes
+from stoker.server.schema.origins import Origins
 from stoker.server.writers.chat import ChatChunks, WholeChat
 from stoker.server.writers.head import Head
 from stoker.values import ModelInfo
@@ -26,9 +33,12 @@ from stoker.values import ModelInfo
 if TYPE_CHECKING:
     from stoker.chat.answer import AnswerForm
     from stoker.chat.conversation import ToolOffer
+    from stoker.chat.tools import LeftOut
     from stoker.chatting import ChatPlan
     from stoker.images import ImageReport
     from stoker.server.context import ServerContext
+    from stoker.server.delivery import Source
+    from stoker.server.schema.origins import Translation
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -40,47 +50,49 @@ def router(context: ServerContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
-        turn = await chat_turn(context, request, body, "chatcmpl")
+        turn = await chat_turn(context, request, body, "chatcmpl-")
         asked = turn.request
-        head = Head(
-            turn.generation.id,
-            asked.model,
-            asked.n,
-            body.wants_usage,
-            tier_of(asked.priority),
-            has_functions=body.has_functions,
-            images=turn.images,
-        )
+        head = Head(turn.id, asked.model, asked.n, body.wants_usage, images=turn.images)
         is_stream = body.stream
         del body  # its pictures are megabytes, and it may wait for long
         if is_stream:
             chunks = ChatChunks(head, turn.form)
-            return turn.tell(streamed(turn.generation, chunks, context.settings.keepalive_s))
+            return turn.tell(streamed(turn.source, chunks, context.settings.keepalive_s))
         whole = WholeChat(head, turn.form, has_logprobs=asked.logprobs is not None)
-        return turn.tell(await collected(turn.generation, whole, request))
+        return turn.tell(await collected(turn.source, whole, request))
 
     return routes
 
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A conversation on its way: what is generated, how the text is to be read, what became of pictures."""
+    """A conversation on its way.
 
+    Attributes:
+        id: the answer's.
+        request: what is generated.
+        source: where its events come from.
+        form: how the text is to be read.
+        images: what became of pictures.
+        left_out: tools that the model was not told of.
+        origins: where the places of the chat completion stand in the caller's body.
+    """
+
+    id: str
     request: GenerateRequest
-    generation: Generation
+    source: Source
     form: AnswerForm
     images: tuple[ImageReport, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    origins: Origins = field(default_factory=lambda: Origins({}))
 
     def tell(self, answer: Response) -> Response:
-        """The answer with a header that says what became of the pictures, if there are any."""
+        """The answer with headers that say what became of the pictures and which tools were ignored."""
         if self.images:
             answer.headers[IMAGES_HEADER] = images_header(self.images)
+        if self.left_out:
+            answer.headers[IGNORED_HEADER] = ignored_header(self.left_out)
         return answer
-
-
-def chat_body(given: dict[str, Any]) -> ChatRequest:
-    """The chat completion that another API asks for. Raises InvalidRequestError."""
-    return validated(ChatRequest, given)
 
 
 async def chat_turn(context: ServerContext, request: Request, body: ChatRequest, prefix: str) -> ChatTurn:
@@ -104,7 +116,50 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     initial = await initial_state(context, request, state_bytes(body.state), info.id)
     asked = msgspec.structs.replace(asked, **initial, pictures=tuple(one.picture for one in taken))
     reports = tuple(one.report for one in taken)
-    return ChatTurn(asked, Generation(context, prefix, Caller.of(request), [asked]), plan.form, reports)
+    generation = Generation(context, prefix, Caller.of(request), [asked])
+    return ChatTurn(generation.id, asked, generation, plan.form, reports, plan.left_out)
+
+
+class Translated(Protocol):
+    """The body of another API."""
+
+    def to_chat(self) -> Translation:
+        """The chat completion that asks for the same."""
+        ...
+
+
+async def translated_turn(
+    context: ServerContext, request: Request, body: Translated, prefix: str
+) -> ChatTurn:
+    """The turn of a chat completion that another API asks for; its errors name that API's own places.
+
+    Nothing that grows with the body is done on the event loop.
+
+    Raises:
+        CallerError: the body asks for what cannot be.
+        NotReadyError: no model is ready.
+    """
+    asked = await asyncio.to_thread(body.to_chat)
+    origins = asked.origins
+    with origins.named():
+        chat = await asyncio.to_thread(validated, ChatRequest, asked.body)
+        del asked  # its pictures are megabytes
+        turn = await chat_turn(context, request, chat, prefix)
+    left_out = tuple(replace(one, where=origins.of(one.where)) for one in turn.left_out)
+    source = TranslatedSource(turn.source, origins)
+    return replace(turn, source=source, left_out=left_out, origins=origins)
+
+
+async def prompt_tokens(context: ServerContext, request: Request, body: Translated) -> int:
+    """How many tokens the prompt has of a chat completion that another API asks for.
+
+    Raises:
+        CallerError: the body asks for what cannot be.
+        NotReadyError: no model is ready.
+    """
+    turn = await translated_turn(context, request, body, "count-")
+    with turn.origins.named():
+        return await context.runtime.count_tokens(turn.request)
 
 
 async def prepared_chat(

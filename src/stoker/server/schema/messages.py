@@ -10,24 +10,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from stoker.errors import ErrorInfo, InvalidRequestError, UnsupportedError
+from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.server.body import Body, Many, Named
-from stoker.server.schema.fields import GenerationFields, Int
+from stoker.server.schema.constraints import ResponseFormat
+from stoker.server.schema.fields import GenerationFields, Int, check_ranges
+from stoker.server.schema.origins import Origins, Translation
 
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stop", "stream_options", "service_tier"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-_ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+_RANGES = {"temperature": (0.0, 1.0)}
 
 
 class MessageTurn(Body):
@@ -47,94 +39,188 @@ class MessagesRequest(GenerationFields):
     tools: Many[Named[Any]] | None = None
     tool_choice: Named[Any] | None = None
     thinking: Named[Any] | None = None
+    output_config: Named[Any] | None = None
+    output_format: Named[Any] | None = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: Named[Any] | None = None
     # Their values, "standard_only" among them, choose what somebody pays.
     service_tier: Any = None
 
-    def to_chat(self) -> dict[str, Any]:
-        """The body of /v1/chat/completions that asks for the same.
+    def to_chat(self) -> Translation:
+        """The chat completion that asks for the same.
 
         Raises:
             InvalidRequestError: a block, a tool or the choice is malformed; `param` names it.
-            UnsupportedError: a kind of block or tool, or a field, is not served.
+            UnsupportedError: a kind of block, or a field, is not served.
         """
         self.refuse_unsupported()
+        check_ranges(self, _RANGES)
         if self.n not in (None, 1):
             raise UnsupportedError("a message is one answer; n is not supported here", param="n")
-        body = self.model_dump(include=set(_SHARED), exclude_none=True)
+        origins = Origins({"prompt": "messages", "stop": "stop_sequences"})
+        origins.add("max_completion_tokens", "max_tokens")
         choice = self.tool_choice or {}
         given = {
-            "messages": list(self._messages()),
+            "messages": self._messages(origins),
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
-            "tools": [_tool(tool, f"tools.{index}") for index, tool in enumerate(self.tools or ())] or None,
+            "tools": self._tools(origins) or None,
             "tool_choice": _choice(choice) if choice else None,
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             "service_tier": "flex" if self.service_tier == "flex" else None,
+            "response_format": self._format(origins),
             "chat_template_kwargs": _template_args(self.thinking) | (self.chat_template_kwargs or {}) or None,
         }
-        return body | {name: value for name, value in given.items() if value is not None}
+        body = self.model_dump(include=set(_SHARED), exclude_none=True, by_alias=True)
+        return Translation(
+            body | {name: value for name, value in given.items() if value is not None}, origins
+        )
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
+    def _messages(self, origins: Origins) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
         if self.system:
-            yield {"role": "system", "content": _joined(self.system, "system")}
+            messages.append({"role": "system", "content": _joined(self.system, "system")})
+            origins.add_text("messages.0", "system")
         for index, turn in enumerate(self.messages):
-            where = f"messages.{index}.content"
+            where = f"messages.{index}"
             if isinstance(turn.content, str):
-                yield {"role": turn.role, "content": turn.content}
+                origins.add(f"messages.{len(messages)}", where)
+                messages.append({"role": turn.role, "content": turn.content})
             elif turn.role == "assistant":
-                yield _assistant(turn.content, where)
+                messages.append(_assistant(turn.content, where, f"messages.{len(messages)}", origins))
             else:
-                yield from _user(turn, turn.content, where)
+                _take_results(turn.content, where, messages, origins)
+                _take_rest(turn, turn.content, where, messages, origins)
+        return messages
+
+    def _tools(self, origins: Origins) -> list[dict[str, Any]]:
+        """Functions in the chat completions' form; tools of the vendor's own kinds as they are."""
+        tools = []
+        for index, tool in enumerate(self.tools or ()):
+            where = f"tools.{index}"
+            origins.add(f"{where}.function", where)
+            origins.add(f"{where}.function.parameters", f"{where}.input_schema")
+            tools.append(_function(tool) if tool.get("type") in (None, "custom") else dict(tool))
+        return tools
+
+    def _format(self, origins: Origins) -> dict[str, Any] | None:
+        """The form of the answer, by whichever of its three names it was asked for."""
+        asked = {
+            "output_config.format": (self.output_config or {}).get("format"),
+            "output_format": self.output_format,
+        }
+        found = {where: given for where, given in asked.items() if given is not None}
+        if self.response_format is not None:
+            found["response_format"] = self.response_format.model_dump(exclude_none=True, by_alias=True)
+        if len(found) > 1:
+            text = f"{' and '.join(found)} cannot be asked for together"
+            raise InvalidRequestError(text, param=list(found)[1])
+        if not found:
+            return None
+        where, given = found.popitem()
+        if where == "response_format":
+            return dict(given)
+        if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+            raise InvalidRequestError(f"{where}.type is json_schema", param=f"{where}.type")
+        origins.add("response_format", where)
+        origins.add("response_format.json_schema", where)
+        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
-def error_answer(info: ErrorInfo) -> dict[str, Any]:
-    """The body of an error as this API's clients read it."""
-    kind = _ERROR_TYPES.get(info.http_status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": info.message, "code": info.code}}
+class CountTokensRequest(MessagesRequest):
+    """A message whose prompt is to be counted."""
+
+    max_tokens: Int | None = None  # type: ignore[assignment] # nothing is generated
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
-    texts, calls = [], []
+# ------------------------------------------------------------ turns
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: Origins) -> dict[str, Any]:
+    """The turn, which is `place` in the chat completion."""
+    origins.add(place, where)
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
-        here = f"{where}.{index}"
+        here = f"{where}.content.{index}"
         kind = block.get("type")
         if kind == "text":
+            origins.add(f"{place}.content.{len(texts)}", here)
             texts.append(_text(block, "text", here))
         elif kind == "tool_use":
-            given = block.get("input")
-            if not isinstance(given, Mapping):
-                raise InvalidRequestError(f"{here}.input is not an object", param=f"{here}.input")
-            function = {"name": _text(block, "name", here), "arguments": json.dumps(given)}
-            calls.append({"id": _text(block, "id", here), "type": "function", "function": function})
+            origins.add(f"{place}.tool_calls.{len(calls)}", here)
+            origins.add(f"{place}.tool_calls.{len(calls)}.function", here)
+            origins.add(f"{place}.tool_calls.{len(calls)}.function.arguments", f"{here}.input")
+            calls.append(_call(block, here))
         elif kind not in _THOUGHTS:  # what the model thought is not shown to it again
             raise UnsupportedError(f"{here}: blocks of type {str(kind)[:40]!r} are not supported", param=here)
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    parts = [{"type": "text", "text": text} for text in texts]
+    message: dict[str, Any] = {"role": "assistant", "content": parts if len(texts) > 1 else "".join(texts)}
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _user(turn: MessageTurn, blocks: list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
-    """Results of tools first, each a turn of its own, then the rest; other blocks go on as they are."""
-    parts = []
+def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = block.get("input")
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{where}.input is not an object", param=f"{where}.input")
+    function = {"name": _text(block, "name", where), "arguments": json.dumps(given)}
+    return {"id": _text(block, "id", where), "type": "function", "function": function}
+
+
+def _take_results(
+    blocks: list[dict[str, Any]], where: str, messages: list[dict[str, Any]], origins: Origins
+) -> None:
+    """Add the results of tools, each a turn of its own; they stand before the text beside them."""
     for index, block in enumerate(blocks):
-        here = f"{where}.{index}"
+        if block.get("type") != "tool_result":
+            continue
+        here = f"{where}.content.{index}"
+        origins.add(f"messages.{len(messages)}", here)
+        for number, _ in _pictures(block.get("content")):
+            place = f"messages.{len(messages)}.content.{number}.image_url"
+            origins.add(place, f"{here}.content.{number}.source")
+        content = _result(block.get("content") or "", f"{here}.content")
+        call_id = _text(block, "tool_use_id", here)
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _take_rest(
+    turn: MessageTurn,
+    blocks: list[dict[str, Any]],
+    where: str,
+    messages: list[dict[str, Any]],
+    origins: Origins,
+) -> None:
+    """Add what is no result as one turn; blocks that are neither text nor pictures go on as they are."""
+    place = f"messages.{len(messages)}"
+    parts: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        here = f"{where}.content.{index}"
         kind = block.get("type")
         if kind == "tool_result":
-            content = _result(block.get("content") or "", f"{here}.content")
-            yield {"role": "tool", "tool_call_id": _text(block, "tool_use_id", here), "content": content}
-        elif kind == "text":
+            continue
+        origins.add(f"{place}.content.{len(parts)}", here)
+        if kind == "text":
             parts.append({"type": "text", "text": _text(block, "text", here)})
         elif kind == "image":
+            origins.add(f"{place}.content.{len(parts)}.image_url", f"{here}.source")
             parts.append(_image(block, here))
         else:
             parts.append({**block, "type": str(kind)})
     if parts or not blocks:
-        yield {"role": turn.role, "content": parts}
+        origins.add(place, where)
+        messages.append({"role": turn.role, "content": parts})
+
+
+def _pictures(content: Any) -> Iterator[tuple[int, Any]]:
+    for number, block in enumerate(content if isinstance(content, list) else ()):
+        if _kind(block) == "image":
+            yield number, block
 
 
 def _result(content: Any, where: str) -> Any:
     """Text, or parts where a tool shows pictures."""
-    if not isinstance(content, list) or not any(_kind(block) == "image" for block in content):
+    if not isinstance(content, list) or not any(_pictures(content)):
         return _joined(content, where)
     return [
         _image(block, f"{where}.{index}")
@@ -180,10 +266,7 @@ def _text(given: Mapping[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kind = given.get("type") or "custom"
-    if kind != "custom":
-        raise UnsupportedError(f"{where}: tools of type {str(kind)[:40]!r} are not supported", param=where)
+def _function(given: Mapping[str, Any]) -> dict[str, Any]:
     function = {
         "name": given.get("name"),
         "description": given.get("description"),

@@ -15,16 +15,15 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
-    CallCut,
     CallEnded,
     Content,
     Reasoning,
 )
 from stoker.chatting import ChoiceReaders
-from stoker.messages import Delta, Finished
-from stoker.request import FinishReason
-from stoker.server.schema.messages import error_answer
-from stoker.server.writers.typed_events import typed_frames
+from stoker.messages import Admitted, Delta, Finished, PrefillProgress
+from stoker.request import FinishReason, Priority
+from stoker.server.errors import messages_error
+from stoker.server.writers.typed_events import progress_fields, typed_frames
 from stoker.values import Usage
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     Json = dict[str, Any]
 
+_TIERS = {Priority.INTERACTIVE: "standard", Priority.BACKGROUND: "batch"}
 # The nearest words that API has; a paused turn can be sent again to go on.
 _REASONS = {
     FinishReason.STOP: "end_turn",
@@ -47,12 +47,25 @@ _REASONS = {
 }
 
 
+PING = typed_frames([{"type": "ping"}])
+"""Sent while there is nothing to send."""
+
+
 @dataclass(frozen=True)
 class MessageHead:
-    """Identity of one message: `msg_...` and the model that answers."""
+    """Identity of one message.
+
+    Attributes:
+        id: `msg_...`.
+        model: id of the model that answers.
+        request_id: of the HTTP request; errors repeat it.
+        priority: the class that it runs in.
+    """
 
     id: str
     model: str
+    request_id: str = ""
+    priority: Priority = Priority.INTERACTIVE
 
 
 @dataclass(frozen=True)
@@ -78,11 +91,14 @@ class MessageBuilder:
         self._index = -1
         self._open = ""  # type of the block being written
 
-    def begin(self) -> list[Json]:
-        """The first event. What the prompt cost is known at the end alone, and told there."""
+    def begin(self, usage: Usage) -> list[Json]:
+        """The first event; `usage` says what the prompt cost."""
         unknown: Json = {"stop_reason": None, "stop_sequence": None}
-        message = _message(self._head, [], unknown, _usage(Usage()))
-        return [{"type": "message_start", "message": message}]
+        return [{"type": "message_start", "message": _message(self._head, [], unknown, usage)}]
+
+    def progress(self, event: PrefillProgress) -> Json:
+        """How much of the prompt is computed; no event of Anthropic's, sent where it was asked for."""
+        return {"type": "prefill_progress", "prompt_progress": progress_fields(event)}
 
     def add(self, events: Iterable[AnswerEvent]) -> list[Json]:
         """What these add."""
@@ -90,22 +106,23 @@ class MessageBuilder:
         for event in events:
             match event:
                 case Content(text):
-                    written += self._ensure({"type": "text", "text": ""})
+                    written += self._ensure({"type": "text", "text": "", "citations": None})
                     written.append(self._delta({"type": "text_delta", "text": text}))
                 case Reasoning(text):
                     written += self._ensure({"type": "thinking", "thinking": "", "signature": ""})
                     written.append(self._delta({"type": "thinking_delta", "thinking": text}))
                 case CallBegan(_, own_id, name):
-                    written += self._start({"type": "tool_use", "id": own_id, "name": name, "input": {}})
+                    block = {"type": "tool_use", "id": _call_id(own_id), "name": name, "input": {}}
+                    written += self._start(block)
                 case CallArguments(_, fragment):
                     written.append(self._delta({"type": "input_json_delta", "partial_json": fragment}))
-                case CallEnded() | CallBroken() | CallCut():
+                case CallEnded() | CallBroken():
                     written += self._stop()
         return written
 
     def end(self, end: MessageEnd, usage: Usage) -> list[Json]:
         """The last events."""
-        last = {"type": "message_delta", "delta": end.fields(), "usage": _usage(usage)}
+        last = {"type": "message_delta", "delta": end.fields(), "usage": _counts(usage)}
         return [*self._stop(), last, {"type": "message_stop"}]
 
     def _ensure(self, block: Json) -> list[Json]:
@@ -128,7 +145,7 @@ class MessageBuilder:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-def _message(head: MessageHead, content: list[Json], end: Json, usage: Json) -> Json:
+def _message(head: MessageHead, content: list[Json], end: Json, usage: Usage) -> Json:
     return {
         "id": head.id,
         "type": "message",
@@ -136,11 +153,11 @@ def _message(head: MessageHead, content: list[Json], end: Json, usage: Json) -> 
         "model": head.model,
         "content": content,
         **end,
-        "usage": usage,
+        "usage": _counts(usage) | {"service_tier": _TIERS[head.priority]},
     }
 
 
-def _usage(usage: Usage) -> Json:
+def _counts(usage: Usage) -> Json:
     """Counts in that API's sense: its input tokens are those that no cache had."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -150,15 +167,20 @@ def _usage(usage: Usage) -> Json:
     }
 
 
+def _call_id(own_id: str) -> str:
+    """`toolu_...`, as this API names calls; the same for one call of an answer."""
+    return f"toolu_{own_id.removeprefix('call_')}"
+
+
 def _blocks(answer: WholeAnswer) -> list[Json]:
     blocks: list[Json] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content:
-        blocks.append({"type": "text", "text": answer.content})
+        blocks.append({"type": "text", "text": answer.content, "citations": None})
     for call in answer.calls:
-        given = msgspec.Raw(b"{}" if call.is_cut else call.arguments.encode())  # JSON as it was written
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        given = msgspec.Raw(call.arguments.encode())  # JSON as it was written
+        blocks.append({"type": "tool_use", "id": _call_id(call.id), "name": call.name, "input": given})
     return blocks
 
 
@@ -166,6 +188,7 @@ class MessageChunks:
     """A message as server-sent events."""
 
     def __init__(self, head: MessageHead, form: AnswerForm) -> None:
+        self._head = head
         self._builder = MessageBuilder(head)
         self._readers = ChoiceReaders(form, head.id)
         self._end = MessageEnd()
@@ -173,12 +196,21 @@ class MessageChunks:
         self._has_begun = False
 
     def write(self, _prompt: int, event: StreamEvent) -> bytes:
-        """Frames of one event; empty if it shows nothing."""
+        """Frames of one event; empty if it shows nothing.
+
+        The message begins when the request has a slot: from then on it is known what its prompt cost.
+        """
+        if isinstance(event, Admitted):
+            return typed_frames(
+                self._begin(Usage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens))
+            )
         objects = self._begin()
         if isinstance(event, Delta):
             objects += self._builder.add(self._readers.read(event))
             if event.finish_reason is not None:
                 self._end = MessageEnd(self._readers.finish_reason(event), event.stop_text)
+        elif isinstance(event, PrefillProgress):
+            objects.append(self._builder.progress(event))
         elif isinstance(event, Finished):
             self._usage = event.usage
         return typed_frames(objects)
@@ -189,10 +221,11 @@ class MessageChunks:
 
     def fail(self, info: ErrorInfo) -> bytes:
         """The frame of an error after the stream began."""
-        return typed_frames([error_answer(info)])
+        return typed_frames([messages_error(info, self._head.request_id)])
 
-    def _begin(self) -> list[Json]:
-        objects = [] if self._has_begun else self._builder.begin()
+    def _begin(self, usage: Usage | None = None) -> list[Json]:
+        """The first event once; a kept answer's stream does not tell what its prompt cost before its end."""
+        objects = [] if self._has_begun else self._builder.begin(usage or Usage())
         self._has_begun = True
         return objects
 
@@ -218,5 +251,5 @@ class WholeMessage:
 
     def whole(self) -> bytes:
         """The answer's body."""
-        message = _message(self._head, _blocks(self._answer), self._end.fields(), _usage(self._usage))
+        message = _message(self._head, _blocks(self._answer), self._end.fields(), self._usage)
         return msgspec.json.encode(message)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +17,18 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
-    CallCut,
     CallEnded,
     Content,
     Reasoning,
 )
 from stoker.chatting import ChoiceReaders
-from stoker.messages import Delta, Finished
+from stoker.messages import Delta, Finished, PrefillProgress
 from stoker.request import FinishReason
-from stoker.server.writers.typed_events import typed_frames
+from stoker.server.writers.typed_events import progress_fields, typed_frames
 from stoker.values import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from stoker.chat.answer import AnswerForm
     from stoker.chat.answer_events import AnswerEvent
@@ -54,19 +54,28 @@ class ResponseHead:
         model: id of the model that answers.
         created: seconds since the epoch.
         echo: what the object repeats of the request.
+        namespaces: by the name that the model knows a function by: its namespace, and its name there.
     """
 
     id: str
     model: str
     created: int
-    echo: dict[str, Any] = field(default_factory=dict)
+    echo: dict[str, Any]
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 class ResponseBuilder:
-    """Builds one response; the output items follow one another, each whole before the next begins."""
+    """Builds one response; the output items follow one another, each whole before the next begins.
 
-    def __init__(self, head: ResponseHead) -> None:
+    Args:
+        head: of the response.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, head: ResponseHead, clock: Callable[[], float]) -> None:
         self._head = head
+        self._clock = clock
+        self._completed_s: int | None = None
         self._output: list[Json] = []
         self._sequence = 0
         self._open: Json | None = None  # the item being written, the last of the output
@@ -78,6 +87,10 @@ class ResponseBuilder:
     def begin(self) -> list[Json]:
         """The first events."""
         return [self._whole("response.created"), self._whole("response.in_progress")]
+
+    def progress(self, event: PrefillProgress) -> Json:
+        """How much of the prompt is computed; no event of OpenAI's, sent where it was asked for."""
+        return self._numbered("response.prefill_progress", prompt_progress=progress_fields(event))
 
     def add(self, events: Iterable[AnswerEvent]) -> list[Json]:
         """What these add."""
@@ -94,7 +107,7 @@ class ResponseBuilder:
                     written.append(self._arguments(fragment))
                 case CallEnded():
                     written += self._close("completed")
-                case CallBroken() | CallCut():
+                case CallBroken():
                     written += self._close("incomplete")
         return written
 
@@ -102,6 +115,7 @@ class ResponseBuilder:
         """The last events."""
         self._reason = None if reason is None else _INCOMPLETE.get(reason)
         self._status = "incomplete" if self._reason else "completed"
+        self._completed_s = None if self._reason else int(self._clock())
         self._usage = _usage(usage, num_reasoning_tokens)
         closing = self._close(self._status)
         return [*closing, self._whole(f"response.{self._status}")]
@@ -118,14 +132,12 @@ class ResponseBuilder:
             "id": self._head.id,
             "object": "response",
             "created_at": self._head.created,
+            "completed_at": self._completed_s,
             "status": self._status,
             "error": self._error,
             "incomplete_details": {"reason": self._reason} if self._reason else None,
             "model": self._head.model,
             "output": list(self._output),
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
             **self._head.echo,
             "usage": self._usage,
         }
@@ -149,15 +161,16 @@ class ResponseBuilder:
         return [*written, self._event(f"response.{part}.delta", content_index=0, delta=text, **extra)]
 
     def _open_call(self, event: CallBegan) -> list[Json]:
+        namespace, name = self._head.namespaces.get(event.name, ("", event.name))
         item = {
             "id": self._item_id("function_call"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": event.id,
-            "name": event.name,
+            "name": name,
             "arguments": "",
         }
-        return self._open_item(item)
+        return self._open_item(item | ({"namespace": namespace} if namespace else {}))
 
     def _arguments(self, fragment: str) -> Json:
         assert self._open is not None, "arguments of a call that has not begun"
@@ -233,10 +246,10 @@ def _usage(usage: Usage, num_reasoning_tokens: int) -> Json:
 
 
 class ResponseChunks:
-    """A response as server-sent events."""
+    """A response as server-sent events; `clock` gives seconds since the epoch."""
 
-    def __init__(self, head: ResponseHead, form: AnswerForm) -> None:
-        self._builder = ResponseBuilder(head)
+    def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
+        self._builder = ResponseBuilder(head, clock)
         self._readers = ChoiceReaders(form, head.id)
         self._reason: FinishReason | None = None
         self._usage = Usage()
@@ -248,6 +261,8 @@ class ResponseChunks:
         if isinstance(event, Delta):
             objects += self._builder.add(self._readers.read(event))
             self._reason = self._readers.finish_reason(event) or self._reason
+        elif isinstance(event, PrefillProgress):
+            objects.append(self._builder.progress(event))
         elif isinstance(event, Finished):
             self._usage = event.usage
         return typed_frames(objects)
@@ -268,10 +283,10 @@ class ResponseChunks:
 
 
 class WholeResponse:
-    """A response as one object."""
+    """A response as one object; `clock` gives seconds since the epoch."""
 
-    def __init__(self, head: ResponseHead, form: AnswerForm) -> None:
-        self._builder = ResponseBuilder(head)
+    def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
+        self._builder = ResponseBuilder(head, clock)
         self._readers = ChoiceReaders(form, head.id)
         self._answer = WholeAnswer()
         self._reason: FinishReason | None = None

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from stoker.messages import PrefillProgress
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -15,3 +17,13 @@ def typed_frames(objects: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(
         b"event: " + one["type"].encode() + b"\ndata: " + _encode(one) + b"\n\n" for one in objects
     )
+
+
+def progress_fields(event: PrefillProgress) -> dict[str, Any]:
+    """`prompt_progress` as in chat chunks: tokens in all, from the cache, computed so far; milliseconds."""
+    return {
+        "total": event.total,
+        "cache": event.cached,
+        "processed": event.processed,
+        "time_ms": event.time_ms,
+    }
