@@ -233,6 +233,7 @@ class ServerSettings(_Frozen):
             key; with one that is always allowed.
         allowed_hosts: names accepted in `Host` besides the bound address and localhost.
         max_body_bytes: a longer request body is refused with 413.
+        max_connections: open ones; past it one that waits for its client gives way, else new ones get a 503.
         max_receiving_bytes: what the bodies that are being received may take together, beyond 64 KiB each.
         receive_timeout_s: seconds that the head of a request may take, and a sender pause in its body.
         keepalive_s: seconds between comments on a stream that has nothing to say.
@@ -246,6 +247,7 @@ class ServerSettings(_Frozen):
     allow_downloads: bool = False
     allowed_hosts: Names = ()
     max_body_bytes: Bytes = 32 * 2**20
+    max_connections: int = Field(default=1024, ge=16, le=65_536)
     max_receiving_bytes: Bytes = 128 * 2**20
     receive_timeout_s: float = Field(default=15.0, gt=0, le=3600)
     keepalive_s: float = Field(default=10.0, gt=0)

@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from stoker.server import app, body, incoming
+from stoker.server import app, body
 from stoker.server.body import MAX_ITEMS, MAX_KEYS, MAX_TOKEN_IDS, VALUES_WITH_TOKENS
-from stoker.server.json_bounds import MAX_VALUES
+from stoker.server.inbound import bodies as incoming
+from stoker.server.inbound.json_bounds import MAX_VALUES
 
 POSTS = {
     "/v1/chat/completions": "messages",

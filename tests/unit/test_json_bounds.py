@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InvalidRequestError, RequestTooLargeError
-from stoker.server import json_bounds
-from stoker.server.json_bounds import MAX_DEPTH, MAX_ESCAPES, MAX_LAYOUT_BYTES, MAX_WIDE_BYTES, JsonBounds
+from stoker.server.inbound import json_bounds
+from stoker.server.inbound.json_bounds import (
+    MAX_DEPTH,
+    MAX_ESCAPES,
+    MAX_LAYOUT_BYTES,
+    MAX_WIDE_BYTES,
+    JsonBounds,
+)
 
 DOCUMENTS = st.dictionaries(
     st.text(),

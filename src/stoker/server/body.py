@@ -17,14 +17,14 @@ from pydantic_core import PydanticCustomError
 
 from stoker.errors import InvalidRequestError
 from stoker.server.errors import invalid_body
-from stoker.server.json_bounds import MAX_VALUES, JsonBounds
+from stoker.server.inbound.json_bounds import MAX_VALUES, JsonBounds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from starlette.requests import Request
 
-    from stoker.server.incoming import IncomingBodies
+    from stoker.server.inbound.bodies import IncomingBodies
 
 _REFERENCE = "#/components/schemas/{model}"
 

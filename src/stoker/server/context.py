@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stoker.errors import NotReadyError
-from stoker.server.incoming import IncomingBodies
+from stoker.server.inbound.bodies import IncomingBodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

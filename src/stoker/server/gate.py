@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from stoker.errors import CallerError, ErrorInfo
 from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
-from stoker.server.incoming import too_large
+from stoker.server.inbound.bodies import too_large
 from stoker.server.security import Identity
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from stoker.server.incoming import IncomingBodies
+    from stoker.server.inbound.bodies import IncomingBodies
     from stoker.server.security import Access, HostList
 
 log = logging.getLogger(__name__)

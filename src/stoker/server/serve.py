@@ -10,16 +10,21 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
 from stoker.errors import MachineSetupError
 from stoker.server.app import create_app, server_context
+from stoker.server.inbound.connections import Connection, Connections
+from stoker.server.inbound.descriptors import connections_within, raise_limit
+from stoker.server.inbound.descriptors import limit as descriptor_limit
 from stoker.server.sleep import SleepSwitch
 
 if TYPE_CHECKING:
@@ -27,6 +32,8 @@ if TYPE_CHECKING:
 
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings, ServerSettings
+
+log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _CLOSE_S = 5  # for connections to take their last bytes after every stream has ended
@@ -93,7 +100,7 @@ class Service:
         self.server = _Server(
             uvicorn.Config(
                 create_app(self.context),
-                http="httptools",
+                http=self._protocol(settings),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -104,6 +111,20 @@ class Service:
                 timeout_graceful_shutdown=_CLOSE_S,
             )
         )
+
+    @staticmethod
+    def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
+        """What uvicorn makes a connection of."""
+        bound = connections_within(settings.max_connections)
+        if bound < settings.max_connections:
+            log.warning(
+                "%d connections at most instead of %d, as this process may open %d files (ulimit -n)",
+                bound,
+                settings.max_connections,
+                descriptor_limit(),
+            )
+        connections = Connections(bound, settings.receive_timeout_s)
+        return cast("type[asyncio.Protocol]", partial(Connection, connections))
 
     def stop(self) -> None:
         """Begin the shutdown: refuse new work, drain, then end what is left. May be called twice."""
@@ -168,6 +189,7 @@ def run_server(engine_settings: EngineSettings, server_settings: ServerSettings)
         StokerError: a model cannot be served.
     """
     listener = bind(server_settings.host, server_settings.port)
+    raise_limit(server_settings.max_connections)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(engine_settings, server_settings, listener))
     return 0

@@ -1,8 +1,8 @@
 """Bounds on what decoding a JSON body can cost, checked on its bytes while they come in.
 
 A decoder holds the interpreter's lock until it is done and allocates dozens of bytes for a value of two, so a
-body is refused before any of it is decoded. Owns the counts; which bytes arrive is `incoming`'s, decoding is
-`body`'s. The counts are exact for valid JSON; a malformed body passes as far as it stays within the bounds.
+body is refused before any of it is decoded. Owns the counts; receiving is `bodies`', decoding is `body`'s.
+The counts are exact for valid JSON; a malformed body passes as far as it stays within the bounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Request bodies on their way in: bounded one by one, over all connections, and in time (SPEC S4).
 
 Owns the bytes from the first one until they are decoded, and the thread in which large bodies are decoded.
-What a body says is `body`'s; the head of a request is `connections`'.
+What a body says is `server.body`'s; the head of a request is `connections`'.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive
 
-    from stoker.server.json_bounds import JsonBounds
+    from stoker.server.inbound.json_bounds import JsonBounds
     from stoker.settings import ServerSettings
 
 T = TypeVar("T")

@@ -1,0 +1,255 @@
+"""Connections of the HTTP server, bounded in number and in how long a client may leave one waiting (SPEC S4).
+
+Owns a connection until the head of a request has come, between requests, and where its client does not read.
+Bodies are `bodies`', requests the application's. uvicorn has no bound on a head or on the time it takes, and
+closes nothing to let a new client in.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from stoker.errors import ErrorInfo, RequestTimeoutError, ServerBusyError
+from stoker.server.errors import error_body
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 16
+"""Requests that may come on a connection before the first of them is answered."""
+STALLED_S = 60.0
+"""Time without a byte read after which a client that has megabytes to read is given up."""
+_LINGER_S = 2.0  # for a refused client to read why
+_LOG_EVERY_S = 60.0
+
+_MALFORMED = ErrorInfo(code="invalid_request", message="this is not an HTTP/1.1 request", http_status=400)
+_LONG_HEAD = ErrorInfo(
+    code="request_too_large",
+    message=f"the head of the request is over {MAX_HEAD_BYTES} bytes",
+    http_status=431,
+)
+
+
+class Connections:
+    """All open connections of one server.
+
+    At the bound the one that has waited longest for its client gives way to a new one: an idle one, or one
+    whose request is incomplete. Where every connection has a request at work the new one is refused.
+
+    Args:
+        bound: how many there may be.
+        receive_timeout_s: seconds that a head may take.
+    """
+
+    def __init__(self, bound: int, receive_timeout_s: float) -> None:
+        self.receive_timeout_s = receive_timeout_s
+        self._bound = bound
+        self._open: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}  # for their clients, the longest first
+        self._num_malformed = 0
+        self._log_at_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Connections({len(self._open)} of {self._bound}, {len(self._waiting)} waiting)"
+
+    def enter(self, connection: Connection) -> None:
+        """Take in a new connection, which waits for its client, or refuse it."""
+        if len(self._open) >= self._bound:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                connection.refuse(self._full().info())
+            else:
+                self.leave(oldest)
+                oldest.give_way()
+        self._open.add(connection)
+        self._waiting[connection] = None
+
+    def leave(self, connection: Connection) -> None:
+        """Forget a connection. Idempotent."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def work(self, connection: Connection) -> None:
+        """A whole request has come on it."""
+        self._waiting.pop(connection, None)
+
+    def wait(self, connection: Connection) -> None:
+        """It waits for its client again."""
+        if connection in self._open:
+            self._waiting.setdefault(connection)
+
+    def note_malformed(self) -> None:
+        """Log that something came that is not HTTP: now and then, with how often it did."""
+        self._num_malformed += 1
+        now_s = time.monotonic()
+        if now_s >= self._log_at_s:
+            log.warning("malformed HTTP requests: %d since the last such line", self._num_malformed)
+            self._num_malformed, self._log_at_s = 0, now_s + _LOG_EVERY_S
+
+    def _full(self) -> ServerBusyError:
+        text = f"all {self._bound} connections of this server are at work; try again later"
+        return ServerBusyError(text, retry_after_s=_LINGER_S, max_connections=self._bound)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection.
+
+    Args:
+        connections: all of the server.
+        given: uvicorn's own arguments.
+    """
+
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._all = connections
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._is_in_head = True
+        self._num_head = 0  # bytes of the head that have come
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+        """A client has come; its request has to."""
+        super().connection_made(transport)
+        self._arm(self._all.receive_timeout_s, self._on_late_head)
+        self._all.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client, or this server, has closed it."""
+        self._disarm()
+        self._cancel_stall()
+        self._all.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a head, a body, or several of both."""
+        if self._is_in_head and not self._is_refused:
+            if not self._num_head:  # the first of them
+                self._arm(self._all.receive_timeout_s, self._on_late_head)
+            room = MAX_HEAD_BYTES - self._num_head
+            self._num_head += len(data)
+            self._feed(data[:room])
+            data = data[room:]
+            if data and self._is_in_head and not self._is_refused:
+                self.refuse(_LONG_HEAD)
+        if data:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._all.note_malformed()
+            self.refuse(_MALFORMED)
+        except httptools.HttpParserUpgrade:
+            return  # HTTP/1.1 is all that is spoken here; the request itself is being answered
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or behind a chunked body a trailer."""
+        if not self._is_in_head:
+            self._num_head += len(name) + len(value)
+            if self._num_head > MAX_HEAD_BYTES:
+                raise httptools.HttpParserError(f"trailers of over {MAX_HEAD_BYTES} bytes")
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head has come."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise httptools.HttpParserError(f"over {MAX_PIPELINED} requests ahead")
+        self._disarm()
+        self._is_in_head, self._num_head = False, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The body has come."""
+        super().on_message_complete()
+        self._is_in_head, self._num_head = True, 0
+        if self.cycle.response_complete:  # it was answered before, and uvicorn times it no more
+            self._arm(self.timeout_keep_alive, self.give_way)
+        else:
+            self._all.work(self)
+
+    def on_response_complete(self) -> None:
+        """The answer has been written."""
+        super().on_response_complete()
+        if not self.pipeline:
+            self._all.wait(self)
+        if not self._is_in_head:  # the rest of a body that nobody wants
+            self._arm(self._all.receive_timeout_s, self.give_way)
+
+    def pause_writing(self) -> None:
+        """The client reads slower than is written."""
+        super().pause_writing()
+        self._watch_stall(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        self._cancel_stall()
+        super().resume_writing()
+
+    def refuse(self, info: ErrorInfo) -> None:
+        """Answer with an error, and close once the client has had time to read it."""
+        self._is_refused = True
+        if self.cycle is None or self.cycle.response_complete:
+            body = error_body(info)
+            head = STATUS_LINE[info.http_status] + b"content-type: application/json\r\nconnection: close\r\n"
+            retry = b"" if info.retry_after_s is None else b"retry-after: %d\r\n" % max(1, info.retry_after_s)
+            self.transport.write(b"%b%bcontent-length: %d\r\n\r\n%b" % (head, retry, len(body), body))
+            self.transport.write_eof()
+            self._arm(_LINGER_S, self.give_way)
+        else:  # an error in the middle of another answer would be read as a part of it
+            self.give_way()
+
+    def give_way(self) -> None:
+        """Close at once, whatever is still to be written."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _on_late_head(self) -> None:
+        """The head did not come in time; who sent nothing of it needs no answer."""
+        if not self._num_head:
+            self.give_way()
+            return
+        text = f"the head of the request took over {self._all.receive_timeout_s:g} s"
+        self.refuse(RequestTimeoutError(text).info())
+
+    def _arm(self, after_s: float, act: Callable[[], None]) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(after_s, act)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _watch_stall(self, num_bytes: int) -> None:
+        """End it unless fewer bytes than now wait to be read when the time is up."""
+
+        def look() -> None:
+            waiting = self.transport.get_write_buffer_size()
+            if waiting < num_bytes:
+                self._watch_stall(waiting)
+            else:
+                self.give_way()
+
+        self._cancel_stall()
+        self._stall = self.loop.call_later(STALLED_S, look)
+
+    def _cancel_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
