@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import llama_cpp
 import numpy as np
 
 WIDTH, FEED_FORWARD, HEADS, SHARED_HEADS, HEAD_WIDTH = 32, 48, 4, 2, 8
@@ -414,3 +415,14 @@ def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:
         writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
+
+
+def quantised(source: Path, target: Path, kind: str) -> Path:
+    """A model file's weights in another type, named as in `llama_cpp.LLAMA_FTYPE_MOSTLY_...`."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    params.allow_requantize = True
+    params.pure = True
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), params) != 0:
+        raise RuntimeError(f"{source} could not be quantised to {kind}")
+    return target

@@ -58,33 +58,6 @@ def test_smollm2_reports_its_resolved_limits(smollm2: LlamaBackend) -> None:
     assert memory["compute"] > 0
 
 
-@pytest.mark.parametrize("is_closed_up", [True, False])
-def test_a_hole_that_is_closed_up_changes_no_bit_of_what_follows(
-    smollm2: LlamaBackend, *, is_closed_up: bool
-) -> None:
-    """SPEC Q4, adr/0006: without it, a sequence grows into the hole before its own tokens."""
-    prompt = smollm2.vocabulary.tokenize("Bread is made of", add_special=True, parse_special=True)
-    alone = decoded(smollm2, 0, prompt, 12)
-    smollm2.drop(0)
-    smollm2.step(BatchPlan((PlanItem(1, 0, [*prompt, *range(300, 330)], 1),)))
-    first = decoded(smollm2, 0, prompt, 4)
-    smollm2.drop(1)
-    if is_closed_up:
-        smollm2.close_up([0])
-    rest = decoded(smollm2, 0, [*prompt, *map(int, first.argmax(axis=1))], 8)
-    assert np.array_equal(np.vstack([first, rest]), alone) is is_closed_up
-
-
-def decoded(backend: LlamaBackend, seq: int, tokens: list[int], num_rows: int) -> Any:
-    """Rows of the likeliest continuation, computed from where the sequence stands."""
-    rows, tokens = [], list(tokens)
-    for _ in range(num_rows):
-        start = backend.length(seq)
-        rows.append(backend.step(BatchPlan((PlanItem(seq, start, tokens[start:], 1),)))[0].copy())
-        tokens.append(int(rows[-1].argmax()))
-    return np.vstack(rows)
-
-
 def test_keys_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> None:
     """SPEC, Equal: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
     model = LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.backends.fake import FakeBackend, FakeFaults, load
-from stoker.backends.fake_cells import FakeCells
 from stoker.backends.fake_vocabulary import BOS, EOS, IM_END, IM_START, FakeVocabulary
 from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem, Rows
 from stoker.errors import ModelFileError, PoolFullError, StepFailedError, UnsupportedError
@@ -167,21 +166,6 @@ def test_bytes_and_control_tokens_are_the_vocabulary() -> None:
     assert vocabulary.tokenize(text, add_special=False, parse_special=True) == [IM_START, 97, IM_END]
     assert vocabulary.tokenize(text, add_special=False, parse_special=False) == list(text.encode())
     assert (vocabulary.eog_tokens, vocabulary.eos_text) == ((EOS, IM_END), "</s>")
-
-
-def test_a_cell_is_free_when_its_last_owner_lets_go() -> None:
-    """ARCHITECTURE backend protocol: shared cells count once."""
-    pool = FakeCells(4)
-    cells = pool.take(3)
-    pool.share(cells[:2])
-    pool.release(cells)
-    assert pool.num_used == 2
-    with pytest.raises(PoolFullError):
-        pool.take(3)
-    assert pool.num_used == 2
-    pool.release(cells[:2])
-    assert pool.num_used == 0
-    pool.check()
 
 
 ACTIONS = st.lists(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stoker.backends.fake_cells import FakeCells
+from stoker.backends.cell_map import CellMap
 from stoker.backends.fake_history import (
     GOLDEN,
     MIX_1,
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 _MAGIC = b"STKF"
 _HEADER = struct.Struct("<4sII")
 _NUM_CELLS = 16384
+MOVED_TOKENS = 16
+"""Tokens that are moved at a time: few, so that tests see stretches cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,7 @@ class FakeBackend:
         fingerprints = tuple((spec.name, _digest(spec.path)) for spec in adapters)
         self._capabilities = dataclasses.replace(found, adapters=fingerprints)
         self._lengths = Lengths(num_sequences, N_VOCAB, n_batch)
-        self._pool = FakeCells(num_cells)
+        self._cells = CellMap(num_cells)
         self._histories = [FakeHistory() for _ in range(num_sequences)]
         self._rows = np.empty((n_batch, N_VOCAB), np.float32)
         self._bias = _bias()
@@ -162,7 +164,7 @@ class FakeBackend:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<FakeBackend {self._lengths!r} {self._pool!r}>"
+        return f"<FakeBackend {self._lengths!r} {self._cells!r}>"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -177,7 +179,7 @@ class FakeBackend:
     @property
     def num_cells_used(self) -> int:
         """Cells in use, shared ones once."""
-        return self._pool.num_used
+        return self._cells.num_used
 
     def tokens(self, seq: int) -> tuple[int, ...]:
         """The history of a sequence, for tests."""
@@ -204,15 +206,15 @@ class FakeBackend:
         for item in plan.items:
             self._meet_faults(item)
         seen = {item.seq: seen_tokens(item, self._pictures(item.seq)) for item in plan.items}
-        cells = self._pool.take(plan.num_tokens)
+        self._cells.check_room(plan.num_tokens)
+        self.close_up([item.seq for item in plan.items])
         if self.faults.step_delay_s:
             time.sleep(self.faults.step_delay_s)
-        num_done = 0
         wanted: list[int] = []
         for item in plan.items:
             history = self._histories[item.seq]
-            history.append(seen[item.seq], cells[num_done : num_done + len(item.tokens)])
-            num_done += len(item.tokens)
+            self._cells.append(item.seq, len(item.tokens))
+            history.append(seen[item.seq])
             wanted.extend(history.hashes[len(history.hashes) - item.num_logits :])
         self._lengths.advance(plan)
         self.num_steps += 1
@@ -232,9 +234,8 @@ class FakeBackend:
         assert 0 < length <= self._lengths[src], f"{length} of {self._lengths[src]} tokens to share"
         if not self._capabilities.can_fork:
             raise UnsupportedError("the fake recurrent model keeps a state that cannot be shared")
-        history = self._histories[src].prefix(length)
-        self._pool.share(history.cells)
-        self._histories[dst] = history
+        self._histories[dst] = self._histories[src].prefix(length)
+        self._cells.fork(src, dst, length)
         self._lengths[dst] = length
 
     def trim(self, seq: int, length: int) -> None:
@@ -243,7 +244,8 @@ class FakeBackend:
         assert 0 <= length <= held, f"{length} of {held} tokens to keep"
         if 0 < length < held and not self._capabilities.can_trim:
             raise UnsupportedError(f"the fake recurrent model cannot go back from {held} to {length} tokens")
-        self._pool.release(self._histories[seq].cut(length))
+        self._histories[seq].cut(length)
+        self._cells.trim(seq, length)
         self._lengths[seq] = length
 
     def drop(self, seq: int) -> None:
@@ -251,7 +253,9 @@ class FakeBackend:
         self.trim(seq, 0)
 
     def close_up(self, seqs: Sequence[int]) -> None:
-        """Nothing depends on where its tokens lie."""
+        """Nothing depends on where its tokens lie; `check` wants them to lie as if it did."""
+        for stretch in self._cells.loose(seqs, MOVED_TOKENS):
+            self._cells.moved(stretch)
 
     def length(self, seq: int) -> int:
         """Tokens the sequence holds."""
@@ -266,7 +270,8 @@ class FakeBackend:
         """Put an exported sequence into the empty sequence `seq`."""
         assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
         history, tokens = _history_of(data)
-        history.append(tokens, self._pool.take(len(tokens)))
+        self._cells.append(seq, len(tokens))
+        history.append(tokens)
         self._histories[seq] = history
         self._lengths[seq] = len(tokens)
 
@@ -319,12 +324,12 @@ class FakeBackend:
         self._is_closed = True
 
     def check(self) -> None:
-        """Assert that lengths, histories and cells agree."""
-        self._pool.check()
-        used = {cell for history in self._histories for cell in history.cells}
-        assert len(used) == self._pool.num_used, f"{self._pool.num_used} cells taken, {len(used)} held"
+        """Assert that lengths, histories and cells agree, and that no sequence lies out of order."""
+        self._cells.check()
         for seq, history in enumerate(self._histories):
-            assert self._lengths[seq] == len(history.tokens) == len(history.hashes) == len(history.cells)
+            num_cells = len(self._cells.cells(seq))
+            assert self._lengths[seq] == len(history.tokens) == len(history.hashes) == num_cells
+            assert self._cells.is_in_order(seq), f"sequence {seq} lies in the cells {self._cells.cells(seq)}"
 
     def _refuse_without_state(self) -> None:
         if not self._capabilities.state_layout:

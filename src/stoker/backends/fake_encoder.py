@@ -101,7 +101,7 @@ class FakeEncoder:
 def vector_of(tokens: Sequence[int]) -> Rows:
     """The vector of a text, float32 (8,)."""
     history = FakeHistory()
-    history.append(tokens, [])
+    history.append(tokens)
     return np.frombuffer(hidden_of(history.state).data, "<f4").astype(np.float32)
 
 

@@ -32,7 +32,7 @@ _FLOATS = np.dtype("<f4")
 
 @dataclass(slots=True)
 class FakeHistory:
-    """One sequence: its tokens, the hash of the history after each of them, and their cells.
+    """One sequence: its tokens, and the hash of the history after each of them.
 
     `start` is the hash before the first token; an initial state puts another there. `salt` stands for what
     tokens are computed with beside themselves.
@@ -40,7 +40,6 @@ class FakeHistory:
 
     tokens: list[int] = field(default_factory=list)
     hashes: list[int] = field(default_factory=list)
-    cells: list[int] = field(default_factory=list)
     start: int = SEED
     salt: int = 0
 
@@ -49,27 +48,23 @@ class FakeHistory:
         """The hash after the last token."""
         return self.hashes[-1] if self.hashes else self.start
 
-    def append(self, tokens: Sequence[int], cells: list[int]) -> None:
-        """Go on with tokens in these cells."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Go on with these tokens."""
         state = self.state
         for token in tokens:
             state = _mixed(state ^ self.salt ^ ((token + 1) * GOLDEN & MASK))
             self.hashes.append(state)
         self.tokens.extend(tokens)
-        self.cells.extend(cells)
 
-    def cut(self, length: int) -> list[int]:
-        """Forget what follows `length`, with 0 also where it began; the cells that were there."""
-        gone = self.cells[length:]
-        del self.tokens[length:], self.hashes[length:], self.cells[length:]
+    def cut(self, length: int) -> None:
+        """Forget what follows `length`, with 0 also where it began."""
+        del self.tokens[length:], self.hashes[length:]
         if length == 0:
             self.start = SEED
-        return gone
 
     def prefix(self, length: int) -> FakeHistory:
-        """A history of the first `length` tokens in the same cells."""
-        parts = (self.tokens[:length], self.hashes[:length], self.cells[:length])
-        return FakeHistory(*parts, start=self.start, salt=self.salt)
+        """A history of the first `length` tokens."""
+        return FakeHistory(self.tokens[:length], self.hashes[:length], start=self.start, salt=self.salt)
 
     def packed(self) -> bytes:
         """Start, salt and tokens as bytes: all else follows from them."""

@@ -67,7 +67,7 @@ class FakeScoring:
         told = text[begin : begin + max_tokens]
         self._on_call(list(told))
         history = FakeHistory()
-        history.append([*self._prompt, *text], [])
+        history.append([*self._prompt, *text])
         at = len(self._prompt) - 1 + begin
         found = ScoredTokens(self._next, told, self._logits(history.hashes[at : at + len(told)]))
         self._num_found += len(told)

@@ -286,10 +286,11 @@ class Backend(Protocol):
         ...
 
     def close_up(self, seqs: Sequence[int]) -> None:
-        """Move the tokens of these sequences, which share none, to where others were dropped or cut.
+        """Move the tokens of these sequences into free cells before them, shared ones for all who share them.
 
-        Copies, computes nothing. Where sums are taken in the order of the cells, a sequence that grows into
-        a hole before its own tokens would get other last bits than alone.
+        Copies, computes nothing. `step` does it for the sequences of its plan, where sums are taken in the
+        order of the cells: a sequence that grew into a cell before its own tokens would get other last bits
+        than alone. Asked for before a step, its time is not the step's.
         """
         ...
 

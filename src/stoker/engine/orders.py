@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
 from stoker.errors import InvalidRequestError, StokerError
-from stoker.scheduler.effects import Begin, Drop, Effect, Export, Fork, Import, TakeBack, Trim
+from stoker.scheduler.effects import Begin, Drop, Effect, Export, Fork, Import, Trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,15 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
-    """Run the orders in their order. A state that cannot be had costs its sequence time, not its tokens.
-
-    Holes that they leave are closed up, before a running sequence grows into one (docs/adr/0006).
-    """
+    """Run the orders in their order. A state that cannot be had costs its sequence time, not its tokens."""
     for effect in effects:
         match effect:
             case Fork(src, dst, length):
                 backend.fork(src, dst, length)
-            case Trim(seq, length) | TakeBack(seq, length):
+            case Trim(seq, length):
                 backend.trim(seq, length)
             case Drop(seq):
                 backend.drop(seq)
@@ -38,13 +35,6 @@ def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
                 _import(effect, backend, room)
             case Begin(seq, sequence):
                 backend.write_state(seq, sequence.initial_state or [])
-        room.carried_out(effect)
-    if seqs := room.movable():
-        try:
-            backend.close_up(seqs)
-        except MemoryError:
-            log.warning("no memory to close up %d sequences: last bits of their logits may differ", len(seqs))
-        room.moved(seqs)
 
 
 def _export(order: Export, backend: Backend, room: Room) -> None:

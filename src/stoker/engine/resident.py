@@ -341,6 +341,7 @@ class Resident:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
         batch = plan.batch()
         num_tokens = batch.num_tokens + self._num_unread(plan)
+        self.backend.close_up([item.seq for item in batch.items])  # its time is not the step's
         self._pace.begin(num_tokens)
         try:
             rows = self.backend.step(batch)

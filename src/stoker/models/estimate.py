@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stoker.models.gguf import GgufHeader, TensorInfo
     from stoker.values import AdapterSpec, ModelSpec
 
-MAX_SEQUENCES = 256  # llama_max_parallel_sequences()
+MAX_SEQUENCES = 255  # llama_max_parallel_sequences(), less the one that others are moved through
 SPARE_SEQUENCES = 32
 MAX_TEXTS = 64
 

@@ -31,14 +31,6 @@ class Trim:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeBack:
-    """Backend: keep the first `length` tokens of `seq`; the others were a draft, its cells the last taken."""
-
-    seq: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class Drop:
     """Backend: forget `seq`."""
 
@@ -72,7 +64,7 @@ class Begin:
     sequence: Sequence
 
 
-Effect = Fork | Trim | TakeBack | Drop | Export | Import | Begin
+Effect = Fork | Trim | Drop | Export | Import | Begin
 
 
 @dataclass(frozen=True, slots=True)

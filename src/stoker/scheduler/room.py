@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 from stoker.cache.entry import EntryState
 from stoker.cache.index import MIN_TOKENS
 from stoker.scheduler.cells import CellPool
-from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, TakeBack, Trim
+from stoker.scheduler.effects import Begin, Drop, Export, Fork, Import, Trim
 from stoker.scheduler.sequence import ParkForm
 from stoker.scheduler.slots import Placement, Reuse, SlotTable
 from stoker.scheduler.stock import Stock
 from stoker.values import CacheSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from stoker.cache.entry import Entry
     from stoker.cache.index import Hit
     from stoker.cache.prefix_cache import PrefixCache
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
 GROWTH_CELLS = 64
 """Cells beyond its own that each running sequence should find; fewer where the pool is small."""
-MAX_MOVED_BYTES = 2**29
-"""Cells to be moved together at a time; copying them takes host memory and some milliseconds per 10 MB."""
 
 
 class Room:
@@ -50,7 +46,6 @@ class Room:
         self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
         self._late: list[Effect] = []
-        self._scattered: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<Room {self.slots!r} {self.cells!r} {self.stock!r}>"
@@ -215,10 +210,10 @@ class Room:
             self._late.append(Begin(seq, sequence))
 
     def take_back(self, sequence: Sequence) -> None:
-        """Free the cells of a draft that was not drawn. They lie behind all others and leave no hole."""
+        """Free the cells of a draft that was not drawn."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
         self.cells.trim(sequence.slot, sequence.num_computed)
-        self._late.append(TakeBack(sequence.slot, sequence.num_computed))
+        self._late.append(Trim(sequence.slot, sequence.num_computed))
         sequence.num_ahead = 0
 
     def take_late(self) -> list[Effect]:
@@ -277,33 +272,6 @@ class Room:
         effects[:] = [e for e in effects if not (isinstance(e, Import) and e.sequence is guest)]
         guest.is_importing = False
         guest.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
-
-    def carried_out(self, effect: Effect) -> None:
-        """The backend has done it: where it freed cells, whoever holds cells may have a hole before them."""
-        match effect:
-            case Trim() | Drop():
-                self._scattered.update(slot.id for slot in self.slots.slots if slot.num_tokens)
-            case Import(seq, entry, _, length):
-                if length < entry.num_tokens:
-                    self._scattered.update(slot.id for slot in self.slots.slots if slot.num_tokens)
-                self._scattered.discard(seq)  # it lies in the order of its tokens
-            case _:
-                pass
-
-    def movable(self) -> list[int]:
-        """Those that run and may have a hole before their cells, unless they share them, or they are many."""
-        running = [s.slot for s in self.slots.running if s.slot is not None and s.slot in self._scattered]
-        alone = [seq for seq in running if self._is_alone(seq)]
-        size = self.limits.snapshot_bytes(sum(map(self.cells.length, alone)))
-        return alone if size <= MAX_MOVED_BYTES else []
-
-    def moved(self, seqs: Iterable[int]) -> None:
-        """The cells of these lie in the order of their tokens."""
-        self._scattered.difference_update(seqs)
-
-    def _is_alone(self, seq: int) -> bool:
-        length = self.cells.length(seq)
-        return length > 0 and self.cells.exclusive(seq) == length
 
     def _snapshot(self, guest: Sequence, slot: Slot, effects: list[Effect], best: ParkForm) -> None:
         entry = self.stock.park(guest) if best is ParkForm.SNAPSHOT else None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REST_CELLS = 512
 """Cells that may be held for nobody who runs: attention walks over them, 7 % of a step each 1,000."""
 BUSY_CELLS = 1024
-"""The same while others run or wait in their cells: those left are moved together then (docs/adr/0006)."""
+"""The same while others run or wait in their cells: those left are moved together then (docs/adr/0019)."""
 STORABLE_CELLS = 256
 """The same of what has ended and can be stored: it comes back quicker than attention walks over it."""
 

@@ -190,9 +190,7 @@ class LlamaBackend:
 
     def close_up(self, seqs: Sequence[int]) -> None:
         """Move the tokens of these sequences together; only where the order of cells matters to the bit."""
-        is_fixed = self._capabilities.computes_on_cpu and self._context.key_type is not KeyType.F16
-        if is_fixed and self._model.keeps_every_cell:
-            self._states.lay_anew(seqs)
+        self._context.close_up(seqs)
 
     def length(self, seq: int) -> int:
         """Tokens the sequence holds."""
@@ -320,12 +318,14 @@ def _add_drafter(backend: LlamaBackend, spec: ModelSpec, model: LlamaModel) -> N
 
 def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
+    key_type = _key_type(spec)
     return ContextOptions(
         num_cells=spec.n_ctx or model.n_ctx_train,
         n_batch=spec.n_batch,
         num_sequences=num_sequences(spec.num_slots),
         num_threads=spec.num_threads or num_physical_cores(),
-        key_type=_key_type(spec),
+        key_type=key_type,
+        keeps_order=key_type is not KeyType.F16 and not device_names() and model.keeps_every_cell,
     )
 
 

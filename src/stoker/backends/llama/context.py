@@ -16,12 +16,15 @@ import numpy as np
 from stoker.backends.lengths import Lengths
 from stoker.backends.llama.batch import EmbeddingBatch, TokenBatch
 from stoker.backends.llama.binding import capture_log, error_text, llama
+from stoker.backends.llama.cell_order import CellOrder
 from stoker.backends.llama.passes import NONE, AdapterSet, Pass, passes
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.backends.seeing import embeddings_of
 from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy.typing as npt
 
     from stoker.backends.llama.adapters import Adapters
@@ -73,10 +76,11 @@ class ContextOptions:
     Attributes:
         num_cells: tokens all sequences may hold; llama.cpp rounds it up to a multiple of 256.
         n_batch: tokens one step may carry.
-        num_sequences: sequences that may exist at once, at most 256.
+        num_sequences: sequences that may exist at once, at most 256, or 255 whose cells keep their order.
         num_threads: CPU threads of a step.
         key_type: element type of the cached keys; it decides that of the values.
         is_fused: attention may be one operation (flash attention), which rounds what it reads to f16.
+        keeps_order: the cells of a sequence always lie in the order of its tokens.
     """
 
     num_cells: int
@@ -85,6 +89,7 @@ class ContextOptions:
     num_threads: int
     key_type: KeyType = KeyType.F16
     is_fused: bool = True
+    keeps_order: bool = False
 
 
 class LlamaContext:
@@ -125,6 +130,10 @@ class LlamaContext:
         if not options.is_fused:
             self.flash_attention = "off"
         self._buffer_bytes = _buffer_bytes(lines)
+        self._order: CellOrder | None = None
+        if options.keeps_order:
+            cell_bytes = -(-self._buffer_bytes["kv"] // self.num_cells)
+            self._order = CellOrder(handle, self.num_cells, cell_bytes, spare=options.num_sequences)
         # A state that no token made needs a position of its own; recurrent models do not look at positions.
         self._first_position = 1 if model.is_recurrent else 0
         self.with_initial_state: set[int] = set()
@@ -145,6 +154,7 @@ class LlamaContext:
         """One forward pass; see `Backend.step`."""
         self.lengths.check(plan)
         self._check_pictures(plan)
+        self.close_up([item.seq for item in plan.items])
         cut = passes(plan, self._sets, self._current)
         if len(cut) > 1:
             return self._step_in_passes(plan, cut)
@@ -180,6 +190,9 @@ class LlamaContext:
         code = llama.llama_decode(self.handle, self._laid_out(each))
         if code != 0:
             self._undo(each.plan, code)
+        if self._order is not None:
+            for item in each.plan.items:
+                self._order.map.append(item.seq, len(item.tokens))
 
     def _laid_out(self, each: Pass) -> object:
         """The pass as the native library takes it."""
@@ -237,6 +250,8 @@ class LlamaContext:
         if not self._model.keeps_every_cell:
             raise UnsupportedError(f"{self._model.description} keeps a state that cannot be shared")
         llama.llama_memory_seq_cp(self._memory, src, dst, 0, length)
+        if self._order is not None:
+            self._order.map.fork(src, dst, length)
         self.lengths[dst] = length
 
     def trim(self, seq: int, length: int) -> None:
@@ -259,6 +274,17 @@ class LlamaContext:
         self._remove(seq, 0)
         self.with_initial_state.discard(seq)
         self.lengths[seq] = 0
+
+    def received(self, seq: int, num_tokens: int) -> None:
+        """The empty sequence was given the state of so many tokens."""
+        if self._order is not None:
+            self._order.map.append(seq, num_tokens)
+        self.lengths[seq] = num_tokens
+
+    def close_up(self, seqs: Sequence[int]) -> None:
+        """Move the tokens of these sequences to free cells before them, if cells are to keep their order."""
+        if self._order is not None:
+            self._order.close_up(seqs)
 
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next step on."""
@@ -311,15 +337,17 @@ class LlamaContext:
         """Remove native positions `start` and up."""
         if not llama.llama_memory_seq_rm(self._memory, seq, start, _TO_THE_END):
             raise EngineError(f"the state of sequence {seq} before position {start} is lost", seq=seq)
+        if self._order is not None:
+            self._order.map.trim(seq, start)
 
 
 def _native_params(options: ContextOptions) -> object:
     params = llama.llama_context_default_params()
     # llama.cpp aborts the process where a batch cannot hold a token of every sequence, and it cuts a batch
     # to the context's size.
-    params.n_batch = params.n_ubatch = max(options.n_batch, options.num_sequences)
-    params.n_ctx = max(options.num_cells, options.num_sequences)
-    params.n_seq_max = options.num_sequences
+    params.n_batch = params.n_ubatch = max(options.n_batch, options.num_sequences + options.keeps_order)
+    params.n_ctx = max(options.num_cells, options.num_sequences + options.keeps_order)
+    params.n_seq_max = options.num_sequences + options.keeps_order  # one to move others through
     params.n_outputs_max_per_seq = 0  # prompt logprobs ask for a row a token
     params.n_threads = params.n_threads_batch = options.num_threads
     params.type_k = _NATIVE_TYPES[options.key_type]

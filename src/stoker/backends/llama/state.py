@@ -17,8 +17,6 @@ from stoker.backends.llama.binding import LIBRARY_VERSION, llama
 from stoker.errors import EngineError, InvalidRequestError, PoolFullError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
     from stoker.backends.llama.context import LlamaContext
@@ -77,7 +75,7 @@ class SequenceStates:
         if len(payload) == 0:
             return
         self.put(seq, payload, num_tokens)
-        self._context.lengths[seq] = num_tokens
+        self._context.received(seq, num_tokens)
         if has_initial_state:
             self._context.with_initial_state.add(seq)
 
@@ -87,25 +85,12 @@ class SequenceStates:
         Raises:
             PoolFullError: its cells do not fit; nothing changed.
         """
-        if not self._put(seq, payload):
+        source = ctypes.cast(payload.ctypes.data, _BYTES_P)
+        if not llama.llama_state_seq_set_data(self._context.handle, source, len(payload), seq):
             self._context.drop(seq)
             raise PoolFullError(
                 f"no cells for the {num_tokens} tokens of a saved state", num_tokens=num_tokens
             )
-
-    def lay_anew(self, seqs: Sequence[int]) -> None:
-        """Take these sequences out and put them back one after the other, each in the order of its tokens.
-
-        Raises:
-            EngineError: one did not go back; what it held is lost.
-        """
-        held = [(seq, self._context.lengths[seq], self.payload(seq)) for seq in seqs]
-        for seq, _, _ in held:
-            self._context.drop(seq)
-        for seq, num_tokens, payload in held:
-            if not self._put(seq, payload):
-                raise EngineError(f"sequence {seq} of {num_tokens} tokens could not be moved", seq=seq)
-            self._context.lengths[seq] = num_tokens
 
     def payload(self, seq: int, num_before: int = 0) -> Bytes:
         """llama.cpp's own bytes of a sequence, after `num_before` bytes for the caller."""
@@ -116,10 +101,6 @@ class SequenceStates:
         if written != size:
             raise EngineError(f"the state of sequence {seq} came as {written} of {size} bytes", seq=seq)
         return data
-
-    def _put(self, seq: int, payload: Bytes) -> bool:
-        source = ctypes.cast(payload.ctypes.data, _BYTES_P)
-        return bool(llama.llama_state_seq_set_data(self._context.handle, source, len(payload), seq))
 
     def _checked(self, data: Buffer) -> tuple[int, bool]:
         """Tokens of the state and whether it began from an initial one, if it is this model's and whole."""
