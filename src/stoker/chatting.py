@@ -22,6 +22,7 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     Content,
     Reasoning,
@@ -259,7 +260,7 @@ async def chat_deltas(deltas: AsyncIterator[TextDelta], form: AnswerForm) -> Asy
                 case CallEnded():
                     call = begun.pop(delta.index)
                     calls.append(ToolCall(call.id, call.name, call.arguments))
-                case CallBroken(_, source):
+                case CallBroken(_, source) | CallCut(_, source):
                     begun.pop(delta.index, None)
                     text += source
         yield msgspec.structs.replace(

@@ -20,6 +20,7 @@ MAX_STOP_CHARS = 256
 MAX_CHOICES = 32
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
+MAX_TOKENS = 2**31 - 1
 MAX_SALT_CHARS = 256
 MAX_CANDIDATES = 256
 MAX_CANDIDATE_CHARS = 2**20
@@ -64,7 +65,8 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-def _check(name: str, value: float, low: float, high: float) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidRequestError, naming the field and the range, where the value is not within it."""
     if not (math.isfinite(value) and low <= value <= high):
         text = f"{name} must be between {_shown(low)} and {_shown(high)}, got {_shown(value)}"
         raise InvalidRequestError(text, param=name)
@@ -105,21 +107,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_k", self.top_k, -1, 2**31 - 1)
+        check_range("temperature", self.temperature, 0.0, 100.0)
+        check_range("top_k", self.top_k, -1, 2**31 - 1)
         for name in ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
-            _check(name, getattr(self, name), 0.0, 1.0)
-        _check("mirostat", self.mirostat, 0, 2)
-        _check("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
-        _check("mirostat_eta", self.mirostat_eta, 0.0, 1.0)
-        _check("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
-        _check("dry_base", self.dry_base, 0.0, 100.0)
-        _check("dry_allowed_length", self.dry_allowed_length, 0, 2**31 - 1)
-        _check("dry_penalty_last_n", self.dry_penalty_last_n, -1, 2**31 - 1)
-        _check("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
-        _check("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
-        _check("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+            check_range(name, getattr(self, name), 0.0, 1.0)
+        check_range("mirostat", self.mirostat, 0, 2)
+        check_range("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
+        check_range("mirostat_eta", self.mirostat_eta, 0.0, 1.0)
+        check_range("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
+        check_range("dry_base", self.dry_base, 0.0, 100.0)
+        check_range("dry_allowed_length", self.dry_allowed_length, 0, 2**31 - 1)
+        check_range("dry_penalty_last_n", self.dry_penalty_last_n, -1, 2**31 - 1)
+        check_range("repeat_penalty", self.repeat_penalty, 0.01, 100.0)
+        check_range("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
+        check_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS}", param="logit_bias"
@@ -230,15 +232,15 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, 0, 2**31 - 1)
-        _check("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        _check("n", self.n, 1, MAX_CHOICES)
+            check_range("max_tokens", self.max_tokens, 0, MAX_TOKENS)
+        check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        check_range("n", self.n, 1, MAX_CHOICES)
         if self.timeout_s is not None:
-            _check("timeout_s", self.timeout_s, 0.0, 86_400.0 * 365)
+            check_range("timeout_s", self.timeout_s, 0.0, 86_400.0 * 365)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _check(name, value, 0, MAX_LOGPROBS)
+                check_range(name, value, 0, MAX_LOGPROBS)
         if len(self.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequestError(
                 f"cache_salt has {len(self.cache_salt)} characters, at most {MAX_SALT_CHARS} are taken",
@@ -266,7 +268,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         for _, scale in self.adapters:
             if scale is not None:
-                _check("lora", scale, -MAX_ADAPTER_SCALE, MAX_ADAPTER_SCALE)
+                check_range("lora", scale, -MAX_ADAPTER_SCALE, MAX_ADAPTER_SCALE)
 
     def _check_candidates(self) -> None:
         if not self.candidates and self.state_output is not StateOutput.CHOOSE:

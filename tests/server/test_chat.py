@@ -223,6 +223,97 @@ def test_the_reasoning_of_a_message_is_read_by_either_name(name):
     assert "reasoning_content" not in second
 
 
+def chunks_of(answer):
+    """The chunks of a stream as JSON."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_the_shape_of_a_stream(scripted_http):
+    """S2: the role, the text, then the reason by itself, in chunks of one shape."""
+    body = {"messages": HELLO, "max_tokens": 2, "stream": True}
+    chunks = chunks_of(scripted_http.post("/v1/chat/completions", json=body))
+    deltas = [{"role": "assistant", "content": ""}, {"content": "w0 "}, {"content": "w1 "}, {}]
+    reasons = [None, None, None, "length"]
+    assert [chunk.pop("choices") for chunk in chunks] == [
+        [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
+        for delta, reason in zip(deltas, reasons, strict=True)
+    ]
+    assert chunks == [chunks[0]] * 4
+    assert set(chunks[0]) == {"id", "object", "created", "model", "service_tier", "system_fingerprint"}
+
+
+def test_logprobs_come_before_the_reason(scripted_http):
+    """D6, S2: with the text they belong to."""
+    body = {"messages": HELLO, "max_tokens": 1, "stream": True, "logprobs": True}
+    _, text, last = [
+        chunk["choices"][0] for chunk in chunks_of(scripted_http.post("/v1/chat/completions", json=body))
+    ]
+    assert (text["delta"], len(text["logprobs"]["content"])) == ({"content": "w0 "}, 1)
+    assert (last["delta"], last["logprobs"], last["finish_reason"]) == ({}, None, "length")
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "tier"),
+    [
+        ({}, {}, "default"),
+        ({"service_tier": "auto"}, {}, "default"),
+        ({"service_tier": "priority"}, {}, "default"),
+        ({"service_tier": "flex"}, {}, "flex"),
+        ({}, {"X-Stoker-Priority": "background"}, "flex"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_answer_says_the_tier_it_was_served_with(scripted_http, path, fields, headers, tier):
+    """Q1: the one that was used, whole and in every chunk."""
+    body = {"messages": HELLO, "prompt": "x", "max_tokens": 1, **fields}
+    assert scripted_http.post(path, json=body, headers=headers).json()["service_tier"] == tier
+    chunks = chunks_of(scripted_http.post(path, json=body | {"stream": True}, headers=headers))
+    assert {chunk["service_tier"] for chunk in chunks} == {tier}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", 2.01, "between 0 and 2"),
+        ("temperature", -0.1, "between 0 and 2"),
+        ("presence_penalty", 2.5, "between -2 and 2"),
+        ("frequency_penalty", -3, "between -2 and 2"),
+        ("top_p", 1.1, "between 0 and 1"),
+        ("min_p", -1, "between 0 and 1"),
+        ("n", 0, "between 1 and 32"),
+        ("n", 33, "between 1 and 32"),
+        ("max_tokens", 0, "between 1 and 2147483647"),
+        ("max_tokens", -1, "between 1 and 2147483647"),
+        ("max_completion_tokens", 0, "between 1 and 2147483647"),
+        ("top_logprobs", 21, "between 0 and 20"),
+        ("logit_bias", {"5": 101}, "between -100 and 100"),
+        ("seed", 2**64, ""),
+        ("service_tier", "gold", ""),
+        ("reasoning_effort", "much", ""),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(scripted_http, field, value, said):
+    """S3: 400 with the field and the range."""
+    body = {"messages": HELLO, "logprobs": True, field: value}
+    answer = scripted_http.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, field, "invalid_request_error")
+    assert field in error["message"]
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("value", ["1", "true", "True", "on", "yes"])
+def test_the_progress_header_takes_any_yes(scripted, scripted_http, value):
+    """S2: as people write it."""
+    body = {"messages": HELLO, "max_tokens": 1}
+    scripted_http.post("/v1/chat/completions", json=body, headers={"X-Stoker-Progress": value})
+    assert scripted.runtime.requests[0].return_progress
+    scripted_http.post("/v1/chat/completions", json=body, headers={"X-Stoker-Progress": "no"})
+    assert not scripted.runtime.requests[1].return_progress
+
+
 def test_nulls_mean_the_defaults(scripted, scripted_http):
     """S1: clients send null for what they leave open."""
     names = (
@@ -297,7 +388,7 @@ def test_an_unknown_way_to_be_preempted_is_refused(client, wrong):
 
 def test_a_number_out_of_range_is_shown_with_all_its_digits(client):
     """S3: as it was sent, beside the bounds."""
-    with pytest.raises(openai.BadRequestError, match="between 0 and 2147483647, got 2147483648"):
+    with pytest.raises(openai.BadRequestError, match="between 1 and 2147483647, got 2147483648"):
         client.chat.completions.create(model="default", messages=HELLO, max_tokens=2**31)
 
 

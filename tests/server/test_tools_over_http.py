@@ -13,6 +13,7 @@ from stand_in import FINISHED, INFO, delta
 
 from stoker.errors import NotReadyError
 from stoker.request import FinishReason
+from stoker.server.schema.chat import ChatRequest
 
 QWEN = "{{ tools }}<tool_call></tool_call></think>"
 CALLS = (
@@ -70,6 +71,108 @@ def test_a_whole_answer_has_all_three_parts(loaded, scripted_client):
     assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"a": 1}, {"a": 2}]
     assert choice.message.reasoning_content == "Hm."
     assert loaded.runtime.requests[0].constraint is None
+
+
+def spoken(client, **given):
+    """Content and calls of an answer that is streamed."""
+    content, calls, reason = "", [], None
+    for chunk in client.chat.completions.create(model="default", messages=HELLO, stream=True, **given):
+        (choice,) = chunk.choices
+        assert not (choice.finish_reason and choice.delta.to_dict())
+        content, reason = content + (choice.delta.content or ""), choice.finish_reason or reason
+        for piece in choice.delta.tool_calls or []:
+            if piece.id:
+                calls.append([piece.id, piece.function.name, ""])
+            calls[piece.index][2] += piece.function.arguments
+    return content, calls, reason
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+def test_an_answer_that_is_cut_says_the_same_streamed_and_whole(
+    scripted, reasoning_model, scripted_client, reason
+):
+    """D7: wherever it is cut, within a call as well; the ids are each answer's own."""
+    for end in range(CALLS.index("So:"), len(CALLS) + 1):
+        for _ in range(2):
+            script(scripted, CALLS[:end], reason)
+        content, calls, why = spoken(scripted_client, tools=TOOLS)
+        answer = scripted_client.chat.completions.create(model="default", messages=HELLO, tools=TOOLS)
+        (choice,) = answer.choices
+        whole = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        assert (choice.message.content or "", whole) == (content, [tuple(call[1:]) for call in calls])
+        assert choice.finish_reason == why
+    assert len(calls) == 2
+
+
+FUNCTIONS = [{"name": "f", "parameters": {"type": "object", "properties": {}}}]
+
+
+def test_functions_are_tools_in_their_old_form(loaded, scripted_client):
+    """S1: one `function_call`, and a reason of that name."""
+    answer = scripted_client.chat.completions.create(model="default", messages=HELLO, functions=FUNCTIONS)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "function_call"
+    assert (choice.message.function_call.name, choice.message.tool_calls) == ("f", None)
+    assert json.loads(choice.message.function_call.arguments) == {"a": 1}
+
+
+def test_functions_stream_in_their_old_form(loaded, scripted_client):
+    """S2: the name once, then the arguments in pieces; no second call."""
+    stream = scripted_client.chat.completions.create(
+        model="default", messages=HELLO, functions=FUNCTIONS, stream=True
+    )
+    choices = [chunk.choices[0] for chunk in stream]
+    pieces = [choice.delta.function_call for choice in choices if choice.delta.function_call]
+    assert [piece.name for piece in pieces if piece.name] == ["f"]
+    assert json.loads("".join(piece.arguments for piece in pieces)) == {"a": 1}
+    assert not any(choice.delta.tool_calls for choice in choices)
+    assert choices[-1].finish_reason == "function_call"
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),  # whether it is forced, and whether it is offered
+    [
+        (None, (False, True)),
+        ("auto", (False, True)),
+        ("none", (False, False)),
+        ({"name": "f"}, (True, True)),
+    ],
+)
+def test_function_call_is_the_choice(scripted, reasoning_model, scripted_http, choice, told):
+    """S1, D2: a named one is forced."""
+    body = {"messages": HELLO, "functions": FUNCTIONS, "function_call": choice}
+    assert scripted_http.post("/v1/chat/completions", json=body).status_code == 200
+    request = scripted.runtime.requests[0]
+    assert (request.constraint is not None, "'name': 'f'" in request.prompt) == told
+
+
+def test_a_history_of_functions_is_one_of_tools():
+    """S1: calls and results are linked by the function's name."""
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "rain"},
+    ]
+    _, call, result = ChatRequest.model_validate({"messages": history}).turns("m")
+    assert call["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert (result["role"], result["content"]) == ("tool", "rain")
+    assert result["tool_call_id"] == call["tool_calls"][0]["id"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"functions": FUNCTIONS, "tools": TOOLS}, "functions"),
+        ({"functions": [{"name": "bad name"}]}, "functions.0.name"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "x"}}, "function_call"),
+        ({"functions": FUNCTIONS, "function_call": 3}, "function_call"),
+    ],
+)
+def test_malformed_functions_are_refused_by_their_own_names(scripted_http, reasoning_model, given, param):
+    """S3: not by those of tools."""
+    answer = scripted_http.post("/v1/chat/completions", json={"messages": HELLO, **given})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "tool" not in answer.json()["error"]["message"].replace("tools cannot", "").replace("of tools", "")
 
 
 def test_a_required_call_is_constrained(loaded, scripted_client):

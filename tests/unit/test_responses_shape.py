@@ -151,9 +151,6 @@ def test_items_become_turns_and_calls_one_turn() -> None:
         ({"background": True}, UnsupportedError, "background"),
         ({"n": 2}, UnsupportedError, "n"),
         ({"top_logprobs": 2}, UnsupportedError, "top_logprobs"),
-        ({"temperature": 2.5}, InvalidRequestError, "temperature"),
-        ({"presence_penalty": -3}, InvalidRequestError, "presence_penalty"),
-        ({"frequency_penalty": 3}, InvalidRequestError, "frequency_penalty"),
         ({"tools": [{"type": "namespace", "name": "n"}]}, InvalidRequestError, "tools.0.tools"),
         ({"tools": [{"type": "namespace", "tools": []}]}, InvalidRequestError, "tools.0.name"),
         (
@@ -248,7 +245,7 @@ def test_a_response_repeats_what_was_asked_and_tells_what_was_used() -> None:
     ("asked", "priority", "tier"),
     [
         (None, Priority.INTERACTIVE, "default"),
-        ("priority", Priority.INTERACTIVE, "priority"),
+        ("priority", Priority.INTERACTIVE, "default"),
         ("flex", Priority.BACKGROUND, "flex"),
         ("default", Priority.BACKGROUND, "flex"),
     ],
@@ -396,14 +393,14 @@ def test_a_whole_response_is_the_streams_last_event() -> None:
 
 
 def test_an_answer_that_was_cut_off_is_incomplete() -> None:
-    """SPEC D4: the reason is said; a call that broke off is no whole call."""
+    """SPEC D4: the reason is said; a call that was cut is no whole call, streamed or not."""
     events = streamed("So", FinishReason.LENGTH)
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.incomplete_details.reason == "max_output_tokens"
     assert events[-1].response.output[0].status == "incomplete"
     cut = '<tool_call>{"name": "f", "arguments": {"a'
     assert streamed(cut, FinishReason.LENGTH)[-1].response.output[0].status == "incomplete"
-    assert whole(cut, FinishReason.LENGTH).output_text == cut
+    assert whole(cut, FinishReason.LENGTH) == streamed(cut, FinishReason.LENGTH)[-1].response
 
 
 def test_a_failure_within_the_stream_is_an_event() -> None:

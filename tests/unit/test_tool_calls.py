@@ -12,6 +12,7 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     CallEvent,
     Content,
@@ -133,7 +134,7 @@ def test_a_call_without_its_tag_counts_where_it_stands_alone_and_names_a_tool(sy
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": NaN}"}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {a: 1}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": 1',
+        '<tool_call>{"name": "f", "argume',
         '<tool_call>{"arguments": {"a": 1}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"a": "\\u00g0"}}</tool_call>',
         f'<tool_call>{{"name": "f", "arguments": {_nested(MAX_DEPTH + 1)}}}</tool_call>',
@@ -211,13 +212,20 @@ def test_plain_json_is_let_go_as_soon_as_it_cannot_be_a_call() -> None:
     assert "".join(event.text for event in events if isinstance(event, Content)) == '{"title": "x'
 
 
-def test_a_call_that_breaks_off_is_said_to_be_none() -> None:
-    """SPEC D7: a stream has shown its beginning; a whole answer shows its text as content."""
+def test_a_call_that_the_text_ends_within_is_said_to_be_cut() -> None:
+    """SPEC D7: a stream has shown its beginning, and a whole answer shows no more and no less."""
     text = '<tool_call>{"name": "f", "arguments": {"a": '
     parser = ToolCallParser(HERMES, ["f"], "seed")
     assert [type(event) for event in parser.feed(text)] == [CallBegan, CallArguments]
-    assert parser.finish() == [CallBroken(0, text)]
+    assert parser.finish() == [CallCut(0, text)]
     assert parser.num_calls == 0
+
+
+def test_what_breaks_within_a_text_is_said_to_be_no_call() -> None:
+    """SPEC D7: a whole answer shows its text as content."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": '
+    parser = ToolCallParser(HERMES, ["f"], "seed")
+    assert parser.feed(f"{text}]")[2:] == [CallBroken(0, text), Content("]")]
 
 
 @pytest.mark.parametrize("end", ["", "}", "}\n", "}\n</tool"])

@@ -14,6 +14,7 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     Content,
     Reasoning,
@@ -94,16 +95,20 @@ class AnswerReader:
 
 @dataclass(slots=True)
 class WholeCall:
-    """One call; `arguments` is a JSON object as text."""
+    """One call; `arguments` is a JSON object as text, or the beginning of one where `is_cut`."""
 
     id: str
     name: str
     arguments: str = ""
+    is_cut: bool = False
 
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """The answer that a choice's events add up to. What began as a call and was none is content."""
+    """The answer that a choice's events add up to, as who read it piece by piece has it.
+
+    What began as a call and was none is content; a call within which the text ended stays one.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -124,6 +129,8 @@ class WholeAnswer:
                 case CallBroken(_, source):
                     self.calls.pop()
                     self.content += source
+                case CallCut():
+                    self.calls[-1].is_cut = True
                 case CallEnded():
                     pass
 
@@ -135,6 +142,6 @@ class WholeAnswer:
             events += [
                 CallBegan(index, call.id, call.name),
                 CallArguments(index, call.arguments),
-                CallEnded(index),
+                CallCut(index, call.arguments) if call.is_cut else CallEnded(index),
             ]
         return events

@@ -48,7 +48,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """What had begun as a call was none, or the text ended within it.
+    """What had begun as a call was none.
 
     `source` is its text from the opener on. Who has not shown the call yet shows this in its place.
     """
@@ -57,7 +57,15 @@ class CallBroken:
     source: str
 
 
-CallEvent = Content | CallBegan | CallArguments | CallEnded | CallBroken
+@dataclass(frozen=True, slots=True)
+class CallCut:
+    """The text ended within a call; its arguments are what came of them. `source` is as in `CallBroken`."""
+
+    index: int
+    source: str
+
+
+CallEvent = Content | CallBegan | CallArguments | CallEnded | CallBroken | CallCut
 """What a text is made of when its calls are told apart."""
 
 AnswerEvent = Reasoning | CallEvent

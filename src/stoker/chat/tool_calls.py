@@ -16,6 +16,7 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     CallEvent,
     Content,
@@ -211,7 +212,7 @@ class ToolCallParser:
         elif reading.is_complete:
             self._end_call(reading)
         elif not reading.is_after_call:
-            self._break(reading)
+            self._break(reading, CallCut)
         return self._drain()  # behind a call nothing is held but white space and the beginning of its closer
 
     def _drain(self) -> list[CallEvent]:
@@ -308,13 +309,13 @@ class ToolCallParser:
         self.num_calls += 1
         self._is_in_gap, self._gap = True, WHITE + self._syntax.separator
 
-    def _break(self, reading: _Reading) -> None:
-        """What was read is no call after all."""
+    def _break(self, reading: _Reading, how: type[CallBroken | CallCut] = CallBroken) -> None:
+        """What was read is no call after all, or not all of one."""
         if not self._is_announced:
             self._say(reading.source)
             return
         self._take_arguments(reading)
-        self._events.append(CallBroken(self._index, reading.source))
+        self._events.append(how(self._index, reading.source))
         self._is_announced = self._is_in_gap = False
         self._gap = WHITE
 

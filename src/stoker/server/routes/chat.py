@@ -24,7 +24,7 @@ from stoker.server.routes.headers import (
 )
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.chat import ChatRequest, Conversation
-from stoker.server.schema.fields import state_bytes
+from stoker.server.schema.fields import state_bytes, tier_of
 from stoker.server.schema.origins import Origins
 from stoker.server.writers.chat import ChatChunks, WholeChat
 from stoker.server.writers.head import Head
@@ -52,7 +52,15 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, ChatRequest)
         turn = await chat_turn(context, request, body, "chatcmpl-")
         asked = turn.request
-        head = Head(turn.id, asked.model, asked.n, body.wants_usage, images=turn.images)
+        head = Head(
+            turn.id,
+            asked.model,
+            asked.n,
+            body.wants_usage,
+            tier_of(asked.priority),
+            has_functions=body.has_functions,
+            images=turn.images,
+        )
         is_stream = body.stream
         del body  # its pictures are megabytes, and it may wait for long
         if is_stream:

@@ -12,7 +12,7 @@ from stoker.server.generation import Caller, Generation
 from stoker.server.routes.headers import header_fields
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.completion import CompletionRequest
-from stoker.server.schema.fields import state_bytes
+from stoker.server.schema.fields import state_bytes, tier_of
 from stoker.server.writers.head import Head
 from stoker.server.writers.text import TextChunks, WholeText
 
@@ -33,7 +33,8 @@ def router(context: ServerContext) -> APIRouter:
         prompts = body.prompts(info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
         generation = Generation(context, "cmpl-", Caller.of(request), asked)
-        head = Head(generation.id, info.asked_as, asked[0].n, body.wants_usage)
+        tier = tier_of(asked[0].priority)
+        head = Head(generation.id, info.asked_as, asked[0].n, body.wants_usage, tier)
         if body.stream:
             return streamed(generation, TextChunks(head, len(asked)), context.settings.keepalive_s)
         return await collected(generation, WholeText(head, len(asked)), request)

@@ -90,6 +90,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[CallPiece] | UnsetType = UNSET
+    function_call: FunctionPiece | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
@@ -124,6 +125,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[Call] | UnsetType = UNSET
+    function_call: Function | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -152,6 +154,7 @@ class Answer(msgspec.Struct, frozen=True):
     created: int
     model: str
     choices: list[ChatChunkChoice] | list[ChatChoice] | list[TextChoice]
+    service_tier: str | UnsetType = UNSET
     system_fingerprint: str = FINGERPRINT
     usage: UsageAnswer | UnsetType | None = UNSET
     timings: TimingsAnswer | UnsetType = UNSET

@@ -11,6 +11,7 @@ from stoker.chat.reasoning import reasoning_of
 from stoker.chatting import offer_of_functions
 from stoker.constraint import Constraint
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.request import MAX_TOKENS, check_range
 from stoker.server.body import Body, Many, Name, Named
 from stoker.server.schema.constraints import ResponseFormat
 from stoker.server.schema.fields import GenerationFields, Int, check_logprobs
@@ -172,7 +173,14 @@ class ChatRequest(Conversation, GenerationFields):
         return made if wanted is None else wanted
 
     def token_limit(self) -> int | None:
-        """Tokens to generate at most; the newer name wins."""
+        """Tokens to generate at most; the newer name wins.
+
+        Raises:
+            InvalidRequestError: there may be none.
+        """
+        for name in ("max_completion_tokens", "max_tokens"):
+            if (limit := getattr(self, name)) is not None:
+                check_range(name, limit, 1, MAX_TOKENS)
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def num_logprobs(self) -> int | None:

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
 from stoker.errors import InvalidRequestError
-from stoker.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_SALT_CHARS, Preempt, Priority, Sampling
+from stoker.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    Preempt,
+    Priority,
+    Sampling,
+    check_range,
+)
 from stoker.server.body import Body, Many, Name, Named
 from stoker.server.schema.constraints import ConstraintFields
 from stoker.server.security import salt_of
@@ -22,10 +29,10 @@ from stoker.settings import parse_keep_alive
 # Wide enough for every range of `stoker.request`, narrow enough to be a machine's number.
 Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
-OPENAI_RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
-"""What OpenAI's API takes, by field; the samplers themselves take more."""
-
 _BREAKERS = 64
+# OpenAI's; the library takes more, as llama.cpp does. Ranges of further fields are `stoker.request`'s.
+_RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
+_MAX_BIAS = 100.0
 
 
 class StreamOptions(Body):
@@ -68,6 +75,9 @@ class SamplingFields(Body):
             InvalidRequestError: a value is out of range.
         """
         given = self.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+        for name, (low, high) in _RANGES.items():
+            if name in given:
+                check_range(name, given[name], low, high)
         given["logit_bias"] = _logit_bias(self.logit_bias or {}, n_vocab)
         if self.dry_sequence_breakers is not None:
             given["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
@@ -83,6 +93,7 @@ def _logit_bias(given: dict[str, float], n_vocab: int) -> dict[int, float]:
                 f"logit_bias has the key {key[:40]!r}; keys are token ids from 0 to {n_vocab - 1}",
                 param="logit_bias",
             )
+        check_range("logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
         bias[int(key)] = value
     return bias
 
@@ -124,7 +135,7 @@ class GenerationFields(SamplingFields, ConstraintFields):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     timeout_s: float | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: Literal["auto", "default", "priority", "flex", "scale"] | None = None
     preempt: Literal["park", "cancel"] | None = None
     return_progress: bool | None = None
     cache: bool | None = Field(None, validation_alias=AliasChoices("cache", "cache_prompt"))
@@ -190,6 +201,11 @@ def _adapters(
             return tuple((entry.id, entry.scale) for entry in lora)
 
 
+def tier_of(priority: Priority) -> str:
+    """The `service_tier` of a request's class: `priority` is served as `default` is, so it is called that."""
+    return "flex" if priority is Priority.BACKGROUND else "default"
+
+
 def keep_alive_seconds(keep_alive: float | str | None) -> float | None:
     """Seconds of a number or of a text like `10m`; negative: for good (SPEC R8).
 
@@ -209,25 +225,5 @@ def check_logprobs(name: str, count: int | None) -> None:
     Raises:
         InvalidRequestError: out of range.
     """
-    if count is not None and not 0 <= count <= MAX_LOGPROBS:
-        raise InvalidRequestError(f"{name} must be between 0 and {MAX_LOGPROBS}, got {count}", param=name)
-
-
-def check_ranges(body: Body, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse numbers that the API of that body does not take; absent fields are no matter.
-
-    Raises:
-        InvalidRequestError: out of range; `param` names the field.
-    """
-    for name, (low, high) in ranges.items():
-        value = getattr(body, name)
-        if value is not None and not low <= value <= high:
-            text = f"{name} must be between {low:g} and {high:g}, got {value:g}"
-            raise InvalidRequestError(text, param=name)
-
-
-def granted_tier(priority: Priority, asked: str | None) -> str:
-    """`service_tier` of an answer: the class that the request ran in; priority is as good as the default."""
-    if priority is Priority.BACKGROUND:
-        return "flex"
-    return "priority" if asked == "priority" else "default"
+    if count is not None:
+        check_range(name, count, 0, MAX_LOGPROBS)

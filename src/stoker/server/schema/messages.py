@@ -11,15 +11,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.request import check_range
 from stoker.server.body import Body, Many, Named
 from stoker.server.schema.constraints import ResponseFormat
-from stoker.server.schema.fields import GenerationFields, Int, check_ranges
+from stoker.server.schema.fields import GenerationFields, Int
 from stoker.server.schema.origins import Origins, Translation
 
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stop", "stream_options", "service_tier"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-_RANGES = {"temperature": (0.0, 1.0)}
+_MAX_TEMPERATURE = 1.0  # Anthropic's; a client that sends more takes it for OpenAI's
 
 
 class MessageTurn(Body):
@@ -54,7 +55,8 @@ class MessagesRequest(GenerationFields):
             UnsupportedError: a kind of block, or a field, is not served.
         """
         self.refuse_unsupported()
-        check_ranges(self, _RANGES)
+        if self.temperature is not None:
+            check_range("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
         if self.n not in (None, 1):
             raise UnsupportedError("a message is one answer; n is not supported here", param="n")
         origins = Origins({"prompt": "messages", "stop": "stop_sequences"})

@@ -13,7 +13,7 @@ from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.request import GenerateRequest
 from stoker.server.body import Many, Named
 from stoker.server.schema.constraints import ResponseFormat
-from stoker.server.schema.fields import OPENAI_RANGES, GenerationFields, Int, check_ranges, granted_tier
+from stoker.server.schema.fields import GenerationFields, Int, tier_of
 from stoker.server.schema.origins import Origins, Translation
 
 IGNORED_TOOLS = "stoker_ignored_tools"
@@ -53,7 +53,7 @@ class ResponsesRequest(GenerationFields):
     prompt: Any = None
 
     def refuse_unsupported(self) -> None:
-        """Refuse what would need stored responses, several answers or logprobs, and values out of range."""
+        """Refuse what would need stored responses, several answers or logprobs."""
         super().refuse_unsupported()
         for name, value in self.model_dump(include=set(_REFUSED), exclude_none=True).items():
             if value not in ("", [], {}, False):
@@ -62,7 +62,6 @@ class ResponsesRequest(GenerationFields):
             raise UnsupportedError("a response has one answer; n is not supported here", param="n")
         if self.top_logprobs or _LOGPROBS in (self.include or ()):
             raise UnsupportedError("logprobs of responses are not supported", param="top_logprobs")
-        check_ranges(self, OPENAI_RANGES)
 
     def to_chat(self) -> Translation:
         """The chat completion that asks for the same.
@@ -112,7 +111,7 @@ class ResponsesRequest(GenerationFields):
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning": {name: (self.reasoning or {}).get(name) for name in ("effort", "summary")},
             "safety_identifier": self.safety_identifier,
-            "service_tier": granted_tier(asked.priority, self.service_tier),
+            "service_tier": tier_of(asked.priority),
             "store": False,
             "temperature": sampling.temperature,
             "text": {**(self.text or {}), "format": _whole_format((self.text or {}).get("format"))},

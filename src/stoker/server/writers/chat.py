@@ -14,8 +14,8 @@ from stoker.chat.answer import WholeAnswer
 from stoker.chat.answer_events import CallArguments, CallBegan, Content, Reasoning
 from stoker.chatting import PLAIN, ChoiceReaders
 from stoker.messages import Delta, Finished, PrefillProgress
+from stoker.request import FinishReason
 from stoker.server.schema.answers import (
-    Answer,
     Call,
     CallPiece,
     ChatChoice,
@@ -24,7 +24,6 @@ from stoker.server.schema.answers import (
     ChatMessage,
     Function,
     FunctionPiece,
-    encode,
 )
 from stoker.server.schema.logprobs import chat_logprobs
 from stoker.server.sse import frame
@@ -40,6 +39,7 @@ _CHUNK = "chat.completion.chunk"
 _WHOLE = "chat.completion"
 _ROLE = ChatDelta(role="assistant", content="")
 _NOTHING = ChatDelta()
+_EMPTY = ChatDelta(content="")
 
 
 class ChatChunks:
@@ -72,21 +72,21 @@ class ChatChunks:
         if event.index not in self._begun:
             self._begun.add(event.index)
             opening = self._frame(ChatChunkChoice(event.index, _ROLE))
-        found = [_delta_of(piece) for piece in self._readers.read(event)]
+        found = [_delta_of(piece, self._head) for piece in self._readers.read(event)]
         deltas = [delta for delta in found if delta is not _NOTHING]
-        if not (deltas or event.finish_reason or event.logprobs):
-            return opening
-        *before, last = deltas or [_NOTHING]
-        frames = [self._frame(ChatChunkChoice(event.index, delta)) for delta in before]
-        logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
-        reason = self._readers.finish_reason(event)
-        return b"".join([opening, *frames, self._frame(ChatChunkChoice(event.index, last, logprobs, reason))])
+        if event.logprobs and not deltas:
+            deltas = [_EMPTY]
+        frames = [self._frame(ChatChunkChoice(event.index, delta)) for delta in deltas[:-1]]
+        if deltas:
+            logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
+            frames.append(self._frame(ChatChunkChoice(event.index, deltas[-1], logprobs)))
+        if reason := self._readers.finish_reason(event):  # clients expect it in a chunk without text
+            shown = _reason(reason, self._head)
+            frames.append(self._frame(ChatChunkChoice(event.index, _NOTHING, None, shown)))
+        return b"".join([opening, *frames])
 
     def _frame(self, choice: ChatChunkChoice) -> bytes:
-        head = self._head
-        return frame(
-            encode(Answer(head.id, _CHUNK, head.created, head.model, [choice], usage=self._no_usage))
-        )
+        return frame(self._head.answer(_CHUNK, [choice], usage=self._no_usage))
 
 
 class WholeChat:
@@ -107,7 +107,7 @@ class WholeChat:
             self._answers[event.index].add(self._readers.read(event))
             self._logprobs[event.index].extend(event.logprobs or ())
             if reason := self._readers.finish_reason(event):
-                self._reasons[event.index] = reason
+                self._reasons[event.index] = _reason(reason, self._head)
         elif isinstance(event, Finished):
             self._totals.add(event)
 
@@ -116,7 +116,7 @@ class WholeChat:
         choices = [
             ChatChoice(
                 index,
-                _message_of(self._answers[index]),
+                _message_of(self._answers[index], self._head),
                 self._reasons[index],
                 chat_logprobs(self._logprobs[index]) if self._has_logprobs else None,
             )
@@ -125,7 +125,12 @@ class WholeChat:
         return whole(self._head, _WHOLE, self._totals, choices)
 
 
-def _delta_of(event: AnswerEvent) -> ChatDelta:
+def _reason(reason: FinishReason, head: Head) -> str:
+    is_call = reason is FinishReason.TOOL_CALLS and head.has_functions
+    return "function_call" if is_call else reason
+
+
+def _delta_of(event: AnswerEvent, head: Head) -> ChatDelta:
     """What a piece of the answer adds; an end of a call adds nothing."""
     match event:
         case Content(text):
@@ -133,16 +138,23 @@ def _delta_of(event: AnswerEvent) -> ChatDelta:
         case Reasoning(text):
             return ChatDelta(reasoning_content=text)
         case CallBegan(index, own_id, name):
-            return ChatDelta(tool_calls=[CallPiece(index, FunctionPiece("", name), own_id, "function")])
+            return _call_delta(CallPiece(index, FunctionPiece("", name), own_id, "function"), head)
         case CallArguments(index, fragment):
-            return ChatDelta(tool_calls=[CallPiece(index, FunctionPiece(fragment))])
+            return _call_delta(CallPiece(index, FunctionPiece(fragment)), head)
     return _NOTHING
 
 
-def _message_of(answer: WholeAnswer) -> ChatMessage:
+def _call_delta(piece: CallPiece, head: Head) -> ChatDelta:
+    if not head.has_functions:
+        return ChatDelta(tool_calls=[piece])
+    return _NOTHING if piece.index else ChatDelta(function_call=piece.function)  # the old form has one call
+
+
+def _message_of(answer: WholeAnswer, head: Head) -> ChatMessage:
     calls = [Call(call.id, Function(call.name, call.arguments)) for call in answer.calls]
     return ChatMessage(
         None if calls and not answer.content else answer.content,
         reasoning_content=answer.reasoning or UNSET,
-        tool_calls=calls or UNSET,
+        tool_calls=UNSET if head.has_functions else calls or UNSET,
+        function_call=calls[0].function if calls and head.has_functions else UNSET,
     )

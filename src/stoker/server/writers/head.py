@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from stoker.server.generation import total_usage
 from stoker.server.schema.answers import (
@@ -41,6 +41,8 @@ class Head:
         model: id of the model that answers.
         n: choices of each prompt.
         wants_usage: whether a stream ends with a usage chunk.
+        tier: the `service_tier` it is served with; unset: it is not known.
+        has_functions: calls are read in the form that was before tools.
         created: seconds since the epoch.
         images: what became of the pictures of its prompt.
     """
@@ -49,8 +51,15 @@ class Head:
     model: str
     n: int
     wants_usage: bool
+    tier: str | UnsetType = UNSET
+    has_functions: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     images: tuple[ImageReport, ...] = ()
+
+    def answer(self, kind: str, choices: _Choices | list[ChatChoice], **fields: Any) -> bytes:
+        """JSON of the answer, or of a chunk of it, whose `object` is `kind`."""
+        made = Answer(self.id, kind, self.created, self.model, choices, self.tier, **fields)
+        return encode(made)
 
 
 class Totals:
@@ -93,33 +102,26 @@ def closing(head: Head, kind: str, usage: Usage, nothing: _Choices) -> bytes:
     shift = shift_answer(usage)
     if head.wants_usage:
         fields = {"usage": usage_answer(usage), "context_shift": shift, "images": image_answers(head.images)}
-        last = Answer(head.id, kind, head.created, head.model, [], **fields)  # type: ignore[arg-type]
-    elif shift is not UNSET:
-        last = Answer(head.id, kind, head.created, head.model, nothing, context_shift=shift)
-    else:
-        return b""
-    return frame(encode(last))
+        return frame(head.answer(kind, [], **fields))
+    if shift is not UNSET:
+        return frame(head.answer(kind, nothing, context_shift=shift))
+    return b""
 
 
 def progress(head: Head, kind: str, event: PrefillProgress, nothing: _Choices) -> bytes:
     """The frame of a chunk with `prompt_progress`; the other arguments are as in `closing`."""
     done = Progress(total=event.total, cache=event.cached, processed=event.processed, time_ms=event.time_ms)
-    return frame(encode(Answer(head.id, kind, head.created, head.model, nothing, prompt_progress=done)))
+    return frame(head.answer(kind, nothing, prompt_progress=done))
 
 
 def whole(head: Head, kind: str, totals: Totals, choices: list[ChatChoice] | list[TextChoice]) -> bytes:
     """The body of an answer in one piece, `kind` being its `object`."""
     usage = totals.usage()
-    return encode(
-        Answer(
-            head.id,
-            kind,
-            head.created,
-            head.model,
-            choices,
-            usage=usage_answer(usage),
-            timings=totals.timings(),
-            context_shift=shift_answer(usage),
-            images=image_answers(head.images),
-        )
+    return head.answer(
+        kind,
+        choices,
+        usage=usage_answer(usage),
+        timings=totals.timings(),
+        context_shift=shift_answer(usage),
+        images=image_answers(head.images),
     )

@@ -15,6 +15,7 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     Content,
     Reasoning,
@@ -116,7 +117,7 @@ class MessageBuilder:
                     written += self._start(block)
                 case CallArguments(_, fragment):
                     written.append(self._delta({"type": "input_json_delta", "partial_json": fragment}))
-                case CallEnded() | CallBroken():
+                case CallEnded() | CallBroken() | CallCut():
                     written += self._stop()
         return written
 
@@ -179,7 +180,7 @@ def _blocks(answer: WholeAnswer) -> list[Json]:
     if answer.content:
         blocks.append({"type": "text", "text": answer.content, "citations": None})
     for call in answer.calls:
-        given = msgspec.Raw(call.arguments.encode())  # JSON as it was written
+        given = msgspec.Raw(b"{}" if call.is_cut else call.arguments.encode())  # JSON as it was written
         blocks.append({"type": "tool_use", "id": _call_id(call.id), "name": call.name, "input": given})
     return blocks
 

@@ -17,6 +17,7 @@ from stoker.chat.answer_events import (
     CallArguments,
     CallBegan,
     CallBroken,
+    CallCut,
     CallEnded,
     Content,
     Reasoning,
@@ -107,7 +108,7 @@ class ResponseBuilder:
                     written.append(self._arguments(fragment))
                 case CallEnded():
                     written += self._close("completed")
-                case CallBroken():
+                case CallBroken() | CallCut():
                     written += self._close("incomplete")
         return written
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from stoker.messages import Delta, Finished, PrefillProgress, PromptEcho
-from stoker.server.schema.answers import Answer, TextChoice, encode
+from stoker.server.schema.answers import TextChoice
 from stoker.server.schema.logprobs import TextLogprobs, TextLogprobsWriter
 from stoker.server.sse import frame
 from stoker.server.writers.head import Head, Totals, closing, progress, whole
@@ -37,12 +37,7 @@ class TextChunks:
         """Frames of one event; empty if it shows nothing."""
         first = prompt * self._head.n
         if isinstance(event, Delta):
-            if not (event.text or event.finish_reason or event.logprobs):
-                return b""
-            index = first + event.index
-            return self._frame(
-                TextChoice(index, event.text, self._lists(index, event.logprobs), event.finish_reason)
-            )
+            return self._delta(first + event.index, event)
         if isinstance(event, PromptEcho):
             return b"".join(self._echo(first + index, event) for index in range(self._head.n))
         if isinstance(event, Finished):
@@ -55,6 +50,15 @@ class TextChunks:
         """Frames after the last event."""
         return closing(self._head, _OBJECT, self._totals.usage(), [TextChoice(0, "")])
 
+    def _delta(self, index: int, event: Delta) -> bytes:
+        """What it adds, and behind it the reason of its end in a chunk of its own."""
+        frames = b""
+        if event.text or event.logprobs:
+            frames = self._frame(TextChoice(index, event.text, self._lists(index, event.logprobs)))
+        if event.finish_reason is not None:
+            frames += self._frame(TextChoice(index, "", None, event.finish_reason))
+        return frames
+
     def _echo(self, index: int, event: PromptEcho) -> bytes:
         lists = self._logprobs[index].write_prompt(event.logprobs, event.text) if event.logprobs else None
         return self._frame(TextChoice(index, event.text, lists))
@@ -63,10 +67,7 @@ class TextChunks:
         return self._logprobs[index].write(entries) if entries else None
 
     def _frame(self, choice: TextChoice) -> bytes:
-        head = self._head
-        return frame(
-            encode(Answer(head.id, _OBJECT, head.created, head.model, [choice], usage=self._no_usage))
-        )
+        return frame(self._head.answer(_OBJECT, [choice], usage=self._no_usage))
 
 
 class WholeText:
