@@ -4,7 +4,7 @@ Owns every name, default and range, and is the only reader of the environment an
 Which of them a command line offers is the CLI's business; what they do is their component's.
 
 A setting has one name everywhere: `ctx_size` is `--ctx-size`, `STOKER_CTX_SIZE` and, in TOML, `ctx_size`
-or `ctx-size`. `models` and `allowed_hosts` may be written in the singular, as their flags are.
+or `ctx-size`. `models`, `allowed_hosts` and the like may be written in the singular, as their flags are.
 """
 
 from __future__ import annotations
@@ -41,9 +41,16 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 _UNITS["b"] = 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _DURATION = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*", re.IGNORECASE)
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_SINGULAR = {"model": "models", "allowed_host": "allowed_hosts", "image_root": "image_roots"}
+_SINGULAR = {
+    "model": "models",
+    "allowed_host": "allowed_hosts",
+    "image_root": "image_roots",
+    "cors_origin": "cors_origins",
+}
 
 
 def parse_size(value: object) -> object:
@@ -86,7 +93,23 @@ def parse_keep_alive(value: object) -> object:
     return float(match[1]) * _SECONDS[match[2].lower()]
 
 
+def _origins(value: object) -> object:
+    """Origins as browsers write them: lower case, without a slash at the end and without a default port."""
+    given = _split(value)
+    if not isinstance(given, tuple | list):
+        return given
+    found = []
+    for each in given:
+        origin = str(each).lower().rstrip("/")
+        if origin not in {"*", "null"} and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{each!r} is not an origin; write scheme://host[:port], or * for every one")
+        scheme = origin.partition("://")[0]
+        found.append(origin.removesuffix(_DEFAULT_PORTS.get(scheme, "/")))
+    return tuple(found)
+
+
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Location = Annotated[Path, BeforeValidator(_expand)]
 
@@ -232,6 +255,7 @@ class ServerSettings(_Frozen):
         allow_downloads: let programs of this machine load models of the hub by name without an operator's
             key; with one that is always allowed.
         allowed_hosts: names accepted in `Host` besides the bound address and localhost.
+        cors_origins: origins whose pages may call, such as https://chat.example; "*": all, "null": files.
         max_body_bytes: a longer request body is refused with 413.
         max_connections: open ones; past it one that waits for its client gives way, else new ones get a 503.
         max_receiving_bytes: what the bodies that are being received may take together, beyond 64 KiB each.
@@ -246,6 +270,7 @@ class ServerSettings(_Frozen):
     admin_key_file: Location | None = None
     allow_downloads: bool = False
     allowed_hosts: Names = ()
+    cors_origins: Origins = ()
     max_body_bytes: Bytes = 32 * 2**20
     max_connections: int = Field(default=1024, ge=16, le=65_536)
     max_receiving_bytes: Bytes = 128 * 2**20

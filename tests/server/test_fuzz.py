@@ -62,7 +62,6 @@ def test_every_route_is_published(http):
         "/v1/embeddings",
         "/v1/rerank",
         "/v1/choose",
-        "/rerank",
         "/v1/models",
         "/v1/models/{model_id}",
         "/tokenize",

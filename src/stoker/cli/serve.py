@@ -180,6 +180,14 @@ AllowedHosts = Annotated[
     list[str] | None,
     typer.Option("--allowed-host", help="Further name accepted in the Host header; repeat for more."),
 ]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin",
+        help="Origin whose pages may call the server; repeat for more, * for all. \\[none]",
+        metavar="ORIGIN",
+    ),
+]
 
 
 def serve(
@@ -225,6 +233,7 @@ def serve(
     cache_ram_bytes: CacheRamBytes = None,
     cache_disk_bytes: CacheDiskBytes = None,
     allowed_host: AllowedHosts = None,
+    cors_origin: CorsOrigins = None,
     config: Config = None,
 ) -> None:
     """Serve models over HTTP until Ctrl-C or SIGTERM; one JSON line on stdout says when it is ready."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
 from stoker.server.body import body_schemas
 from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
 from stoker.server.gate import Gate
 from stoker.server.metrics import Metrics
+from stoker.server.origins import Origins
 from stoker.server.routes import (
     chat,
     choose,
@@ -82,6 +84,8 @@ _ROUTERS = (
     residency.router,
     requests.router,
 )
+_VERSION = "/v1"
+_KNOWN_ELSEWHERE = frozenset({"generate", "embeddings", "rerank", "models"})  # tags of routes
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -92,18 +96,27 @@ def create_app(context: ServerContext) -> FastAPI:
     """
     app = FastAPI(title="Stoker", version=version("stoker"), docs_url=None, redoc_url=None)
     for router in _ROUTERS:
-        app.include_router(router(context))
+        _include(app, router(context))
     install_error_handlers(app)
     settings = context.settings
     app.add_middleware(
         Gate,
         hosts=HostList([settings.host, *settings.allowed_hosts]),
+        origins=Origins(settings.cors_origins),
         access=Access(KeyRing.read(settings.api_key_file), KeyRing.read(settings.admin_key_file)),
         bodies=context.bodies,
-        max_body_bytes=settings.max_body_bytes,
     )
     _describe(app)
     return app
+
+
+def _include(app: FastAPI, routes: APIRouter) -> None:
+    """Add routes; what other servers answer too is answered without /v1 as well, as those do."""
+    app.include_router(routes)
+    for route in routes.routes:
+        if isinstance(route, APIRoute) and _KNOWN_ELSEWHERE.intersection(route.tags):
+            path, methods = route.path.removeprefix(_VERSION), sorted(route.methods or ())
+            app.add_api_route(path, route.endpoint, methods=methods, include_in_schema=False)
 
 
 def server_context(runtime: Runtime, settings: ServerSettings) -> ServerContext:

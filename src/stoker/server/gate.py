@@ -12,21 +12,26 @@ import re
 import uuid
 from typing import TYPE_CHECKING
 
+from starlette.responses import Response
+
 from stoker.errors import CallerError, ErrorInfo
 from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
-from stoker.server.inbound.bodies import too_large
 from stoker.server.security import Identity
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from stoker.server.inbound.bodies import IncomingBodies
+    from stoker.server.origins import Origins, Visit
     from stoker.server.security import Access, HostList
 
 log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/ready"})
+_NO_CONTENT = 204
 _ANYBODY = Identity(refusal="nobody is asked for a key on this path")
 
 
@@ -36,19 +41,25 @@ class Gate:
     Args:
         app: what is guarded.
         hosts: names the server may be called by.
+        origins: whose pages may call it.
         access: tells who sends a request; asked on every path but health and readiness.
         bodies: of requests, for the routes; they find it in the request's state.
-        max_body_bytes: a body that declares more is refused with 413.
     """
 
     def __init__(
-        self, app: ASGIApp, *, hosts: HostList, access: Access, bodies: IncomingBodies, max_body_bytes: int
+        self,
+        app: ASGIApp,
+        *,
+        hosts: HostList,
+        origins: Origins,
+        access: Access,
+        bodies: IncomingBodies,
     ) -> None:
         self._app = app
         self._hosts = hosts
+        self._origins = origins
         self._access = access
         self._bodies = bodies
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, pass on, and answer what nobody below answered."""
@@ -61,7 +72,12 @@ class Gate:
         state["bodies"] = self._bodies
         answer = _Answer(send, _id_headers(scope, request_id))
         try:
-            state["identity"] = self._admit(scope)
+            visit = self._visit(scope)
+            answer.add(visit.headers)
+            if visit.is_preflight:  # which carries no key
+                await Response(status_code=_NO_CONTENT)(scope, receive, answer.send)
+                return
+            state["identity"] = self._identity(scope, visit)
             state["key_digest"] = state["identity"].key_digest
             await self._app(scope, receive, answer.send)
         except CallerError as error:
@@ -70,16 +86,22 @@ class Gate:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             await answer.fail(scope, INTERNAL_ERROR)
 
-    def _admit(self, scope: Scope) -> Identity:
-        """Let it in or raise; who sends it."""
-        self._hosts.check(_header(scope, b"host"), _header(scope, b"origin"))
+    def _visit(self, scope: Scope) -> Visit:
+        """Whether its Host and Origin are let in; raises where they are not."""
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value)
+        self._hosts.check(headers.get(b"host", []))
+        return self._origins.visit(scope["method"], scope["scheme"], headers)
+
+    def _identity(self, scope: Scope, visit: Visit) -> Identity:
+        """Who sends it, or raise; a page of another origin is no program of this machine."""
         identity = _ANYBODY
         if scope["path"] not in _OPEN_PATHS:
             keys = [*_header(scope, b"authorization"), None], [*_header(scope, b"x-api-key"), None]
-            identity = self._access.identify(keys[0][0], keys[1][0], (scope.get("client") or ("",))[0])
-        for declared in _header(scope, b"content-length"):
-            if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
-                raise too_large(self._max_body_bytes)
+            client = "" if visit.is_foreign else (scope.get("client") or ("",))[0]
+            identity = self._access.identify(keys[0][0], keys[1][0], client)
+        self._bodies.check_declared(_header(scope, b"content-length"))
         return identity
 
 
@@ -90,6 +112,10 @@ class _Answer:
         self._send = send
         self._headers = headers
         self._has_begun = False
+
+    def add(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send further headers with its beginning."""
+        self._headers.extend(headers)
 
     async def send(self, message: Message) -> None:
         if not self._has_begun and message["type"] == "http.response.start":

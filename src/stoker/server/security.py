@@ -1,4 +1,4 @@
-"""Who may talk to the server and who may operate it (SPEC S4): Host allow-list, same-origin rule, API keys.
+"""Who may talk to the server and who may operate it (SPEC S4): Host allow-list, API keys.
 
 Pure checks on header values, and what keeps callers of different keys apart; `gate` applies them to each
 request.
@@ -45,24 +45,20 @@ class HostList:
     def __repr__(self) -> str:
         return f"HostList({sorted(self._names)})"
 
-    def check(self, hosts: list[bytes], origins: list[bytes]) -> None:
-        """Refuse a foreign Host, and an Origin other than the page's own server.
+    def check(self, hosts: list[bytes]) -> None:
+        """Refuse a foreign Host.
 
         Args:
-            hosts: values of the Host header; exactly one is right.
-            origins: values of the Origin header; browsers send it, other programs do not.
+            hosts: values of the header; exactly one is right.
 
         Raises:
-            ForbiddenError: either is not allowed.
+            ForbiddenError: it is not allowed.
         """
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
         if not host or ("*" not in self._names and _host_name(host) not in self._names):
             raise ForbiddenError(
-                f"Host {host!r} is not allowed; the owner of this server can add it to allowed_hosts"
+                f"Host {host[:200]!r} is not allowed; the owner of this server can add it to allowed_hosts"
             )
-        for origin in origins:
-            if origin.decode("latin-1").partition("://")[2].lower() != host.lower():
-                raise ForbiddenError(f"Origin {origin.decode('latin-1')!r} is not this server's own")
 
 
 def _host_name(host: str) -> str:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from stoker.errors import RequestTimeoutError, RequestTooLargeError, ServerBusyError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import AsyncGenerator, Callable, Iterable
 
     from starlette.types import Receive
 
@@ -78,6 +78,11 @@ class IncomingBodies:
         """Bytes of large bodies that are not decoded yet."""
         return sum(receipt.num_held for receipt in self._receipts)
 
+    def check_declared(self, lengths: Iterable[bytes]) -> None:
+        """Refuse a body that says it is too long before any of it is sent. Raises RequestTooLargeError."""
+        if any(length.isdigit() and int(length[:20]) > self._max_body_bytes for length in lengths):
+            raise self._too_large()
+
     @contextlib.asynccontextmanager
     async def received(
         self, receive: Receive, bounds: JsonBounds | None = None
@@ -136,7 +141,7 @@ class IncomingBodies:
         """Count further bytes; where there is no room for them the oldest unfinished body gives way."""
         receipt.num_bytes += num_bytes
         if receipt.num_bytes > self._max_body_bytes:
-            raise too_large(self._max_body_bytes)
+            raise self._too_large()
         while receipt.num_held and self.num_held > self._max_bytes:
             now_s = asyncio.get_running_loop().time()
             oldest = next(each for each in self._receipts if not each.is_whole and not each.gave_way)
@@ -144,6 +149,10 @@ class IncomingBodies:
                 raise self._no_room()
             oldest.gave_way, oldest.num_bytes = True, 0
             oldest.clock.reschedule(now_s)
+
+    def _too_large(self) -> RequestTooLargeError:
+        text = f"the request body is over {self._max_body_bytes} bytes"
+        return RequestTooLargeError(text, max_body_bytes=self._max_body_bytes)
 
     def _no_room(self) -> ServerBusyError:
         return ServerBusyError(
@@ -158,9 +167,3 @@ class IncomingBodies:
             f" and has to send {MIN_BYTES_S} bytes a second on average",
             receive_timeout_s=self._pause_s,
         )
-
-
-def too_large(max_body_bytes: int) -> RequestTooLargeError:
-    """Why a body of more bytes is not taken."""
-    text = f"the request body is over {max_body_bytes} bytes"
-    return RequestTooLargeError(text, max_body_bytes=max_body_bytes)

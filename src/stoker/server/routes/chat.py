@@ -42,11 +42,10 @@ if TYPE_CHECKING:
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The chat route, with and without /v1."""
+    """The chat route."""
     routes = APIRouter(tags=["generate"])
 
     @routes.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
-    @routes.post("/chat/completions", include_in_schema=False)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)

@@ -18,11 +18,10 @@ from stoker.server.writers.text import TextChunks, WholeText
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The completions route, with and without /v1."""
+    """The completions route."""
     routes = APIRouter(tags=["generate"])
 
     @routes.post("/v1/completions", openapi_extra=described(CompletionRequest))
-    @routes.post("/completions", include_in_schema=False)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         body = await read_body(request, CompletionRequest)

@@ -15,7 +15,6 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["models"])
 
     @routes.get("/v1/models")
-    @routes.get("/models", include_in_schema=False)
     async def models() -> Response:
         """Every model that is served, the default one first, each followed by its adapters."""
         data = [
@@ -26,7 +25,6 @@ def router(context: ServerContext) -> APIRouter:
         return _json({"object": "list", "data": data})
 
     @routes.get("/v1/models/{model_id:path}")
-    @routes.get("/models/{model_id:path}", include_in_schema=False)
     async def model(model_id: str) -> Response:
         """One model; "default" is the first."""
         return _json(_entry(context, context.runtime.resolve(model_id)))

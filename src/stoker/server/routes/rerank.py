@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 
 def router(context: ServerContext) -> APIRouter:
-    """The route of reranking, and the name without version that other servers have."""
+    """The route of reranking."""
     routes = APIRouter(tags=["rerank"])
     rerank = _RerankRoute(context)
-    for path in ("/v1/rerank", "/rerank"):
-        routes.post(path, openapi_extra=described(RerankRequest))(rerank.rerank)
+    routes.post("/v1/rerank", openapi_extra=described(RerankRequest))(rerank.rerank)
     return routes
 
 
