@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 
 import pytest
 
@@ -15,11 +16,12 @@ from stoker.decode.constraint_depth import deepest_path
 from stoker.decode.constraint_gbnf import MAX_RULES
 from stoker.decode.constraint_regex import MAX_QUANTIFIERS
 from stoker.decode.constraint_schema import MAX_NESTED
-from stoker.decode.constraint_source import MAX_LARK_RULES
+from stoker.decode.constraint_source import MAX_LARK_RULES, native_grammar
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
 from stoker.errors import InvalidRequestError
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
+MAX_CALLS = 5_000_000
 WRAPPERS = {
     "alone": lambda ref: ref,
     "property": lambda ref: {"type": "object", "properties": {"a": ref}, "required": ["a"]},
@@ -193,3 +195,55 @@ def test_an_option_that_steers_sampling_is_refused_however_its_rule_begins(head)
     """SPEC D2: a stop there would take back text that was delivered."""
     with pytest.raises(InvalidRequestError, match="is not supported"):
         compiled("lark", f"{head}: /a*/\n")
+
+
+HOSTILE_RULES = {
+    "in a circle": lambda i: f'r{(i + 1) % 480} "a" | "b" r{(i + 1) % 480} | [a-z]',
+    "across": lambda i: (
+        f'"(" r{i} ")" r{(i * 7 + 1) % 480} | r{i * 13 % 480} "[" r{i * 3 % 480} | [0-{i % 9}]+'
+    ),
+    "each optional": lambda i: (
+        " ".join(f"r{(i + j) % 480}?" for j in range(1, 4)) + f" [a-{chr(98 + i % 24)}]?"
+    ),
+    "known one by one": lambda i: f'r{i + 1} root? | "b"' if i < 479 else '"a"',
+    "in turns": lambda i: f'([a-z] "{i}" | root "{i}b")*',
+    "twice the last": lambda i: f'r{i + 1} r{i + 1} | "{i}"' if i < 479 else "[a-z]",
+}
+
+
+@pytest.mark.parametrize("rule", HOSTILE_RULES.values(), ids=HOSTILE_RULES)
+def test_a_grammar_is_translated_in_bounded_work(rule):
+    """A4: fixpoints, positions and pairs are counted; one of 13 kB took 28 s, some hundred million calls."""
+    rules = "\n".join(f"r{i} ::= {rule(i)}" for i in range(480))
+    every = " ".join(f"r{i}?" for i in range(480))
+    constraint = Constraint(kind=ConstraintKind.GBNF, source=f"root ::= r0 {every}\n{rules}")
+    num_calls = 0
+
+    def count(_frame, event, _argument):
+        nonlocal num_calls
+        num_calls += event in {"call", "c_call"}
+        assert num_calls < MAX_CALLS
+
+    sys.setprofile(count)
+    try:
+        native = native_grammar(constraint)
+    finally:
+        sys.setprofile(None)
+    assert native.text.startswith("start: r0")
+
+
+@pytest.mark.parametrize("max_steps", [0, 300, 3_000])
+@pytest.mark.parametrize(
+    ("text", "is_valid"), [("aab1", True), ("b22", True), ("aab", False), ("ab1x", False)]
+)
+def test_where_the_effort_ends_the_language_is_the_same(monkeypatch, max_steps, text, is_valid):
+    """A4: a grammar that is too much work is cut into single characters; it is not refused."""
+    monkeypatch.setattr(constraint_lexemes, "_MAX_STEPS", max_steps)
+    state = compiled("gbnf", 'root ::= "a"* (pair | root)\npair ::= "b" [0-9]+').state()
+    try:
+        for byte in text.encode():
+            state.accept(byte)
+    except InvalidRequestError:
+        assert not is_valid
+    else:
+        assert state.may_end is is_valid

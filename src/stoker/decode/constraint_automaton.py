@@ -1,19 +1,35 @@
 """A regex as positions and what may follow each (Glushkov), to see whether a longest match could go wrong.
 
 Counted repetitions are taken as endless, which allows more: a clash may be reported that is none, never the
-other way round.
+other way round. All work is counted: a hostile regex of some bytes has millions of pairs of positions.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from stoker.decode.constraint_notation import Chars, Choice, Node, Ranges, Ref, Repeat, Rules, Sequence
+from stoker.decode.constraint_effort import Effort
+from stoker.decode.constraint_notation import (
+    Chars,
+    Choice,
+    Node,
+    Ranges,
+    Ref,
+    Repeat,
+    Rules,
+    Sequence,
+    joined,
+)
 
 MAX_POSITIONS = 2000
 _MAX_NODES = 20_000
+_STEPS_A_NODE = 4
+_STEPS_A_PAIR = 4
+_STEPS_A_MEETING = 8
+_LINKS_A_STEP = 8  # so many members of sets are joined in the time of a step
+_RANGES_A_STEP = 4
 
 
 class Overlong(Exception):  # noqa: N818 - it says what the regex is
@@ -26,6 +42,7 @@ class Automaton:
     Args:
         items: without recursion.
         rules: what their references name.
+        effort: what this work, and looking at the result, is counted on.
 
     Attributes:
         ranges: the characters of each position.
@@ -33,18 +50,31 @@ class Automaton:
         last: positions a match may end with.
         follow: positions that may come after each.
         is_nullable: whether it matches the empty text.
+        first_ranges: characters that a match may begin with.
 
     Raises:
         Overlong: over `MAX_POSITIONS`, or as many nodes as would take long.
+        Exhausted: the effort is spent.
     """
 
-    def __init__(self, items: tuple[Node, ...], rules: Rules) -> None:
+    def __init__(self, items: tuple[Node, ...], rules: Rules, effort: Effort) -> None:
         self.ranges: list[Ranges] = []
         self.follow: list[set[int]] = []
         self._rules = rules
+        self._effort = effort
         self._num_nodes = 0
+        self._following: dict[int, Ranges] = {}
         first, last, self.is_nullable = self._sequence(items)
         self.first, self.last = frozenset(first), frozenset(last)
+        self.first_ranges = union((self.ranges[position] for position in first), effort)
+
+    def following(self, position: int) -> Ranges:
+        """The characters that may come after a position."""
+        found = self._following.get(position)
+        if found is None:
+            behind = (self.ranges[other] for other in self.follow[position])
+            found = self._following[position] = union(behind, self._effort)
+        return found
 
     def _sequence(self, items: Iterable[Node]) -> tuple[set[int], set[int], bool]:
         first: set[int] = set()
@@ -57,10 +87,12 @@ class Automaton:
                 first |= item_first
             last = last | item_last if item_nullable else item_last
             is_nullable = is_nullable and item_nullable
+            self._effort.spend((len(first) + len(last)) // _LINKS_A_STEP)
         return first, last, is_nullable
 
     def _build(self, node: Node) -> tuple[set[int], set[int], bool]:
         self._num_nodes += 1
+        self._effort.spend(_STEPS_A_NODE)
         if self._num_nodes > _MAX_NODES or len(self.ranges) > MAX_POSITIONS:
             raise Overlong
         match node:
@@ -87,6 +119,7 @@ class Automaton:
                 return first, last, is_nullable or low == 0
 
     def _link(self, last: set[int], first: set[int]) -> None:
+        self._effort.spend(len(last) * len(first) // _LINKS_A_STEP)
         for position in last:
             self.follow[position] |= first
 
@@ -97,41 +130,48 @@ class Meeting(NamedTuple):
     Attributes:
         has_clash: a match of the one could go on as one of the other where something else should begin.
         has_match: some text matches both.
-        num_steps: pairs of positions it took to see.
     """
 
     has_clash: bool
     has_match: bool
-    num_steps: int
 
 
-def first_chars(parts: Iterable[Automaton]) -> frozenset[Ranges]:
-    """The characters that a match of one of these may begin with."""
-    return frozenset(part.ranges[position] for part in parts for position in part.first)
-
-
-def meet(short: Automaton, long: Automaton, next_chars: AbstractSet[Ranges], max_steps: int) -> Meeting:
-    """Compare `short`, behind which `next_chars` stand, with `long`; past `max_steps` the answers are yes."""
-    waiting = [(p, q) for p in short.first for q in long.first]
+def meet(short: Automaton, long: Automaton, next_chars: Ranges, effort: Effort) -> Meeting:
+    """Compare `short`, behind which `next_chars` stand, with `long`. Raises Exhausted."""
+    effort.spend(_STEPS_A_MEETING + len(short.first) * len(long.first) // _LINKS_A_STEP)
+    waiting = list(itertools.product(short.first, long.first))
     seen = set(waiting)
-    has_clash, has_match, num_steps = False, short.is_nullable and long.is_nullable, 0
-    while waiting:
+    has_clash, has_match = False, short.is_nullable and long.is_nullable
+    while waiting and not (has_clash and has_match):
         p, q = waiting.pop()
-        num_steps += 1
-        if num_steps > max_steps:
-            return Meeting(has_clash=True, has_match=True, num_steps=num_steps)
-        if not _overlap(short.ranges[p], long.ranges[q]):
+        if not _overlap(short.ranges[p], long.ranges[q], effort):
             continue
         if p in short.last:
             has_match = has_match or q in long.last
-            has_clash = has_clash or any(
-                _overlap(long.ranges[r], chars) for r in long.follow[q] for chars in next_chars
-            )
-        fresh = {(r, s) for r in short.follow[p] for s in long.follow[q]} - seen
+            has_clash = has_clash or _overlap(long.following(q), next_chars, effort)
+        effort.spend(len(short.follow[p]) * len(long.follow[q]) // _LINKS_A_STEP)
+        fresh = set(itertools.product(short.follow[p], long.follow[q])) - seen
         seen |= fresh
         waiting.extend(fresh)
-    return Meeting(has_clash, has_match, num_steps)
+    return Meeting(has_clash, has_match)
 
 
-def _overlap(one: Ranges, other: Ranges) -> bool:
-    return any(low <= top and bottom <= high for low, high in one for bottom, top in other)
+def union(parts: Iterable[Ranges], effort: Effort) -> Ranges:
+    """The characters of any of these. Raises Exhausted."""
+    ranges = list(itertools.chain.from_iterable(parts))
+    effort.spend(1 + len(ranges) // _RANGES_A_STEP)
+    return tuple(joined(ranges))
+
+
+def _overlap(one: Ranges, other: Ranges, effort: Effort) -> bool:
+    """Whether two have a character in common; both ascend."""
+    effort.spend(_STEPS_A_PAIR + (len(one) + len(other)) // _RANGES_A_STEP)
+    i = j = 0
+    while i < len(one) and j < len(other):
+        if one[i][0] <= other[j][1] and other[j][0] <= one[i][1]:
+            return True
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return False

@@ -9,11 +9,15 @@ belongs to what follows, both parts are cut smaller, down to single characters, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Set as AbstractSet
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import TypeAlias
 
-from stoker.decode.constraint_automaton import Automaton, Overlong, first_chars, meet
+from stoker.decode.constraint_automaton import Automaton, Overlong, meet, union
+from stoker.decode.constraint_effort import Effort, Exhausted
 from stoker.decode.constraint_notation import (
     Chars,
     Choice,
@@ -32,8 +36,8 @@ from stoker.errors import InvalidRequestError
 
 # Beyond these everything is cut into single characters: slower masks, the same language.
 _MAX_ROUNDS = 40
-_MAX_STEPS = 200_000
-_PAIRS_A_STEP = 8  # so many pairs are made in the time of a step
+_MAX_STEPS = 800_000  # of a microsecond: under a second
+_PAIRS_A_STEP = 2  # so many pairs are made in the time of a step
 _MAX_LEXEMES = 500
 # Rules nested deeper than this are no part of a lexeme, which keeps what recurses over lexemes shallow.
 _MAX_FLAT_DEPTH = 50
@@ -77,48 +81,49 @@ def to_lark(rules: Rules, root: str) -> str:
     Raises:
         InvalidRequestError: no finite text satisfies it.
     """
-    if root not in rules_that(rules, _can_end):
+    if root not in rules_that(rules, are_chars=True):
         raise InvalidRequestError(f"no finite text satisfies the rule {root}", param="grammar")
     return _Cutter(rules, root).lark()
 
 
-def _can_end(node: Node, ending: AbstractSet[str]) -> bool:
-    """Whether a finite text matches a tree, where the rules for which one does are known."""
-    match node:
-        case Ref(name):
-            return name in ending
-        case Choice(options):
-            return any(_can_end(option, ending) for option in options)
-        case Repeat(item, low, _):
-            return low == 0 or _can_end(item, ending)
-        case _:
-            return all(_can_end(part, ending) for part in parts(node))
-
-
 class _Cutter:
-    """Cuts one grammar into lexemes."""
+    """Cuts one grammar into lexemes; the work is counted, and where it is too much everything is cut."""
 
     def __init__(self, rules: Rules, root: str) -> None:
         self._rules = rules
         self._root = root
-        self._nullable = rules_that(rules, is_nullable)
-        self._num_steps_left = _MAX_STEPS
+        self._nullable = rules_that(rules, are_chars=False)
+        self._effort = Effort(_MAX_STEPS)
         self._flat = self._without_recursion()
+        self._flat_nodes: set[Node] = set()
+        for node in rules.values():
+            self._note_flat(node)
         self._alone: set[Node] = set()  # not joined with its neighbours
         self._cut: set[Node] = set()  # no lexeme, its parts are
         self._forms: dict[str, _Form] = {}
+        self._automata: dict[tuple[Node, ...], Automaton] = {}
 
     def lark(self) -> str:
-        for is_last in [False] * _MAX_ROUNDS + [True]:
-            if is_last:
-                self._cut_everything()
+        try:
+            is_done = self._cut_clashing()
+        except Exhausted:
+            is_done = False
+        if not is_done:
+            self._cut_everything()
+            self._effort = Effort(sys.maxsize)  # what is left is done once, in linear time
             self._lower_reachable()
-            clashing = [] if is_last else self._clashing()
+        return _Writer(self._rules, self._forms, self._nullable).text(self._root)
+
+    def _cut_clashing(self) -> bool:
+        """Cut until nothing clashes; False: that takes too many rounds. Raises Exhausted."""
+        for _ in range(_MAX_ROUNDS):
+            self._lower_reachable()
+            clashing = self._clashing()
             if not clashing:
-                break
+                return True
             for lexeme in clashing:
                 (self._alone if len(lexeme.items) > 1 else self._cut).update(lexeme.items)
-        return _Writer(self._rules, self._forms, self._nullable).text(self._root)
+        return False
 
     def _without_recursion(self) -> set[str]:
         used = {name: set(references(node)) for name, node in self._rules.items()}
@@ -126,6 +131,14 @@ class _Cutter:
         for _ in range(_MAX_FLAT_DEPTH):
             flat |= {name for name, names in used.items() if names <= flat}
         return flat
+
+    def _note_flat(self, node: Node) -> bool:
+        """Whether a tree leads to no recursion; if so, it is noted."""
+        below = [self._note_flat(part) for part in parts(node)]
+        is_flat = node.name in self._flat if isinstance(node, Ref) else all(below)
+        if is_flat:
+            self._flat_nodes.add(node)
+        return is_flat
 
     def _cut_everything(self) -> None:
         waiting = list(self._rules.values())
@@ -143,15 +156,13 @@ class _Cutter:
                 continue
             form = self._lower(self._rules[name])
             self._forms[name] = form
-            stack = [form]
-            while stack:
-                part = stack.pop()
+            for part in _all_in((form,)):
+                self._effort.spend(1)
                 if isinstance(part, _Rule):
                     waiting.append(part.name)
-                stack.extend(_form_parts(part))
 
     def _is_flat(self, node: Node) -> bool:
-        return node not in self._cut and all(name in self._flat for name in references(node))
+        return node not in self._cut and node in self._flat_nodes
 
     def _lower(self, node: Node) -> _Form:
         if self._is_flat(node):
@@ -187,34 +198,50 @@ class _Cutter:
 
         Two are possible at one place at the start, and after two that one text could match.
         """
-        follow = _Follow(self._forms, self._root, self._nullable)
+        lexemes = _lexemes(self._forms.values())
         try:
-            automata = {lexeme: Automaton(lexeme.items, self._rules) for lexeme in follow.lexemes()}
+            automata = [self._automaton(lexeme) for lexeme in lexemes[: _MAX_LEXEMES + 1]]
         except Overlong:
-            return [lexeme for lexeme in follow.after if self._can_cut(lexeme)]
-        found: set[_Lexeme] = set()
-        waiting = list(itertools.product(follow.first, follow.first))
-        seen = set(waiting)
-        behind_chars: dict[_Lexeme, frozenset[Ranges]] = {}
-        paired: set[tuple[frozenset[_Lexeme], frozenset[_Lexeme]]] = set()
-        while waiting and self._num_steps_left > 0:
+            automata = []
+        if len(automata) != len(lexemes):  # too much to compare
+            return list(filter(self._can_cut, lexemes))
+        follow = _Follow(self._forms, self._root, self._nullable, lexemes, self._effort)
+        found = self._clashes(automata, follow)
+        return [lexeme for number, lexeme in enumerate(lexemes) if number in found and self._can_cut(lexeme)]
+
+    def _clashes(self, automata: list[Automaton], follow: _Follow) -> set[int]:
+        """Numbers of the lexemes that clash with another one."""
+        found: set[int] = set()
+        chars: dict[int, Ranges] = {}
+        paired: set[tuple[int, int]] = set()
+        seen: set[tuple[int, int]] = set()
+        waiting = self._pairs((follow.first, follow.first), seen)
+        while waiting:
             one, other = waiting.pop()
-            if one not in behind_chars:
-                behind_chars[one] = first_chars(automata[lexeme] for lexeme in follow.after[one])
-            meeting = meet(automata[one], automata[other], behind_chars[one], self._num_steps_left)
-            self._num_steps_left -= 1 + meeting.num_steps
+            behind = (follow.after[one], follow.after[other])
+            if behind[0] not in chars:
+                parts_behind = (automata[number].first_ranges for number in _numbers(behind[0]))
+                chars[behind[0]] = union(parts_behind, self._effort)
+            meeting = meet(automata[one], automata[other], chars[behind[0]], self._effort)
             if meeting.has_clash:
                 found.update((one, other))
-            behind = (follow.after[one], follow.after[other])
             if meeting.has_match and behind not in paired:  # many lexemes have the same ones behind them
                 paired.add(behind)
-                self._num_steps_left -= len(behind[0]) * len(behind[1]) // _PAIRS_A_STEP
-                fresh = set(itertools.product(*behind)) - seen
-                seen |= fresh
-                waiting.extend(fresh)
-        if self._num_steps_left <= 0:
-            found.update(follow.after)
-        return [lexeme for lexeme in follow.after if lexeme in found and self._can_cut(lexeme)]
+                waiting += self._pairs(behind, seen)
+        return found
+
+    def _pairs(self, sets: tuple[int, int], seen: set[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Pairs of lexemes of two sets that were not seen before; now they are."""
+        one, other = map(_numbers, sets)
+        self._effort.spend(len(one) * len(other) // _PAIRS_A_STEP)
+        fresh = set(itertools.product(one, other)) - seen
+        seen |= fresh
+        return list(fresh)
+
+    def _automaton(self, lexeme: _Lexeme) -> Automaton:
+        if lexeme.items not in self._automata:
+            self._automata[lexeme.items] = Automaton(lexeme.items, self._rules, self._effort)
+        return self._automata[lexeme.items]
 
     def _can_cut(self, lexeme: _Lexeme) -> bool:
         return len(lexeme.items) > 1 or not isinstance(lexeme.items[0], Chars)
@@ -223,59 +250,73 @@ class _Cutter:
 class _Follow:
     """Which lexemes may stand at the start, and after each one. More than really may, never fewer.
 
+    Sets of lexemes are integers: bit n stands for lexeme n.
+
     Attributes:
-        after: lexemes that may come next, by lexeme; an empty match of one counts.
+        after: lexemes that may come next, by the number of a lexeme; an empty match of one counts.
     """
 
-    def __init__(self, forms: dict[str, _Form], root: str, nullable: frozenset[str]) -> None:
-        self.after: dict[_Lexeme, frozenset[_Lexeme]] = {}
+    def __init__(
+        self,
+        forms: dict[str, _Form],
+        root: str,
+        nullable: frozenset[str],
+        lexemes: list[_Lexeme],
+        effort: Effort,
+    ) -> None:
+        self.after = [0] * len(lexemes)
         self._forms = forms
         self._root = root
         self._nullable = nullable
-        self._first: dict[str, frozenset[_Lexeme]] = dict.fromkeys(forms, frozenset())
-        self._behind: dict[str, frozenset[_Lexeme]] = dict.fromkeys(forms, frozenset())
+        self._effort = effort
+        self._numbers = {lexeme: number for number, lexeme in enumerate(lexemes)}
+        self._may_be_empty = [all(is_nullable(item, nullable) for item in one.items) for one in lexemes]
+        self._first = dict.fromkeys(forms, 0)
+        self._behind = dict.fromkeys(forms, 0)
         self._fix_first()
-        is_moving = True
-        while is_moving:
-            before = (dict(self._behind), dict(self.after))
-            for name, form in forms.items():
-                self._walk(form, self._behind[name])
-            is_moving = before != (self._behind, self.after)
-
-    def lexemes(self) -> list[_Lexeme]:
-        """All of them. Raises Overlong where they are too many to compare."""
-        if len(self.after) > _MAX_LEXEMES:
-            raise Overlong
-        return list(self.after)
+        self._moved = dict.fromkeys(forms)
+        while self._moved:
+            name = next(iter(self._moved))
+            del self._moved[name]
+            self._walk(forms[name], self._behind[name])
 
     @property
-    def first(self) -> frozenset[_Lexeme]:
+    def first(self) -> int:
         """Lexemes that may stand at the start."""
         return self._first[self._root]
 
     def _fix_first(self) -> None:
-        is_moving = True
-        while is_moving:
-            before = dict(self._first)
-            for name, form in self._forms.items():
-                self._first[name] = self._begin(form)[0]
-            is_moving = before != self._first
+        users: dict[str, dict[str, None]] = {name: {} for name in self._forms}
+        for name, form in self._forms.items():
+            for used in _rules_in(form):
+                users[used][name] = None
+        waiting = dict.fromkeys(reversed(self._forms))  # what is used is mostly written below its users
+        while waiting:
+            name = next(iter(waiting))
+            del waiting[name]
+            first = self._begin(self._forms[name])[0]
+            if first != self._first[name]:
+                self._first[name] = first
+                waiting |= users[name]
+                self._effort.spend(len(users[name]) // _PAIRS_A_STEP)
 
-    def _begin(self, form: _Form) -> tuple[frozenset[_Lexeme], bool]:
+    def _begin(self, form: _Form) -> tuple[int, bool]:
         """Lexemes that may come first, and whether the form matches the empty text."""
+        self._effort.spend(1)
         match form:
-            case _Lexeme(items):
-                return frozenset((form,)), all(is_nullable(item, self._nullable) for item in items)
+            case _Lexeme():
+                number = self._numbers[form]
+                return 1 << number, self._may_be_empty[number]
             case _Rule(name):
                 return self._first[name], name in self._nullable
             case _Any(options):
                 begun = [self._begin(option) for option in options]
-                return frozenset(lexeme for first, _ in begun for lexeme in first), any(e for _, e in begun)
+                return reduce(or_, (first for first, _ in begun), 0), any(is_empty for _, is_empty in begun)
             case _Times(item, low, _):
                 first, is_empty = self._begin(item)
                 return first, is_empty or low == 0
             case _All(items):
-                firsts: frozenset[_Lexeme] = frozenset()
+                firsts = 0
                 for item in items:
                     first, is_empty = self._begin(item)
                     firsts |= first
@@ -283,12 +324,15 @@ class _Follow:
                         return firsts, False
                 return firsts, True
 
-    def _walk(self, form: _Form, behind: frozenset[_Lexeme]) -> None:
+    def _walk(self, form: _Form, behind: int) -> None:
+        self._effort.spend(1)
         match form:
             case _Lexeme():
-                self.after[form] = self.after.get(form, frozenset()) | behind
+                self.after[self._numbers[form]] |= behind
             case _Rule(name):
-                self._behind[name] |= behind
+                if behind & ~self._behind[name]:
+                    self._behind[name] |= behind
+                    self._moved[name] = None
             case _Any(options):
                 for option in options:
                     self._walk(option, behind)
@@ -361,6 +405,30 @@ class _Writer:
             else:
                 written += map(self._node, run)
         return " ".join(written) or '""'
+
+
+def _numbers(members: int) -> list[int]:
+    """The numbers that a set of lexemes stands for."""
+    return [number for number, bit in enumerate(reversed(f"{members:b}")) if bit == "1"]
+
+
+def _lexemes(forms: Iterable[_Form]) -> list[_Lexeme]:
+    """All lexemes in these."""
+    return [form for form in _all_in(forms) if isinstance(form, _Lexeme)]
+
+
+def _rules_in(form: _Form) -> Iterator[str]:
+    """Names of the rules that a form refers to."""
+    return (part.name for part in _all_in((form,)) if isinstance(part, _Rule))
+
+
+def _all_in(forms: Iterable[_Form]) -> Iterator[_Form]:
+    """These and everything in them."""
+    waiting = list(forms)
+    while waiting:
+        form = waiting.pop()
+        yield form
+        waiting.extend(_form_parts(form))
 
 
 def _form_parts(form: _Form) -> tuple[_Form, ...]:

@@ -5,7 +5,7 @@ Nodes compare by identity, so that two places that look alike can be treated dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -80,20 +80,50 @@ def references(node: Node) -> Iterator[str]:
         waiting.extend(parts(node))
 
 
-def rules_that(rules: Rules, holds: Callable[[Node, AbstractSet[str]], bool]) -> frozenset[str]:
-    """Names of the rules for which `holds` is true, given those found so far; the least such set."""
-    users: dict[str, list[str]] = {}
-    for name, node in rules.items():
-        for used in references(node):
-            users.setdefault(used, []).append(name)
-    found: set[str] = set()
-    waiting = list(rules)
-    while waiting:
-        name = waiting.pop()
-        if name not in found and holds(rules[name], found):
-            found.add(name)
-            waiting.extend(users.get(name, ()))
-    return frozenset(found)
+def rules_that(rules: Rules, *, are_chars: bool) -> frozenset[str]:
+    """Names of the rules that are something: the least set, found in linear time.
+
+    A sequence is it if all its items are, a choice if one of its options is, a repetition if its item is or
+    may be left out, and a character if `are_chars`.
+    """
+    num_missing: dict[Node | str, int] = {}
+    users: dict[Node | str, list[Node | str]] = {}
+    found: list[Node | str] = []
+    for name, root in rules.items():
+        num_missing[name] = 1
+        users.setdefault(root, []).append(name)
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            num_missing[node] = _num_wanted(node, are_chars=are_chars)
+            if not num_missing[node]:
+                found.append(node)
+            for part in (node.name,) if isinstance(node, Ref) else parts(node):
+                users.setdefault(part, []).append(node)
+            waiting.extend(parts(node))
+    names = set()
+    while found:
+        item = found.pop()
+        if isinstance(item, str):
+            names.add(item)
+        for user in users.get(item, ()):
+            num_missing[user] -= 1
+            if num_missing[user] == 0:
+                found.append(user)
+    return frozenset(names)
+
+
+def _num_wanted(node: Node, *, are_chars: bool) -> int:
+    """How many of the nodes directly below have to be it before this one is."""
+    match node:
+        case Chars():
+            return 0 if are_chars else 1
+        case Sequence(items):
+            return len(items)
+        case Repeat(low=0):
+            return 0
+        case _:
+            return 1
 
 
 def is_nullable(node: Node, nullable: AbstractSet[str]) -> bool:
@@ -130,9 +160,9 @@ def text(chars: str) -> Node:
 def char_class(ranges: list[tuple[int, int]], *, is_negated: bool) -> Chars:
     """A class of characters with its ranges put in order and joined; surrogates are left out."""
     if is_negated:
-        ranges = list(_gaps([*_joined(ranges), _SURROGATES]))
+        ranges = list(_gaps([*joined(ranges), _SURROGATES]))
     kept: list[tuple[int, int]] = []
-    for low, high in _joined(ranges):
+    for low, high in joined(ranges):
         if low < _SURROGATES[0]:
             kept.append((low, min(high, _SURROGATES[0] - 1)))
         if high > _SURROGATES[1]:
@@ -140,19 +170,20 @@ def char_class(ranges: list[tuple[int, int]], *, is_negated: bool) -> Chars:
     return Chars(tuple(kept))
 
 
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in ascending order; those that overlap or touch are one."""
+    whole: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        if whole and low <= whole[-1][1] + 1:
+            whole[-1] = (whole[-1][0], max(high, whole[-1][1]))
         else:
-            joined.append((low, high))
-    return joined
+            whole.append((low, high))
+    return whole
 
 
 def _gaps(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     start = 0
-    for low, high in _joined(ranges):
+    for low, high in joined(ranges):
         if low > start:
             yield start, low - 1
         start = high + 1
