@@ -6,11 +6,12 @@ import json
 import random
 import sys
 
+import numpy as np
 import pytest
 
 from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
 from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode import constraint_lexemes
+from stoker.decode import constraint_compile, constraint_lexemes, constraint_state
 from stoker.decode.constraint_compile import compile_grammar
 from stoker.decode.constraint_depth import deepest_path
 from stoker.decode.constraint_gbnf import MAX_RULES
@@ -247,3 +248,29 @@ def test_where_the_effort_ends_the_language_is_the_same(monkeypatch, max_steps, 
         assert not is_valid
     else:
         assert state.may_end is is_valid
+
+
+def test_a_grammar_whose_first_token_takes_too_long_is_refused(monkeypatch):
+    """A4: items are counted natively, but where rules are ambiguous one may cost a hundred times another."""
+    monkeypatch.setattr(constraint_compile, "MASK_S_AHEAD", 0.0)
+    with pytest.raises(InvalidRequestError, match="the GBNF grammar is refused: a token takes") as caught:
+        compiled("gbnf", 'root ::= "a"')
+    assert caught.value.param == "grammar"
+
+
+def test_a_grammar_that_takes_too_long_to_follow_ends_its_own_request(monkeypatch):
+    """A4: every sequence of a step waits for a mask: so much a token is saved up, and no more."""
+    clock = iter(range(1000))
+    state = compiled("gbnf", 'root ::= "a"*').state()
+    monkeypatch.setattr(constraint_state, "MASK_S_AHEAD", 5.0)
+    monkeypatch.setattr(constraint_state, "MASK_S_A_TOKEN", 0.5)
+    monkeypatch.setattr(constraint_state.time, "thread_time", lambda: next(clock))
+    state._mask_left_s = 5.0
+
+    def follow():
+        for _ in range(20):
+            state.apply(np.zeros(N_VOCAB, np.float32))
+            state.accept(ord("a"))
+
+    with pytest.raises(InvalidRequestError, match=r"takes too long to follow \(1000 ms .* after 9 tokens"):
+        follow()

@@ -7,6 +7,7 @@ notations are translated, by `constraint_source`: by then a front has had that d
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from stoker.constraint import Constraint, ConstraintKind, NativeGrammar, Notation
 from stoker.decode.constraint_source import native_grammar
-from stoker.decode.constraint_state import DEAD_END, ConstraintState
+from stoker.decode.constraint_state import DEAD_END, MASK_S_AHEAD, ConstraintState
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
 from stoker.errors import InvalidRequestError
 
@@ -28,17 +29,8 @@ MAX_CACHED = 64
 
 _Key = tuple[str, ConstraintKind, str, tuple[str, ...]]
 
-# Native limits. Fuel is spent at 50,000 a ms to build and 14,000 a ms to step, items at 20,000 a ms: a
-# compile stays below 2 s and a mask below 0.1 s, and an object of 2,000 optional properties fits.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=250_000,
-    step_lexer_fuel=200_000,
-    step_max_items=200_000,
-    max_items_in_row=10_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+_SCHEMA_ITEMS, _RULE_ITEMS = 200_000, 50_000
+_JSON_RULE = "%json"
 _JSON_OPTIONS: JsonCompileOptions = {
     # A bound, because small models fill a page with blanks: one space, or a line break with its indentation.
     "whitespace_pattern": r"(?: |\r?\n[ \t]{0,32})",
@@ -48,6 +40,24 @@ _JSON_OPTIONS: JsonCompileOptions = {
     "lenient": False,
 }
 _MAX_REASON_CHARS = 400
+
+
+def _limits(native: NativeGrammar) -> LLParserLimits:
+    """How much native work a grammar may be.
+
+    Fuel is spent at 50,000 a ms to build and 14,000 a ms to step, a schema's items at 2,000 to 20,000 a ms:
+    some 500 optional properties of one object fit. Rules can be so ambiguous that 75 items take a ms.
+    """
+    is_schema = native.notation is Notation.JSON_SCHEMA or _JSON_RULE in native.text
+    return LLParserLimits(
+        initial_lexer_fuel=250_000,
+        step_lexer_fuel=200_000,
+        step_max_items=_SCHEMA_ITEMS if is_schema else _RULE_ITEMS,
+        max_items_in_row=10_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
 
 
 class CompiledGrammar:
@@ -140,9 +150,15 @@ def compile_grammar(constraint: Constraint, tokenizer: GrammarTokenizer) -> Comp
             text satisfies it; the message names the place or the keyword.
     """
     label = constraint.kind.label
-    source = _engine_source(constraint.native or native_grammar(constraint))
-    matcher = LLMatcher(tokenizer.native, source, log_level=0, limits=_LIMITS)
+    native = constraint.native or native_grammar(constraint)
+    # Both calls leave the interpreter's lock to others while they compute.
+    matcher = LLMatcher(tokenizer.native, _engine_source(native), log_level=0, limits=_limits(native))
+    started_s = time.thread_time()
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    mask_s = time.thread_time() - started_s
+    if mask_s > MASK_S_AHEAD:
+        text = f"the {label} is refused: a token takes {mask_s:.1f} s, at most {MASK_S_AHEAD} s may be had"
+        raise InvalidRequestError(text, param=constraint.param)
     if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
         raise InvalidRequestError(f"the {label} is refused: {_reason(matcher)}", param=constraint.param)
     allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
