@@ -124,7 +124,7 @@ def test_every_choice_has_its_counterpart(given: dict[str, Any], choice: Any) ->
 
 
 def test_blocks_become_turns() -> None:
-    """SPEC D7: calls and results; a result stands before the text beside it; thoughts are not shown again."""
+    """SPEC D7: calls and results; a result stands before the text beside it; thoughts go with their turn."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "u"}]},
         {
@@ -148,7 +148,7 @@ def test_blocks_become_turns() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     assert chat["messages"] == [
         {"role": "user", "content": [{"type": "text", "text": "u"}]},
-        {"role": "assistant", "content": "a", "tool_calls": [call]},
+        {"role": "assistant", "content": "a", "tool_calls": [call], "reasoning_content": "t"},
         {"role": "tool", "tool_call_id": "c1", "content": "r"},
         {"role": "tool", "tool_call_id": "c2", "content": ""},
         {"role": "user", "content": [{"type": "text", "text": "and?"}]},

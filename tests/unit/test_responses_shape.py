@@ -116,8 +116,34 @@ def test_an_input_text_is_one_user_turn() -> None:
     }
 
 
+def test_reasoning_belongs_to_the_turn_behind_it() -> None:
+    """SPEC D7: what was thought, else its summary; a template decides what is shown of it."""
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
+    summed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "u"},
+        thought,
+        {"role": "assistant", "content": "a"},
+        summed,
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "o"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x"},
+        call,
+        thought,
+        {"role": "user", "content": "v"},
+    ]
+    chat = body(input=items).to_chat().body
+    assert [turn["role"] for turn in chat["messages"]] == ["user", "assistant", "tool", "assistant", "user"]
+    assert [turn.get("reasoning_content") for turn in chat["messages"]] == [None, "t\ns", None, None, None]
+    ChatRequest.model_validate(chat)
+    with pytest.raises(InvalidRequestError) as caught:
+        body(input=[{"type": "reasoning", "content": 7}]).to_chat()
+    assert caught.value.param == "input.0.content"
+
+
 def test_items_become_turns_and_calls_one_turn() -> None:
-    """SPEC S1, D7: a loop of calls and results; reasoning is not shown again."""
+    """SPEC S1, D7: a loop of calls and results; reasoning that is empty is none."""
     items = [
         {"role": "developer", "content": "d"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},

@@ -19,7 +19,6 @@ from stoker.server.schema.origins import Origins, Translation
 
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stop", "stream_options", "service_tier"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
 _MAX_TEMPERATURE = 1.0  # Anthropic's; a client that sends more takes it for OpenAI's
 
 
@@ -142,6 +141,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: Or
     """The turn, which is `place` in the chat completion."""
     origins.add(place, where)
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         here = f"{where}.content.{index}"
@@ -154,11 +154,14 @@ def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: Or
             origins.add(f"{place}.tool_calls.{len(calls)}.function", here)
             origins.add(f"{place}.tool_calls.{len(calls)}.function.arguments", f"{here}.input")
             calls.append(_call(block, here))
-        elif kind not in _THOUGHTS:  # what the model thought is not shown to it again
+        elif kind == "thinking":
+            thoughts.append(_text(block, "thinking", here))
+        elif kind != "redacted_thinking":
             raise UnsupportedError(f"{here}: blocks of type {str(kind)[:40]!r} are not supported", param=here)
     parts = [{"type": "text", "text": text} for text in texts]
     message: dict[str, Any] = {"role": "assistant", "content": parts if len(texts) > 1 else "".join(texts)}
-    return message | ({"tool_calls": calls} if calls else {})
+    optional = {"tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
+    return message | {name: value for name, value in optional.items() if value}
 
 
 def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ IGNORED_TOOLS = "stoker_ignored_tools"
 
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text"})
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stream_options"}
 _LIMIT = "max_output_tokens"
 
@@ -141,8 +141,16 @@ class ResponsesRequest(GenerationFields):
         if isinstance(self.input, str):
             origins.add_text(f"messages.{len(messages)}", "input")
             return [*messages, {"role": "user", "content": self.input}]
+        thoughts: list[str] = []  # they belong to the turn that the next item is a part of
         for index, item in enumerate(self.input or ()):
+            if item.get("type") == "reasoning":
+                thoughts += _thoughts(item, f"input.{index}")
+                continue
             _take(item, f"input.{index}", messages, origins)
+            if thoughts and messages[-1]["role"] == "assistant":
+                before = messages[-1].get("reasoning_content")
+                messages[-1]["reasoning_content"] = "\n".join([before, *thoughts] if before else thoughts)
+            thoughts = []
         if not messages:
             raise InvalidRequestError("input holds no message", param="input")
         return messages
@@ -194,8 +202,6 @@ def default_echo() -> dict[str, Any]:
 def _take(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]], origins: Origins) -> None:
     """Add the message that an item is; calls join the assistant's turn before them."""
     kind = item.get("type", "message")
-    if kind == "reasoning":  # what the model thought is not shown to it again
-        return
     if kind == "function_call":
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if last is None:
@@ -220,6 +226,15 @@ def _take(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]], o
         messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
     else:
         raise UnsupportedError(f"{where}: items of type {str(kind)[:40]!r} are not supported", param=where)
+
+
+def _thoughts(item: Mapping[str, Any], where: str) -> list[str]:
+    """The texts of a reasoning item: what the model thought, or a summary where that is all there is."""
+    for name in ("content", "summary"):
+        if parts := item.get(name):
+            texts = _content(parts, f"{where}.{name}")
+            return [texts] if isinstance(texts, str) else [part["text"] for part in texts if "text" in part]
+    return []
 
 
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
