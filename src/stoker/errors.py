@@ -17,6 +17,7 @@
     │   ├── QueueFullError            429  the waiting line is at its bound
     │   ├── RequestTimeoutError       408  the deadline of the request passed
     │   ├── NotReadyError             503  starting, restarting, stopping or loading
+    │   ├── ModelInUseError           409  live requests need a model as it is loaded now
     │   ├── ServerBusyError           503  as many connections or bytes of bodies as are held at once
     │   ├── InsufficientMemoryError   503  a model does not fit beside what is in use now
     │   ├── TooHotError               503  the machine is too hot to load a model
@@ -220,6 +221,16 @@ class ServerBusyError(MachineError):
     """The server holds as many connections, or bytes of unfinished bodies, as it may; details carry which."""
 
     code = "server_busy"
+
+
+class ModelInUseError(MachineError):
+    """Live requests need a model as it is loaded now, so it is not loaded otherwise.
+
+    Details carry `num_requests`, how many, and for want of context `n_ctx`, what they need of it.
+    """
+
+    code = "model_in_use"
+    http_status = 409
 
 
 class InsufficientMemoryError(MachineError):

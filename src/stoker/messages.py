@@ -79,6 +79,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         is_finished: for each choice, whether it has already ended (such a choice is not run again).
         mirostat_mu: sampler state after the last delivered token, one a choice.
         age_s: seconds since the caller submitted it (deadlines count from there).
+        num_context: as in `Admitted`, of one that was admitted before; 0: it was not.
         is_paused: it enters paused and waits for `Resume`.
     """
 
@@ -89,6 +90,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     mirostat_mu: list[float | None] = []
     age_s: float = 0.0
     is_paused: bool = False
+    num_context: int = 0
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
@@ -258,12 +260,14 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     """A choice of the request got a slot; it will be in the next step.
 
     `cached_tokens` of the `prompt_tokens` were not computed for it, but came from `cache_source` (SPEC C13).
+    A choice may come to hold `num_context` tokens: its model is not given less context before it has ended.
     """
 
     request_id: str
     cached_tokens: int = 0
     cache_source: CacheSource | None = None
     prompt_tokens: int = 0
+    num_context: int = 0
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -108,6 +108,10 @@ class Choosing:
         """Every counter."""
         return {"num_choosing": len(self.line), "num_choosing_paused": len(self.line.paused)}
 
+    def contexts(self) -> list[int]:
+        """Tokens of context that each of its requests needs."""
+        return [job.live.num_context for job in self._jobs.values()]
+
     # ------------------------------------------------------------ commands
 
     def accept(self, live: LiveRequest, now: float) -> None:

@@ -100,6 +100,7 @@ class Desk:
     def bury(self, death: Death) -> None:
         """The life has ended unasked."""
         self._is_serving = False
+        self.loads.engine_gone()
         before = self._roster.stats()
         self._roster.begin_life()
         self._tell_moves(before)
@@ -116,6 +117,7 @@ class Desk:
     def sleep(self) -> None:
         """The life has left as it was asked to, or there was none: everything stands still."""
         self._is_serving = False
+        self.loads.engine_gone()
         self.note_models()
         self.loads.lost()
         self.requests.sleep()

@@ -117,6 +117,15 @@ class EncoderResident:
         return len(self._live) - len(self.line.paused)
 
     @property
+    def n_ctx(self) -> int:
+        """Tokens that one text may have."""
+        return self.backend.capabilities.n_ctx
+
+    def contexts(self) -> list[int]:
+        """Tokens of context that each of its texts needs, those that are paused too."""
+        return [len(live.prompt) for live in self._live.values()]
+
+    @property
     def num_cells(self) -> tuple[int, int]:
         """It has none."""
         return 0, 0

@@ -38,6 +38,7 @@ class LiveRequest:
         past: tokens of the choices that have ended, by index.
         mirostat_mu: each choice's sampler state after its last token.
         to_score: the candidates, of a request to choose.
+        num_context: tokens of context that a choice of it may come to hold.
         arrival_s, admitted_s, first_token_s: on the engine's clock.
     """
 
@@ -59,6 +60,7 @@ class LiveRequest:
     past: dict[int, list[int]] = field(default_factory=dict)
     mirostat_mu: dict[int, float | None] = field(default_factory=dict)
     to_score: ToScore | None = None
+    num_context: int = 0
 
     def __repr__(self) -> str:
         return f"<LiveRequest {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
@@ -84,6 +86,7 @@ class LiveRequest:
             mirostat_mu=[self.mirostat_mu.get(index) for index in indices],
             age_s=now - self.arrival_s,
             is_paused=any(c.sequence.state is SequenceState.PAUSED for c in self.choices.values()),
+            num_context=self.num_context,
         )
 
     def _tokens(self, index: int) -> list[int]:
@@ -96,7 +99,9 @@ class LiveRequest:
             self.admitted_s = now
             self.num_cached = sequence.num_cached or 0
             self.cache_source = sequence.cache_source if self.num_cached else None
-        return Admitted(self.request_id, self.num_cached, self.cache_source, len(self.prompt))
+        return Admitted(
+            self.request_id, self.num_cached, self.cache_source, len(self.prompt), self.num_context
+        )
 
     def delta(self, index: int, drawn: Drawn) -> Delta:
         """The event for one drawn token; ends the choice when it carries a finish reason."""

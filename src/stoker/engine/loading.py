@@ -27,6 +27,7 @@ class Load:
         estimator, fingerprint: what the file says; None before it was looked at.
         offer: how it is loaded; None while it waits for room.
         look_s: when to look for room again.
+        least_n_ctx: tokens of context that requests need which have begun on the model.
     """
 
     served: Served
@@ -38,6 +39,7 @@ class Load:
     fingerprint: str = ""
     offer: Offer | None = None
     look_s: float = 0.0
+    least_n_ctx: int = 0
 
     def __repr__(self) -> str:
         return f"<Load {self.spec.id} {self.served.stage} {self.served.fraction:.0%}>"

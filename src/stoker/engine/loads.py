@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stoker.errors import ModelNotFoundError, NotReadyError, error_from_info
+from stoker.errors import ModelInUseError, ModelNotFoundError, NotReadyError, error_from_info
 from stoker.memory.residency import ModelLife
 from stoker.messages import LoadModel, PinModel, UnloadModel
 
@@ -55,11 +55,13 @@ class Loads:
 
         Raises:
             NotReadyError: it was unloaded meanwhile.
+            ModelInUseError: live requests need it as it is.
             StokerError: why it cannot be loaded.
         """
         model = spec.id
         if self._roster.is_in_memory(spec):
             return self._roster.resolve(model)
+        self._check_fits(spec)
         is_same = self._roster.spec(model) == spec
         was_ready = self._roster.state(model) is ModelLife.READY
         waiting = self._coming.setdefault(model, [])
@@ -78,6 +80,29 @@ class Loads:
         finally:
             if self._coming.get(model) == []:
                 del self._coming[model]
+
+    def _check_fits(self, spec: ModelSpec) -> None:
+        """Refuse to take context from requests whose model is away; of one that is ready the engine judges.
+
+        Raises:
+            ModelInUseError: there are such requests.
+        """
+        model = spec.id
+        num_requests = self._num_requests(model)
+        if (
+            num_requests
+            and self._roster.state(model) is not ModelLife.READY
+            and self._roster.takes_away(spec)
+        ):
+            raise _in_use(model, num_requests)
+
+    def engine_gone(self) -> None:
+        """No engine can judge any more whether live requests fit into what a model was to be loaded as."""
+        for model in list(self._coming):
+            num_requests = self._num_requests(model)
+            if num_requests and self._roster.call_off(model):
+                for come in self._pop_coming(model):
+                    come.set_exception(_in_use(model, num_requests))
 
     def _stop(self, model: str) -> None:
         if self._roster.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
@@ -189,3 +214,13 @@ class Loads:
 def _unloaded(event: ModelState) -> StokerError:
     why = f": {event.reason}" if event.reason else ""
     return NotReadyError(f"model {event.model!r} was unloaded before it was ready{why}", retry_after_s=1.0)
+
+
+def _in_use(model: str, num_requests: int) -> ModelInUseError:
+    noun = "request" if num_requests == 1 else "requests"
+    return ModelInUseError(
+        f"{num_requests} {noun} for {model} wait for it as it was; load it with a shorter context (ctx_size)"
+        " or from another file when they have ended",
+        param="ctx_size",
+        num_requests=num_requests,
+    )

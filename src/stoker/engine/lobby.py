@@ -99,6 +99,10 @@ class Lobby:
         """Requests on their way into that model."""
         return len(list(self._of(model)))
 
+    def contexts(self, model: str) -> list[int]:
+        """Tokens of context that each request on its way into that model may come to hold; 0: not known."""
+        return [visitor.submit.num_context for visitor in self._of(model)]
+
     def num_being_prepared(self) -> int:
         """The same over all models."""
         return sum(visitor.is_preparing for visitor in self._visitors.values())

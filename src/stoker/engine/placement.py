@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stoker.errors import InsufficientMemoryError, ModelTooLargeError
 from stoker.memory.verdict import Budget, Verdict, weigh
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from stoker.memory.gauge import Sample
     from stoker.memory.ledger import Ledger
     from stoker.memory.verdict import Offer
+    from stoker.values import ModelSpec
 
 RETRY_AFTER_S = 5.0
 
@@ -76,7 +79,9 @@ class Placement:
             margin_bytes=self._margin_bytes,
         )
         try:
-            offer = weigh(load.spec, load.estimator, budget)
+            offer = weigh(
+                _with_context(load.spec, load.least_n_ctx), load.estimator, budget, load.least_n_ctx
+            )
         except InsufficientMemoryError as error:
             raise self._insufficient(error, free_bytes, evictable_bytes) from None
         needed_bytes = offer.estimate.total_bytes
@@ -131,6 +136,11 @@ class Placement:
         self._cache.model_gone(fingerprint)
         for line, size_bytes in lines.items():
             self._ledger.add(line, -size_bytes)
+
+
+def _with_context(spec: ModelSpec, least_n_ctx: int) -> ModelSpec:
+    """The spec with at least so much context; 0 is the file's own, which is never less."""
+    return msgspec.structs.replace(spec, n_ctx=least_n_ctx) if 0 < spec.n_ctx < least_n_ctx else spec
 
 
 def _mib(size_bytes: int) -> str:

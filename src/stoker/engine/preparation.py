@@ -20,7 +20,7 @@ from stoker.decode.constraint_compile import GrammarCompiler
 from stoker.decode.generation import Generation
 from stoker.decode.workspace import Workspace
 from stoker.engine.adapted_prompts import adapter_key, adapters_of
-from stoker.engine.choice_prompts import candidates_of, check_candidates
+from stoker.engine.choice_prompts import ToScore, candidates_of, check_candidates
 from stoker.engine.live import Choice, LiveRequest
 from stoker.engine.picture_prompts import pictured_prompt, refuse_pictures
 from stoker.engine.source_prompts import check_source, refuse_unreadable
@@ -115,6 +115,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         past={i: list(submit.generated[i]) for i, done in enumerate(submit.is_finished) if done},
         mirostat_mu=dict(enumerate(submit.mirostat_mu)),
         to_score=scored,
+        num_context=submit.num_context or _num_context(request, prompt, scored, context.n_ctx),
     )
 
 
@@ -192,6 +193,15 @@ def _check_length(request: GenerateRequest, prompt: list[int], context: PrepCont
     if request.context_shift and request.prompt_logprobs is None and request.state_output is None:
         return
     raise ContextLengthError.over("the prompt without its answer", len(prompt), context.n_ctx)
+
+
+def _num_context(request: GenerateRequest, prompt: list[int], scored: ToScore | None, n_ctx: int) -> int:
+    """Tokens of context that a choice of it may come to hold: prompt and answer, at most all there is."""
+    if scored is not None:
+        return len(prompt) + max(map(len, scored.texts), default=0)
+    if request.max_tokens is None:
+        return n_ctx
+    return min(n_ctx, len(prompt) + max(1, request.max_tokens))
 
 
 def _initial_state(request: GenerateRequest, context: PrepContext) -> list[Tensor] | None:

@@ -64,6 +64,7 @@ class LiveRequest:
         is_paused: its caller wants it to stand still, whether or not an engine has confirmed it.
         parked: choices that gave their slot up and have not been heard of since.
         was_accepted: an engine had it in its line; it is past its preparation.
+        num_context: as in `Admitted`; 0: it was not admitted yet.
         is_quiet: its place in the line is the business of the restart, which the client does not see.
         has_shown_pause: what the client was told last.
         is_asleep: the engine is suspended, and this stands still with it.
@@ -80,6 +81,7 @@ class LiveRequest:
         "is_paused",
         "is_quiet",
         "mirostat_mu",
+        "num_context",
         "num_prompt_tokens",
         "parked",
         "request",
@@ -105,6 +107,7 @@ class LiveRequest:
         self.is_paused = False
         self.is_quiet = False
         self.was_accepted = False
+        self.num_context = 0
         self.num_prompt_tokens = 0
         self.charges = 0
 
@@ -170,6 +173,7 @@ class LiveRequest:
             mirostat_mu=list(self.mirostat_mu) if was_accepted else [],
             age_s=now - self.since,
             is_paused=self.is_paused,
+            num_context=self.num_context,
         )
 
     @classmethod
@@ -178,6 +182,7 @@ class LiveRequest:
         live = cls(kept.request_id, kept.request, now - kept.age_s)
         live.is_paused = live.has_shown_pause = kept.is_paused
         live.was_accepted = bool(kept.generated)
+        live.num_context = kept.num_context
         if kept.generated:
             live.generated = [list(tokens) for tokens in kept.generated]
             live.is_finished = list(kept.is_finished)
@@ -318,6 +323,7 @@ class Replay:
             case Admitted():
                 is_shown = live.num_generated == 0  # afterwards it tells of a return, which is our business
                 live.was_accepted = True
+                live.num_context = event.num_context
                 live.stage = Stage.ADMITTED
                 live.parked.clear()
             case Parked():

@@ -14,7 +14,7 @@ from stoker.engine import report
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.loading import Load
 from stoker.engine.placement import Placement, Room
-from stoker.errors import StokerError
+from stoker.errors import ModelInUseError, StokerError
 from stoker.memory.residency import Catalogue, ModelLife, Served
 from stoker.memory.swaps import Swaps
 from stoker.messages import KnowModel, LoadModel, ModelState, PinModel, Reply, UnloadModel
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from stoker.engine.workers import Workers
     from stoker.messages import Event
     from stoker.status import ModelStatus
+    from stoker.values import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +134,39 @@ class Residency:
 
     def _ask(self, command: LoadModel, now: float) -> None:
         served, spec = self._catalogue.know(command.spec), command.spec
+        if error := self._conflict(spec, spec.n_ctx):
+            self._tell(served, error)
+            return
         served.keep_alive_s, served.is_pinned = spec.keep_alive_s, served.is_pinned or spec.is_pinned
         if self._load is not None and self._load.served is served and served.spec != spec:
             self._end_load(self._load, "it is to be loaded otherwise")
         served.spec, served.is_asked, served.may_evict = spec, True, command.may_evict
         served.used_s = now
         self._retry_s.pop(spec.id, None)
+
+    def _conflict(self, spec: ModelSpec, n_ctx: int) -> StokerError | None:
+        """Why a model in memory cannot give way to `spec` with a context of `n_ctx` (0: the file's own) now.
+
+        A request that runs, waits or stands still there must not end for want of context that it had, nor go
+        on in another file. One that is not tokenised yet may come to hold all the context there is.
+        """
+        resident = self._residents.find(spec.id)
+        if resident is None:
+            return None
+        contexts = [*resident.contexts(), *(num or resident.n_ctx for num in self._lobby.contexts(spec.id))]
+        if resident.spec.path != spec.path and contexts:
+            text = f"{spec.id} is loaded from another file, which {_requests(len(contexts))} need"
+            return ModelInUseError(f"{text}; load it when they have ended", num_requests=len(contexts))
+        unfit = [num for num in contexts if 0 < n_ctx < num]
+        if not unfit:
+            return None
+        return ModelInUseError(
+            f"{_requests(len(unfit))} on {spec.id} may come to hold up to {max(unfit)} tokens, for which a"
+            f" context (ctx_size) of {n_ctx} has no room; load it so when they have ended",
+            param="ctx_size",
+            num_requests=len(unfit),
+            n_ctx=max(unfit),
+        )
 
     def _unask(self, model: str, now: float) -> None:
         served = self._catalogue.find(model)
@@ -276,6 +304,10 @@ class Residency:
             busy_bytes=sum(s.size_bytes for s in busy) if load.served.may_evict else 0,
         )
         load.look_s = now + LOOK_AGAIN_S
+        load.least_n_ctx = self._least_context(load)
+        if load.is_reload and (error := self._conflict(load.spec, load.spec.n_ctx)):
+            self._refuse(load.served, error, now)
+            return
         try:
             offer, missing_bytes = self._placement.weigh(load, room)
         except StokerError as error:
@@ -295,6 +327,12 @@ class Residency:
             load.look_s = now
         elif going := self._swaps.choose(self._disturbable(busy, load, now), load.spec.id, load.begun_s, now):
             self._make_yield(going, f"gives way to {load.spec.id}", now)
+
+    def _least_context(self, load: Load) -> int:
+        """Tokens of context that requests need which have begun on the model: it comes back with no less."""
+        resident = self._residents.find(load.spec.id)
+        known = [num or (resident.n_ctx if resident else 0) for num in self._lobby.contexts(load.spec.id)]
+        return max([*known, *(resident.contexts() if resident else [])], default=0)
 
     def _disturbable(self, busy: list[Served], load: Load, now: float) -> list[Served]:
         """Those that have to go for it: background is patient with models that people use (SPEC Q3, Q7)."""
@@ -317,6 +355,10 @@ class Residency:
     def _take_in(self, load: Load, backend: Backend | Encoder, now: float) -> None:
         served, offer = load.served, load.offer
         assert offer is not None, f"{load!r} was loaded without an offer"
+        if error := self._conflict(load.spec, backend.capabilities.n_ctx):  # of those that came meanwhile
+            backend.close()
+            self._refuse(served, error, now)
+            return
         if load.is_reload:
             self._free(served, "replaced", now)
         self._load, served.is_asked, served.may_evict = None, False, True
@@ -448,3 +490,7 @@ class Residency:
                 reason=served.reason,
             )
         )
+
+
+def _requests(number: int) -> str:
+    return "1 request" if number == 1 else f"{number} requests"

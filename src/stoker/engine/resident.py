@@ -118,6 +118,15 @@ class Resident:
         return len(self._live) - len(paused) + len(self._choosing.line)
 
     @property
+    def n_ctx(self) -> int:
+        """Tokens that one request may hold."""
+        return self.prep.n_ctx
+
+    def contexts(self) -> list[int]:
+        """Tokens of context that each of its requests may come to hold, those that are paused too."""
+        return [live.num_context for live in self._live] + self._choosing.contexts()
+
+    @property
     def num_cells(self) -> tuple[int, int]:
         """Cells there are, and cells in use."""
         return self.scheduler.cells.total, self.scheduler.cells.used

@@ -6,6 +6,7 @@ file and no native handle; the engine loads, the host says when.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -175,6 +176,22 @@ class Roster:
         return [_status(entry, leases.get(model, 0)) for model, entry in self._entries.items()]
 
     # ------------------------------------------------------------ what callers want
+
+    def takes_away(self, spec: ModelSpec) -> bool:
+        """Whether requests for the served model of that id would find less context, or another file."""
+        entry = self._entries.get(spec.id)
+        if entry is None:
+            return False
+        now_n_ctx = entry.spec.n_ctx or math.inf
+        return spec.path != entry.spec.path or (spec.n_ctx or math.inf) < now_n_ctx
+
+    def call_off(self, model: str) -> bool:
+        """It is not to be loaded otherwise than it was, if that was asked for; whether it was."""
+        entry = self._entries[model]
+        was_asked = entry.asked is not None and self.takes_away(entry.asked)
+        if was_asked:
+            entry.asked = None
+        return was_asked
 
     def ask(self, spec: ModelSpec, info: ModelInfo) -> None:
         """A caller wants `spec` in memory: by the engine that runs, or else by the next one."""

@@ -101,8 +101,8 @@ class Offer:
     degraded: tuple[str, ...] = ()
 
 
-def weigh(spec: ModelSpec, estimate: Estimator, budget: Budget) -> Offer:
-    """How `spec` can be had within `budget`.
+def weigh(spec: ModelSpec, estimate: Estimator, budget: Budget, least_n_ctx: int = 0) -> Offer:
+    """How `spec` can be had within `budget`, with a context of `least_n_ctx` tokens or more.
 
     First the context is made shorter, then cells are quantised (with as long a context as then fits), then
     there are fewer slots. Leaving layers on the host where an accelerator is short of memory would be the
@@ -116,11 +116,11 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: Budget) -> Offer:
     if asked.total_bytes <= budget.room_bytes:
         verdict = Verdict.TIGHT if budget.is_tight(asked.total_bytes) else Verdict.FITS
         return Offer(verdict=verdict, spec=spec, estimate=asked)
-    for smaller in smaller_forms(spec, asked):
+    for smaller in smaller_forms(spec, asked, least_n_ctx):
         found = estimate(smaller)
         if found.total_bytes <= budget.room_bytes:
             return _offer(Verdict.DEGRADED, spec, asked, smaller, found)
-    least = smallest(spec, estimate)
+    least = smallest(spec, estimate, least_n_ctx)
     needed = least.estimate.total_bytes
     if needed > budget.most_bytes:
         return least
@@ -133,19 +133,22 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: Budget) -> Offer:
     )
 
 
-def smallest(spec: ModelSpec, estimate: Estimator) -> Offer:
+def smallest(spec: ModelSpec, estimate: Estimator, least_n_ctx: int = 0) -> Offer:
     """The form of `spec` that takes least, as what is offered where not even that fits."""
     asked = estimate(spec)
-    forms = (spec, *smaller_forms(spec, asked))
+    forms = (spec, *smaller_forms(spec, asked, least_n_ctx))
     smaller, least = min(((form, estimate(form)) for form in forms), key=lambda pair: pair[1].total_bytes)
     return _offer(Verdict.TOO_LARGE, spec, asked, smaller, least)
 
 
-def smaller_forms(spec: ModelSpec, asked: Estimate) -> Iterator[ModelSpec]:
-    """`spec` cut down in every way there is, what users miss least first; `asked` is its own estimate."""
+def smaller_forms(spec: ModelSpec, asked: Estimate, least_n_ctx: int = 0) -> Iterator[ModelSpec]:
+    """`spec` cut down in every way there is, what users miss least first; `asked` is its own estimate.
+
+    No form has a shorter context than `least_n_ctx`, unless `spec` has.
+    """
     slots = (spec.num_slots, *(number for number in _SLOTS if number < spec.num_slots))
     kv_types = (spec.kv_type, *asked.smaller_kv_types)
-    contexts = tuple(_contexts(spec, asked))
+    contexts = tuple(n_ctx for n_ctx in _contexts(spec, asked) if n_ctx == spec.n_ctx or n_ctx >= least_n_ctx)
     for num_slots, kv_type, n_ctx in product(slots, kv_types, contexts):
         smaller = msgspec.structs.replace(spec, num_slots=num_slots, kv_type=kv_type, n_ctx=n_ctx)
         if smaller != spec:

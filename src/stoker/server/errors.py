@@ -34,6 +34,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
+    409: "conflict_error",
     429: "rate_limit_error",
 }
 _MESSAGES_PATH = re.compile(r"(/v1)?/messages(/.*)?")
