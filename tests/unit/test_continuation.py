@@ -124,6 +124,22 @@ def test_reasoning_is_gone_on_with() -> None:
     assert form.is_reasoning
 
 
+def test_reasoning_that_a_template_opens_or_closes_by_itself_is_as_the_given_text_needs_it() -> None:
+    """Nemotron opens it before any turn of the assistant, DeepSeek V3 closes it where nobody asks for it."""
+    opening = "{% for m in messages %}{{ '<A><think>\n' if m.role == 'assistant' else '<U>' }}{{ m.content }}"
+    prompt, form = laid_out(f"{opening}{{% endfor %}}{{# </think> #}}", said("It"))
+    assert prompt == "<U>Best book?<A><think>\n\n</think>\n\nIt"
+    assert not form.is_reasoning
+    for closed in ("<think></think>", "</think>"):
+        source = (
+            "<U>{{ messages[0].content }}{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"
+        )
+        prompt, form = laid_out(f"{source}<A>{closed}", said("", reasoning="I recall"))
+        assert prompt == "<U>Best book?<A><think>\nI recall"
+        assert form.is_reasoning
+        assert laid_out(f"{source}<A>{closed}", said("It"))[0] == f"<U>Best book?<A>{closed}It"
+
+
 def test_tags_that_the_caller_writes_are_not_written_twice() -> None:
     """The text may hold the reasoning itself, open or closed."""
     prompt, form = laid_out(R1, said("<think>\nI recall"))

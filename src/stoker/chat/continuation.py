@@ -42,7 +42,7 @@ class Continuation:
             with contextlib.suppress(InvalidRequestError):  # some templates want the user's turn last
                 before, found, _ = accepted(marked, lay_out, **{_OPEN: False}).rpartition(_MARK)
                 if found:
-                    return before
+                    return self._closed(before, tags)
         if len(marked) == 1:
             text = "a last assistant turn is continued: the template wants a turn before it"
             raise InvalidRequestError(text, param="messages")
@@ -54,14 +54,25 @@ class Continuation:
             return self.content.lstrip(WHITE).startswith(tags.opener) and tags.closer not in self.content
         return bool(self.reasoning) or is_opened_by(prompt, tags)
 
+    def _closed(self, prompt: str, tags: ReasoningTags | None) -> str:
+        """The prompt as the template wrote it; where that puts the content inside reasoning, it is closed."""
+        head = prompt.removesuffix(self.content.lstrip(WHITE)) if self.content else prompt
+        if tags is None or head == prompt or not is_opened_by(head, tags):
+            return prompt
+        return self._behind(head, tags)
+
     def _behind(self, prompt: str, tags: ReasoningTags | None) -> str:
         """The text behind a prompt that opens the assistant's turn, and perhaps its reasoning."""
         if tags is None:
             return prompt + self.content
-        is_open = is_opened_by(prompt, tags)
+        bare, is_open = prompt.rstrip(WHITE), is_opened_by(prompt, tags)
         if self.content.lstrip(WHITE).startswith(tags.opener):
-            return (prompt.rstrip(WHITE).removesuffix(tags.opener) if is_open else prompt) + self.content
-        if not (is_open or self.reasoning) or tags.closer in self.content:
+            return (bare.removesuffix(tags.opener) if is_open else prompt) + self.content
+        if tags.closer in self.content:
+            return prompt + self.content
+        if self.reasoning and bare.endswith(tags.closer):  # what the template closed was empty
+            prompt = bare.removesuffix(tags.closer).rstrip(WHITE).removesuffix(tags.opener)
+        if not (is_open or self.reasoning):
             return prompt + self.content
         opened = prompt if is_open else f"{prompt}{tags.opener}\n"
         return opened + self.reasoning + (f"\n{tags.closer}\n\n{self.content}" if self.content else "")
