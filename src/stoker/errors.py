@@ -23,12 +23,14 @@
     │   ├── TooHotError               503  the machine is too hot to load a model
     │   ├── DeviceBusyError           503  another process holds the accelerator
     │   ├── CacheFileError            500  a file of the prefix cache is damaged, gone or too large
+    │   ├── KeptRequestDamagedError   410  what was kept of a suspended request cannot be read any more
     │   └── MachineSetupError         500  a port in use, a folder that cannot be written, no compiler, ...
     ├── ModelError                the model file is at fault
     │   ├── ModelFileError            422  missing, truncated, corrupt or foreign file
     │   ├── ModelTooLargeError        422  it does not fit this machine's limit, however it is cut down
     │   ├── ReadingError              422  its answer about pictures is not of the form that was asked for
-    │   ├── ModelLoadError            503  the native library refused or crashed on it
+    │   ├── ModelLoadError            503  the native library refused it
+    │   │   └── LoadCrashedError      503  the native library crashed on it, twice
     │   └── DownloadError             503  a download failed, was corrupt or there is no network
     └── EngineError               Stoker is at fault
         ├── WorkerLostError           500  the process for templates and grammars died twice on this request
@@ -261,6 +263,13 @@ class CacheFileError(MachineError):
     http_status = 500
 
 
+class KeptRequestDamagedError(MachineError):
+    """The file of a suspended request is damaged: it does not go on; the message names where it was put."""
+
+    code = "kept_request_damaged"
+    http_status = 410
+
+
 class MachineSetupError(MachineError):
     """Something outside has to be put right by the owner of the machine."""
 
@@ -297,9 +306,18 @@ class ReadingError(ModelError):
 
 
 class ModelLoadError(ModelError):
-    """The native library refused the model or crashed on it."""
+    """The native library refused the model."""
 
     code = "model_load_failed"
+
+
+class LoadCrashedError(ModelLoadError):
+    """The native library crashed on the model; it is not loaded again unasked, until its file is replaced.
+
+    The message quotes what the library said; details carry `crashes` where the engine itself crashed.
+    """
+
+    code = "model_load_crashed"
 
 
 class DownloadError(ModelError):

@@ -22,6 +22,8 @@ ALLOWED = {
     "constraint": {"errors"},
     "request": {"errors", "constraint"},
     "values": set[str](),
+    "private": set[str](),
+    "native_crash": {"private"},
     "messages": {"errors", "request", "values"},
     "status": {"request"},
     "settings": {"errors"},
@@ -29,19 +31,19 @@ ALLOWED = {
     "backends.scored": WORDS | {"backends.protocol"},
     "backends.seeing": WORDS | {"backends.protocol"},
     "memory.ledger": set[str](),
-    "cache": WORDS | {"memory.ledger"},
+    "cache": WORDS | {"private", "memory.ledger"},
     "scheduler": WORDS | {"backends.protocol", "cache", "memory.ledger"},
     "memory.verdict": WORDS,
-    "memory": WORDS | {"memory.verdict"},
-    "lifecycle": WORDS | {"settings"},
+    "memory": WORDS | {"private", "memory.verdict"},
+    "lifecycle": WORDS | {"private", "settings"},
     "decode": WORDS | {"backends.protocol"},
     "chat": {"errors"},
     "images": WORDS | {"settings", "memory"},
-    "models": WORDS | {"backends.protocol", "memory.verdict"},
-    "backends": WORDS | VIEWS | {"backends.protocol", "models", "memory.verdict"},
+    "models": WORDS | {"private", "backends.protocol", "memory.verdict"},
+    "backends": WORDS | VIEWS | {"private", "native_crash", "backends.protocol", "models", "memory.verdict"},
     "engine": WORDS
     | VIEWS
-    | {"backends.protocol", "backends", "scheduler", "cache", "decode", "models"}
+    | {"native_crash", "backends.protocol", "backends", "scheduler", "cache", "decode", "models"}
     | {"memory", "memory.ledger", "memory.verdict", "settings", "streams"},
     "streams": WORDS,
     "fields": WORDS,
@@ -65,10 +67,32 @@ ALLOWED = {
     | {"settings", "runtime", "streams", "states", "embeddings", "reranking", "choosing"}
     | {"reading", "images"},
     "server": WORDS
-    | {"", "settings", "runtime", "streams", "chat", "states", "embeddings", "reranking", "lifecycle"}
+    | {
+        "",
+        "private",
+        "settings",
+        "runtime",
+        "streams",
+        "chat",
+        "states",
+        "embeddings",
+        "reranking",
+        "lifecycle",
+    }
     | {"choosing", "chatting", "images"},
     "cli": WORDS
-    | {"", "settings", "runtime", "streams", "server", "models", "memory", "memory.verdict", "backends"}
+    | {
+        "",
+        "private",
+        "settings",
+        "runtime",
+        "streams",
+        "server",
+        "models",
+        "memory",
+        "memory.verdict",
+        "backends",
+    }
     | {"cache", "chat", "embeddings", "reranking", "choosing", "images", "reading"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from stoker import GenerateRequest, Runtime, Sampling
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
 from stoker.lifecycle.keeper import ENDED_KEPT_S, MAX_ENDED, Keeper
-from stoker.lifecycle.kept_file import KeptFile, KeptFolder
+from stoker.lifecycle.kept_file import DamagedFile, KeptFile, KeptFolder
 from stoker.lifecycle.last_models import LastModels
 from stoker.lifecycle.transcript import Transcript
 from stoker.messages import (
@@ -142,16 +143,56 @@ def test_a_damaged_file_is_put_aside_with_a_warning(
             import hashlib  # noqa: PLC0415 - one use
 
             body = b"\x93\x01\x02\x03"
-            file.write_bytes(data[:8] + hashlib.sha256(body).digest() + body)
+            end_of_label = 44 + int.from_bytes(data[8:12], "big")
+            file.write_bytes(data[:end_of_label] + hashlib.sha256(body).digest() + body)
     folder.write(KeptFile(submit=submit("b"), shown=[]))
     folder.close()
     with caplog.at_level(logging.WARNING):
-        assert [kept.submit.request_id for kept in KeptFolder(tmp_path).take(["fake"])] == ["b"]
+        found = list(KeptFolder(tmp_path).take(["fake"]))
+    assert [kept.submit.request_id for kept in found if isinstance(kept, KeptFile)] == ["b"]
+    told = [damaged.label.id for damaged in found if isinstance(damaged, DamagedFile)]
+    assert told == ([] if damage in {"foreign", "empty"} else ["a"])
     assert "put aside" in caplog.text
     assert sorted(path.suffix for path in files(tmp_path)) == [".bad", ".request"]
 
 
+def test_files_that_were_put_aside_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPEC L2: in number and in bytes; the oldest go."""
+    monkeypatch.setattr("stoker.lifecycle.kept_file.MAX_BAD_FILES", 3)
+    for number in range(6):
+        file = tmp_path / f"{number}.request"
+        file.write_bytes(b"damaged")
+        os.utime(file, (number, number))
+    assert list(KeptFolder(tmp_path).take(["fake"])) == []
+    assert [path.name for path in files(tmp_path)] == ["3.bad", "4.bad", "5.bad"]
+    monkeypatch.setattr("stoker.lifecycle.kept_file.MAX_BAD_BYTES", 20)
+    (tmp_path / "6.request").write_bytes(b"damaged")
+    assert list(KeptFolder(tmp_path).take(["fake"])) == []
+    assert [path.name for path in files(tmp_path)] == ["5.bad", "6.bad"]
+
+
 # ------------------------------------------------------------ the keeper
+
+
+async def test_whoever_attaches_to_a_damaged_request_is_told_so(tmp_path: Path) -> None:
+    """SPEC L2, A12: by any of its names, its owner alone, and not that there is no such request."""
+    folder = KeptFolder(tmp_path)
+    folder.write(KeptFile(submit=submit("a"), shown=[], names=["xid"], owner="k"))
+    folder.close()
+    (file,) = files(tmp_path)
+    file.write_bytes(file.read_bytes()[:-3])
+    keeper = Keeper(tmp_path)
+    assert await keeper.take_up(["fake"]) == []
+    (shown,) = keeper.kept()
+    assert (shown.id, shown.names, shown.owner, shown.state) == ("a", ["xid"], "k", "ended")
+    with pytest.raises(RequestNotFoundError):
+        keeper.attach("xid", "somebody else", lambda _: None)
+    events: list[RequestEvent] = []
+    keeper.attach("xid", "k", events.append)
+    (event,) = events
+    assert isinstance(event, Failed)
+    assert event.error.code == "kept_request_damaged"
+    assert "put aside as" in event.error.message
 
 
 async def test_requests_with_a_client_lose_their_files_when_the_engine_comes_back(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from stoker.cache.prefix_file import DamagedError, NewPrefix, PrefixFile, PrefixReader, head_of
 from stoker.errors import CacheFileError, MachineSetupError
+from stoker.private import make_folder
 
 FOLDER_NAME = "prefixes"
 """Below the cache folder of the settings."""
@@ -82,7 +83,7 @@ class PrefixFolder:
         what is over the limit.
         """
         with self._usable("used"):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.folder)
             if self.folder.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 self.folder.chmod(0o700)
             self._remove_abandoned(self._now())

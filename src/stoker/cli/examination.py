@@ -25,6 +25,7 @@ from stoker.memory.profile import read_profile
 from stoker.memory.tiers import DEFAULTS, effective_limit, tier_of
 from stoker.models.projector import is_projector
 from stoker.models.store import ModelStore
+from stoker.private import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,7 +90,11 @@ def _build() -> Iterator[Finding]:
         yield Finding("build", Level.BROKEN, f"llama.cpp's bindings cannot be loaded: {error}", REBUILD)
         return
     info = " ".join(binding.llama.llama_print_system_info().decode(errors="replace").split())
-    yield Finding("build", Level.OK, f"llama-cpp-python {binding.LIBRARY_VERSION}, {binding.label()}")
+    yield Finding(
+        "build",
+        Level.OK,
+        f"llama-cpp-python {binding.LIBRARY_VERSION}, {binding.label(binding.device_names())}",
+    )
     yield Finding("build", Level.OK, info)
 
 
@@ -206,7 +211,7 @@ def _heat(settings: EngineSettings) -> Finding:
 
 def _cache_dir(folder: Path) -> Finding:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

@@ -12,6 +12,8 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings
 
+from stoker.private import make_folder
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -36,7 +38,7 @@ class TerminalReader:
     """
 
     def __init__(self, history: Path) -> None:
-        history.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(history.parent)
         history.touch(mode=0o600)
         self._session: PromptSession[str] = PromptSession(
             "> ",

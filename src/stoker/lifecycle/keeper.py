@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
-from stoker.errors import InvalidRequestError, RequestNotFoundError
+from stoker.errors import InvalidRequestError, KeptRequestDamagedError, RequestNotFoundError
 from stoker.lifecycle.kept import KeptRequest
-from stoker.lifecycle.kept_file import KeptFile, KeptFolder
+from stoker.lifecycle.kept_file import DamagedFile, KeptFile, KeptFolder
 from stoker.lifecycle.transcript import Transcript
 from stoker.messages import Failed, Finished, RequestEvent
+from stoker.request import GenerateRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from stoker.messages import Submit
-    from stoker.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,21 @@ class Keeper:
     async def take_up(self, models: Container[str]) -> list[tuple[Submit, Sink]]:
         """What a former program has left for these models, each with the sink for the host."""
         files = await asyncio.to_thread(lambda: list(self._folder.take(models)))
-        return [self._take_up(kept) for kept in files]
+        for damaged in files:
+            if isinstance(damaged, DamagedFile):
+                self._note_damaged(damaged)
+        return [self._take_up(kept) for kept in files if isinstance(kept, KeptFile)]
+
+    def _note_damaged(self, damaged: DamagedFile) -> None:
+        """Whoever attaches to it is told what became of it, for as long as an end is kept."""
+        label = damaged.label
+        request = GenerateRequest(prompt="", model=label.model, n=label.n, is_chat=label.is_chat)
+        record = _Record(label.id, request, label.names, label.owner)
+        text = f"what was kept of request {label.id} is damaged, it does not go on: {damaged.reason}"
+        record.transcript.take(Failed(label.id, KeptRequestDamagedError(text).info()))
+        record.has_client = False
+        self._records[label.id] = record
+        self._ended(record)
 
     def _take_up(self, kept: KeptFile) -> tuple[Submit, Sink]:
         record = _Record(kept.submit.request_id, kept.submit.request, kept.names, kept.owner)

@@ -5,12 +5,12 @@ Owns one small file. Whether it is used at the next start is the settings' busin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from stoker.private import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,15 +39,10 @@ class LastModels:
         if not paths or list(paths) == self._paths:
             return
         self._paths = list(paths)
-        temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
         try:
-            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"models": self._paths}), encoding="utf-8")
-            temporary.replace(self._file)
+            write_text(self._file, json.dumps({"models": self._paths}))
         except OSError as error:
             log.debug("which models are loaded cannot be remembered: %s", error)
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
     def read(self) -> tuple[str, ...]:
         """Paths of the models that were loaded last and are still there; empty where none is known."""

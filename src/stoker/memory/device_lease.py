@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from stoker.errors import DeviceBusyError, MachineSetupError
+from stoker.private import make_folder
 
 
 class DeviceLease:
@@ -68,7 +69,7 @@ class DeviceLease:
     def _lock(self, name: str) -> None:
         path = self._folder / f"device-{re.sub(r'[^A-Za-z0-9.-]', '_', name)}.lock"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise MachineSetupError(f"cannot open the lock file {path}: {error.strerror}") from None

@@ -27,6 +27,7 @@ from stoker.models.state_file import (
     read_header,
     with_metadata,
 )
+from stoker.private import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -211,7 +212,7 @@ def _taken(name: str) -> NoReturn:
 
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all, for this user only."""
-    path.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
     descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, _MODE)
     try:

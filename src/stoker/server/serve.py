@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 
 from stoker.errors import MachineSetupError
+from stoker.private import forbid_core_files
 from stoker.server.app import create_app, server_context
 from stoker.server.inbound.connections import Connection, Connections
 from stoker.server.inbound.descriptors import connections_within, raise_limit
@@ -188,6 +189,7 @@ def run_server(engine_settings: EngineSettings, server_settings: ServerSettings)
         MachineSetupError: the port or the key file is no good.
         StokerError: a model cannot be served.
     """
+    forbid_core_files()  # one would hold prompts and keys
     listener = bind(server_settings.host, server_settings.port)
     raise_limit(server_settings.max_connections)
     with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:

@@ -1,0 +1,56 @@
+"""What holds prompts, answers and keys is its owner's alone: folders, files, and the memory of a crash."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are missing, each for its owner alone; one that is there stays.
+
+    `Path.mkdir` gives its mode to the last folder only.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        if folder == folder.parent:
+            break
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(mode=FOLDER_MODE, exist_ok=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Put a file in place in one move, readable by its owner alone; its folder is made if it is missing.
+
+    Raises:
+        OSError: it cannot be written; what was there before stays.
+    """
+    make_folder(file.parent)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def forbid_core_files() -> None:
+    """A crash of this process and of its children leaves no file with its memory."""
+    if sys.platform != "win32":
+        import resource  # noqa: PLC0415 - not on every system
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
