@@ -10,6 +10,7 @@ import pytest
 from stoker.engine.carrier import EngineExit
 from stoker.engine.death import OomCounter, judge
 from stoker.engine.state import EngineState, Lifecycle
+from stoker.engine.step_clock import UNMEASURED_STEP_S, StepClock
 from stoker.engine.watchdog import Backoff, Watchdog
 from stoker.messages import Heartbeat
 
@@ -65,6 +66,84 @@ def test_a_front_that_stood_still_does_not_blame_the_engine() -> None:
     assert watchdog.check(60.0) is None
     assert checks(watchdog, 60.5, 63.0) is None
     assert watchdog.check(63.5) is not None
+
+
+def test_a_tree_that_stood_still_in_a_step_is_not_taken_for_hung() -> None:
+    """L3, A10: the engine leaves the time out, and the front forgets what it heard before it."""
+    clock = FakeClock(10.0)
+    watchdog = Watchdog(3.0, now=0.0)
+    clock.begin(1)
+    for _ in range(4):
+        clock.time_s += 0.5
+        watchdog.beat(clock.heartbeat(), clock.time_s)
+        assert watchdog.check(clock.time_s) is None
+    clock.time_s += 450.0  # SIGSTOP to all, or the lid of a laptop
+    assert watchdog.check(clock.time_s) is None
+    assert watchdog.stalled_s == pytest.approx(449.5)
+    for _ in range(40):
+        watchdog.beat(clock.heartbeat(), clock.time_s)
+        assert watchdog.check(clock.time_s) is None
+        clock.time_s += 0.5
+    assert clock.end(1) == pytest.approx(22.5, abs=1.0)
+
+
+def test_a_step_that_hangs_is_found_after_a_stall_too() -> None:
+    """L3, A10: what it takes before and after counts."""
+    clock = FakeClock(10.0)
+    watchdog = Watchdog(3.0, now=0.0)
+    clock.begin(1)
+    clock.heartbeat()
+    clock.time_s += 450.0
+    watchdog.check(clock.time_s)
+    found = None
+    while found is None:
+        clock.time_s += 0.5
+        watchdog.beat(clock.heartbeat(), clock.time_s)
+        found = watchdog.check(clock.time_s)
+    assert found == "a step is 0.5 s over its limit"
+    assert clock.time_s == pytest.approx(450.0 + UNMEASURED_STEP_S, abs=1.0)
+
+
+def test_a_stall_teaches_nothing_of_what_a_token_costs() -> None:
+    """L3, A10: though the step ends before the next reading; without readings nothing is known of it."""
+    clock = FakeClock(10.0)
+    clock.heartbeat()
+    clock.begin(1)
+    clock.time_s += 45.0
+    assert clock.end(1) == pytest.approx(0.5)
+    clock.begin(1)
+    assert clock.heartbeat().step_limit_s == 10.0
+    unread = FakeClock(10.0)
+    unread.begin(1)
+    unread.time_s += 45.0
+    assert unread.end(1) == 45.0
+
+
+def test_a_stall_that_ended_before_a_step_is_not_its_own() -> None:
+    """L3, A10: a step is not excused for longer than it has run."""
+    clock = FakeClock(10.0)
+    clock.heartbeat()
+    clock.time_s += 450.0
+    clock.begin(1)
+    clock.time_s += 0.1
+    assert clock.heartbeat().step_s == 0.0
+    clock.time_s += 0.5
+    assert clock.heartbeat().step_s == pytest.approx(0.5)
+
+
+class FakeClock(StepClock):
+    """A step clock whose time is the test's."""
+
+    time_s = 0.0
+
+    def now(self) -> float:  # type: ignore[override]
+        """What the test says."""
+        return self.time_s
+
+    def heartbeat(self) -> Heartbeat:
+        """As the engine sends it."""
+        step_s, limit_s = self.read()
+        return Heartbeat(step_s=step_s, step_limit_s=limit_s)
 
 
 def test_the_delay_doubles_up_to_two_seconds_and_health_forgets_it() -> None:

@@ -12,10 +12,13 @@ UNMEASURED_STEP_S = 60.0
 """What the first step may take, before any was measured: weights may still come from the disk."""
 SLACK = 10.0
 """A step may take that many times its prediction, and never less than the watchdog's time."""
+READ_EVERY_S = 0.5
+STALL_S = 1.0
+"""A reading this late means that the process stood still: it was stopped, or the whole machine was."""
 
 
 class StepClock:
-    """Times each native step.
+    """Times each native step. Time in which the process stood still does not count.
 
     Attributes:
         num_steps: steps that succeeded.
@@ -28,6 +31,8 @@ class StepClock:
         self.busy_s = 0.0
         self._token_s: float | None = None
         self._running: tuple[float, float] | None = None
+        self._read_s: float | None = None
+        self._stalled = (0.0, 0.0)  # the start of a step, and how long it has stood still
 
     def __repr__(self) -> str:
         return f"<StepClock {self.num_steps} steps, {(self._token_s or 0.0) * 1000:.2f} ms a token at most>"
@@ -44,7 +49,7 @@ class StepClock:
             Seconds it took.
         """
         assert self._running is not None, "a step ended that had not begun"
-        took_s = self.now() - self._running[0]
+        took_s = self._spent_s(self._running[0], self.now())
         self._running = None
         token_s = took_s / num_tokens
         self._token_s = max(token_s, 0.99 * (self._token_s or 0.0))
@@ -62,9 +67,25 @@ class StepClock:
         return time.monotonic()
 
     def read(self) -> tuple[float, float]:
-        """Seconds the running step has taken and may take; (0, watchdog_s) between steps."""
-        running = self._running
+        """Seconds the running step has taken and may take; (0, watchdog_s) between steps.
+
+        Called every READ_EVERY_S by one thread, or never.
+        """
+        now, running = self.now(), self._running
         if running is None:
+            self._read_s = now
             return 0.0, self.watchdog_s
         started_s, limit_s = running
-        return self.now() - started_s, limit_s
+        spent_s = self._spent_s(started_s, now)
+        self._stalled = (started_s, now - started_s - spent_s)
+        self._read_s = now
+        return spent_s, limit_s
+
+    def _spent_s(self, started_s: float, now: float) -> float:
+        """How long a step has run: a reading that is overdue shows that the whole process has not."""
+        step_s, stalled_s = self._stalled
+        if step_s != started_s:
+            stalled_s = 0.0
+        if self._read_s is not None and (late_s := now - self._read_s - READ_EVERY_S) > STALL_S:
+            stalled_s += late_s
+        return max(0.0, now - started_s - stalled_s)

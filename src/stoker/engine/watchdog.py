@@ -31,6 +31,8 @@ class Watchdog:
         self._last_sign = now
         self._last_check = now
         self._step_excess_s = 0.0
+        self.stalled_s = 0.0
+        """How long the front itself stood still meanwhile, as far as checks were late."""
 
     def __repr__(self) -> str:
         return f"<Watchdog limit_s={self._limit_s} excess_s={self._step_excess_s:.1f}>"
@@ -54,8 +56,9 @@ class Watchdog:
         """Why the engine has to be killed, or None."""
         late_s = now - self._last_check - self.period_s
         self._last_check = now
-        if late_s > FRONT_STALL_S:
-            self._last_sign = now
+        if late_s > FRONT_STALL_S:  # what was heard before says nothing any more
+            self.stalled_s += late_s
+            self._last_sign, self._step_excess_s = now, 0.0
             return None
         silence_s = now - self._last_sign
         if silence_s > self._limit_s:
