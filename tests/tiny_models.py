@@ -158,6 +158,22 @@ def write_llama(path: Path, seed: int = 7, *, is_tied: bool = False, context: in
     return _write(path, _Model("llama", keys, [_NORM | _ATTENTION | _FFN] * 2, outer), seed)
 
 
+def write_crashing_llama(path: Path) -> Path:
+    """Like `write_llama`, but its values are narrower than its keys: llama.cpp ends as it makes a context."""
+    narrow = HEAD_WIDTH // 2
+    keys = {
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": SHARED_HEADS,
+        "attention.key_length": HEAD_WIDTH,
+        "attention.value_length": narrow,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": HEAD_WIDTH,
+    }
+    values: Shapes = {"attn_v.weight": (SHARED_HEADS * narrow, WIDTH)}
+    outer: Shapes = {"output.weight": (len(TOKENS), WIDTH)}
+    return _write(path, _Model("llama", keys, [_NORM | _ATTENTION | values | _FFN] * 2, outer), 7)
+
+
 def write_gemma3(path: Path, seed: int = 7) -> Path:
     """A decoder of six layers, five of which see the last 32 tokens only."""
     keys = {

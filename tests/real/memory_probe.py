@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stoker.backends.llama import encoder, seq2seq
 from stoker.backends.llama.backend import LlamaBackend, load
-from stoker.backends.llama.binding import label, start
+from stoker.backends.llama.binding import device_names, label, start
 from stoker.backends.llama.smoke import verdict_of
 from stoker.backends.protocol import BatchPlan, Conditioning, ModelClass, PlanItem
 from stoker.models.gguf import read_header
@@ -78,7 +78,7 @@ def main() -> None:
     spec, smoke_dir = ModelSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
     header = read_header(spec.path)
     start()
-    label()
+    label(device_names())
     verdict_of(header, smoke_dir)
     gc.collect()
     probes = {ModelClass.ENCODER: probe_encoder, ModelClass.ENCODER_DECODER: probe_seq2seq}

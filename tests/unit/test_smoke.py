@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tiny_models
 from stoker.backends.llama import SmokeSetting, load, smoke, verdict_for
-from stoker.errors import ModelFileError, ModelLoadError
+from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.opening import try_in_child
+from stoker.errors import LoadCrashedError, ModelFileError, ModelLoadError
+from stoker.models.gguf import read_header
+from stoker.native_crash import MAX_CHARS, native_text
 from stoker.values import ModelSpec
 from tiny_models import write_llama
 
@@ -27,9 +33,9 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     runs: list[str] = []
     run = smoke._run_trial
 
-    def counted(path: Path, extra_bufts: str, on_wait: Any) -> Any:
-        runs.append(extra_bufts)
-        return run(path, extra_bufts, on_wait)
+    def counted(path: Path, setting: SmokeSetting, on_wait: Any) -> Any:
+        runs.append(str(setting))
+        return run(path, setting, on_wait)
 
     monkeypatch.setattr(smoke, "_run_trial", counted)
     return runs
@@ -48,7 +54,7 @@ def test_a_working_library_is_tried_once_and_remembered(
     assert first.setting is SmokeSetting.OK
     assert first.label.startswith("llama.cpp · ")
     assert verdict_for(model_path, tmp_path) == first
-    assert trials == ["on"]
+    assert trials == ["ok"]
     assert stat.S_IMODE((tmp_path / "smoke.json").stat().st_mode) == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["smoke.json"]
 
@@ -98,7 +104,7 @@ def test_a_crash_with_repacked_weights_leads_to_the_safe_setting(
         ModelSpec(id="m", path=str(model_path), n_ctx=256, num_threads=1), cache_dir=tmp_path
     ) as backend:
         assert backend.uses_extra_bufts is False
-    assert trials == ["on", "off"]
+    assert trials == ["ok", "no_extra_bufts"]
 
 
 def test_a_library_that_crashes_either_way_is_broken_and_tried_again(
@@ -110,7 +116,7 @@ def test_a_library_that_crashes_either_way_is_broken_and_tried_again(
         load(ModelSpec(id="m", path=str(model_path)), cache_dir=tmp_path)
     monkeypatch.delenv("STOKER_SMOKE_FAULT")
     assert verdict_for(model_path, tmp_path).setting is SmokeSetting.OK
-    assert trials == ["on", "off", "on"]
+    assert trials == ["ok", "no_extra_bufts", "ok"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\x00", b'{"k": 1}'])
@@ -120,7 +126,7 @@ def test_a_damaged_memory_is_ignored_and_written_anew(
     """SPEC R9: a corrupt file costs a trial, nothing else."""
     (tmp_path / "smoke.json").write_bytes(content)
     assert verdict_for(model_path, tmp_path).setting is SmokeSetting.OK
-    assert trials == ["on"]
+    assert trials == ["ok"]
     assert any(isinstance(entry, dict) and entry["setting"] == "ok" for entry in remembered(tmp_path))
 
 
@@ -133,7 +139,7 @@ def test_another_build_or_cpu_is_tried_for_itself(
     verdict_for(model_path, tmp_path)
     monkeypatch.setattr(smoke, "LIBRARY_VERSION", "another")
     verdict_for(model_path, tmp_path)
-    assert trials == ["on", "on", "on"]
+    assert trials == ["ok", "ok", "ok"]
     assert len(remembered(tmp_path)) == 3
 
 
@@ -164,3 +170,98 @@ def test_a_file_that_is_no_model_is_not_tried(tmp_path: Path, trials: list[str])
     with pytest.raises(ModelFileError):
         verdict_for(foreign, tmp_path)
     assert trials == []
+
+
+CARD = (("CUDA", "a card"),)
+
+
+def test_a_crash_with_an_accelerator_leads_to_the_cpu(
+    model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: tried without it, labelled and remembered so; with other devices it is tried anew."""
+    monkeypatch.setattr(smoke, "device_names", lambda: CARD)
+    monkeypatch.setenv("STOKER_SMOKE_FAULT", "segv-offload")
+    verdict = verdict_for(model_path, tmp_path)
+    assert verdict.setting is SmokeSetting.NO_OFFLOAD
+    assert (verdict.setting.uses_extra_bufts, verdict.setting.offloads) == (True, False)
+    assert verdict.label.startswith("llama.cpp · CPU")
+    assert "SIGSEGV" in verdict.detail
+    assert trials == ["ok", "no_extra_bufts", "no_offload"]
+    assert verdict_for(model_path, tmp_path) == verdict
+    with load(
+        ModelSpec(id="m", path=str(model_path), n_ctx=256, num_threads=1), cache_dir=tmp_path
+    ) as backend:
+        assert backend.capabilities.computes_on_cpu
+    assert len(trials) == 3
+    monkeypatch.setattr(smoke, "device_names", lambda: ())
+    monkeypatch.delenv("STOKER_SMOKE_FAULT")
+    assert verdict_for(model_path, tmp_path).setting is SmokeSetting.OK
+
+
+def test_whatever_crashes_with_an_accelerator_and_repacked_is_tried_at_its_plainest(
+    model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: with neither, and where that crashes too it is a crash, not a refusal."""
+    monkeypatch.setattr(smoke, "device_names", lambda: CARD)
+    monkeypatch.setenv("STOKER_SMOKE_FAULT", "segv-always")
+    verdict = verdict_for(model_path, tmp_path)
+    assert (verdict.setting, verdict.has_crashed) == (SmokeSetting.BROKEN, True)
+    assert trials == ["ok", "no_extra_bufts", "no_offload", "plain"]
+
+
+def test_a_model_without_an_accelerator_uses_none(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPEC R9: none is in its label, whatever the machine has."""
+    monkeypatch.setattr("stoker.backends.llama.model.device_names", lambda: CARD)
+    with closing(LlamaModel(ModelOptions(path=model_path, offloads=False))) as model:
+        assert model.devices == ()
+
+
+def test_a_file_that_crashes_is_refused_with_what_native_code_said(tmp_path: Path) -> None:
+    """SPEC R9, L3: the message quotes it; nothing is remembered of the file or its kind."""
+    bad = tiny_models.write_crashing_llama(tmp_path / "bad.gguf")
+    with pytest.raises(LoadCrashedError, match=r"SIGABRT: .*GGML_ASSERT"):
+        load(ModelSpec(id="m", path=str(bad)), cache_dir=tmp_path)
+    assert not (tmp_path / "smoke.json").exists()
+
+
+def test_a_suspect_is_tried_itself_and_remembered_by_its_file(
+    tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9, L3: whatever is known of its kind; another file in its place is not what was tried."""
+    path = tiny_models.write_llama(tmp_path / "m.gguf")
+    other = tiny_models.write_llama(tmp_path / "other.gguf", seed=8)
+    assert verdict_for(path, tmp_path).setting is SmokeSetting.OK
+    monkeypatch.setenv("STOKER_SMOKE_FAULT", "segv")
+    try_in_child(read_header(path), None, tmp_path)
+    monkeypatch.delenv("STOKER_SMOKE_FAULT")
+    assert trials == ["ok", "ok", "no_extra_bufts"]
+    assert verdict_for(path, tmp_path).setting is SmokeSetting.NO_EXTRA_BUFTS
+    assert verdict_for(other, tmp_path).setting is SmokeSetting.OK
+    tiny_models.write_llama(path, seed=9, context=512)
+    assert verdict_for(path, tmp_path).setting is SmokeSetting.OK
+    assert len(trials) == 3
+
+
+def test_files_that_are_remembered_by_themselves_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: the oldest is forgotten; what is known of kinds stays."""
+    monkeypatch.setattr(smoke, "MAX_FILE_VERDICTS", 2)
+    fine = smoke._Outcome(is_ok=True, is_refusal=False, is_telling=True, detail="", label="x")
+    monkeypatch.setattr(smoke, "_run_trial", lambda *_: fine)
+    headers = [read_header(tiny_models.write_llama(tmp_path / f"{n}.gguf", seed=n)) for n in range(4)]
+    smoke.verdict_of(headers[0], tmp_path)
+    for header in headers:
+        smoke.verdict_of_file(header, tmp_path)
+    known = json.loads((tmp_path / "smoke.json").read_text())
+    assert [key.startswith("file:") for key in known] == [False, True, True]
+    assert smoke._file_key(headers[3]) in known
+
+
+def test_native_text_is_what_stands_before_the_dump_of_threads() -> None:
+    """L3: its last lines and the dump's first, bounded; empty where nothing was said."""
+    said = b"one\n\ntwo\nFatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File x\n"
+    assert native_text(said) == "one | two | Fatal Python error: Aborted"
+    assert native_text(b"") == ""
+    assert len(native_text(b"x" * 9999)) == MAX_CHARS
+    assert native_text(b"".join(b"%d\n" % n for n in range(20))).split(" | ")[0] == "12"

@@ -11,7 +11,6 @@ buffer is full.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
 import socket
@@ -19,14 +18,16 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from stoker.engine.step_clock import READ_EVERY_S
 from stoker.engine.wire import command_decoder, encode_events
+from stoker.native_crash import prepare_to_crash
 
 if TYPE_CHECKING:
     from stoker.engine.inbox import Inbox
     from stoker.messages import Event, Heartbeat
     from stoker.settings import EngineSettings
 
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = READ_EVERY_S
 ORPHAN_GRACE_S = 2.0
 READ_BYTES = 256 * 1024
 
@@ -100,10 +101,9 @@ def start_heartbeat(read: Callable[[], Heartbeat], writer: EventWriter, is_done:
 
 
 def prepare_signals() -> None:
-    """Leave Ctrl-C and a service manager's SIGTERM to the front; say where native code crashed."""
+    """Leave Ctrl-C and a service manager's SIGTERM to the front."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
 
 
 def limit_allocator(memory_limit: int | None) -> None:
@@ -125,11 +125,19 @@ def open_front(descriptor: int) -> socket.socket:
 
 def engine_loop(inbox: Inbox, publish: Publish, settings: EngineSettings) -> RunsEngine:
     """The real engine; imported late, so that a front with a child process loads no native code."""
-    import llama_cpp  # noqa: F401, PLC0415 - before numpy: the other order has crashed with CUDA
-
+    load_native()
     from stoker.engine.loop import EngineLoop  # noqa: PLC0415 - see above
 
     return EngineLoop(inbox, publish, settings)
+
+
+def load_native() -> None:
+    """Load llama.cpp's libraries, which have to come before numpy's.
+
+    A toolchain may link the C++ runtime into each library; then numpy's brings in the system's, and code that
+    uses both crashes while a vocabulary is loaded.
+    """
+    import llama_cpp  # noqa: F401, PLC0415 - for its effect
 
 
 def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
@@ -143,8 +151,11 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
         Exit status 0 after an orderly shutdown; anything unexpected leaves as a traceback and status 1.
     """
     prepare_signals()
-    from stoker.engine.inbox import Inbox  # noqa: PLC0415 - these imports take a while: signals come first
-    from stoker.settings import EngineSettings  # noqa: PLC0415 - likewise
+    prepare_to_crash()
+    if make_engine is engine_loop:
+        load_native()
+    from stoker.engine.inbox import Inbox  # noqa: PLC0415 - imports numpy
+    from stoker.settings import EngineSettings  # noqa: PLC0415 - takes a while: signals come first
 
     descriptor, settings_json = arguments
     sock = open_front(int(descriptor))

@@ -9,13 +9,12 @@ import contextlib
 import os
 import threading
 
+from stoker.native_crash import native_text
+
 KEPT_BYTES = 32 * 1024
 """Holds the dump of every thread's stack that Python writes at a crash, and what was said before it."""
-MAX_LINES = 8
-MAX_CHARS = 500
 _READ_BYTES = 8192
 _STDERR = 2
-_DUMP_HEAD = "Fatal Python error:"
 
 
 class StderrTail:
@@ -57,18 +56,3 @@ class StderrTail:
                 del self._kept[:-KEPT_BYTES]
                 with contextlib.suppress(OSError):  # this program's stderr may be closed or full
                     os.write(_STDERR, data)
-
-
-def native_text(said: bytes) -> str:
-    """The last lines before Python's dump of its threads, and the dump's first; at most MAX_CHARS.
-
-    Args:
-        said: the end of what a process wrote to its stderr.
-    """
-    lines: list[str] = []
-    for line in said.decode(errors="replace").splitlines():
-        if line.strip():
-            lines.append(line.strip())
-        if line.startswith(_DUMP_HEAD):
-            break
-    return " | ".join(lines[-MAX_LINES:])[-MAX_CHARS:]

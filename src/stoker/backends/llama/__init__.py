@@ -1,5 +1,7 @@
 """llama.cpp as a backend."""
 
+import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_native`
+
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.smoke import SmokeSetting, SmokeVerdict, verdict_for
 

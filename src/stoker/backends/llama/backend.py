@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
-from stoker.backends.llama.binding import device_names, label
+from stoker.backends.llama.binding import label
 from stoker.backends.llama.choices import ChoiceScoring
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
@@ -318,21 +318,21 @@ def _add_drafter(backend: LlamaBackend, spec: ModelSpec, model: LlamaModel) -> N
 
 def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
-    key_type = _key_type(spec)
+    key_type = _key_type(spec, model)
     return ContextOptions(
         num_cells=spec.n_ctx or model.n_ctx_train,
         n_batch=spec.n_batch,
         num_sequences=num_sequences(spec.num_slots),
         num_threads=spec.num_threads or num_physical_cores(),
         key_type=key_type,
-        keeps_order=key_type is not KeyType.F16 and not device_names() and model.keeps_every_cell,
+        keeps_order=key_type is not KeyType.F16 and not model.devices and model.keeps_every_cell,
     )
 
 
-def _key_type(spec: ModelSpec) -> KeyType:
+def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:
     """What was asked for; else what computes repeatably here and takes two bytes."""
     if not spec.kv_type:
-        return KeyType.F16 if device_names() else KeyType.BF16
+        return KeyType.F16 if model.devices else KeyType.BF16
     try:
         return KeyType(spec.kv_type)
     except ValueError:
@@ -345,7 +345,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) 
         model_class=header.model_class,
         architecture=header.architecture,
         description=model.description,
-        label=label(),
+        label=label(model.devices),
         n_vocab=model.vocabulary.n_vocab,
         n_ctx=min(context.num_cells, model.n_ctx_train or context.num_cells),
         n_ctx_train=model.n_ctx_train,
@@ -358,7 +358,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) 
         flash_attention=context.flash_attention,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,
-        computes_on_cpu=not device_names(),
+        computes_on_cpu=not model.devices,
         adapters=tuple(context.adapters.fingerprints.items()) if context.adapters else (),
     )
 

@@ -151,9 +151,12 @@ def device_names() -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def label() -> str:
-    """What computes, for people: "llama.cpp · CPU AVX512", "llama.cpp · CUDA NVIDIA H200" (SPEC R9)."""
-    devices = device_names()
+def label(devices: tuple[tuple[str, str], ...]) -> str:
+    """What computes, for people: "llama.cpp · CPU AVX512", "llama.cpp · CUDA NVIDIA H200" (SPEC R9).
+
+    Args:
+        devices: those of `device_names` that are used.
+    """
     if devices:
         return f"llama.cpp · {devices[0][0]} {devices[0][1]}"
     info = llama.llama_print_system_info().decode(errors="replace")

@@ -109,7 +109,9 @@ def open_draft(path: str, target: LlamaModel, num_cells: int, num_threads: int) 
         ModelLoadError: llama.cpp refused it.
         UnsupportedError: its vocabulary is another one, or it cannot go back.
     """
-    options = ModelOptions(path=Path(path), use_extra_bufts=target.uses_extra_bufts)
+    options = ModelOptions(
+        path=Path(path), use_extra_bufts=target.uses_extra_bufts, offloads=bool(target.devices)
+    )
     model = LlamaModel(options)
     try:
         _check(model, target)

@@ -21,7 +21,7 @@ import numpy as np
 
 from stoker.backends.encoding import check_texts
 from stoker.backends.llama.batch import TokenBatch
-from stoker.backends.llama.binding import capture_log, device_names, error_text, label, llama
+from stoker.backends.llama.binding import capture_log, error_text, label, llama
 from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.threads import num_physical_cores
@@ -222,7 +222,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, spec: ModelSpec) -> Cap
         model_class=header.model_class,
         architecture=header.architecture,
         description=model.description,
-        label=label(),
+        label=label(model.devices),
         n_vocab=model.vocabulary.n_vocab,
         n_ctx=context_length_of(header, spec),
         n_ctx_train=header.n_ctx_train,
@@ -235,7 +235,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, spec: ModelSpec) -> Cap
         flash_attention="auto",
         can_trim=False,
         can_fork=False,
-        computes_on_cpu=not device_names(),
+        computes_on_cpu=not model.devices,
     )
 
 

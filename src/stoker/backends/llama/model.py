@@ -28,11 +28,13 @@ class ModelOptions:
     Attributes:
         path: the GGUF file.
         use_extra_bufts: let the CPU repack weights for its special instructions; see `smoke`.
+        offloads: use an accelerator, if there is one.
         on_progress: told the fraction loaded, 0 to 1, on the loading thread; what it raises ends the load.
     """
 
     path: Path
     use_extra_bufts: bool = True
+    offloads: bool = True
     on_progress: Callable[[float], None] | None = None
 
 
@@ -66,6 +68,7 @@ class LlamaModel:
     def __init__(self, options: ModelOptions) -> None:
         self.path = options.path
         self.uses_extra_bufts = options.use_extra_bufts
+        self.devices = device_names() if options.offloads else ()
         if not self.path.is_file():
             raise ModelFileError(f"there is no model file {self.path}", path=str(self.path))
         self.handle: int | None = self._load(options)
@@ -124,7 +127,10 @@ class LlamaModel:
         progress = _Progress(options.on_progress)
         params = llama.llama_model_default_params()
         params.use_extra_bufts = options.use_extra_bufts
-        params.n_gpu_layers = _ALL_LAYERS if device_names() else 0
+        params.n_gpu_layers = _ALL_LAYERS if self.devices else 0
+        no_devices = (ctypes.c_void_p * 1)(None)  # an empty list, ended by its null
+        if not self.devices:
+            params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
         params.progress_callback = progress.native
         with capture_log() as lines:
             handle = llama.llama_model_load_from_file(str(options.path).encode(), params)

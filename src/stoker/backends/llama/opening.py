@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from stoker.backends.llama.model import ModelOptions
-from stoker.backends.llama.smoke import SmokeSetting, verdict_of
-from stoker.errors import ModelLoadError
+from stoker.backends.llama.smoke import SmokeSetting, SmokeVerdict, verdict_of, verdict_of_file
+from stoker.errors import LoadCrashedError, ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.models.gguf import GgufHeader
 
+    OnProgress = Callable[[float], None]
 
-def tried_options(
-    header: GgufHeader, on_progress: Callable[[float], None] | None, cache_dir: Path | None
-) -> ModelOptions:
+
+def tried_options(header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None) -> ModelOptions:
     """How to load a file, after a smoke decode in a child process where none is remembered.
 
     Args:
@@ -28,16 +28,37 @@ def tried_options(
         cache_dir: where verdicts are remembered; None: this user's cache folder.
 
     Raises:
-        ModelLoadError: llama.cpp crashes on it.
+        LoadCrashedError: llama.cpp crashes on it; the message quotes what it said.
+        ModelLoadError: llama.cpp refuses it, or computes nonsense.
     """
-    folder = cache_dir or Path(platformdirs.user_cache_dir("stoker"))
-    verdict = verdict_of(header, folder, lambda: on_progress(0.0) if on_progress else None)
-    if verdict.setting is SmokeSetting.BROKEN:
-        raise ModelLoadError(
-            f"{header.path.name} cannot be run here: {verdict.detail}", path=str(header.path)
-        )
+    verdict = verdict_of(header, _folder(cache_dir), _asking(on_progress))
+    _refuse_broken(header, verdict)
     return ModelOptions(
         path=header.path,
-        use_extra_bufts=verdict.setting is SmokeSetting.OK,
+        use_extra_bufts=verdict.setting.uses_extra_bufts,
+        offloads=verdict.setting.offloads,
         on_progress=on_progress,
     )
+
+
+def try_in_child(header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None) -> None:
+    """Have a child process load and run this very file, whatever is remembered of its kind.
+
+    What is found is remembered for this file, so that `tried_options` gives it. Args and errors are those of
+    `tried_options`.
+    """
+    _refuse_broken(header, verdict_of_file(header, _folder(cache_dir), _asking(on_progress)))
+
+
+def _folder(cache_dir: Path | None) -> Path:
+    return cache_dir or Path(platformdirs.user_cache_dir("stoker"))
+
+
+def _asking(on_progress: OnProgress | None) -> Callable[[], None]:
+    return lambda: on_progress(0.0) if on_progress else None
+
+
+def _refuse_broken(header: GgufHeader, verdict: SmokeVerdict) -> None:
+    if verdict.setting is SmokeSetting.BROKEN:
+        kind = LoadCrashedError if verdict.has_crashed else ModelLoadError
+        raise kind(f"{header.path.name} cannot be run here: {verdict.detail}", path=str(header.path))

@@ -2,8 +2,9 @@
 
 A build may crash in its first decode, e.g. where the compiler spoilt the CPU's matrix instructions. So a
 child process (`trial`) decodes a few tokens; if it dies, another one tries without repacked weights, which
-keeps clear of those instructions. What was found is remembered for this build, this CPU and the model's
-architecture and element types.
+keeps clear of those instructions, and where there is an accelerator others without it. What was found is
+remembered for this build, these devices and the model's architecture and element types; for a file whose load
+has ended an engine, which is tried itself, for that file.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,8 +23,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION
+from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, device_names
 from stoker.models.gguf import read_header
+from stoker.native_crash import native_text
+from stoker.private import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,9 @@ TRIAL_TIMEOUT_S = 300.0
 ASK_EVERY_S = 0.1
 VERDICT_FILE = "smoke.json"
 MAX_DETAIL_CHARS = 500
+MAX_FILE_VERDICTS = 64
+"""Files that are remembered by themselves; past this the oldest is forgotten."""
+_FILE_KEY = "file:"
 
 _logger = logging.getLogger(__name__)
 
@@ -48,11 +52,23 @@ _CRASH_SIGNALS = frozenset(
 
 
 class SmokeSetting(StrEnum):
-    """What works: everything, everything but repacked weights, or nothing."""
+    """What works: everything, without repacked weights, without the accelerator, without both, or nothing."""
 
     OK = "ok"
     NO_EXTRA_BUFTS = "no_extra_bufts"
+    NO_OFFLOAD = "no_offload"
+    PLAIN = "plain"
     BROKEN = "broken"
+
+    @property
+    def uses_extra_bufts(self) -> bool:
+        """Whether weights may be repacked."""
+        return self in {SmokeSetting.OK, SmokeSetting.NO_OFFLOAD}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether an accelerator may be used."""
+        return self in {SmokeSetting.OK, SmokeSetting.NO_EXTRA_BUFTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +79,25 @@ class SmokeVerdict:
         setting: how models of these element types can be loaded.
         detail: why it is not `ok`; empty if it is.
         label: what computes, for people; empty if nothing does.
+        has_crashed: it is broken, and each trial died of native code.
     """
 
     setting: SmokeSetting
     detail: str
     label: str
+    has_crashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How one child ended; `is_telling` where that is due to build and CPU, not to the moment."""
+    """How one child ended; `is_telling` where that is due to build and device, not to the moment."""
 
     is_ok: bool
     is_refusal: bool
     is_telling: bool
     detail: str
     label: str = ""
+    has_crashed: bool = False
 
 
 def verdict_for(path: Path, cache_dir: Path) -> SmokeVerdict:
@@ -100,14 +119,27 @@ def verdict_of(
     file = cache_dir / VERDICT_FILE
     key = _key(header)
     known = _read(file)
-    verdict = _decoded(known.get(key))
+    verdict = _decoded(known.get(_file_key(header))) or _decoded(known.get(key))
     if verdict is not None:
         return verdict
     verdict, is_lasting = _try_settings(header.path, on_wait or _wait_on)
-    if verdict.setting is not SmokeSetting.OK:
-        _logger.warning("smoke decode of %s: %s: %s", header.path.name, verdict.setting, verdict.detail)
     if is_lasting:
         _write(file, {**_read(file), key: asdict(verdict)})
+    return verdict
+
+
+def verdict_of_file(
+    header: GgufHeader, cache_dir: Path, on_wait: Callable[[], None] | None = None
+) -> SmokeVerdict:
+    """Like `verdict_of`, found now for this very file, and remembered for it unless it is broken."""
+    verdict, is_lasting = _try_settings(header.path, on_wait or _wait_on)
+    if is_lasting:
+        file = cache_dir / VERDICT_FILE
+        known = {**_read(file), _file_key(header): asdict(verdict)}
+        files = [key for key in known if key.startswith(_FILE_KEY)]
+        for oldest in files[: max(0, len(files) - MAX_FILE_VERDICTS)]:
+            del known[oldest]
+        _write(file, known)
     return verdict
 
 
@@ -117,19 +149,29 @@ def _wait_on() -> None:
 
 def _try_settings(path: Path, on_wait: Callable[[], None]) -> tuple[SmokeVerdict, bool]:
     """The verdict, and whether it lasts: not if a child was killed from outside or took too long."""
-    full = _run_trial(path, "on", on_wait)
-    if full.is_ok:
-        return SmokeVerdict(SmokeSetting.OK, "", full.label), True
-    if full.is_refusal:
-        return SmokeVerdict(SmokeSetting.BROKEN, full.detail, full.label), False
-    safe = _run_trial(path, "off", on_wait)
-    if safe.is_ok:
-        return SmokeVerdict(SmokeSetting.NO_EXTRA_BUFTS, full.detail, safe.label), full.is_telling
-    return SmokeVerdict(SmokeSetting.BROKEN, f"{full.detail}; without repacking: {safe.detail}", ""), False
+    settings = [SmokeSetting.OK, SmokeSetting.NO_EXTRA_BUFTS]
+    if device_names():
+        settings += [SmokeSetting.NO_OFFLOAD, SmokeSetting.PLAIN]
+    failed: list[_Outcome] = []
+    for setting in settings:
+        found = _run_trial(path, setting, on_wait)
+        if found.is_refusal and not failed:
+            return SmokeVerdict(SmokeSetting.BROKEN, found.detail, found.label), False
+        if found.is_ok:
+            detail = failed[0].detail if failed else ""
+            if failed:
+                _logger.warning("smoke decode of %s: %s, because %s", path.name, setting, detail)
+            return SmokeVerdict(setting, detail, found.label), all(one.is_telling for one in failed)
+        failed.append(found)
+    detail = f"{failed[0].detail}; at its plainest: {failed[-1].detail}"
+    _logger.warning("smoke decode of %s: %s", path.name, detail)
+    has_crashed = all(one.has_crashed for one in failed)
+    return SmokeVerdict(SmokeSetting.BROKEN, detail, "", has_crashed), False
 
 
-def _run_trial(path: Path, extra_bufts: str, on_wait: Callable[[], None]) -> _Outcome:
-    command = [sys.executable, "-m", "stoker.backends.llama.trial", str(path), "--extra-bufts", extra_bufts]
+def _run_trial(path: Path, setting: SmokeSetting, on_wait: Callable[[], None]) -> _Outcome:
+    command = [sys.executable, "-P", "-m", "stoker.backends.llama.trial", str(path)]
+    command += ["--extra-bufts", _on_off(setting.uses_extra_bufts), "--offload", _on_off(setting.offloads)]
     try:
         done = _run(command, on_wait)
     except subprocess.TimeoutExpired:
@@ -137,7 +179,10 @@ def _run_trial(path: Path, extra_bufts: str, on_wait: Callable[[], None]) -> _Ou
     if done.returncode < 0:
         number = -done.returncode
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return _failed(f"a trial decode died of {name}", is_telling=number in _CRASH_SIGNALS)
+        said = native_text(done.stderr)
+        detail = f"a trial decode died of {name}{f': {said}' if said else ''}"
+        is_crash = number in _CRASH_SIGNALS
+        return _failed(detail, is_telling=is_crash, has_crashed=is_crash)
     try:
         said = json.loads(done.stdout.splitlines()[-1])
         return _Outcome(
@@ -148,8 +193,13 @@ def _run_trial(path: Path, extra_bufts: str, on_wait: Callable[[], None]) -> _Ou
             label=said["label"],
         )
     except (IndexError, KeyError, TypeError, ValueError):
-        text = done.stderr.decode(errors="replace").strip()[-MAX_DETAIL_CHARS:]
-        return _failed(f"a trial decode ended with code {done.returncode}: {text}", is_telling=False)
+        text = native_text(done.stderr)
+        detail = f"a trial decode ended with code {done.returncode}: {text}"
+        return _failed(detail, is_telling=False, has_crashed=done.returncode != 0)
+
+
+def _on_off(is_on: bool) -> str:  # noqa: FBT001 - a word for it
+    return "on" if is_on else "off"
 
 
 def _run(command: list[str], on_wait: Callable[[], None]) -> subprocess.CompletedProcess[bytes]:
@@ -171,18 +221,27 @@ def _run(command: list[str], on_wait: Callable[[], None]) -> subprocess.Complete
             raise
 
 
-def _failed(detail: str, *, is_telling: bool) -> _Outcome:
-    return _Outcome(is_ok=False, is_refusal=False, is_telling=is_telling, detail=detail)
+def _failed(detail: str, *, is_telling: bool, has_crashed: bool = False) -> _Outcome:
+    return _Outcome(
+        is_ok=False, is_refusal=False, is_telling=is_telling, detail=detail, has_crashed=has_crashed
+    )
+
+
+def _file_key(header: GgufHeader) -> str:
+    """The same with the model's files: one that is replaced is another."""
+    stats = [(shard.name, shard.stat()) for shard in header.shards]
+    parts = (_key(header), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return _FILE_KEY + hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _key(header: GgufHeader) -> str:
-    """Digest of what decides whether native code works: the library's files, the CPU, the element types."""
+    """Digest of what decides whether native code works: the library's files, devices, element types."""
     files = sorted(
         (file.name, stat.st_size, stat.st_mtime_ns)
         for file in LIBRARY_DIR.iterdir()
         if (stat := file.stat()) and not file.is_dir()
     )
-    parts = (LIBRARY_VERSION, files, _cpu(), sorted(header.tensor_types), header.architecture)
+    parts = (LIBRARY_VERSION, files, _cpu(), device_names(), sorted(header.tensor_types), header.architecture)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -218,14 +277,6 @@ def _decoded(value: Any) -> SmokeVerdict | None:
 def _write(file: Path, known: dict[str, Any]) -> None:
     """Replace the file in one move, readable by its owner alone; where that fails nothing is kept."""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        temporary = Path(name)
-        try:
-            with os.fdopen(descriptor, "w") as stream:
-                json.dump(known, stream, indent=1)
-            temporary.replace(file)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(file, json.dumps(known, indent=1))
     except OSError as error:
         _logger.warning("the smoke verdict could not be kept in %s: %s", file, error)

@@ -1,10 +1,10 @@
 """The child process of a smoke decode: load a model, decode a batch and one token, say how it went.
 
-    python -m stoker.backends.llama.trial MODEL.gguf --extra-bufts on|off
+    python -m stoker.backends.llama.trial MODEL.gguf --extra-bufts on|off --offload on|off
 
 prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`. A crash says the rest by its
 signal. The variable STOKER_SMOKE_FAULT makes it fail on purpose, for tests: "segv" and "nan" with repacked
-weights, "segv-always" with and without, "hang" for good.
+weights, "segv-offload" where an accelerator may be used, "segv-always" in any case, "hang" for good.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stoker.backends.llama.source import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol import BatchPlan, PlanItem
 from stoker.errors import StokerError
+from stoker.native_crash import prepare_to_crash
 
 BATCH_TOKENS = 32
 NUM_CELLS = 256
@@ -33,17 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="trial", description=__doc__)
     parser.add_argument("path", type=Path)
     parser.add_argument("--extra-bufts", choices=("on", "off"), default="on")
+    parser.add_argument("--offload", choices=("on", "off"), default="on")
     options = parser.parse_args(arguments)
-    _forbid_core_files()
+    prepare_to_crash()
     fault = os.environ.get("STOKER_SMOKE_FAULT", "")
-    if fault == "segv-always" or (fault == "segv" and options.extra_bufts == "on"):
-        signal.raise_signal(signal.SIGSEGV)
-    if fault == "hang":
-        signal.pause()
+    _meet(fault, options)
     try:
-        model = LlamaModel(ModelOptions(path=options.path, use_extra_bufts=options.extra_bufts == "on"))
+        model = LlamaModel(
+            ModelOptions(
+                path=options.path,
+                use_extra_bufts=options.extra_bufts == "on",
+                offloads=options.offload == "on",
+            )
+        )
     except StokerError as error:
-        return _say("refused", error.message)
+        return _say("refused", error.message, "")
     try:
         detail = _decode(model)
     except StokerError as error:
@@ -52,7 +57,20 @@ def main(arguments: list[str] | None = None) -> int:
         model.close()
     if fault == "nan" and options.extra_bufts == "on":
         detail = "a fault was ordered"
-    return _say("wrong" if detail else "ok", detail)
+    return _say("wrong" if detail else "ok", detail, label(model.devices))
+
+
+def _meet(fault: str, options: argparse.Namespace) -> None:
+    """Fail as ordered."""
+    faulty = {
+        "segv-always": True,
+        "segv": options.extra_bufts == "on",
+        "segv-offload": options.offload == "on",
+    }
+    if faulty.get(fault, False):
+        signal.raise_signal(signal.SIGSEGV)
+    if fault == "hang":
+        signal.pause()
 
 
 def _decode(model: LlamaModel) -> str:
@@ -76,16 +94,8 @@ def _decode(model: LlamaModel) -> str:
     return ""
 
 
-def _forbid_core_files() -> None:
-    """A crash here is expected now and then; it need not fill the disk."""
-    if sys.platform != "win32":
-        import resource  # noqa: PLC0415 - not on every system
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _say(outcome: str, detail: str) -> int:
-    print(json.dumps({"outcome": outcome, "detail": detail, "label": label()}))  # noqa: T201 - for the parent
+def _say(outcome: str, detail: str, what: str) -> int:
+    print(json.dumps({"outcome": outcome, "detail": detail, "label": what}))  # noqa: T201 - for the parent
     return 0
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from stoker.backends.llama.binding import capture_log, device_names, error_text, vision_library
+from stoker.backends.llama.binding import capture_log, error_text, vision_library
 from stoker.backends.llama.vision_slices import Gate, SlicedEncode
 from stoker.errors import InvalidRequestError, ModelLoadError, StepFailedError, StokerError, UnsupportedError
 from stoker.models.fingerprint import fingerprint
@@ -183,11 +183,13 @@ class Vision:
     def _open(self) -> None:
         library = self._library
         params = library.mtmd_context_params_default()
-        params.use_gpu = bool(device_names())
+        params.use_gpu = bool(self._model.devices)
         params.print_timings = False
         params.n_threads = self.num_threads
         params.warmup = True  # lays out its buffers and computes nothing
-        if not device_names():  # an accelerator encodes in milliseconds, and waiting for each operation costs
+        if (
+            not self._model.devices
+        ):  # an accelerator encodes in milliseconds, and waiting for each operation costs
             params.cb_eval = self._gate.native
         with capture_log() as lines:
             handle = library.mtmd_init_from_file(str(self.path).encode(), self._model.handle, params)
