@@ -26,9 +26,14 @@ from stoker.values import (
 
 
 class KnowModel(msgspec.Struct, frozen=True, tag=True):
-    """Serve `spec` from now on; it is loaded as soon as a request needs it."""
+    """Serve `spec` from now on; it is loaded as soon as a request needs it.
+
+    Attributes:
+        is_suspect: its last load ended an engine: the next one is tried in a child process first.
+    """
 
     spec: ModelSpec
+    is_suspect: bool = False
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
@@ -39,10 +44,12 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         may_evict: idle models may go for it; else it stays absent where it does not fit beside them.
+        is_suspect: as in `KnowModel`.
     """
 
     spec: ModelSpec
     may_evict: bool = True
+    is_suspect: bool = False
 
 
 class UnloadModel(msgspec.Struct, frozen=True, tag=True):
@@ -188,7 +195,8 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         state: absent, downloading, loading, ready, suspended, failed or unloading.
-        stage: of a load: "waiting" for room, "weights", "context"; of a download the file's name.
+        stage: of a load: "waiting" for room, "header", "weights"; of a download the file's name. With
+            "ready": the model serves while another load of it, which may take its place, has come there.
         fraction: of the stage, 0 to 1.
         reason: why, for people; empty where somebody asked for it.
     """
@@ -254,6 +262,15 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     position: int
     eta_s: float | None = None
+
+
+class Preparing(msgspec.Struct, frozen=True, tag=True):
+    """A request is handed to the worker that tokenises it; `Queued` or `Failed` says that this has ended.
+
+    For the front, which charges crashes; no client sees it.
+    """
+
+    request_id: str
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
@@ -380,7 +397,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 RequestEvent = (
-    Queued
+    Preparing
+    | Queued
     | Admitted
     | Parked
     | Paused

@@ -29,7 +29,7 @@ async def test_twenty_first_requests_cause_one_load(tmp_path: Path) -> None:
         assert [(answer.finish, len(answer.tokens)) for answer in answers] == [("length", 2)] * 20
         told = [event for event in server.tape.events[num_before:] if is_a(event, "model", model="other")]
         assert [event["state"] for event in told].count("ready") == 1
-        assert [event.get("stage") for event in told].count("waiting") == 1
+        assert [event.get("stage") for event in told].count("header") == 1
         fractions = [event["fraction"] for event in told if event["state"] == "loading"]
         assert fractions == sorted(fractions)
         assert fractions[-1] == 1.0

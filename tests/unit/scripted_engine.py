@@ -18,7 +18,13 @@ import msgspec
 
 from stoker.engine import process
 from stoker.engine.inbox import Closed, Inbox
-from stoker.errors import InsufficientMemoryError, ModelFileError, QueueFullError, RequestTimeoutError
+from stoker.errors import (
+    InsufficientMemoryError,
+    LoadCrashedError,
+    ModelFileError,
+    QueueFullError,
+    RequestTimeoutError,
+)
 from stoker.messages import (
     Admitted,
     Cancel,
@@ -35,6 +41,7 @@ from stoker.messages import (
     ModelState,
     Pause,
     Paused,
+    Preparing,
     PromptEcho,
     Queued,
     Reply,
@@ -167,8 +174,9 @@ class ScriptedEngine:
 
     def _model(self, command: LoadModel | UnloadModel) -> None:
         match command:
-            case LoadModel(spec, may_evict):
-                self._load(spec.id, spec.path, may_evict=may_evict)
+            case LoadModel(spec, may_evict, is_suspect):
+                path = "tried" if spec.path == "crash once" and is_suspect else spec.path
+                self._load(spec.id, path, may_evict=may_evict)
             case UnloadModel(model):
                 states = [ModelState(model=model, state=state) for state in ("unloading", "absent")]
                 self._publish(list(states))
@@ -204,8 +212,13 @@ class ScriptedEngine:
             error = InsufficientMemoryError("no room", needed=2, free=1).info()
             self._publish([ModelState(model=model, state="failed", error=error)])
             return
-        if path == "crash":
+        if path.startswith("crash"):
+            os.write(2, b"scripted.cpp:1: ASSERT(false) failed\n")
             os.kill(os.getpid(), signal.SIGSEGV)
+        if path == "tried":
+            error = LoadCrashedError("a trial died of SIGSEGV").info()
+            self._publish([ModelState(model=model, state="failed", error=error)])
+            return
         if path == "bad":
             error = ModelFileError("no such file").info()
             self._publish([ModelState(model=model, state="failed", error=error)])
@@ -219,6 +232,7 @@ class ScriptedEngine:
             self._publish([Failed(submit.request_id, QueueFullError("the line is full").info())])
             return
         self._live[submit.request_id] = live
+        self._publish([Preparing(submit.request_id)])
         if not live.script.is_silent:
             self._publish([Queued(submit.request_id, 0)])
             if live.is_paused:

@@ -29,7 +29,7 @@ from stoker.settings import EngineSettings
 
 @pytest.fixture(autouse=True)
 def _stand_in_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 def refuse(error: BaseException) -> Callable[..., object]:

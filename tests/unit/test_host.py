@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scripted_engine import NUM_SLOTS, ScriptedEngine, request, text_of
+from scripted_engine import NUM_SLOTS, ScriptedEngine, model_info, request, text_of
 
 from stoker.engine.carrier import Carrier, EngineExit, NewCarrier, ProcessCarrier, ThreadCarrier
 from stoker.engine.host import EngineHost
@@ -20,6 +20,7 @@ from stoker.engine.state import EngineState
 from stoker.errors import (
     EngineCrashedError,
     InvalidRequestError,
+    LoadCrashedError,
     MachineSetupError,
     ModelFileError,
     ModelLoadError,
@@ -67,7 +68,7 @@ both = pytest.mark.parametrize("carrier", [in_process, in_thread])
 
 @pytest.fixture(autouse=True)
 def _stand_in_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 @asynccontextmanager
@@ -210,8 +211,8 @@ async def test_a_stopped_engine_is_killed_after_the_watchdog_and_continued() -> 
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-async def test_three_crashes_on_one_request_fail_it_alone(is_silent) -> None:
-    """L3: the culprit is convicted, whether or not the engine could still say that it was admitted."""
+async def test_repeated_crashes_on_one_request_fail_it_alone(is_silent) -> None:
+    """L3: the culprit is convicted; sooner where the engine was still preparing it (docs/adr/0015)."""
     async with hosting() as host:
         others = [Client(host, str(i), request(max_tokens=12, pause_after=3)) for i in range(3)]
         for other in others:
@@ -219,7 +220,7 @@ async def test_three_crashes_on_one_request_fail_it_alone(is_silent) -> None:
         culprit = Client(host, "k", request(die="SIGSEGV", die_at=0, is_silent=is_silent))
         error = await culprit.error()
         assert isinstance(error, EngineCrashedError)
-        assert error.details["crashes"] == 3
+        assert error.details["crashes"] == (2 if is_silent else 3)
         for other in others:
             await other.read(6)  # each life after a crash lets them go on by three
         while any(len(other.tokens) < 12 for other in others):
@@ -287,7 +288,38 @@ async def test_a_model_whose_load_crashes_twice_fails_the_start() -> None:
     with pytest.raises(ModelLoadError, match="SIGSEGV") as caught:
         await host.start()
     assert caught.value.details == {"model": "x", "crashes": 2}
+    assert "scripted.cpp:1: ASSERT(false) failed" in caught.value.message
     assert host.num_restarts == 2
+
+
+async def test_a_load_that_ends_the_engine_leaves_the_others_served() -> None:
+    """L3, A2: their streams go on, what crashed is tried in a child, and is refused at once from then on."""
+    bad = ModelSpec(id="x", path="crash once")
+    async with hosting() as host:
+        client = await Client(host, "a", request(max_tokens=9, pause_after=3)).read(3)
+        with pytest.raises(LoadCrashedError, match="a trial died"):
+            await host.loads.load(bad, model_info("x", "crash once"))
+        assert host.num_restarts == 1
+        assert (await client.read(6)).tokens == list(range(6))
+        with pytest.raises(LoadCrashedError):
+            host.roster.resolve("x")
+        kill(host)
+        assert (await client.read_all()).tokens == list(range(9))
+        assert host.num_restarts == 2
+
+
+async def test_requests_are_not_charged_with_a_load_that_ends_the_engine() -> None:
+    """L3, A2: those that wait in the line had no part in it."""
+    bad = ModelSpec(id="x", path="crash")
+    async with hosting() as host:
+        waiting = Client(host, "a", request(is_waiting=True))
+        assert isinstance(await anext(waiting.stream), Queued)
+        with pytest.raises(LoadCrashedError, match=r"ended the engine 2 times, last: .*SIGSEGV: .*ASSERT"):
+            await host.loads.load(bad, model_info("x", "crash"))
+        assert host.num_restarts == 2
+        (live,) = host._requests._replay
+        assert live.charges == 0
+        await waiting.stream.aclose()
 
 
 async def test_an_engine_that_does_not_come_up_is_told_plainly() -> None:

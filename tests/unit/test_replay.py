@@ -16,8 +16,10 @@ from stoker.messages import (
     Parked,
     Paused,
     PrefillProgress,
+    Preparing,
     PromptEcho,
     Queued,
+    RequestEvent,
     Resumed,
     Submit,
 )
@@ -291,7 +293,7 @@ def test_a_resumed_request_is_charged_again_once_it_runs() -> None:
     replay.bury(CRASH)
     assert charges(replay) == {"a": 0, "b": 1}
     given(replay)
-    admit(replay, "a")
+    admit(replay, "a", "b")
     replay.bury(CRASH)
     assert charges(replay) == {"a": 1, "b": 2}
 
@@ -429,3 +431,94 @@ def test_two_live_requests_never_share_an_id() -> None:
     replay = replay_of("a")
     with pytest.raises(InvalidRequestError):
         replay.add(LiveRequest("a", request(), 0.0))
+
+
+# ------------------------------------------------------------ preparation
+
+
+def prepared(replay: Replay, *request_ids: str) -> None:
+    """The engine says that these are past their preparation."""
+    for request_id in request_ids:
+        replay.record(Preparing(request_id))
+        replay.record(Queued(request_id, 0))
+
+
+def added(replay: Replay, *request_ids: str) -> Replay:
+    """Further requests, given to the engine at once."""
+    for request_id in request_ids:
+        replay.add(LiveRequest(request_id, request(), 0.0))
+    replay.release(0.0)
+    return replay
+
+
+def failed(events: list[RequestEvent]) -> list[str]:
+    """Whom a death has ended."""
+    return [event.request_id for event in events if isinstance(event, Failed)]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_crash_that_only_one_preparation_can_have_caused_convicts_it_at_once(is_told) -> None:
+    """L3, A5: whether or not the engine could still say so; the requests in the line are not concerned."""
+    replay = added(Replay(), "waiting")
+    prepared(replay, "waiting")
+    added(replay, "bad")
+    if is_told:
+        assert not replay.record(Preparing("bad"))  # no client sees it
+    (event,) = replay.bury(CRASH)
+    assert isinstance(event, Failed)
+    assert event.request_id == "bad"
+    assert event.error.code == EngineCrashedError.code
+    assert event.error.details["crashes"] == 1
+    assert "died 1 time preparing request bad" in event.error.message
+    assert given(replay) == ["waiting"]
+
+
+def test_a_preparation_beside_running_requests_is_tried_alone_before_it_is_convicted() -> None:
+    """L3, A5: the crash may have been a step's; alone it can only be its own."""
+    replay = added(replay_of("running"), "bad")
+    assert failed(replay.bury(CRASH)) == []
+    assert given(replay) == ["bad"]
+    assert given(replay) == []
+    assert failed(replay.bury(CRASH)) == ["bad"]
+    assert given(replay) == ["running"]
+    assert charges(replay) == {"running": 1}
+
+
+def test_of_several_in_preparation_each_is_tried_until_it_is_prepared() -> None:
+    """L3, A5: the newest first; who has a place in the line is cleared, and the others may come."""
+    replay = added(Replay(), "good", "bad", "better")
+    assert failed(replay.bury(CRASH)) == []
+    assert given(replay) == ["better"]
+    prepared(replay, "better")
+    assert given(replay) == ["bad"]
+    replay.record(Preparing("bad"))
+    assert failed(replay.bury(CRASH)) == ["bad"]
+    assert given(replay) == ["good"]
+    prepared(replay, "good")
+    assert given(replay) == ["better"]
+
+
+def test_waiting_for_a_model_clears_nobody() -> None:
+    """L3, A5: it has not been prepared yet; once it is, a crash is its own."""
+    replay = added(replay_of("running"), "bad")
+    replay.bury(CRASH)
+    assert given(replay) == ["bad"]
+    replay.record(Queued("bad", 0))  # in the line for its model
+    assert given(replay) == []
+    replay.record(Preparing("bad"))
+    assert failed(replay.bury(CRASH)) == ["bad"]
+
+
+def test_a_load_or_a_question_beside_a_preparation_may_have_been_the_cause() -> None:
+    """L3, A2: it is tried alone; and no request in the line is charged with a load."""
+    replay = added(Replay(), "waiting")
+    prepared(replay, "waiting")
+    added(replay, "new")
+    loading = CRASH.beside("the load of m")
+    assert failed(replay.bury(loading)) == []
+    assert given(replay) == ["new"]
+    prepared(replay, "new")
+    assert given(replay) == ["waiting"]
+    prepared(replay, "waiting")
+    assert replay.bury(loading) == []
+    assert charges(replay) == {"waiting": 0, "new": 0}

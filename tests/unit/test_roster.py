@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from scripted_engine import model_info
 
+from stoker.engine.death import Death
 from stoker.engine.roster import Roster
 from stoker.errors import (
     InsufficientMemoryError,
+    LoadCrashedError,
     ModelFileError,
     ModelLoadError,
     ModelNotFoundError,
@@ -15,6 +17,8 @@ from stoker.errors import (
 )
 from stoker.messages import ModelState
 from stoker.values import ModelSpec
+
+CRASH = Death("SIGSEGV", is_blamable=True, said="ASSERT(n > 0) failed")
 
 
 def spec(model: str, **fields: object) -> ModelSpec:
@@ -42,8 +46,8 @@ def due(roster: Roster) -> list[tuple[str, bool]]:
     """What a booting engine loads, with whether idle models may go for it; each load is refused room."""
     found = []
     while (next_due := roster.next_due()) is not None:
-        found.append((next_due[0].id, next_due[1]))
-        tell(roster, next_due[0].id, "absent")
+        found.append((next_due.spec.id, next_due.may_evict))
+        tell(roster, next_due.spec.id, "absent")
     return found
 
 
@@ -116,7 +120,7 @@ def test_a_load_that_kills_the_engine_twice_is_barred_until_somebody_asks_again(
     tell(roster, "b", "ready")
     for _ in range(2):
         tell(roster, "a", "loading", stage="weights")
-        roster.charge("SIGSEGV")
+        roster.charge(CRASH)
         roster.begin_life()
     failure = roster.failure("a")
     assert failure is not None
@@ -129,8 +133,100 @@ def test_a_load_that_kills_the_engine_twice_is_barred_until_somebody_asks_again(
     assert roster.resolve("a").id == "a"
     tell(roster, "a", "ready")
     tell(roster, "a", "loading", stage="weights")
-    roster.charge("SIGSEGV")
+    roster.charge(CRASH)
     assert roster.failure("a") is None
+
+
+def barred(roster: Roster, model: str) -> None:
+    """Its loads end two engines."""
+    for _ in range(2):
+        tell(roster, model, "loading", stage="weights")
+        roster.charge(CRASH)
+        roster.begin_life()
+
+
+def test_a_load_is_charged_before_it_has_said_how_far_it_is() -> None:
+    """SPEC L3, A2: from the reading of its header on; the error quotes what native code said last."""
+    for stage in ("header", "weights"):
+        roster = roster_of("a")
+        for _ in range(2):
+            tell(roster, "a", "loading", stage=stage)
+            assert roster.charge(CRASH) == ["a"]
+            roster.begin_life()
+        with pytest.raises(LoadCrashedError, match=r"SIGSEGV: ASSERT\(n > 0\) failed"):
+            roster.resolve("a")
+
+
+def test_a_model_that_crashed_a_child_is_barred_like_one_that_crashed_engines() -> None:
+    """SPEC L3, R9: it is refused at once from then on; a plain refusal is told request by request."""
+    roster = roster_of("a", "b")
+    tell(roster, "a", "failed", error=LoadCrashedError("a trial died of SIGSEGV"))
+    tell(roster, "b", "failed", error=ModelLoadError("unknown architecture"))
+    with pytest.raises(LoadCrashedError, match="a trial died"):
+        roster.resolve("a")
+    assert roster.resolve("b").id == "b"
+    tell(roster, "b", "ready")
+    tell(roster, "b", "ready", error=LoadCrashedError("a trial of it with another context died"))
+    assert roster.resolve("b").id == "b", "what it was to be replaced with crashed, not what serves"
+
+
+def test_a_replaced_file_begins_anew() -> None:
+    """SPEC L3: what its predecessor did is not remembered against it."""
+    mark = "first"
+    roster = Roster([spec("a")], lambda _: mark)
+    barred(roster, "a")
+    assert roster.failure("a") is not None
+    mark = "second"
+    assert roster.resolve("a").id == "a"
+    assert not roster.known()[0].is_suspect
+    tell(roster, "a", "loading", stage="weights")
+    roster.charge(CRASH)
+    assert roster.failure("a") is None
+
+
+def test_whoever_asks_for_a_barred_model_has_it_tried_once_more() -> None:
+    """SPEC L3: as a suspect; one further crash bars it again."""
+    roster = roster_of("a")
+    barred(roster, "a")
+    assert roster.ask(spec("a"), roster.info("a")).is_suspect
+    tell(roster, "a", "loading", stage="weights")
+    roster.charge(CRASH)
+    assert roster.failure("a") is not None
+
+
+def test_what_has_ended_an_engine_is_loaded_when_the_next_one_serves() -> None:
+    """SPEC L3, A2: nobody waits for it; once in memory it is as any other."""
+    roster = roster_of("a", "b")
+    due(roster)
+    tell(roster, "b", "ready")
+    tell(roster, "a", "loading", stage="weights")
+    roster.charge(CRASH)
+    roster.begin_life()
+    first = roster.next_due(skips_suspects=True)
+    assert first is not None
+    assert first.spec.id == "b"
+    tell(roster, "b", "ready")
+    assert roster.next_due(skips_suspects=True) is None
+    assert [(load.spec.id, load.is_suspect) for load in roster.suspects_due()] == [("a", True)]
+    tell(roster, "a", "ready")
+    assert [known.is_suspect for known in roster.known()] == [False, False]
+
+
+def test_a_model_that_is_loaded_otherwise_and_ends_the_engine_stays_as_it_was() -> None:
+    """SPEC L5: the former settings serve on, and whoever asked hears why."""
+    roster = roster_of("a")
+    tell(roster, "a", "ready")
+    roster.ask(spec("a", n_ctx=64), roster.info("a"))
+    tell(roster, "a", "ready", stage="weights")
+    assert roster.charge(CRASH) == ["a"]
+    roster.begin_life()
+    failure = roster.load_failure("a")
+    assert failure is not None
+    assert "ASSERT(n > 0) failed" in failure.message
+    assert roster.failure("a") is None
+    load = roster.next_due(skips_suspects=True)
+    assert load is not None
+    assert load.spec == spec("a")
 
 
 def test_a_load_that_only_waits_for_room_is_not_charged() -> None:
@@ -138,7 +234,7 @@ def test_a_load_that_only_waits_for_room_is_not_charged() -> None:
     roster = roster_of("a")
     for _ in range(3):
         tell(roster, "a", "loading", stage="waiting")
-        roster.charge("SIGSEGV")
+        roster.charge(CRASH)
     assert roster.failure("a") is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -29,7 +30,7 @@ from stoker.values import ModelSpec
 def _stand_in_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     from pathlib import Path  # noqa: PLC0415 - as test_host's own
 
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 
 async def turns_until(condition: Callable[[], bool]) -> None:

@@ -72,6 +72,7 @@ class FakeFaults:
         step_delay_s: seconds every step, and every slice of a picture, takes.
         eog_period: about one position in so many wants to end the text; 0: none does.
         load_s: seconds a load takes.
+        load_aborts: a load aborts the process before it says how far it is, with a word on stderr.
         load_fails: a load ends with ModelLoadError.
         vision: slices that encoding a picture takes; 0: it takes no pictures.
         weights_mib, cell_kib: what it claims to take: weights, and a cell.
@@ -85,6 +86,7 @@ class FakeFaults:
     recurrent: bool = False
     load_s: float = 0.0
     load_fails: bool = False
+    load_aborts: bool = False
     vision: int = 0
     weights_mib: int = 0
     cell_kib: float = 1 / 128
@@ -103,7 +105,7 @@ class FakeFaults:
                         faults[name] = float(value)
                     case "eog_period" | "weights_mib" | "vision":
                         faults[name] = int(value)
-                    case "recurrent" | "load_fails":
+                    case "recurrent" | "load_fails" | "load_aborts":
                         faults[name] = bool(int(value))
                     case "bad_sequences" | "bad_tokens" | "abort_tokens":
                         faults[name] = frozenset(int(number) for number in value.split("+"))
@@ -398,6 +400,9 @@ def _sizes(faults: FakeFaults, num_cells: int, n_batch: int) -> dict[str, int]:
 
 
 def _take_time(faults: FakeFaults, on_progress: Callable[[float], None]) -> None:
+    if faults.load_aborts:
+        os.write(2, b"fake.cpp:1: ASSERT(!load_aborts) failed\n")
+        os.abort()
     begun = time.monotonic()
     while (spent := time.monotonic() - begun) < faults.load_s:
         on_progress(spent / faults.load_s)

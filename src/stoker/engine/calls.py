@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from stoker.engine.death import Death
     from stoker.errors import StokerError
 
-MAX_CRASHES = 3
+MAX_CRASHES = 2
+"""After the first a question is asked alone: the second is its own."""
 
 Question = TextQuestion | GetStatus
 
@@ -59,11 +60,20 @@ class Calls:
         return answer
 
     def take_unsent(self) -> list[Question]:
-        """Questions that this engine has not been asked; they count as asked from here on."""
-        unsent = [call for call in self._calls.values() if not call.is_sent and not call.answer.done()]
+        """Questions that this engine has not been asked; they count as asked from here on.
+
+        One that an engine has died on is asked by itself, when no other is open.
+        """
+        unsent = [call for call in self._open() if not call.is_sent]
+        if suspects := [call for call in self._open() if call.crashes]:
+            unsent = [] if any(call.is_sent for call in self._open()) else suspects[:1]
         for call in unsent:
             call.is_sent = True
         return [call.question for call in unsent]
+
+    def in_flight(self) -> list[str]:
+        """What the engine has been asked and has not answered, for people."""
+        return [f"the question {call.question.call_id}" for call in self._open() if call.is_sent]
 
     def settle(self, reply: Reply) -> None:
         """An answer arrived; one that nobody awaits is dropped."""

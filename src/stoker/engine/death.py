@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +27,17 @@ class Death:
         reason: one phrase for logs and errors.
         is_blamable: the work it was doing could have caused it.
         said: the last lines that it wrote, for errors that quote native code; may be empty.
+        besides: work that could have caused it, other than requests: loads and questions.
     """
 
     reason: str
     is_blamable: bool
     said: str = ""
+    besides: tuple[str, ...] = ()
+
+    def beside(self, *work: str) -> Death:
+        """The same, with further work that could have caused it."""
+        return replace(self, besides=self.besides + work)
 
     @property
     def quoted(self) -> str:

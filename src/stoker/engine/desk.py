@@ -105,7 +105,7 @@ class Desk:
         self._roster.begin_life()
         self._tell_moves(before)
         self.loads.lost()
-        self.requests.bury(death)
+        self.requests.bury(death.beside(*self.calls.in_flight()))
         self.calls.bury(death)
 
     def note_models(self) -> None:
@@ -207,5 +207,7 @@ class Desk:
             return
         self._roster.record(event)
         self.loads.moved(event)
+        if self._roster.failure(event.model):
+            self.requests.fail_unservable()
         life.note_model()
         self._watcher.model_moved(event)

@@ -31,7 +31,7 @@ from stoker.engine.state import EngineState, Lifecycle
 from stoker.engine.watchdog import Backoff
 from stoker.engine.watcher import Keeper, Nobody, Watcher
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
-from stoker.messages import GetStatus, KnowModel, Shutdown, Submit
+from stoker.messages import GetStatus, Shutdown, Submit
 from stoker.settings import EngineSettings
 from stoker.status import EngineHealth
 from stoker.values import ModelSpec
@@ -283,9 +283,9 @@ class EngineHost:
         if self._is_failing:
             log.warning("engine %d has come up after %d failed starts", life.pid, self._num_failed_starts)
         self._num_failed_starts = 0
-        for spec in self.roster.specs():
-            life.send(KnowModel(spec))
-        await life.load_due(self.roster)
+        for known in self.roster.known():
+            life.send(known)
+        await life.load_due(self.roster, skips_suspects=self._has_served)
         if self.state is EngineState.STARTING and (failure := self.roster.start_failure()):
             self._fail_start(failure)
         elif not life.is_leaving:
@@ -298,6 +298,8 @@ class EngineHost:
         if self._started and not self._started.done():
             self._started.set_result(None)
         self._desk.serve()
+        for suspect in self.roster.suspects_due():  # now that nobody waits for them
+            life.send(suspect)
         if self._is_kept:  # from here on the engine's end is no end of a suspension
             self._is_kept = False
             self._releasing = asyncio.create_task(self._keeper.release(), name="stoker-release-kept")
@@ -316,7 +318,7 @@ class EngineHost:
                 "engine %d %s%s; the next start is in %.1f s", life.pid, death.reason, failed, delay_s
             )
         if life.is_up and death.is_blamable:
-            self.roster.charge(death)
+            death = death.beside(*(f"the load of {model}" for model in self.roster.charge(death)))
         self._desk.bury(death)
         if self.state is EngineState.SERVING:
             self._lifecycle.move(EngineState.RESTARTING, death.reason)

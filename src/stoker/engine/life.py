@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from stoker.engine.death import Death, OomCounter, judge
 from stoker.engine.watchdog import Watchdog
 from stoker.errors import MachineSetupError
-from stoker.messages import Delta, LoadModel, Suspend
+from stoker.messages import Delta, Suspend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,12 +112,11 @@ class Life:
         """Hello arrived."""
         self._hello.set()
 
-    async def load_due(self, roster: Roster) -> None:
+    async def load_due(self, roster: Roster, *, skips_suspects: bool) -> None:
         """Load what the roster says is due, one by one, until each has come to an end, good or bad."""
-        while not self.is_leaving and (due := roster.next_due()) is not None:
-            spec, may_evict = due
-            self.send(LoadModel(spec, may_evict=may_evict))
-            while not roster.is_settled(spec.id):
+        while not self.is_leaving and (due := roster.next_due(skips_suspects=skips_suspects)) is not None:
+            self.send(due)
+            while not roster.is_settled(due.spec.id):
                 self._model_moved.clear()
                 await self._model_moved.wait()
 
@@ -155,7 +154,8 @@ class Life:
         """Kill it if it hangs: before Hello by the time a start may take, then by its heartbeats."""
         complaint = self._watchdog.check(now)
         if not self.is_up:
-            complaint = f"no Hello within {START_LIMIT_S:g} s" if now - self._born > START_LIMIT_S else None
+            took_s = now - self._born - self._watchdog.stalled_s
+            complaint = f"no Hello within {START_LIMIT_S:g} s" if took_s > START_LIMIT_S else None
         if complaint and self._carrier.can_kill and self._hang is None:
             log.error("engine %d hangs: %s", self.pid, complaint)
             self._hang = complaint

@@ -28,6 +28,7 @@ class Load:
         offer: how it is loaded; None while it waits for room.
         look_s: when to look for room again.
         least_n_ctx: tokens of context that requests need which have begun on the model.
+        stage: what it is at: header, waiting (for room) or weights.
     """
 
     served: Served
@@ -40,9 +41,10 @@ class Load:
     offer: Offer | None = None
     look_s: float = 0.0
     least_n_ctx: int = 0
+    stage: str = ""
 
     def __repr__(self) -> str:
-        return f"<Load {self.spec.id} {self.served.stage} {self.served.fraction:.0%}>"
+        return f"<Load {self.spec.id} {self.stage} {self.served.fraction:.0%}>"
 
     @property
     def waits_for_room(self) -> bool:
@@ -51,6 +53,7 @@ class Load:
 
     def told(self, stage: str, fraction: float) -> None:
         """It has come so far."""
+        self.stage = stage
         if not self.is_reload:
             self.served.stage, self.served.fraction = stage, fraction
 

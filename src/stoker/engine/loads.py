@@ -68,8 +68,7 @@ class Loads:
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         waiting.append(answer)
         if not (is_same and len(waiting) > 1):
-            self._roster.ask(spec, info)
-            self._tell(LoadModel(spec))
+            self._tell(self._roster.ask(spec, info))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -143,6 +142,8 @@ class Loads:
     def moved(self, event: ModelState) -> None:
         """The roster has a model's new state: tell who waited for it."""
         state = self._roster.state(event.model)
+        if state is ModelLife.READY and event.stage:  # another load of it is under way
+            return
         if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
             return
         # Ready with an error: another was to take its place, and it stays.
@@ -163,13 +164,13 @@ class Loads:
     def lost(self) -> None:
         """The engine is no more: what had to go is gone, and what was to come will come of the next one.
 
-        A model that has failed for good will not.
+        A model that has failed for good will not, nor another load of one that serves, if that was the end.
         """
         self._absences.clear()
         for model in list(self._going):
             self._gone(model)
         for model in list(self._coming):
-            failure = self._roster.failure(model)
+            failure = self._roster.load_failure(model)
             if failure is not None:
                 for come in self._pop_coming(model):
                     come.set_exception(error_from_info(failure))

@@ -13,7 +13,19 @@ import msgspec
 
 from stoker.engine.preparation import arrival_of
 from stoker.errors import InsufficientMemoryError, RequestTimeoutError, TooHotError
-from stoker.messages import Cancel, Delta, Failed, Finished, Pause, Paused, Queued, Resume, Resumed, Submit
+from stoker.messages import (
+    Cancel,
+    Delta,
+    Failed,
+    Finished,
+    Pause,
+    Paused,
+    Preparing,
+    Queued,
+    Resume,
+    Resumed,
+    Submit,
+)
 from stoker.request import FinishReason, Priority
 from stoker.scheduler.sequence import ParkForm
 from stoker.status import WaitStatus
@@ -164,6 +176,7 @@ class Lobby:
 
     def _prepare(self, visitor: Visitor, resident: AnyResident) -> None:
         visitor.is_preparing = True
+        self._events.append(Preparing(visitor.submit.request_id))
         submit = msgspec.structs.replace(visitor.submit, is_paused=visitor.is_paused)
         self._workers.prepare(submit, resident.prep, visitor.arrival_s)
 

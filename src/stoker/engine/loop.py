@@ -119,6 +119,7 @@ class EngineLoop:
             self._take_sample, self._store.ledger, self._store.cache, settings.memory_margin
         )
         self._residency = Residency(self._workers, self._residents, self._lobby, placement, self._events)
+        self._residency.flush = self._flush
         self._relief = Relief(self._residents, self._residency, self._store, self._events)
         self._phase = _Phase.RUNNING
         self._until_s = 0.0

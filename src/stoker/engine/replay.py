@@ -9,6 +9,10 @@ suspects one at a time, before anybody else and the newest first (the crashes be
 a suspect that was alone when the engine died is convicted. So nobody is convicted for a neighbour's crash,
 and nobody waits longer than the suspects' first tokens take.
 
+Preparation (tokenising, compiling a constraint) crashes the same way each time: one that was being prepared
+is convicted at once where nothing else can have been the cause, and else is a suspect at once, until it is
+prepared (docs/adr/0015).
+
 A paused request is given to the next engine paused, unless giving it could be what crashes: one that no
 engine has accepted yet, or a suspect, is kept here until it is resumed. Nobody waits for a paused suspect.
 """
@@ -29,6 +33,7 @@ from stoker.messages import (
     Parked,
     Paused,
     PrefillProgress,
+    Preparing,
     PromptEcho,
     Queued,
     RequestEvent,
@@ -51,7 +56,8 @@ class Stage(StrEnum):
     """Where a live request is, in this life of the engine."""
 
     HELD = "held"  # not given to this engine (yet)
-    SENT = "sent"  # given, not heard of: in preparation
+    SENT = "sent"  # given, not heard of
+    PREPARING = "preparing"
     QUEUED = "queued"
     ADMITTED = "admitted"  # a choice got a slot; some or all may be parked since
     PAUSED = "paused"
@@ -63,8 +69,9 @@ class LiveRequest:
     Attributes:
         is_paused: its caller wants it to stand still, whether or not an engine has confirmed it.
         parked: choices that gave their slot up and have not been heard of since.
-        was_accepted: an engine had it in its line; it is past its preparation.
+        was_accepted: an engine had it in its line, or waiting for its model.
         num_context: as in `Admitted`; 0: it was not admitted yet.
+        preparation_crashes: engines that ended while they may have prepared it; 0 once one has.
         is_quiet: its place in the line is the business of the restart, which the client does not see.
         has_shown_pause: what the client was told last.
         is_asleep: the engine is suspended, and this stands still with it.
@@ -84,6 +91,7 @@ class LiveRequest:
         "num_context",
         "num_prompt_tokens",
         "parked",
+        "preparation_crashes",
         "request",
         "request_id",
         "since",
@@ -110,6 +118,7 @@ class LiveRequest:
         self.num_context = 0
         self.num_prompt_tokens = 0
         self.charges = 0
+        self.preparation_crashes = 0
 
     def __repr__(self) -> str:
         return (
@@ -137,7 +146,7 @@ class LiveRequest:
     @property
     def is_waiting(self) -> bool:
         """Whether it wants its first slot of this life."""
-        return self.stage in {Stage.HELD, Stage.SENT, Stage.QUEUED, Stage.PAUSED}
+        return self.stage is not Stage.ADMITTED
 
     @property
     def is_at_rest(self) -> bool:
@@ -145,14 +154,14 @@ class LiveRequest:
         return self.is_paused and self.stage in {Stage.HELD, Stage.PAUSED}
 
     @property
-    def can_crash(self) -> bool:
-        """Whether the engine may be busy with it, in a step or in preparation."""
-        return self.stage is Stage.SENT or self.num_running > 0
+    def may_be_in_preparation(self) -> bool:
+        """Whether it is being prepared, or may be."""
+        return self.stage in {Stage.SENT, Stage.PREPARING}
 
     @property
     def is_suspect(self) -> bool:
-        """Whether one more charge convicts it."""
-        return self.charges >= MAX_CHARGES - 1
+        """Whether one more crash convicts it."""
+        return self.charges >= MAX_CHARGES - 1 or self.preparation_crashes > 0
 
     def submit(self, now: float) -> Submit:
         """The command that lets an engine go on from what was delivered, or begin.
@@ -296,6 +305,10 @@ class Replay:
             return False
         is_shown = True
         match event:
+            case Preparing():
+                if live.stage is not Stage.PAUSED:
+                    live.stage = Stage.PREPARING
+                is_shown = False
             case Queued() | Admitted() | Parked() | Paused() | Resumed():
                 is_shown = self._record_move(live, event)
             case PrefillProgress():
@@ -317,10 +330,13 @@ class Replay:
         match event:
             case Queued():
                 live.was_accepted = True
-                if live.stage is Stage.SENT:
+                if live.stage is Stage.PREPARING:
+                    self._prepared(live)
+                if live.may_be_in_preparation:
                     live.stage = Stage.QUEUED
                 is_shown = not (live.is_quiet or live.is_at_rest)
             case Admitted():
+                self._prepared(live)
                 is_shown = live.num_generated == 0  # afterwards it tells of a return, which is our business
                 live.was_accepted = True
                 live.num_context = event.num_context
@@ -339,6 +355,11 @@ class Replay:
                 live.stage = Stage.QUEUED
                 live.is_quiet = False
         return is_shown
+
+    def _prepared(self, live: LiveRequest) -> None:
+        """It is past what it was suspected of."""
+        self._may_release |= live.preparation_crashes > 0
+        live.preparation_crashes = 0
 
     def _record_delta(self, live: LiveRequest, delta: Delta) -> bool:
         if live.is_finished[delta.index]:
@@ -409,7 +430,7 @@ class Replay:
             The last events of those that end here: convicted, or cancelled and not heard of again; and
             the pauses that the engine did not live to confirm.
         """
-        convicted = self._charge() if death.is_blamable else []
+        convicted = self._charge(death) if death.is_blamable else []
         events: list[RequestEvent] = [Failed(live.request_id, _crashed(live, death)) for live in convicted]
         for live in convicted:
             self.drop(live.request_id)
@@ -429,23 +450,29 @@ class Replay:
         self._may_release = True
         return events
 
-    def _charge(self) -> list[LiveRequest]:
+    def _charge(self, death: Death) -> list[LiveRequest]:
+        """Charge those that it was busy with; returns whom that convicts."""
         given = [live for live in self if not live.is_held]
+        preparing = [live for live in given if live.may_be_in_preparation]
+        running = [live for live in given if live.num_running > 0]
+        for live in preparing:
+            live.preparation_crashes += 1
+        if len(preparing) == 1 and not (running or death.besides):
+            return preparing
+        if not (preparing or running or death.besides):  # its last words were lost
+            running = [live for live in given if not live.is_at_rest]
         bound = MAX_CHARGES if len(given) == 1 else MAX_CHARGES - 1
-        for live in _able_to_crash(given):
+        for live in running:
             live.charges = min(live.charges + 1, bound)
-        return [live for live in given if live.charges >= MAX_CHARGES]
-
-
-def _able_to_crash(given: list[LiveRequest]) -> list[LiveRequest]:
-    """Those it was busy with; if there is none, its last words were lost: all that were not paused."""
-    return [live for live in given if live.can_crash] or [live for live in given if not live.is_at_rest]
+        return [live for live in running if live.charges >= MAX_CHARGES]
 
 
 def _crashed(live: LiveRequest, death: Death) -> ErrorInfo:
+    crashes = live.charges + live.preparation_crashes
+    doing = "preparing" if live.preparation_crashes else f"after {live.num_generated} tokens of"
     return EngineCrashedError(
-        f"the engine died {live.charges} times on request {live.request_id} "
-        f"after {live.num_generated} tokens, last: {death.reason}",
-        crashes=live.charges,
+        f"the engine died {crashes} {'time' if crashes == 1 else 'times'} {doing} request {live.request_id}, "
+        f"last: {death.reason}",
+        crashes=crashes,
         num_tokens=live.num_generated,
     ).info()

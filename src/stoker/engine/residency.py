@@ -20,6 +20,8 @@ from stoker.memory.swaps import Swaps
 from stoker.messages import KnowModel, LoadModel, ModelState, PinModel, Reply, UnloadModel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stoker.backends.encoding import Encoder
     from stoker.backends.protocol import Backend
     from stoker.engine.inbox import LoadPost
@@ -40,6 +42,10 @@ ASKED_TO = "asked to"  # a model goes though nobody needs its room
 ModelCommand = KnowModel | LoadModel | UnloadModel | PinModel
 
 
+def _publish_later() -> None:
+    """Events leave at the end of the turn."""
+
+
 class Residency:
     """Every served model of one engine.
 
@@ -51,6 +57,7 @@ class Residency:
         events: what happens is told here.
 
     Attributes:
+        flush: publishes the events now: that a load begins must be known before it may crash.
         refusal: why nothing may be loaded for now; None: it may (SPEC M6).
         is_barred: loads wait, for want of memory (SPEC M4).
     """
@@ -68,6 +75,7 @@ class Residency:
         self._lobby = lobby
         self._placement = placement
         self._events = events
+        self.flush: Callable[[], None] = _publish_later
         self._catalogue = Catalogue()
         self._load: Load | None = None
         self._retry_s: dict[str, float] = {}
@@ -119,8 +127,8 @@ class Residency:
     def command(self, command: ModelCommand, now: float) -> None:
         """What the front wants of a model."""
         match command:
-            case KnowModel(spec):
-                self._catalogue.know(spec)
+            case KnowModel(spec, is_suspect):
+                self._catalogue.know(spec).is_suspect = is_suspect
             case LoadModel():
                 self._ask(command, now)
             case UnloadModel(model):
@@ -141,6 +149,7 @@ class Residency:
         if self._load is not None and self._load.served is served and served.spec != spec:
             self._end_load(self._load, "it is to be loaded otherwise")
         served.spec, served.is_asked, served.may_evict = spec, True, command.may_evict
+        served.is_suspect = command.is_suspect
         served.used_s = now
         self._retry_s.pop(spec.id, None)
 
@@ -239,9 +248,14 @@ class Residency:
         self._load = Load(served, served.spec, LoadStop(), now, is_reload=served.life is ModelLife.READY)
         if not self._load.is_reload:
             served.move(ModelLife.LOADING)
-            self._load.told("waiting", 0.0)
-            self._tell(served)
+        self._come_to(self._load, "header")
         self._workers.size(self._load.stop, served.spec)
+
+    def _come_to(self, load: Load, stage: str) -> None:
+        """A load enters a stage; told at once, so that a crash in it is charged to it."""
+        load.told(stage, 0.0)
+        self._tell(load.served, stage=stage)
+        self.flush()
 
     def _may_begin(self, served: Served) -> bool:
         if self.is_barred:
@@ -315,10 +329,13 @@ class Residency:
             return
         if missing_bytes <= 0:
             load.offer = offer
-            load.told("weights", 0.0)
-            self._workers.load(load.stop, offer.spec)
             self._call_off(load.spec.id)
-        elif self._placement.shed(missing_bytes, now):
+            self._come_to(load, "weights")
+            self._workers.load(load.stop, offer.spec, is_suspect=load.served.is_suspect)
+            return
+        if load.stage != "waiting":
+            self._come_to(load, "waiting")
+        if self._placement.shed(missing_bytes, now):
             load.look_s = now
         elif not load.served.may_evict:
             return  # what is stored is in use for now
@@ -362,6 +379,7 @@ class Residency:
         if load.is_reload:
             self._free(served, "replaced", now)
         self._load, served.is_asked, served.may_evict = None, False, True
+        served.is_suspect = False
         resident = self._residents.add(load, backend)
         if not load.is_reload:
             served.move(ModelLife.READY)
@@ -477,15 +495,16 @@ class Residency:
 
     # ------------------------------------------------------------ telling
 
-    def _tell(self, served: Served, error: StokerError | None = None) -> None:
+    def _tell(self, served: Served, error: StokerError | None = None, stage: str = "") -> None:
+        """Where a model is; `stage` is that of another load of one that is ready."""
         resident = self._residents.find(served.spec.id) if served.life is ModelLife.READY else None
         self._events.append(
             ModelState(
                 model=served.spec.id,
                 state=served.life,
-                stage=served.stage,
+                stage=served.stage or stage,
                 fraction=1.0 if resident is not None else served.fraction,
-                info=resident.info() if resident is not None else None,
+                info=resident.info() if resident is not None and not stage else None,
                 error=None if error is None else error.info(),
                 reason=served.reason,
             )

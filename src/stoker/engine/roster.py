@@ -8,27 +8,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.errors import ErrorInfo, ModelLoadError, ModelNotFoundError, error_from_info
+from stoker.errors import ErrorInfo, LoadCrashedError, ModelNotFoundError, error_from_info
 from stoker.memory.residency import ModelLife
+from stoker.messages import KnowModel, LoadModel
 from stoker.status import ModelStatus
 from stoker.values import ModelInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from stoker.engine.death import Death
     from stoker.messages import ModelState
     from stoker.values import ModelSpec
 
 MAX_LOAD_CRASHES = 2
+_NOT_BEGUN = frozenset({"", "waiting"})
+"""Stages of a load in which nothing of the file has been touched."""
 PASSING = frozenset({"insufficient_memory", "model_too_large", "too_hot", "device_busy"})
 """Codes of refusals that are the machine's doing: another time, or with less beside it, it may load."""
 _IN_MEMORY = frozenset({ModelLife.LOADING, ModelLife.READY})
 _UNDER_WAY = frozenset({ModelLife.DOWNLOADING, ModelLife.LOADING, ModelLife.UNLOADING})
+
+
+def file_mark(path: str) -> object:
+    """Size, time of change and place of a file; None if there is none."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 @dataclass(slots=True)
@@ -43,6 +56,9 @@ class Entry:
         may_evict: idle models may go for that.
         is_leaving: it was asked to go, so a fresh engine need not load it.
         is_barred: it has failed for good; requests are refused with `error`.
+        mark: of the file it was barred for; another file in its place is given a chance.
+        load_crashes: engines that its loads have ended since it was last in memory.
+        reload_error: why another load of it, beside the one that serves, was given up.
     """
 
     spec: ModelSpec
@@ -57,7 +73,14 @@ class Entry:
     may_evict: bool = False
     is_leaving: bool = False
     is_barred: bool = False
+    mark: object = None
     load_crashes: int = 0
+    reload_error: ErrorInfo | None = None
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its last load has ended an engine."""
+        return self.load_crashes > 0
 
     @property
     def to_load(self) -> ModelSpec:
@@ -70,9 +93,11 @@ class Roster:
 
     Args:
         specs: how to load each; ids are unique. The first engine loads all of them, the first one first.
+        mark_of: tells the file at a path from another that takes its place.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec]) -> None:
+    def __init__(self, specs: Iterable[ModelSpec], mark_of: Callable[[str], object] = file_mark) -> None:
+        self._mark_of = mark_of
         self._entries = {spec.id: Entry(spec, bare_info(spec)) for spec in specs}
         for number, entry in enumerate(self._entries.values()):
             entry.is_due = True
@@ -92,9 +117,9 @@ class Roster:
         entry = self._entries.get(model)
         return entry.state if entry else ModelLife.ABSENT
 
-    def specs(self) -> list[ModelSpec]:
-        """What a fresh engine has to know of: everything that has not failed for good."""
-        return [entry.spec for entry in self._entries.values() if not entry.is_barred]
+    def known(self) -> list[KnowModel]:
+        """What a fresh engine has to know of. Of what has failed for good too: its file may be replaced."""
+        return [KnowModel(entry.spec, entry.is_suspect) for entry in self._entries.values()]
 
     def spec(self, model: str) -> ModelSpec | None:
         """How a served model is loaded, or is being loaded now."""
@@ -140,6 +165,7 @@ class Roster:
         if entry is None:
             served = ", ".join(self._entries) or "none"
             raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
+        self._forgive_replaced(entry)
         if entry.is_barred and entry.error:
             raise error_from_info(entry.error)
         return msgspec.structs.replace(entry.info, adapter=adapter) if adapter else entry.info
@@ -157,6 +183,11 @@ class Roster:
         """Why a model cannot be used any more, or None."""
         entry = self._entries.get(model)
         return entry.error if entry and entry.is_barred else None
+
+    def load_failure(self, model: str) -> ErrorInfo | None:
+        """Why what was asked for will not come of the next engine; None: it will."""
+        entry = self._entries.get(model)
+        return (self.failure(model) or entry.reload_error) if entry else None
 
     def start_failure(self) -> ErrorInfo | None:
         """Why a first start has to fail, or None.
@@ -193,18 +224,24 @@ class Roster:
             entry.asked = None
         return was_asked
 
-    def ask(self, spec: ModelSpec, info: ModelInfo) -> None:
-        """A caller wants `spec` in memory: by the engine that runs, or else by the next one."""
+    def ask(self, spec: ModelSpec, info: ModelInfo) -> LoadModel:
+        """A caller wants `spec` in memory: by the engine that runs, or else by the next one.
+
+        Returns:
+            What the engine that runs is to be told.
+        """
         entry = self._entries.get(spec.id)
         if entry is None:
             entry = self._entries[spec.id] = Entry(spec, info)
-        if entry.is_barred:
-            entry.is_barred, entry.load_crashes = False, 0
-        entry.asked = spec
+        self._forgive_replaced(entry)
+        if entry.is_barred:  # once more, because somebody wants it to be tried
+            entry.is_barred, entry.load_crashes = False, MAX_LOAD_CRASHES - 1
+        entry.asked, entry.reload_error = spec, None
         entry.is_due = entry.may_evict = True
         entry.is_leaving = False
         if entry.state is not ModelLife.READY:  # else it serves on until the other is in (SPEC L5)
             self._move(entry, ModelLife.LOADING)
+        return LoadModel(spec, is_suspect=entry.is_suspect)
 
     def release(self, model: str) -> None:
         """A caller wants it out of memory; no engine has to load it."""
@@ -232,16 +269,25 @@ class Roster:
 
     # ------------------------------------------------------------ what engines do
 
-    def next_due(self) -> tuple[ModelSpec, bool] | None:
-        """What a booting engine has to load next, and whether idle models may go for it.
+    def next_due(self, *, skips_suspects: bool = False) -> LoadModel | None:
+        """What a booting engine has to load next; it counts as loading from here on.
 
-        It counts as loading from here on.
+        Args:
+            skips_suspects: leave out what has ended an engine: others wait for this one.
         """
         for entry in self._entries.values():
-            if entry.is_due and not entry.is_barred:
-                self._move(entry, ModelLife.LOADING)
-                return entry.to_load, entry.may_evict
+            if entry.is_due and not (entry.is_barred or (skips_suspects and entry.is_suspect)):
+                return self._begin_load(entry)
         return None
+
+    def suspects_due(self) -> list[LoadModel]:
+        """What has ended an engine, for one that serves already; each counts as loading from here on."""
+        due = [e for e in self._entries.values() if e.is_due and e.is_suspect and not e.is_barred]
+        return [self._begin_load(entry) for entry in due]
+
+    def _begin_load(self, entry: Entry) -> LoadModel:
+        self._move(entry, ModelLife.LOADING)
+        return LoadModel(entry.to_load, entry.may_evict, entry.is_suspect)
 
     def is_settled(self, model: str) -> bool:
         """Whether its load has come to an end, good or bad."""
@@ -251,6 +297,9 @@ class Roster:
         """The engine reported a state."""
         entry = self._entries.get(event.model)
         if entry is None:
+            return
+        if event.state == ModelLife.READY and event.stage:  # it serves on beside another load of it
+            entry.stage = event.stage
             return
         self._move(entry, ModelLife(event.state))
         entry.stage, entry.fraction = event.stage, event.fraction
@@ -265,6 +314,8 @@ class Roster:
             if event.error is None:  # else another was to take its place, and it stays
                 entry.spec = entry.to_load
         entry.asked = None
+        if entry.state is ModelLife.FAILED and event.error and event.error.code == LoadCrashedError.code:
+            self._bar(entry, event.error)
 
     def suspend(self) -> None:
         """The engine is told to leave: the next one loads what is in memory now, or on its way there."""
@@ -293,30 +344,58 @@ class Roster:
                 entry.may_evict |= is_first
                 is_first = False
 
-    def charge(self, death: Death) -> None:
-        """The engine died of its work: the model that it was loading may have been it, once too often."""
-        for entry in self._entries.values():
-            if entry.state is ModelLife.LOADING and entry.stage != "waiting":
+    def charge(self, death: Death) -> list[str]:
+        """The engine died of its work: what it was loading may have been it, once too often.
+
+        Returns:
+            The models that this is charged to.
+        """
+        loading = [
+            entry
+            for entry in self._entries.values()
+            if entry.state in _IN_MEMORY and entry.stage not in _NOT_BEGUN
+        ]
+        for entry in loading:
+            if entry.state is ModelLife.READY:
+                self._give_up_reload(entry, death)
+            else:
                 self._charge(entry, death)
+        return [entry.spec.id for entry in loading]
 
     def _charge(self, entry: Entry, death: Death) -> None:
         entry.load_crashes += 1
-        if entry.load_crashes < MAX_LOAD_CRASHES:
-            return
-        model = entry.spec.id
-        self._move(entry, ModelLife.FAILED)
+        if entry.load_crashes >= MAX_LOAD_CRASHES:
+            text = f"ended the engine {entry.load_crashes} times, last: {death.quoted}"
+            self._move(entry, ModelLife.FAILED)
+            self._bar(entry, _load_crash(entry, text, entry.load_crashes))
+
+    def _give_up_reload(self, entry: Entry, death: Death) -> None:
+        """The model stays as it was loaded before; whoever asked may ask again."""
+        text = f"otherwise than it is now ended the engine: {death.quoted}"
+        entry.reload_error = _load_crash(entry, text, 1)
+        entry.asked = None
+
+    def _bar(self, entry: Entry, error: ErrorInfo) -> None:
         entry.is_barred, entry.is_due = True, False
-        entry.error = ModelLoadError(
-            f"loading {model!r} from {entry.to_load.path} ended the engine {entry.load_crashes} times, "
-            f"last: {death.quoted}",
-            model=model,
-            crashes=entry.load_crashes,
-        ).info()
+        entry.error = error
+        entry.load_crashes = MAX_LOAD_CRASHES
+        entry.mark = self._mark_of(entry.to_load.path)
+
+    def _forgive_replaced(self, entry: Entry) -> None:
+        """Another file in the place of one that was barred begins anew."""
+        if entry.is_barred and self._mark_of(entry.to_load.path) != entry.mark:
+            entry.is_barred, entry.load_crashes = False, 0
+            self._move(entry, ModelLife.ABSENT)
 
     @staticmethod
     def _move(entry: Entry, to: ModelLife) -> None:
         entry.state = to
         entry.stage, entry.fraction, entry.reason, entry.error = "", 0.0, "", None
+
+
+def _load_crash(entry: Entry, text: str, crashes: int) -> ErrorInfo:
+    model, path = entry.spec.id, entry.to_load.path
+    return LoadCrashedError(f"loading {model!r} from {path} {text}", model=model, crashes=crashes).info()
 
 
 def bare_info(spec: ModelSpec) -> ModelInfo:

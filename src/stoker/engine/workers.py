@@ -19,6 +19,7 @@ from stoker.backends.fake_encoder import estimator as fake_encoder_estimator
 from stoker.backends.fake_encoder import load as load_fake_encoder
 from stoker.backends.llama import load as load_llama
 from stoker.backends.llama.encoder import load as load_encoder
+from stoker.backends.llama.opening import try_in_child
 from stoker.backends.llama.seq2seq import load as load_seq2seq
 from stoker.backends.protocol import Backend, ModelClass
 from stoker.engine.headers import Headers
@@ -90,8 +91,11 @@ class Workers:
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
 
-    def load(self, load: LoadStop, spec: ModelSpec) -> None:
-        """Load a model; posts LoadMoved on the way, then Loaded or LoadFailed, soon where `load` is set."""
+    def load(self, load: LoadStop, spec: ModelSpec, *, is_suspect: bool = False) -> None:
+        """Load a model; posts LoadMoved on the way, then Loaded or LoadFailed, soon where `load` is set.
+
+        A suspect, whose last load ended an engine, is tried in a child process first.
+        """
         next_fraction = 0.0
 
         def moved(fraction: float) -> None:
@@ -103,6 +107,8 @@ class Workers:
                 self._inbox.put(LoadMoved(load, "weights", fraction))
 
         def answer() -> Loaded:
+            if is_suspect and not spec.path.startswith(FAKE_PREFIX):
+                try_in_child(self._headers.get(Path(spec.path))[1], moved, self._cache_dir)
             return Loaded(load, spec.path, self._backend(spec, moved))
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))

@@ -56,6 +56,7 @@ class Served:
         spec: how it is to be loaded, as asked for.
         is_pinned: it is never unloaded to make room.
         is_asked: somebody asked for it by name, so it is loaded though no request needs it.
+        is_suspect: its last load ended an engine: the next is tried in a child process first.
         may_evict: idle models may go for what was asked for.
         keep_alive_s: how long it stays after its last request; negative: for good.
         used_s: when it last had a request, or was loaded.
@@ -71,6 +72,7 @@ class Served:
     life: ModelLife = ModelLife.ABSENT
     is_pinned: bool = False
     is_asked: bool = False
+    is_suspect: bool = False
     may_evict: bool = True
     keep_alive_s: float = 600.0
     used_s: float = 0.0
