@@ -44,6 +44,7 @@ def test_a_stream_says_what_the_whole_answer_says(client):
     assert [choice.finish_reason for choice in shown if choice.finish_reason] == ["length"]
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 8
+    assert set(chunks[-1].timings) == set(whole.timings)
 
 
 def test_a_stream_without_stream_options_has_no_usage_chunk(client):
@@ -186,6 +187,16 @@ def test_a_last_turn_of_the_assistant_is_gone_on_with(scripted, scripted_http):
     for body in ({"messages": begun, **both}, {"messages": HELLO, "continue_final_message": True}):
         refused = scripted_http.post("/v1/chat/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
+
+
+def test_two_last_turns_of_the_assistant_need_a_word(scripted_http):
+    """As llama-server: it is not clear what is to be gone on with."""
+    said = {"role": "assistant", "content": "Hello"}
+    body = {"messages": [*HELLO, said, said], "max_tokens": 1}
+    refused = scripted_http.post("/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        assert scripted_http.post("/v1/chat/completions", json=body | {name: True}).status_code == 200
 
 
 @pytest.mark.parametrize(

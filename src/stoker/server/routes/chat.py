@@ -49,6 +49,7 @@ def router(context: ServerContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
+        body.check_last_turns()
         turn = await chat_turn(context, request, body, "chatcmpl-")
         asked = turn.request
         head = Head(

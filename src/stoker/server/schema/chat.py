@@ -157,6 +157,21 @@ class Conversation(Body):
 class ChatRequest(Conversation, GenerationFields):
     """A chat completion to make."""
 
+    def check_last_turns(self) -> None:
+        """Refuse two texts of the assistant at the end where no field says which of them is gone on with.
+
+        Raises:
+            InvalidRequestError: that is so.
+        """
+        roles = [(message.role, bool(message.tool_calls)) for message in self.messages[-2:]]
+        is_said = self.add_generation_prompt is not None or self.continue_final_message is not None
+        if roles == [("assistant", False)] * 2 and not is_said:
+            text = (
+                "messages: two messages of the assistant stand last: the answer goes on with the second where"
+                " continue_final_message is true, and is a turn of its own where add_generation_prompt is"
+            )
+            raise InvalidRequestError(text, param="messages")
+
     max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None

@@ -65,7 +65,7 @@ class ChatChunks:
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        return closing(self._head, _CHUNK, self._totals.usage(), [ChatChunkChoice(0, _NOTHING)])
+        return closing(self._head, _CHUNK, self._totals, [ChatChunkChoice(0, _NOTHING)])
 
     def _delta(self, event: Delta) -> bytes:
         opening = b""

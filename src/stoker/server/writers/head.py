@@ -89,20 +89,21 @@ class Totals:
         )
 
 
-def closing(head: Head, kind: str, usage: Usage, nothing: _Choices) -> bytes:
-    """Frames after the last event: usage where it was asked for, a context shift in any case (SPEC C12).
+def closing(head: Head, kind: str, totals: Totals, nothing: _Choices) -> bytes:
+    """Frames after the last event: usage and timings where usage was asked for, a context shift always (C12).
 
     Args:
         head: of the answer.
         kind: the chunk's `object`.
-        usage: over all prompts.
+        totals: over all prompts.
         nothing: one choice without text, for clients that look at the first of every chunk; who asked for
             usage expects a chunk without choices.
     """
+    usage = totals.usage()
     shift = shift_answer(usage)
     if head.wants_usage:
         fields = {"usage": usage_answer(usage), "context_shift": shift, "images": image_answers(head.images)}
-        return frame(head.answer(kind, [], **fields))
+        return frame(head.answer(kind, [], timings=totals.timings(), **fields))
     if shift is not UNSET:
         return frame(head.answer(kind, nothing, context_shift=shift))
     return b""

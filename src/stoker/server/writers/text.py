@@ -48,7 +48,7 @@ class TextChunks:
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        return closing(self._head, _OBJECT, self._totals.usage(), [TextChoice(0, "")])
+        return closing(self._head, _OBJECT, self._totals, [TextChoice(0, "")])
 
     def _delta(self, index: int, event: Delta) -> bytes:
         """What it adds, and behind it the reason of its end in a chunk of its own."""
