@@ -107,7 +107,7 @@ class MessageBuilder:
         for event in events:
             match event:
                 case Content(text):
-                    written += self._ensure({"type": "text", "text": "", "citations": None})
+                    written += self._ensure({"type": "text", "text": ""})
                     written.append(self._delta({"type": "text_delta", "text": text}))
                 case Reasoning(text):
                     written += self._ensure({"type": "thinking", "thinking": "", "signature": ""})
@@ -178,7 +178,7 @@ def _blocks(answer: WholeAnswer) -> list[Json]:
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
     if answer.content:
-        blocks.append({"type": "text", "text": answer.content, "citations": None})
+        blocks.append({"type": "text", "text": answer.content})
     for call in answer.calls:
         given = msgspec.Raw(b"{}" if call.is_cut else call.arguments.encode())  # JSON as it was written
         blocks.append({"type": "tool_use", "id": _call_id(call.id), "name": call.name, "input": given})
