@@ -111,15 +111,17 @@ def test_a_stream_begins_with_the_cost_of_its_prompt(scripted, claude):
     assert "content_block_delta" in rest
 
 
-def test_progress_of_the_prompt_is_sent_where_it_is_asked_for(scripted, claude):
-    """S2: an event of our own, which the official client passes over."""
+def test_progress_of_the_prompt_is_sent_where_it_is_asked_for(scripted, scripted_http, claude):
+    """S2: within a ping, which every client passes over."""
     progress = PrefillProgress(request_id="x", total=9, cached=0, processed=5, time_ms=1.0)
     steps = [Admitted("x", 0, None, 9), progress, delta("So."), STOP, FINISHED]
     says(scripted, *steps)
     with claude.messages.stream(**ASK, extra_headers={"X-Stoker-Progress": "Yes"}) as stream:
-        kinds = [event.type for event in stream]
         assert stream.get_final_text() == "So."
-    assert "prefill_progress" in kinds
+    says(scripted, *steps)
+    answer = scripted_http.post("/v1/messages", json={**ASK, "stream": True, "return_progress": True})
+    told = [data["prompt_progress"] for name, data in frames(answer.text) if name == "ping" and len(data) > 1]
+    assert told == [{"total": 9, "cache": 0, "processed": 5, "time_ms": 1.0}]
     assert scripted.runtime.requests[-1].return_progress
 
 

@@ -303,7 +303,7 @@ def test_a_message_begins_with_what_its_prompt_cost() -> None:
     progress = PrefillProgress(request_id="x", total=7, cached=2, processed=5, time_ms=1.5)
     (event,) = objects(writer.write(0, progress))
     assert event == {
-        "type": "prefill_progress",
+        "type": "ping",
         "prompt_progress": {"total": 7, "cache": 2, "processed": 5, "time_ms": 1.5},
     }
     kinds = [event["type"] for event in objects(writer.write(0, Delta(request_id="x", index=0, text="a")))]

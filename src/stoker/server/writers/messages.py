@@ -98,8 +98,8 @@ class MessageBuilder:
         return [{"type": "message_start", "message": _message(self._head, [], unknown, usage)}]
 
     def progress(self, event: PrefillProgress) -> Json:
-        """How much of the prompt is computed; no event of Anthropic's, sent where it was asked for."""
-        return {"type": "prefill_progress", "prompt_progress": progress_fields(event)}
+        """How much of the prompt is computed, in a ping: events of other types are errors to some clients."""
+        return {"type": "ping", "prompt_progress": progress_fields(event)}
 
     def add(self, events: Iterable[AnswerEvent]) -> list[Json]:
         """What these add."""
