@@ -1,7 +1,8 @@
-"""Frames between the front and a worker process: a byte for what it is, a length, a JSON body.
+"""Frames between the front and a worker process: a byte for what it is, a length, a body.
 
-JSON and not msgpack, as messages and tools are JSON, whose integers have any size. Owns no deadline: whoever
-waits sets the socket's.
+Bodies are msgpack, which copies texts as they are: spelling 16 MiB of line breaks as JSON would hold the
+interpreter's lock for 100 ms. A job with integers over 64 bits, which msgpack has not, is JSON. Owns no
+deadline: whoever waits sets the socket's.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class Kind(IntEnum):
 
     READY = 0
     JOB = 1
-    ANSWER = 2
-    ERROR = 3
+    JSON_JOB = 2
+    ANSWER = 3
+    ERROR = 4
 
 
 class FrameError(Exception):

@@ -72,11 +72,11 @@ class Place:
 
     def do(self, job: Job, answer: type[T]) -> T:
         """The answer to a job, of that type. Raises what `WorkerPool.run` raises."""
-        body = _encoded(job)
+        kind, body = _encoded(job)
         for _ in range(NUM_ATTEMPTS):
             process = self.start()
             try:
-                frame = process.ask(body)
+                frame = process.ask(kind, body)
             except LostError:
                 self.end()
             except LateError:
@@ -103,15 +103,18 @@ class Place:
                 self._process.kill()
 
 
-def _encoded(job: Job) -> bytes:
+def _encoded(job: Job) -> tuple[frames.Kind, bytes]:
     try:
-        return msgspec.json.encode(job)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        try:
+            return frames.Kind.JOB, msgspec.msgpack.encode(job)
+        except OverflowError:
+            return frames.Kind.JSON_JOB, msgspec.json.encode(job)
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{job.label} takes JSON values only: {error}", param=job.param) from error
 
 
 def _decoded(frame: tuple[frames.Kind, bytearray], answer: type[T]) -> T:
     kind, body = frame
     if kind is frames.Kind.ERROR:
-        raise error_from_info(msgspec.json.decode(body, type=ErrorInfo))
-    return msgspec.json.decode(body, type=answer)
+        raise error_from_info(msgspec.msgpack.decode(body, type=ErrorInfo))
+    return msgspec.msgpack.decode(body, type=answer)

@@ -66,8 +66,8 @@ class WorkerProcess:
         """Its process id."""
         return self._process.pid
 
-    def ask(self, job: bytes) -> tuple[frames.Kind, bytearray]:
-        """The frame that answers a job.
+    def ask(self, kind: frames.Kind, job: bytes) -> tuple[frames.Kind, bytearray]:
+        """The frame that answers a job of that kind.
 
         Raises:
             LostError: the process ended; it is of no more use.
@@ -75,7 +75,7 @@ class WorkerProcess:
         """
         self._connection.settimeout(self._limit_s)
         try:
-            frames.send(self._connection, frames.Kind.JOB, job)
+            frames.send(self._connection, kind, job)
         except TimeoutError:
             raise LateError from None
         except OSError as error:

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -28,8 +29,11 @@ _RETIRE_BYTES = 64 * 1024**2
 """A process that holds this much after an answer ends, as that is the only way to give it all back."""
 _STATM = Path("/proc/self/statm")
 
-_decoder = msgspec.json.Decoder(Job)
-_encode = msgspec.json.Encoder().encode
+_decode: dict[frames.Kind, Callable[[bytearray], Job]] = {
+    frames.Kind.JOB: msgspec.msgpack.Decoder(Job).decode,
+    frames.Kind.JSON_JOB: msgspec.json.Decoder(Job).decode,
+}
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def serve(descriptor: int, limit_s: float, max_bytes: int) -> None:
@@ -44,15 +48,15 @@ def serve(descriptor: int, limit_s: float, max_bytes: int) -> None:
     with socket.socket(fileno=descriptor) as connection, contextlib.suppress(frames.FrameError, OSError):
         frames.send(connection, frames.Kind.READY)
         while _memory()[1] < _RETIRE_BYTES:
-            _, body = frames.receive(connection)
+            kind, body = frames.receive(connection)
             _bound_time(limit_s)
-            frames.send(connection, *_answer(body, max_bytes))
+            frames.send(connection, *_answer(kind, body, max_bytes))
 
 
-def _answer(body: bytearray, max_bytes: int) -> tuple[frames.Kind, bytes]:
+def _answer(kind: frames.Kind, body: bytearray, max_bytes: int) -> tuple[frames.Kind, bytes]:
     job = None
     try:
-        job = _decoder.decode(body)
+        job = _decode[kind](body)
         return frames.Kind.ANSWER, _encode(do(job))
     except StokerError as error:
         return frames.Kind.ERROR, _encode(error.info())
