@@ -158,9 +158,11 @@ class EngineSettings(_Frozen):
         models: names or GGUF paths to serve; empty: the embedded default. The first one is "default".
         slots: sequences that run at once.
         ctx_size: tokens (KV cells) all slots share, and the most one request may use; 0: the model's own.
+            With `kv_cells` only the second.
         threads: CPU threads; 0 picks the number of physical cores.
         n_batch: tokens one step may carry.
-        kv_cells: KV cells to allocate where that should differ from `ctx_size`.
+        kv_cells: KV cells to allocate, which all slots share, where that should differ from `ctx_size`; one
+            request may use no more than these either.
         max_queue: requests that may wait; background gets half of it.
         policy: how a step is shared between decode and prefill: "latency", "balanced" or "throughput".
         target_step_ms: how long a step may take while an interactive request decodes.

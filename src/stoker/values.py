@@ -116,7 +116,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         id: the name it is served under.
         path: the GGUF file; "fake:" selects the deterministic FakeBackend.
         num_slots: sequences that may run at once.
-        n_ctx: KV cells all slots share, and the most one request may use; 0: the model's own.
+        n_ctx: the most tokens one request may use; 0: the model's own.
+        num_cells: KV cells all slots share; 0: as many as `n_ctx`.
         n_batch: tokens one step may carry.
         num_threads: 0 picks the number of physical cores, the most that the engine will use.
         policy: how steps are shared between decode and prefill (SPEC Q9).
@@ -138,6 +139,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     num_slots: int = 8
     n_ctx: int = 16384
+    num_cells: int = 0
     n_batch: int = 512
     num_threads: int = 0
     max_queue: int = 512
@@ -153,6 +155,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft_path: str = ""
     adapters: tuple[AdapterSpec, ...] = ()
     projector: ProjectorSpec | None = None
+
+    @property
+    def pool_cells(self) -> int:
+        """KV cells to allocate; 0: as many as the model's own context."""
+        return self.num_cells or self.n_ctx
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that one request finds room for; 0: the model's own context."""
+        return min(filter(None, (self.n_ctx, self.num_cells)), default=0)
+
+    def with_cells(self, cells: int) -> ModelSpec:
+        """The same with a pool of so many cells, and no more context than that."""
+        if not self.num_cells:
+            return msgspec.structs.replace(self, n_ctx=cells)
+        return msgspec.structs.replace(self, num_cells=cells, n_ctx=min(self.n_ctx or cells, cells))
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

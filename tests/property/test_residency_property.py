@@ -73,6 +73,7 @@ class Day:
         self._num_open = len(gate.backends)
         self._workers = (ByHand(), ByHand())
         self.machine.loop._workers._prep, self.machine.loop._workers._loader = self._workers
+        self.machine.loop._workers._sizer = self._workers[1]
         self.wants, self._ended, self._num_seen, self._num_asked = {}, set(), 0, 0
         self._specs = {
             model: self.machine.know(

@@ -334,3 +334,18 @@ def test_a_load_that_was_given_up_and_ended_all_the_same_is_freed(make, gate):
     assert [model for model, backend in gate.backends if not backend._is_closed] == []
     assert machine.ledger == {}
     use(machine, "a")
+
+
+def test_a_given_up_load_that_goes_on_does_not_hold_up_the_look_at_another_file(make, gate):
+    """SPEC R1, R4: one that cannot fit is refused meanwhile."""
+    machine = make()
+    serve(machine, "a")
+    machine.know("huge", "eog_period=0,weights_mib=4000")
+    gate.is_deaf = True
+    machine.submit("r", "a")
+    machine.until(lambda: gate.begun)
+    machine.send(Cancel("r"))
+    machine.submit("other", "huge")
+    machine.run("other")
+    assert machine.error("other").code == "model_too_large"
+    assert not gate.backends

@@ -369,7 +369,8 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
     _take_time(faults, on_progress or (lambda _: None))
     return FakeBackend(
         num_sequences=max(2 * spec.num_slots, spec.num_slots + 8),
-        num_cells=spec.n_ctx or _NUM_CELLS,
+        num_cells=spec.pool_cells or _NUM_CELLS,
+        n_ctx=spec.most_tokens or None,
         n_batch=spec.n_batch,
         faults=faults,
         adapters=spec.adapters,
@@ -381,7 +382,7 @@ def estimator(path: str) -> Estimator:
     faults = _faults(path)
 
     def estimate(spec: ModelSpec) -> Estimate:
-        num_cells = spec.n_ctx or _NUM_CELLS
+        num_cells = spec.pool_cells or _NUM_CELLS
         return Estimate(lines=_sizes(faults, num_cells, spec.n_batch), n_ctx=num_cells)
 
     return estimate

@@ -140,7 +140,9 @@ class Placement:
 
 def _with_context(spec: ModelSpec, least_n_ctx: int) -> ModelSpec:
     """The spec with at least so much context; 0 is the file's own, which is never less."""
-    return msgspec.structs.replace(spec, n_ctx=least_n_ctx) if 0 < spec.n_ctx < least_n_ctx else spec
+    n_ctx = max(spec.n_ctx, least_n_ctx) if spec.n_ctx else 0
+    num_cells = max(spec.num_cells, least_n_ctx) if spec.num_cells else 0
+    return msgspec.structs.replace(spec, n_ctx=n_ctx, num_cells=num_cells)
 
 
 def _mib(size_bytes: int) -> str:

@@ -142,7 +142,7 @@ class Residency:
 
     def _ask(self, command: LoadModel, now: float) -> None:
         served, spec = self._catalogue.know(command.spec), command.spec
-        if error := self._conflict(spec, spec.n_ctx):
+        if error := self._conflict(spec, spec.most_tokens):
             self._tell(served, error)
             return
         served.keep_alive_s, served.is_pinned = spec.keep_alive_s, served.is_pinned or spec.is_pinned
@@ -319,7 +319,7 @@ class Residency:
         )
         load.look_s = now + LOOK_AGAIN_S
         load.least_n_ctx = self._least_context(load)
-        if load.is_reload and (error := self._conflict(load.spec, load.spec.n_ctx)):
+        if load.is_reload and (error := self._conflict(load.spec, load.spec.most_tokens)):
             self._refuse(load.served, error, now)
             return
         try:

@@ -213,8 +213,8 @@ class Roster:
         entry = self._entries.get(spec.id)
         if entry is None:
             return False
-        now_n_ctx = entry.spec.n_ctx or math.inf
-        return spec.path != entry.spec.path or (spec.n_ctx or math.inf) < now_n_ctx
+        now_n_ctx = entry.spec.most_tokens or math.inf
+        return spec.path != entry.spec.path or (spec.most_tokens or math.inf) < now_n_ctx
 
     def call_off(self, model: str) -> bool:
         """It is not to be loaded otherwise than it was, if that was asked for; whether it was."""
@@ -410,7 +410,7 @@ def bare_info(spec: ModelSpec) -> ModelInfo:
         num_params=0,
         size_bytes=0,
         n_vocab=0,
-        n_ctx=spec.n_ctx,
+        n_ctx=spec.most_tokens,
         n_ctx_train=0,
         n_batch=spec.n_batch,
         num_slots=spec.num_slots,

@@ -46,6 +46,8 @@ class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
     def applied(self, spec: ModelSpec) -> ModelSpec:
         """The spec with these changes."""
         given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        if self.n_ctx is not None:
+            given["num_cells"] = 0  # what is asked for is what all its slots share
         return msgspec.structs.replace(spec, **given)
 
 

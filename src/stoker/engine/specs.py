@@ -114,7 +114,8 @@ def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) ->
         id=file.id,
         path=file.path,
         num_slots=slots_of(file.model_class, settings.slots),
-        n_ctx=settings.kv_cells or settings.ctx_size,
+        n_ctx=settings.ctx_size,
+        num_cells=settings.kv_cells or 0,
         n_batch=settings.n_batch,
         num_threads=settings.threads,
         max_queue=settings.max_queue,
@@ -131,7 +132,7 @@ def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) ->
 
 def _info(spec: ModelSpec, file: ModelFile) -> ModelInfo:
     bare = bare_info(spec)
-    n_ctx = min(spec.n_ctx or file.n_ctx_train, file.n_ctx_train)
+    n_ctx = min(spec.most_tokens or file.n_ctx_train, file.n_ctx_train)
     bare = msgspec.structs.replace(bare, n_ctx=n_ctx, n_ctx_train=file.n_ctx_train)
     return _fake_info(bare, spec, file) if file.header is None else _header_info(bare, file.header)
 
@@ -159,7 +160,7 @@ def _fake_info(bare: ModelInfo, spec: ModelSpec, file: ModelFile) -> ModelInfo:
     vocabulary = FakeVocabulary()
     return msgspec.structs.replace(
         bare,
-        n_ctx=spec.n_ctx or file.n_ctx_train,  # it takes what it is given
+        n_ctx=spec.most_tokens or file.n_ctx_train,  # it takes what it is given
         model_class=str(file.model_class),
         architecture="fake",
         n_vocab=N_VOCAB,

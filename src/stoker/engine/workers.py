@@ -47,7 +47,7 @@ TOLD_EVERY = 0.02
 
 
 class Workers:
-    """The prep and loader threads."""
+    """The prep and loader threads, and one that reads headers: a load that was given up may take its time."""
 
     def __init__(self, inbox: Inbox, cache_dir: Path) -> None:
         self._inbox = inbox
@@ -55,6 +55,7 @@ class Workers:
         self._headers = Headers()
         self._prep = ThreadPoolExecutor(1, thread_name_prefix="stoker-prep")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
+        self._sizer = ThreadPoolExecutor(1, thread_name_prefix="stoker-sizer")
 
     def __repr__(self) -> str:
         return "<Workers prep, loader>"
@@ -89,7 +90,7 @@ class Workers:
                 found = with_draft(found, estimator(self._headers.get(Path(spec.draft_path))[1]))
             return Sized(load, found, mark)
 
-        self._post(self._loader, answer, lambda error: LoadFailed(load, error))
+        self._post(self._sizer, answer, lambda error: LoadFailed(load, error))
 
     def load(self, load: LoadStop, spec: ModelSpec, *, is_suspect: bool = False) -> None:
         """Load a model; posts LoadMoved on the way, then Loaded or LoadFailed, soon where `load` is set.
@@ -131,6 +132,7 @@ class Workers:
     def close(self) -> None:
         """Wait for what runs, drop what waits."""
         self._prep.shutdown(cancel_futures=True)
+        self._sizer.shutdown(cancel_futures=True)
         self._loader.shutdown(cancel_futures=True)
 
     def _post(

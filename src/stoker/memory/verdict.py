@@ -148,17 +148,18 @@ def smaller_forms(spec: ModelSpec, asked: Estimate, least_n_ctx: int = 0) -> Ite
     """
     slots = (spec.num_slots, *(number for number in _SLOTS if number < spec.num_slots))
     kv_types = (spec.kv_type, *asked.smaller_kv_types)
-    contexts = tuple(n_ctx for n_ctx in _contexts(spec, asked) if n_ctx == spec.n_ctx or n_ctx >= least_n_ctx)
-    for num_slots, kv_type, n_ctx in product(slots, kv_types, contexts):
-        smaller = msgspec.structs.replace(spec, num_slots=num_slots, kv_type=kv_type, n_ctx=n_ctx)
+    pools = tuple(cells for cells in _pools(spec, asked) if cells == spec.pool_cells or cells >= least_n_ctx)
+    for num_slots, kv_type, cells in product(slots, kv_types, pools):
+        sized = spec if cells == spec.pool_cells else spec.with_cells(cells)
+        smaller = msgspec.structs.replace(sized, num_slots=num_slots, kv_type=kv_type)
         if smaller != spec:
             yield smaller
 
 
-def _contexts(spec: ModelSpec, asked: Estimate) -> Iterator[int]:
-    """What was asked for, then halves of it."""
-    yield spec.n_ctx
-    n_ctx = asked.n_ctx or spec.n_ctx
+def _pools(spec: ModelSpec, asked: Estimate) -> Iterator[int]:
+    """Cells: what was asked for, then halves of it."""
+    yield spec.pool_cells
+    n_ctx = asked.n_ctx or spec.pool_cells
     while n_ctx // 2 >= SMALLEST_N_CTX:
         n_ctx //= 2
         yield n_ctx
@@ -166,8 +167,9 @@ def _contexts(spec: ModelSpec, asked: Estimate) -> Iterator[int]:
 
 def _offer(verdict: Verdict, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, found: Estimate) -> Offer:
     phrases = []
-    if smaller.n_ctx != spec.n_ctx:
-        phrases.append(f"context {found.n_ctx or smaller.n_ctx} instead of {asked.n_ctx or spec.n_ctx}")
+    if smaller.pool_cells != spec.pool_cells:
+        sizes = found.n_ctx or smaller.pool_cells, asked.n_ctx or spec.pool_cells
+        phrases.append(f"context {sizes[0]} instead of {sizes[1]}")
     if smaller.kv_type != spec.kv_type:
         phrases.append(f"{smaller.kv_type} cells instead of {spec.kv_type or '16-bit'} ones")
     if smaller.num_slots != spec.num_slots:

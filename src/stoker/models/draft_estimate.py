@@ -22,7 +22,9 @@ def with_draft(estimate: Estimator, draft: Estimator) -> Estimator:
     def both(spec: ModelSpec) -> Estimate:
         found = estimate(spec)
         alone = msgspec.structs.replace(spec, kv_type="", adapters=(), projector=None)
-        own = draft(msgspec.structs.replace(alone, num_slots=1, n_batch=DRAFT_BATCH, n_ctx=found.n_ctx))
+        own = draft(
+            msgspec.structs.replace(alone, num_slots=1, n_batch=DRAFT_BATCH, n_ctx=found.n_ctx, num_cells=0)
+        )
         lines = {**found.lines, "draft": own.total_bytes}
         return Estimate(lines=lines, n_ctx=found.n_ctx, smaller_kv_types=found.smaller_kv_types)
 

@@ -150,7 +150,7 @@ class _Model:
 
     def _shape(self, spec: ModelSpec) -> _Shape:
         sequences = num_sequences(spec.num_slots)
-        cells = _rounded(max(spec.n_ctx or self.header.n_ctx_train, sequences))
+        cells = _rounded(max(spec.pool_cells or self.header.n_ctx_train, sequences))
         tokens = min(cells, max(spec.n_batch, sequences))
         return _Shape(
             cells=cells,

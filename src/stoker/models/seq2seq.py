@@ -20,7 +20,7 @@ STEP_TOKENS = 8
 
 def num_cells(header: GgufHeader, spec: ModelSpec) -> int:
     """Tokens that a source may have, and as many an answer: what was asked for, within its training."""
-    return min(spec.n_ctx or header.n_ctx_train, header.n_ctx_train)
+    return min(spec.most_tokens or header.n_ctx_train, header.n_ctx_train)
 
 
 def slots_of(model_class: ModelClass | None, num_slots: int) -> int:

@@ -50,7 +50,13 @@ class LlamaBackend:
     """
 
     def __init__(
-        self, model: LlamaModel, context: LlamaContext, header: GgufHeader, eyes: Eyes = BLIND
+        self,
+        model: LlamaModel,
+        context: LlamaContext,
+        header: GgufHeader,
+        eyes: Eyes = BLIND,
+        *,
+        n_ctx: int = 0,
     ) -> None:
         self._model = model
         self._context = context
@@ -59,7 +65,7 @@ class LlamaBackend:
         self._recurrent = RecurrentStates(model, context, self._states) if model.is_recurrent else None
         self._hidden = HiddenStates(model, context)
         self._capabilities = dataclasses.replace(
-            _capabilities(header, model, context),
+            _capabilities(header, model, context, n_ctx),
             has_vision=eyes.vision is not None,
             pairing=eyes.pairing,
             fingerprint=self._states.fingerprint,
@@ -300,7 +306,7 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
         eyes = open_eyes(spec, model, header, context.num_threads)
         if eyes.vision:
             made.callback(eyes.vision.close)
-        backend = LlamaBackend(model, context, header, eyes)
+        backend = LlamaBackend(model, context, header, eyes, n_ctx=spec.n_ctx if spec.num_cells else 0)
         made.pop_all()
     if spec.draft_path and spec.speculation.uses_model:
         _add_drafter(backend, spec, model)
@@ -320,7 +326,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
     key_type = _key_type(spec, model)
     return ContextOptions(
-        num_cells=spec.n_ctx or model.n_ctx_train,
+        num_cells=spec.pool_cells or model.n_ctx_train,
         n_batch=spec.n_batch,
         num_sequences=num_sequences(spec.num_slots),
         num_threads=spec.num_threads or num_physical_cores(),
@@ -340,14 +346,14 @@ def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:
         raise UnsupportedError(f"cells of type {spec.kv_type!r} are not known; {known} are") from None
 
 
-def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext) -> Capabilities:
+def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, n_ctx: int) -> Capabilities:
     return Capabilities(
         model_class=header.model_class,
         architecture=header.architecture,
         description=model.description,
         label=label(model.devices),
         n_vocab=model.vocabulary.n_vocab,
-        n_ctx=min(context.num_cells, model.n_ctx_train or context.num_cells),
+        n_ctx=min(filter(None, (context.num_cells, model.n_ctx_train, n_ctx))),
         n_ctx_train=model.n_ctx_train,
         num_cells=context.num_cells,
         n_batch=context.n_batch,
