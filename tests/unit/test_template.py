@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from stoker.chat.layout import Conversation, Layout
 from stoker.chat.sandbox import MAX_TEMPLATE_CHARS
 from stoker.chat.template import ChatTemplate, RenderOptions
-from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.errors import InvalidRequestError, UnsupportedError, WorkLimitError
+from stoker.worker.jobs import RenderChat
+from stoker.worker.pool import Bounds, WorkerPool
 
 LLAMA2 = (
     "{% for message in messages %}"
@@ -18,7 +21,16 @@ LLAMA2 = (
     "{% else %}{{ raise_exception('only user and assistant roles are supported') }}"
     "{% endif %}{% endfor %}"
 )
+BOUNDS = Bounds(limit_s=1.0, max_bytes=64 * 1024**2)
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """A pool of tight bounds."""
+    pool = WorkerPool(BOUNDS)
+    yield pool
+    pool.close()
 
 
 def render(source: str | None, messages: Sequence[dict[str, Any]] = (USER,), **extra: Any) -> str:
@@ -165,7 +177,7 @@ def test_a_hostile_template_cannot_compute_without_end(source: str) -> None:
     "source",
     [
         "{{ 'a' * 10 ** 10 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** (9 ** 9) }}",
         "{% set n = namespace(x='a' * 99999) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
         "{% set n = namespace(x='a' * 99999) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "{% set n = namespace(x='a' * 99999) %}{% for i in range(40) %}"  # noqa: ISC004 - one source
@@ -186,19 +198,23 @@ def test_a_hostile_template_cannot_compute_without_end(source: str) -> None:
         "{{ (['a' * 1000000] * 100000) | join }}",
         "{{ ([{'k': 'a' * 1000000}] * 100000) | join(attribute='k') }}",
         "{% set x = 'a' * 1000000 %}{% for i in range(1000) %}{{ x }}{% endfor %}",
-        "{{ strftime_now('%1000000000Y') }}",
         "{{ ['a' * 1000000] * 1000 }}",
         "{{ (['a' * 1000000] * 1000) | string }}",
         "{{ (['a' * 1000000] * 1000) | tojson }}",
         "{{ '' ~ ['a' * 1000000] * 1000 }}",
         "{{ '%s' % [['a' * 1000000] * 1000] }}",
         "{{ lipsum(100000) }}",
+        "{% set x = 'a ' * 4000000 %}{% for i in range(300) %}{% set y = x.split(' ') %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(1000) %}{% set n.x = [n.x, n.x] %}{% endfor %}"  # noqa: ISC004 - one source
+        "{{ n.x | tojson }}",
+        "{{ ('a' * 9999 ~ '\\n') * 999 | wordwrap(1) }}",
     ],
 )
-def test_a_hostile_template_cannot_fill_the_memory(source: str) -> None:
-    """Issue 'Front', sandbox: no operator, method, filter or block builds a value over the bound."""
-    with pytest.raises((InvalidRequestError, UnsupportedError)):
-        render(source)
+def test_a_hostile_template_is_ended_where_it_takes_too_much(pool: WorkerPool, source: str) -> None:
+    """Issue 'Front', A9: no operator, method, filter or block fills the memory or goes on for ever."""
+    conversation = Conversation(messages=[USER], template=source)
+    with pytest.raises((InvalidRequestError, UnsupportedError, WorkLimitError)):
+        pool.run(RenderChat(model="m", conversation=conversation), Layout)
 
 
 def test_the_budget_is_per_rendering() -> None:

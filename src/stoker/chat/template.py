@@ -1,8 +1,9 @@
 """Chat messages to one prompt, by the template that the model brought along.
 
-Owns the variables a template gets and the meaning of its errors; what a template may compute is bounded by
-`stoker.chat.sandbox`. A model without a template gets ChatML, a format that it may not know.
-Which tokens the text becomes is the tokenizer's business; a rendered prompt already holds its special tokens.
+Owns the variables a template gets and the meaning of its errors. What a template may reach is bounded by
+`stoker.chat.sandbox`, time and memory by the worker process that it runs in. A model without a template gets
+ChatML, a format that it may not know. Which tokens the text becomes is the tokenizer's business; a rendered
+prompt already holds its special tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from stoker.chat.parts import text_of
-from stoker.chat.sandbox import MAX_TEMPLATE_CHARS, MAX_VALUE_CHARS, Budget, TemplateEnvironment
+from stoker.chat.sandbox import MAX_PROMPT_CHARS, MAX_TEMPLATE_CHARS, Budget, TemplateEnvironment
 from stoker.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -124,8 +125,8 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
     size = 0
     for piece in pieces:
         size += len(piece)
-        if size > MAX_VALUE_CHARS:
-            raise TemplateError(f"the prompt is longer than {MAX_VALUE_CHARS} characters")
+        if size > MAX_PROMPT_CHARS:
+            raise TemplateError(f"the prompt is longer than {MAX_PROMPT_CHARS} characters")
         yield piece
 
 
