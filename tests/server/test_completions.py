@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -16,6 +18,27 @@ def test_a_prompt_is_continued_whole_and_streamed(client):
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 6
+
+
+def test_the_shape_of_a_stream(scripted_http):
+    """S2: the text, then the reason by itself, in chunks of one shape."""
+    body = {"prompt": "x", "max_tokens": 2, "stream": True, "logprobs": 0}
+    answer = scripted_http.post("/v1/completions", json=body)
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line) for line in lines]
+    choices = [chunk.pop("choices")[0] for chunk in chunks]
+    assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [
+        ("w0 ", None),
+        ("w1 ", None),
+        ("", "length"),
+    ]
+    assert [choice["logprobs"] and choice["logprobs"]["tokens"] for choice in choices] == [
+        ["w0 "],
+        ["w1 "],
+        None,
+    ]
+    assert chunks == [chunks[0]] * 3
+    assert set(chunks[0]) == {"id", "object", "created", "model", "service_tier", "system_fingerprint"}
 
 
 def test_prompts_of_a_list_are_requests_of_their_own(client):
