@@ -112,7 +112,10 @@ class Front:
     async def close(self) -> None:
         """See `Runtime.close`. Idempotent."""
         self.images.close()
-        await asyncio.to_thread(self.workers.close)
+        try:
+            await asyncio.to_thread(self.workers.close)
+        except RuntimeError:  # no thread can be started
+            self.workers.close()
         if self.host is None or self._shelf is None:
             return
         self.keeper.begin_closing()

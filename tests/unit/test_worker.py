@@ -269,7 +269,7 @@ def test_values_travel_as_they_are(pools: Pools) -> None:
     value = {"a": [10**40, 1.5, None, True, "é"], "b": {}}
     expected = '{"a": [10000000000000000000000000000000000000000, 1.5, null, true, "é"], "b": {}}'
     assert pool.run(chat(source, value=value), Layout).prompt == expected
-    for strange in (object(), "\ud800"):
+    for strange in (object(), "\ud800", [10**40, object()]):
         with pytest.raises(InvalidRequestError, match="takes JSON values only") as caught:
             pool.run(chat(source, value=strange), Layout)
         assert caught.value.param == "messages"
@@ -322,3 +322,10 @@ async def test_a_model_whose_template_does_not_end_generates_and_cannot_chat(
 def gbnf(source: str) -> Constraint:
     """A grammar in that notation."""
     return Constraint(kind=ConstraintKind.GBNF, source=source)
+
+
+def test_a_job_too_large_to_be_sent_is_refused(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front keeps its memory as well."""
+    monkeypatch.setattr("stoker.worker.frames.MAX_BODY_BYTES", 10_000)
+    with pytest.raises(WorkLimitError, match="too many, at most 10000 are taken"):
+        pools().run(chat("x" * 10_000), Layout)

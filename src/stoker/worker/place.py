@@ -106,11 +106,15 @@ class Place:
 def _encoded(job: Job) -> tuple[frames.Kind, bytes]:
     try:
         try:
-            return frames.Kind.JOB, msgspec.msgpack.encode(job)
+            kind, body = frames.Kind.JOB, msgspec.msgpack.encode(job)
         except OverflowError:
-            return frames.Kind.JSON_JOB, msgspec.json.encode(job)
+            kind, body = frames.Kind.JSON_JOB, msgspec.json.encode(job)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{job.label} takes JSON values only: {error}", param=job.param) from error
+    if len(body) > frames.MAX_BODY_BYTES:
+        text = f"{job.label}: {len(body)} bytes are too many, at most {frames.MAX_BODY_BYTES} are taken"
+        raise WorkLimitError(text, param=job.param, limit_bytes=frames.MAX_BODY_BYTES)
+    return kind, body
 
 
 def _decoded(frame: tuple[frames.Kind, bytearray], answer: type[T]) -> T:
