@@ -8,7 +8,7 @@ from memory_stand_in import MIB, OWN_MIB, ByHand, Clock, Gate, Machines
 from stoker.engine.inbox import Loaded
 from stoker.memory.heat import Heat
 from stoker.memory.pressure import Pressure
-from stoker.memory.residency import ModelLife
+from stoker.memory.residency import FRONT_MOVES, ModelLife, is_move
 from stoker.messages import (
     Cancel,
     Failed,
@@ -74,6 +74,7 @@ class Day:
         self._workers = (ByHand(), ByHand())
         self.machine.loop._workers._prep, self.machine.loop._workers._loader = self._workers
         self.machine.loop._workers._sizer = self._workers[1]
+        self._lives: dict[str, ModelLife] = {}
         self.wants, self._ended, self._num_seen, self._num_asked = {}, set(), 0, 0
         self._specs = {
             model: self.machine.know(
@@ -169,6 +170,10 @@ class Day:
 
     def _check_events(self):
         for event in self.machine.events[self._num_seen :]:
+            if isinstance(event, ModelState):
+                before = self._lives.get(event.model, ModelLife.ABSENT)
+                assert is_move(before, ModelLife(event.state), FRONT_MOVES), f"{before}, then {event}"
+                self._lives[event.model] = ModelLife(event.state)
             if isinstance(event, RequestEvent):
                 assert event.request_id not in self._ended, f"{event} after the end"
             if isinstance(event, Finished | Failed):

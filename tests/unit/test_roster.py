@@ -276,3 +276,27 @@ def test_a_model_loaded_otherwise_keeps_its_former_settings_where_that_fails() -
     tell(roster, "a", "ready")
     assert roster.spec("a") == larger
     assert roster.ready_paths() == ["a.gguf"]
+
+
+def test_moves_that_the_table_does_not_have_are_bugs(caplog: pytest.LogCaptureFixture) -> None:
+    """SPEC L1: of our own they raise, with the story; the engine's word is taken, and told."""
+    roster = roster_of("a")
+    due(roster)
+    tell(roster, "a", "unloading")
+    assert "the engine has a unloading, which was absent; story: loading; absent" in caplog.text
+    assert roster.stats() == {"a": "unloading"}
+    with pytest.raises(AssertionError, match=r"a is unloading and cannot become loading; story: .*unloading"):
+        roster._begin_load(roster._entries["a"])
+
+
+def test_a_model_on_its_way_out_is_asked_for_again() -> None:
+    """SPEC L1, R3: it is gone first, and loaded then; what the engine says of that are moves of the table."""
+    roster = roster_of("a")
+    due(roster)
+    for state in ("loading", "ready", "unloading"):
+        tell(roster, "a", state)
+    roster.ask(spec("a"), roster.info("a"))
+    assert roster.stats() == {"a": "unloading"}
+    for state in ("absent", "loading", "ready"):
+        tell(roster, "a", state)
+    assert roster.stats() == {"a": "ready"}

@@ -6,15 +6,17 @@ file and no native handle; the engine loads, the host says when.
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelNotFoundError, error_from_info
-from stoker.memory.residency import ModelLife
+from stoker.memory.residency import FRONT_MOVES, STORY_LENGTH, ModelLife, is_move
 from stoker.messages import KnowModel, LoadModel
 from stoker.status import ModelStatus
 from stoker.values import ModelInfo
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from stoker.engine.death import Death
     from stoker.messages import ModelState
     from stoker.values import ModelSpec
+
+log = logging.getLogger(__name__)
 
 MAX_LOAD_CRASHES = 2
 _NOT_BEGUN = frozenset({"", "waiting"})
@@ -76,6 +80,7 @@ class Entry:
     mark: object = None
     load_crashes: int = 0
     reload_error: ErrorInfo | None = None
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 
     @property
     def is_suspect(self) -> bool:
@@ -239,7 +244,7 @@ class Roster:
         entry.asked, entry.reload_error = spec, None
         entry.is_due = entry.may_evict = True
         entry.is_leaving = False
-        if entry.state is not ModelLife.READY:  # else it serves on until the other is in (SPEC L5)
+        if entry.state not in {ModelLife.READY, ModelLife.UNLOADING}:  # else it serves on meanwhile (SPEC L5)
             self._move(entry, ModelLife.LOADING)
         return LoadModel(spec, is_suspect=entry.is_suspect)
 
@@ -301,7 +306,7 @@ class Roster:
         if event.state == ModelLife.READY and event.stage:  # it serves on beside another load of it
             entry.stage = event.stage
             return
-        self._move(entry, ModelLife(event.state))
+        self._follow(entry, ModelLife(event.state))
         entry.stage, entry.fraction = event.stage, event.fraction
         entry.reason, entry.error = event.reason, event.error
         if entry.state in _UNDER_WAY:
@@ -387,8 +392,24 @@ class Roster:
             entry.is_barred, entry.load_crashes = False, 0
             self._move(entry, ModelLife.ABSENT)
 
+    def _follow(self, entry: Entry, to: ModelLife) -> None:
+        """The engine says so: its word counts, and one that the table has no move for is a bug to be told."""
+        if not is_move(entry.state, to, FRONT_MOVES):
+            told = "; ".join(entry.story)
+            log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, told)
+        self._set(entry, to)
+
+    def _move(self, entry: Entry, to: ModelLife) -> None:
+        """Raises AssertionError where the table has no such move: a bug of ours, told with the story."""
+        if not is_move(entry.state, to, FRONT_MOVES):
+            told = "; ".join(entry.story)
+            raise AssertionError(f"{entry.spec.id} is {entry.state} and cannot become {to}; story: {told}")
+        self._set(entry, to)
+
     @staticmethod
-    def _move(entry: Entry, to: ModelLife) -> None:
+    def _set(entry: Entry, to: ModelLife) -> None:
+        if entry.state is not to:
+            entry.story.append(str(to))
         entry.state = to
         entry.stage, entry.fraction, entry.reason, entry.error = "", 0.0, "", None
 

@@ -46,6 +46,18 @@ MOVES = {
     _L.FAILED: frozenset({_L.DOWNLOADING, _L.LOADING, _L.ABSENT}),
 }
 """Every move there is; `unloading` goes back to `ready` where it is needed again before it has ended."""
+FRONT_MOVES = MOVES | {
+    _L.ABSENT: MOVES[_L.ABSENT] | {_L.SUSPENDED},
+    _L.READY: MOVES[_L.READY] | {_L.ABSENT},
+    _L.UNLOADING: MOVES[_L.UNLOADING] | {_L.SUSPENDED},
+}
+"""The same, with what only the front sees: an engine ends and its models with it, or leaves before it had
+loaded what the next one is to load; and where it unloads a model at once it says so in one word."""
+
+
+def is_move(before: ModelLife, after: ModelLife, table: Mapping[ModelLife, frozenset[ModelLife]]) -> bool:
+    """Whether the table has that move; to stay is none."""
+    return after is before or after in table[before]
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +118,7 @@ class Served:
         Raises:
             AssertionError: the table has no such move: a bug of ours, told with the story so far.
         """
-        if life not in MOVES[self.life]:
+        if life is self.life or not is_move(self.life, life, MOVES):
             told = "; ".join(self.story)
             raise AssertionError(f"{self!r} cannot become {life} ({why}); story: {told}")
         self.life, self.reason = life, why
