@@ -10,10 +10,12 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from PIL import Image as Pillow
 
-from pictures import plain, uri
+from pictures import encoded, plain, uri
 from stoker.errors import InvalidRequestError
 from stoker.images import fetch
+from stoker.images.formats import format_of
 from stoker.images.limits import ImageLimits
 from stoker.images.sources import read_reference
 
@@ -227,3 +229,16 @@ def test_what_answers_badly_is_refused(site, as_public):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         assert refusal(f"http://pictures.example:{free.getsockname()[1]}/a.png", WEB)
+
+
+def test_a_jpeg_is_not_searched_for_a_marker_that_may_come_anywhere():
+    """SPEC V2: between segments it comes at once; a decoder looks at megabytes there byte by byte."""
+    picture = encoded(Pillow.new("RGB", (40, 30)), "JPEG")
+    with pytest.raises(InvalidRequestError, match="ends too early"):
+        format_of(picture[:2] + b"\xff\x00" * 2**20 + picture[2:], "", "image")
+    for good in (
+        picture[:2] + b"\xff" * 100 + picture[2:],
+        picture[:-2] + b"\xff\x00" * 3 * 2**20 + picture[-2:],
+        picture[:-2] + b"\x00" * (2**20 - len(picture) % 2**20) + picture[-2:],
+    ):
+        assert format_of(good, "", "image") == "JPEG"

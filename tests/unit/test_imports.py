@@ -23,6 +23,7 @@ ALLOWED = {
     "request": {"errors", "constraint"},
     "values": set[str](),
     "private": set[str](),
+    "base64_text": set[str](),
     "native_crash": {"private"},
     "messages": {"errors", "request", "values"},
     "status": {"request"},
@@ -38,7 +39,7 @@ ALLOWED = {
     "lifecycle": WORDS | {"private", "settings"},
     "decode": WORDS | {"backends.protocol"},
     "chat": {"errors"},
-    "images": WORDS | {"settings", "memory"},
+    "images": WORDS | {"settings", "memory", "base64_text"},
     "models": WORDS | {"private", "backends.protocol", "memory.verdict"},
     "backends": WORDS | VIEWS | {"private", "native_crash", "backends.protocol", "models", "memory.verdict"},
     "engine": WORDS
@@ -79,7 +80,7 @@ ALLOWED = {
         "reranking",
         "lifecycle",
     }
-    | {"choosing", "chatting", "images"},
+    | {"choosing", "chatting", "images", "base64_text"},
     "cli": WORDS
     | {
         "",

@@ -58,6 +58,9 @@ _ARCHIVE = re.compile(rb"PK(?:\x03\x04|\x05\x06|\x07\x08)|ustar")
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # more 0xFF before it only fill
 _START_OF_SCAN, _END_OF_IMAGE, _SEGMENT_BYTES = 0xDA, 0xD9, 2
 _PNG_CHUNK_BYTES = 12
+_MAX_GAP_BYTES = 2**16
+"""Between a JPEG's segments; its decoder looks at each byte there, 100 times slower than at a pixel."""
+_SLICE_BYTES = 2**20
 # More parts than any real picture has: each costs time, and a scan as much as a whole picture.
 _MAX_SCANS = 64
 _MAX_SEGMENTS = 4096
@@ -212,7 +215,7 @@ def _end_of_jpeg(data: bytes) -> int | None:
     """Behind the end-of-image marker; None: there is none, or too much before it."""
     at, num_scans = _SEGMENT_BYTES, 0
     for _ in range(_MAX_SEGMENTS):
-        found = _JPEG_MARKER.search(data, at)
+        found = _next_marker(data, at, len(data) if num_scans else at + _MAX_GAP_BYTES)
         if found is None or num_scans > _MAX_SCANS:
             return None
         marker, at = data[found.end() - 1], found.end()
@@ -221,6 +224,14 @@ def _end_of_jpeg(data: bytes) -> int | None:
         num_scans += marker == _START_OF_SCAN
         # Behind a segment comes the next marker, behind a scan's header its data, which holds no marker.
         at += int.from_bytes(data[at : at + _SEGMENT_BYTES])
+    return None
+
+
+def _next_marker(data: bytes, start: int, stop: int) -> re.Match[bytes] | None:
+    """The first marker of a JPEG between two places; searched slice by slice, as a search holds the lock."""
+    for at in range(start, min(stop, len(data)), _SLICE_BYTES):
+        if found := _JPEG_MARKER.search(data, at, min(at + _SLICE_BYTES, stop) + 1):
+            return found
     return None
 
 

@@ -6,8 +6,6 @@ Owns what may be read at all and how much of it; a caller's word is trusted for 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 import stat
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
+from stoker.base64_text import from_base64
 from stoker.errors import InvalidRequestError
 from stoker.images.fetch import fetched
 
@@ -27,7 +26,6 @@ _HEAD_CHARS = 256
 _MAX_PERCENT_CHARS = 2**20
 """Of a data URI without base64: decoding takes dozens of bytes for each."""
 _PADDING_CHARS = 9
-_SPACES = str.maketrans("", "", "\r\n\t ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +79,16 @@ def _of_data(uri: str, limits: ImageLimits, param: str) -> Encoded:
             raise InvalidRequestError(text, param=param)
         return Encoded(unquote_to_bytes(body), head[len(_DATA) :])
     _check_length((len(uri) - start) // 4 * 3 - 2, limits, param)
-    return Encoded(from_base64(uri[start:], param), declared)
+    return Encoded(_of_base64(uri[start:], param), declared)
 
 
-def from_base64(text: str, param: str) -> bytes:
-    """The bytes of base64, of either alphabet, with or without padding. Raises InvalidRequestError."""
+def _of_base64(text: str, param: str) -> bytes:
+    """The bytes of base64, whose padding may be spelt with per cent signs. Raises InvalidRequestError."""
     if "%" in text[-_PADDING_CHARS:]:
         text = text[:-_PADDING_CHARS] + unquote(text[-_PADDING_CHARS:])
-    text = (
-        text.translate(_SPACES) if any(space in text[:_HEAD_CHARS] for space in " \r\n\t") else text.strip()
-    )
-    if "-" in text or "_" in text:
-        text = text.replace("-", "+").replace("_", "/")
     try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
-    except (binascii.Error, ValueError) as error:
+        return from_base64(text)
+    except ValueError as error:
         raise InvalidRequestError(f"{param}: the picture is not base64: {error}", param=param) from None
 
 

@@ -24,7 +24,7 @@ from stoker.server.routes.headers import (
 )
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.chat import ChatRequest, Conversation
-from stoker.server.schema.fields import state_bytes, tier_of
+from stoker.server.schema.fields import tier_of
 from stoker.server.schema.origins import Origins
 from stoker.server.writers.chat import ChatChunks, WholeChat
 from stoker.server.writers.head import Head
@@ -121,7 +121,7 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     plan = await prepared_chat(context, request, body, info)
     asked = GenerateRequest(prompt=plan.prompt, model=info.asked_as, **plan.fields(fields))
     taken = await context.runtime.images.take(plan.images) if plan.images else []
-    initial = await initial_state(context, request, state_bytes(body.state), info.id)
+    initial = await initial_state(context, request, body.state, info.id)
     asked = msgspec.structs.replace(asked, **initial, pictures=tuple(one.picture for one in taken))
     reports = tuple(one.report for one in taken)
     generation = Generation(context, prefix, Caller.of(request), [asked])

@@ -12,7 +12,7 @@ from stoker.server.generation import Caller, Generation
 from stoker.server.routes.headers import header_fields
 from stoker.server.routes.states import initial_state
 from stoker.server.schema.completion import CompletionRequest
-from stoker.server.schema.fields import state_bytes, tier_of
+from stoker.server.schema.fields import tier_of
 from stoker.server.writers.head import Head
 from stoker.server.writers.text import TextChunks, WholeText
 
@@ -28,7 +28,7 @@ def router(context: ServerContext) -> APIRouter:
         context.require_ready()
         info = context.runtime.resolve(body.model)
         shared = body.to_shared(info.n_vocab, request.state.key_digest) | header_fields(request)
-        shared |= await initial_state(context, request, state_bytes(body.state), info.id)
+        shared |= await initial_state(context, request, body.state, info.id)
         prompts = body.prompts(info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
         generation = Generation(context, "cmpl-", Caller.of(request), asked)

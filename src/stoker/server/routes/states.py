@@ -18,7 +18,7 @@ from stoker.errors import UnsupportedError
 from stoker.server.body import described, read_body
 from stoker.server.disconnect import while_connected
 from stoker.server.routes.headers import header_fields
-from stoker.server.schema.fields import decoded
+from stoker.server.schema.fields import InlineState, decoded
 from stoker.server.schema.states import (
     EmbeddingUsage,
     SaveStateRequest,
@@ -71,10 +71,12 @@ class _StateRoutes:
         states, owner = self._context.runtime.states, request.state.key_digest
         info = states.recurrent("default" if body.model is None else body.model)
         if source in {"data", "file"}:
-            given = decoded(body.data, "data") if body.data is not None else states.dropped(body.file or "")
+            sent, file = body.data, body.file or ""
+            given = states.dropped(file) if sent is None else await asyncio.to_thread(decoded, sent, "data")
             saved = await states.put(given, model=info.id, name=body.name, owner=owner)
             return _json(_saved(saved))
-        fields = {**body.fields(owner), **header_fields(request), "model": info.id}
+        own = await asyncio.to_thread(body.fields, owner)
+        fields = {**own, **header_fields(request), "model": info.id}
         prompt: str | tuple[int, ...]
         if body.messages is not None:
             turns = [turn.to_template(f"messages.{i}", info.id) for i, turn in enumerate(body.messages)]
@@ -141,7 +143,8 @@ async def embedded_by_state(
             f'{info.id} is an encoder: it has no state; leave "kind" out for vectors of texts', param="kind"
         )
     owner = request.state.key_digest
-    fields = {**body.fields(owner), **header_fields(request), "model": info.id, "owner": owner}
+    own = await asyncio.to_thread(body.fields, owner)  # which decodes a state of megabytes
+    fields = {**own, **header_fields(request), "model": info.id, "owner": owner}
     prompts = body.inputs(info.n_vocab, most)
 
     async def work() -> list[StateEmbedding]:
@@ -153,7 +156,7 @@ async def embedded_by_state(
 
 
 async def initial_state(
-    context: ServerContext, request: Request, given: str | bytes | None, model: str
+    context: ServerContext, request: Request, state: str | InlineState | None, model: str
 ) -> dict[str, Any]:
     """The keyword argument of a `GenerateRequest` that a body's `state` is; none without one.
 
@@ -161,8 +164,9 @@ async def initial_state(
         InvalidRequestError: there is no such state, or it is no good.
         UnsupportedError: the model has none to begin from.
     """
-    if given is None:
+    if state is None:
         return {}
+    given = state if isinstance(state, str) else await asyncio.to_thread(decoded, state.data, "state")
     states = context.runtime.states
     return {"initial_state": await states.given(given, model=model, owner=request.state.key_digest)}
 

@@ -1,5 +1,7 @@
 """POST /tokenize, /detokenize and /apply-template."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,10 +30,7 @@ def router(context: ServerContext) -> APIRouter:
         tokens, pieces = await context.runtime.tokenize(
             body.content, model=info.id, add_special=body.add_special, parse_special=body.parse_special
         )
-        if not body.with_pieces:
-            return _json({"tokens": tokens})
-        pairs = zip(tokens, pieces, strict=True)
-        return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
+        return await asyncio.to_thread(_tokens, tokens, pieces if body.with_pieces else None)
 
     @routes.post("/detokenize", openapi_extra=described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -57,6 +56,14 @@ def router(context: ServerContext) -> APIRouter:
 
 def _json(document: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _tokens(tokens: Sequence[int], pieces: Sequence[bytes] | None) -> Response:
+    """The ids, each with its piece where there are some."""
+    if pieces is None:
+        return _json({"tokens": tokens})
+    pairs = zip(tokens, pieces, strict=True)
+    return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -5,12 +5,11 @@ Names are those of OpenAI, llama-server and vLLM; ranges are checked by `stoker.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
+from stoker.base64_text import from_base64
 from stoker.errors import InvalidRequestError
 from stoker.request import (
     MAX_LOGIT_BIAS,
@@ -112,8 +111,8 @@ def state_bytes(state: str | InlineState | None) -> str | bytes | None:
 def decoded(text: str, param: str) -> bytes:
     """The bytes of base64. Raises InvalidRequestError."""
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+        return from_base64(text)
+    except ValueError as error:
         raise InvalidRequestError(f"{param} is not base64: {error}", param=param) from None
 
 
