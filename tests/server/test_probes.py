@@ -165,7 +165,12 @@ def test_metrics_count_what_happened(http):
 def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
     """O1: parked, paused, preemptions, the memory of parked states, the target of a step, threads."""
     waiting = WaitStatus(request_id="a", priority=Priority.BACKGROUND)
-    counters = {"num_preemptions_total": 5.0, "parked_bytes": 4096.0, "step_target_ms": 50.0}
+    counters = {
+        "num_preemptions_total": 5.0,
+        "num_owed_steps_total": 7.0,
+        "parked_bytes": 4096.0,
+        "step_target_ms": 50.0,
+    }
     scripted.runtime.engine = EngineStatus(
         slots=[],
         queue=[],
@@ -182,6 +187,7 @@ def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
             "num_requests_parked",
             "num_requests_paused",
             "num_preemptions_total",
+            "num_owed_steps_total",
             "parked_bytes",
             "step_target_seconds",
             "num_threads",
@@ -190,6 +196,7 @@ def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
         "num_requests_parked": 2,
         "num_requests_paused": 3,
         "num_preemptions_total": 5,
+        "num_owed_steps_total": 7,
         "parked_bytes": 4096,
         "step_target_seconds": 0.05,
         "num_threads": 2,

@@ -147,7 +147,7 @@ class TextLine:
         if favoured is None and line and (lets_jobs or not line[0].is_background):
             favoured = line[0]
         if favoured is not None:
-            favoured.last_step_s, favoured.is_owed = now, False
+            favoured.last_step_s, favoured.owed_since_s = now, None
         return favoured
 
     def choose(self, max_tokens: int, max_texts: int, now: float) -> list[Sequence]:

@@ -24,5 +24,7 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
         "cells_used": scheduler.cells.used,
         "num_preemptions_total": scheduler.num_parked_total,
         "num_retired_total": scheduler.num_retired_total,
+        "num_owed": sum(s.is_owed for s in (*scheduler.line, *running)),
+        "num_owed_steps_total": scheduler.num_owed_steps_total,
         **scheduler.tally.stats(),
     }

@@ -104,6 +104,11 @@ class Scheduler:
         """Whether some background of it has waited over its patience (SPEC Q7)."""
         return any(self._patience.is_owed(s, now) for s in self._allowed())
 
+    @property
+    def num_owed_steps_total(self) -> int:
+        """Steps that were given to background because it had waited over its patience."""
+        return self._patience.num_steps_total
+
     def _allowed(self) -> list[Sequence]:
         return [s for s in (*self.line, *self.slots.running) if not self.throttle.holds(s)]
 
@@ -200,10 +205,11 @@ class Scheduler:
         turn = self._begin(now)
         self._expire(turn, now)
         self._arrivals.raise_leaders(self.line)
-        self._return_favoured(turn, now)
         self._hold_back(turn, now)
+        self._return_favoured(turn, now)
         self._make_room(turn, now)
-        self._favoured = self._patience.next_owed(self._allowed(), now)
+        if self._favoured is None:
+            self._favoured = self._patience.next_owed(self._allowed(), now)
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
@@ -264,7 +270,7 @@ class Scheduler:
             self.room.leave_checkpoint(sequence)
             sequence.last_step_s = now
             if sequence.num_pending == 0:
-                sequence.is_owed = False  # its row is about to become a token
+                sequence.owed_since_s = None  # its row is about to become a token
                 if sequence.state is SequenceState.PREFILL:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
 
@@ -315,13 +321,19 @@ class Scheduler:
         turn.parked.append(Parking(sequence, why))
 
     def _return_favoured(self, turn: Schedule, now: float) -> None:
-        """Background that had a step beyond the slots waits on; its cells stay."""
-        favoured, self._favoured = self._favoured, None
-        is_beyond, self._is_beyond = self._is_beyond, False
-        if favoured is None or not favoured.is_running or not is_beyond:
-            return
-        if len(self.slots.running) > self.limits.num_slots:
-            self._lodge(favoured, "its step in ten is over", turn, now)
+        """Background that had a step beyond the slots waits on; its cells stay.
+
+        Where these might have to go and no state of it would be kept, it goes on to its token: each of its
+        steps would else begin with the first token again, where the pool is full for ever.
+        """
+        favoured = self._favoured
+        if favoured is None or not favoured.is_running:
+            self._favoured, self._is_beyond = None, False
+        elif not favoured.is_owed or self.room.stock.can_park(favoured):
+            is_too_many = self._is_beyond and len(self.slots.running) > self.limits.num_slots
+            self._favoured, self._is_beyond = None, False
+            if is_too_many:
+                self._lodge(favoured, "its step in ten is over", turn, now)
 
     def _hold_back(self, turn: Schedule, now: float) -> None:
         """Whoever may not run for now is parked (SPEC M4, M6)."""

@@ -107,7 +107,8 @@ class Sequence:
         num_preemptions: times it was parked or ended for somebody else.
         started_s: when it first got a slot.
         last_step_s: when it last was in a step, at first its arrival.
-        is_owed: background that waited over its patience and has not had a token since (SPEC Q7).
+        owed_since_s: the last step, or arrival, of background that waited over its patience and has not had a
+            token since (SPEC Q7); None: it is owed none.
     """
 
     key: SequenceKey
@@ -143,7 +144,7 @@ class Sequence:
     num_preemptions: int = 0
     started_s: float | None = None
     last_step_s: float = 0.0
-    is_owed: bool = False
+    owed_since_s: float | None = None
     state: SequenceState = SequenceState.QUEUED
     finish_reason: FinishReason | None = None
     story: list[tuple[float, str]] = field(default_factory=list)
@@ -220,6 +221,11 @@ class Sequence:
     def is_background(self) -> bool:
         """Whether nobody waits for it."""
         return self.priority is Priority.BACKGROUND and not self.is_raised
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether it waited over its patience and has not had a token since."""
+        return self.owed_since_s is not None
 
     @property
     def is_held(self) -> bool:

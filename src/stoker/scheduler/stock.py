@@ -142,6 +142,12 @@ class Stock:
             return None
         return self.cache.store(self._new_entry(sequence, num_tokens), self.now)
 
+    def can_park(self, sequence: Sequence) -> bool:
+        """Whether a state of what it has computed would be kept while it waits."""
+        size = self.cache.parked_bytes + self.limits.snapshot_bytes(sequence.num_computed)
+        is_worth_it = sequence.num_computed >= MIN_TOKENS and self.limits.can_export
+        return is_worth_it and size <= self.limits.park_bytes
+
     def park(self, sequence: Sequence) -> Entry | None:
         """An entry for what a parked sequence has computed, leased by it; None: its tokens have to do."""
         if sequence.num_computed < MIN_TOKENS or not self.limits.can_export:

@@ -68,6 +68,11 @@ def _counted(counters: dict[str, float]) -> Iterable[Metric]:
     yield CounterMetricFamily(
         "stoker:num_preemptions", "Sequences that others took the place of.", preemptions
     )
+    yield CounterMetricFamily(
+        "stoker:num_owed_steps",
+        "Steps given to background that had waited over its patience.",
+        counters.get("num_owed_steps_total", 0.0),
+    )
     for name, text, key in (
         ("num_draft_tokens", "Guessed tokens that steps computed.", "num_drafted_total"),
         ("num_accepted_tokens", "Guessed tokens that were drawn.", "num_accepted_total"),
