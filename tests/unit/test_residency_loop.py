@@ -67,6 +67,23 @@ def test_the_idle_model_that_was_used_longest_ago_goes_first(make):
     assert told == ["gives way to c"]
 
 
+def test_each_stage_of_a_load_is_told_before_it_is_begun(make, monkeypatch):
+    """SPEC L1, L3: also the one after room was made, so that a crash in it is charged to the load."""
+    machine = make()
+    serve(machine, "a", "b", "c")
+    use(machine, "a", "b")
+    workers, told = machine.loop._workers, []
+    for work in (workers.size, workers.load):
+
+        def noted(load, spec, work=work, **how):
+            told.append([e.stage for e in machine.of(ModelState) if e.model == "c"])
+            work(load, spec, **how)
+
+        monkeypatch.setattr(workers, work.__name__, noted)
+    use(machine, "c")
+    assert told == [["header"], ["header", "waiting", "weights"]]
+
+
 def test_memory_that_a_model_was_given_and_has_not_touched_is_not_free(make):
     """SPEC R1, C14: though it measures so."""
     machine = make()

@@ -68,6 +68,17 @@ def test_a_front_that_stood_still_does_not_blame_the_engine() -> None:
     assert watchdog.check(63.5) is not None
 
 
+def test_what_was_heard_before_a_stall_is_not_held_against_a_step() -> None:
+    """L3, A10: a heartbeat that stood in the socket all the while says nothing of now; the next one does."""
+    watchdog = Watchdog(3.0, now=0.0)
+    late = Heartbeat(step_s=5.5, step_limit_s=5.0)
+    watchdog.beat(late, 0.4)
+    assert watchdog.check(60.0) is None
+    assert watchdog.check(60.5) is None
+    watchdog.beat(late, 60.9)
+    assert watchdog.check(61.0) == "a step is 0.5 s over its limit"
+
+
 def test_a_tree_that_stood_still_in_a_step_is_not_taken_for_hung() -> None:
     """L3, A10: the engine leaves the time out, and the front forgets what it heard before it."""
     clock = FakeClock(10.0)
