@@ -484,6 +484,15 @@ def test_a_preparation_beside_running_requests_is_tried_alone_before_it_is_convi
     assert charges(replay) == {"running": 1}
 
 
+def test_a_kill_for_a_hang_or_for_memory_convicts_no_preparation_at_once() -> None:
+    """L3, A5: what else the machine was short of is not its doing; alone again, it is."""
+    replay = added(Replay(), "bad")
+    killed = Death("killed: no sign of life", is_blamable=True, was_killed=True)
+    assert failed(replay.bury(killed)) == []
+    assert given(replay) == ["bad"]
+    assert failed(replay.bury(killed)) == ["bad"]
+
+
 def test_of_several_in_preparation_each_is_tried_until_it_is_prepared() -> None:
     """L3, A5: the newest first; who has a place in the line is cleared, and the others may come."""
     replay = added(Replay(), "good", "bad", "better")

@@ -26,12 +26,14 @@ class Death:
     Attributes:
         reason: one phrase for logs and errors.
         is_blamable: the work it was doing could have caused it.
+        was_killed: it did not end by itself: the watchdog did it, or the kernel for want of memory.
         said: the last lines that it wrote, for errors that quote native code; may be empty.
         besides: work that could have caused it, other than requests: loads and questions.
     """
 
     reason: str
     is_blamable: bool
+    was_killed: bool = False
     said: str = ""
     besides: tuple[str, ...] = ()
 
@@ -95,8 +97,8 @@ def judge(end: EngineExit, hang: str | None, oom: OomCounter) -> Death:
     """
     is_oom = oom.has_risen()
     if hang is not None:
-        return Death(f"killed: {hang}", is_blamable=True, said=end.said)
+        return Death(f"killed: {hang}", is_blamable=True, was_killed=True, said=end.said)
     if end.status == -signal.SIGKILL and is_oom:
-        return Death("killed by the kernel for want of memory", is_blamable=True)
+        return Death("killed by the kernel for want of memory", is_blamable=True, was_killed=True)
     is_blamable = end.status > 0 or (end.status < 0 and -end.status not in SENT_BY_SOMEBODY)
     return Death(f"ended with {end}", is_blamable=is_blamable, said=end.said)

@@ -458,7 +458,8 @@ class Replay:
         for live in preparing:
             live.preparation_crashes += 1
         if len(preparing) == 1 and not (running or death.besides):
-            return preparing
+            is_second = preparing[0].preparation_crashes > 1
+            return [] if death.was_killed and not is_second else preparing
         if not (preparing or running or death.besides):  # its last words were lost
             running = [live for live in given if not live.is_at_rest]
         bound = MAX_CHARGES if len(given) == 1 else MAX_CHARGES - 1
