@@ -1,6 +1,7 @@
 """Loading a model otherwise while requests need it as it is: none is shortened or ended (SPEC R3, L5)."""
 
 import asyncio
+import dataclasses
 
 import msgspec
 import pytest
@@ -221,3 +222,17 @@ def test_the_command_for_a_model_that_is_away_is_as_ever(make):
     machine.send(LoadModel(msgspec.structs.replace(spec, n_ctx=64)))
     machine.until(lambda: machine.state("a") == "ready")
     assert machine.info("a").n_ctx == 64
+
+
+def test_as_much_context_again_is_enough_where_the_backend_has_rounded_it_up(make):
+    """L5, R5: only another time to stay was asked for."""
+    machine = make()
+    machine.have("a", n_ctx=512)
+    spec = machine.residency._catalogue.get("a").spec
+    resident = machine.loop._residents.find("a")
+    resident.prep = dataclasses.replace(resident.prep, n_ctx=600)
+    machine.submit("r", "a", max_tokens=None)
+    machine.until_tokens("r", 5)
+    reload(machine, spec, keep_alive_s=5.0)
+    machine.until(lambda: machine.residency._catalogue.get("a").keep_alive_s == 5.0)
+    assert not refusals(machine)

@@ -8,6 +8,7 @@ runs on a model is its resident's business.
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from stoker.engine import report
@@ -166,8 +167,9 @@ class Residency:
         if resident.spec.path != spec.path and contexts:
             text = f"{spec.id} is loaded from another file, which {_requests(len(contexts))} need"
             return ModelInUseError(f"{text}; load it when they have ended", num_requests=len(contexts))
+        now_n_ctx = (resident.load.spec.most_tokens if resident.load else 0) or math.inf
         unfit = [num for num in contexts if 0 < n_ctx < num]
-        if not unfit:
+        if not unfit or n_ctx >= now_n_ctx:  # backends round up: as much again is enough for what ran on it
             return None
         return ModelInUseError(
             f"{_requests(len(unfit))} on {spec.id} may come to hold up to {max(unfit)} tokens, for which a"
