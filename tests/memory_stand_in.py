@@ -107,6 +107,19 @@ class ByHand:
     def __init__(self):
         self.jobs = deque()
 
+    def settle(self):
+        """Do all."""
+        while self.jobs:
+            self.step()
+
+    def is_jammed(self, before_s):
+        """Never: a job is done in no time."""
+        return False
+
+    def close(self, wait_s):
+        """What waits is dropped."""
+        self.jobs.clear()
+
     def submit(self, work, *args):
         """Something to do; its result makes all before it be done first."""
         job = _Job(self, work, args)
@@ -127,6 +140,13 @@ class _Job:
     def __init__(self, pool, work, args):
         self._pool, self._work, self._args = pool, work, args
         self._value, self._is_done = None, False
+
+    def cancel(self):
+        """Nobody wants it, if it is not done yet."""
+        if self in self._pool.jobs:
+            self._pool.jobs.remove(self)
+            return True
+        return False
 
     def run(self):
         """Do it."""
@@ -251,7 +271,7 @@ class Machine:
     def submit(self, name, model, **fields):
         """Send a request, as `offer` does; where its model is in memory, it is in the line on return."""
         self.offer(name, model, **fields)
-        self.loop._workers.settle()
+        self.loop._workers.preparations.settle()
         self.turn()
 
     def offer(self, name, model, prompt="the same old song", **fields):
@@ -342,7 +362,8 @@ class Machine:
         self.residency.close()
         self.loop._workers.close()
         self.loop._store.close()
-        self.loop._residents.close()
+        self.residency.free_departed()
+        self.loop._residents.close(self.loop._workers.preparations.uses)
         self.loop._pace.close()
 
     # ------------------------------------------------------------ what was told

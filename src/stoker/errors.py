@@ -16,6 +16,7 @@
     ├── MachineError              the machine cannot now; repeating it later may help
     │   ├── QueueFullError            429  the waiting line is at its bound
     │   ├── RequestTimeoutError       408  the deadline of the request passed
+    │   ├── PreparationTimeoutError   503  tokenising its text, or compiling its constraint, took too long
     │   ├── NotReadyError             503  starting, restarting, stopping or loading
     │   ├── ModelInUseError           409  live requests need a model as it is loaded now
     │   ├── ServerBusyError           503  as many connections or bytes of bodies as are held at once
@@ -119,16 +120,28 @@ class ContextLengthError(CallerError):
     code = "context_length_exceeded"
 
     @classmethod
-    def over(cls, what: str, num_tokens: int, n_ctx: int, *, param: str = "prompt") -> ContextLengthError:
-        """The error of a text of `num_tokens` for a context of `n_ctx`; `what` names the text.
+    def over(
+        cls, what: str, num_tokens: int, n_ctx: int, *, param: str = "prompt", is_least: bool = False
+    ) -> ContextLengthError:
+        """The error of a text of `num_tokens`, at the least, for a context of `n_ctx`; `what` names the text.
 
         The first sentence is OpenAI's: clients and gateways look for it to shorten a conversation.
         """
-        text = (
-            f"This model's maximum context length is {n_ctx} tokens. However, {what} has {num_tokens} tokens."
-            " Shorten it, or serve the model with a larger context"
-        )
-        return cls(text, param=param, num_tokens=num_tokens, n_ctx=n_ctx)
+        has = f"{what} has {'at least ' if is_least else ''}{num_tokens} tokens"
+        return cls(_overflow(has, n_ctx), param=param, num_tokens=num_tokens, n_ctx=n_ctx)
+
+    @classmethod
+    def over_chars(
+        cls, what: str, num_chars: int, max_chars: int, n_ctx: int, *, param: str = "prompt"
+    ) -> ContextLengthError:
+        """The error of a text of more characters than are read for a context of `n_ctx`."""
+        has = f"{what} has {num_chars} characters or more, of which at most {max_chars} are read for it"
+        return cls(_overflow(has, n_ctx), param=param, num_chars=num_chars, max_chars=max_chars, n_ctx=n_ctx)
+
+
+def _overflow(has: str, n_ctx: int) -> str:
+    context = f"This model's maximum context length is {n_ctx} tokens."
+    return f"{context} However, {has}. Shorten it, or serve the model with a larger context"
 
 
 class UnsupportedError(CallerError):
@@ -211,6 +224,12 @@ class RequestTimeoutError(MachineError):
 
     code = "request_timeout"
     http_status = 408
+
+
+class PreparationTimeoutError(MachineError):
+    """Turning the request into tokens took over `max_prepare_s`; details carry it."""
+
+    code = "preparation_timeout"
 
 
 class NotReadyError(MachineError):

@@ -173,6 +173,7 @@ class EngineSettings(_Frozen):
         cache_ram_bytes: host memory that kept states may take, over all models; 0: none.
         cache_disk_bytes: what they may take on disk, under `cache_dir`; 0: none.
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
+        max_prepare_s: how long turning a request into tokens and compiling its constraint may take.
         watchdog_s: silence of the engine after which it counts as hung; a step may take this long, or ten
             times what it is predicted to take, whichever is more.
         drain_s: how long a shutdown lets running requests finish.
@@ -219,6 +220,7 @@ class EngineSettings(_Frozen):
     cache_ram_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 2**30
     cache_disk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 4 * 2**30
     isolation: Literal["process", "thread"] = "process"
+    max_prepare_s: float = Field(default=30.0, gt=0)
     watchdog_s: float = Field(default=10.0, gt=0)
     drain_s: float = Field(default=10.0, ge=0)
     memory_limit: Bytes | None = None

@@ -72,8 +72,9 @@ class Day:
         self._gate, self._clock, self._random = gate, clock, random
         self._num_open = len(gate.backends)
         self._workers = (ByHand(), ByHand())
-        self.machine.loop._workers._prep, self.machine.loop._workers._loader = self._workers
-        self.machine.loop._workers._sizer = self._workers[1]
+        workers = self.machine.loop._workers
+        workers.preparations._quick, workers._loader = self._workers
+        workers._sizer = self._workers[1]
         self._lives: dict[str, ModelLife] = {}
         self.wants, self._ended, self._num_seen, self._num_asked = {}, set(), 0, 0
         self._specs = {
@@ -209,13 +210,17 @@ class Day:
             resident.backend.check()
             for line, size_bytes in served.size.items():
                 expected[line] = expected.get(line, 0) + size_bytes
+        departed = machine.residency._departed  # a worker still reads their vocabulary
+        for _, size in departed:
+            for line, size_bytes in size.items():
+                expected[line] = expected.get(line, 0) + size_bytes
         held = machine.ledger
         assert {line: held[line] for line in held if line not in {"cache", "parked"}} == {
             line: size for line, size in expected.items() if size
         }
         assert sum(expected.values()) <= (LIMIT_MIB - OWN_MIB) * MIB
         waiting = [b for b in self._gate.backends[self._num_open :] if not b[1]._is_closed]
-        assert len(waiting) <= len(list(machine.loop._residents)) + self._num_posted
+        assert len(waiting) <= len(list(machine.loop._residents)) + len(departed) + self._num_posted
 
     # ------------------------------------------------------------ the end
 

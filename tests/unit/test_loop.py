@@ -222,15 +222,17 @@ def test_a_deadline_ends_a_request_wherever_it_is(engine):
 
 
 def test_prefill_progress_counts_up_to_the_whole_prompt(engine):
-    """S2: real counts, none after the first token."""
+    """S2: how long it is as soon as that is known, then real counts, none after the first token."""
     engine.submit("r", prompt=tuple(b"y" * 500), return_progress=True, max_tokens=2)
     other = Engine(n_batch=100, n_ctx=1024)
     other.submit("r", prompt=tuple(b"y" * 500), return_progress=True, max_tokens=2)
     other.run("r")
     counts = [e.processed for e in other.of(PrefillProgress)]
-    assert counts == [100, 200, 300, 400, 500]
-    kinds = [type(e) for e in other.events if isinstance(e, PrefillProgress | Delta)]
-    assert kinds.index(Delta) == len(counts)
+    assert counts == [0, 100, 200, 300, 400, 500]
+    assert {e.total for e in other.of(PrefillProgress)} == {500}
+    kinds = [type(e) for e in other.events if isinstance(e, Admitted | PrefillProgress | Delta)]
+    assert kinds[:2] == [PrefillProgress, Admitted]
+    assert kinds.index(Delta) == len(counts) + 1
 
 
 def test_prompt_logprobs_come_once_before_the_text(engine):

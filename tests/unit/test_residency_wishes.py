@@ -1,14 +1,15 @@
 """What callers want of models: loads by name, unloads, pins, how long one stays, questions to absent ones."""
 
-import time
 from threading import Event
 
 import msgspec
 import pytest
 
+from stoker.engine.preparation import prepare
 from stoker.engine.resident import Resident
 from stoker.errors import ModelLoadError
 from stoker.messages import (
+    Cancel,
     Detokenize,
     ModelState,
     Pause,
@@ -29,6 +30,13 @@ def loaded(machine, model="a", order=BIG, **spec):
     machine.load(made)
     machine.until(lambda: machine.state(model) == "ready")
     return made
+
+
+def hold_preparing(is_over, monkeypatch):
+    """Whatever is prepared from here on waits for an event first, on its worker's thread."""
+    monkeypatch.setattr(
+        "stoker.engine.workers.prepare", lambda *args: (is_over.wait(timeout=60), prepare(*args))[1]
+    )
 
 
 def is_settled(machine):
@@ -91,7 +99,7 @@ def test_requests_that_are_tokenised_for_the_old_model_run_on_the_new_one(make, 
     machine.load(msgspec.structs.replace(spec, num_slots=2))
     machine.until(lambda: len(gate.begun) == 2)
     is_over = Event()
-    machine.loop._workers._prep.submit(is_over.wait)
+    hold_preparing(is_over, monkeypatch)
     machine.offer("fits", "a", max_tokens=30)
     machine.offer("long", "a", prompt="x" * 2500)
     gate.open()
@@ -222,16 +230,24 @@ def test_a_model_that_becomes_free_goes_though_nothing_else_is_to_be_done(make):
     assert machine.finished("r")
 
 
-def test_a_model_is_not_freed_while_its_vocabulary_is_in_use(make, gate):
+def test_a_model_is_not_freed_while_its_vocabulary_is_in_use(make, gate, monkeypatch):
     """SPEC R10: a worker may be tokenising with it."""
     gate.open()
     machine, told = make(), []
     loaded(machine)
-    backend = gate.backends[0][1]
-    backend.close = lambda: told.append("freed")
-    machine.loop._workers._prep.submit(lambda: (time.sleep(0.05), told.append("tokenised")))
+    backend, is_over = gate.backends[0][1], Event()
+    close = backend.close
+    backend.close = lambda: (told.append("freed"), close())
+    hold_preparing(is_over, monkeypatch)
+    machine.offer("r", "a", max_tokens=3)
+    machine.send(Cancel("r"))
     machine.send(UnloadModel("a"))
-    assert told == ["tokenised", "freed"]
+    machine.turn()
+    assert (told, machine.states("a")[-1]) == ([], "absent")
+    assert machine.ledger["weights"] == 400 * 2**20
+    is_over.set()
+    machine.until(lambda: bool(told))
+    assert "weights" not in machine.ledger
 
 
 def test_newcomers_of_a_model_that_is_unloaded_wait_until_it_is_back(make):

@@ -160,6 +160,13 @@ class Vocabulary(Protocol):
         """
         ...
 
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Tokens that `text` has at the least, found without tokenising it or copying it as a whole.
+
+        Counting ends where there are more than `enough`.
+        """
+        ...
+
     def pair(self, query: str, document: str) -> list[int]:
         """Token ids of a query and a document as a cross-encoder reads them (SPEC K4).
 

@@ -175,6 +175,10 @@ WatchdogS = Annotated[
     float | None,
     typer.Option("--watchdog-s", help="Seconds of silence that end an engine. \\[10]"),
 ]
+MaxPrepareS = Annotated[
+    float | None,
+    typer.Option("--max-prepare-s", help="Seconds that tokenising a request may take. \\[30]"),
+]
 MaxQueue = Annotated[int | None, typer.Option("--max-queue", help="Requests that may wait. \\[512]")]
 AllowedHosts = Annotated[
     list[str] | None,
@@ -225,6 +229,7 @@ def serve(
     isolation: Isolation = None,
     watchdog_s: WatchdogS = None,
     max_queue: MaxQueue = None,
+    max_prepare_s: MaxPrepareS = None,
     policy: StepPolicy = None,
     target_step_ms: TargetStepMs = None,
     background_patience_s: BackgroundPatienceS = None,

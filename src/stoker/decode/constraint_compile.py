@@ -110,12 +110,16 @@ class GrammarCompiler:
         """Grammars cached, compiled and found in the cache."""
         return {"cached": len(self._cached), "compiled": self._num_compiled, "hits": self._num_hits}
 
+    def has(self, constraint: Constraint, salt: str = "") -> bool:
+        """Whether it is compiled; never waits for one that is being compiled."""
+        return _key(constraint, salt) in self._cached
+
     def compile(self, constraint: Constraint, salt: str = "") -> CompiledGrammar:
         """The grammar of `constraint`; may take a second. Raises InvalidRequestError.
 
         A grammar that was compiled for another `salt` is not used again: the time would tell of it (SPEC C1).
         """
-        key = (salt, constraint.kind, constraint.source, constraint.choices)
+        key = _key(constraint, salt)
         with self._lock:
             found = self._cached.get(key)
             if found is not None:
@@ -140,6 +144,10 @@ class GrammarCompiler:
         return grammar.state(
             reasoning_start=constraint.reasoning_start, reasoning_end=constraint.reasoning_end
         )
+
+
+def _key(constraint: Constraint, salt: str) -> _Key:
+    return salt, constraint.kind, constraint.source, constraint.choices
 
 
 def compile_grammar(constraint: Constraint, tokenizer: GrammarTokenizer) -> CompiledGrammar:

@@ -90,6 +90,7 @@ class EncoderResident:
             model=spec.id,
             fingerprint=limits.fingerprint,
             scores_pairs=self._is_reranker,
+            max_text_tokens=limits.n_ctx,
         )
 
     def __repr__(self) -> str:

@@ -47,6 +47,12 @@ class PrepareFailed:
     context: PrepContext
 
 
+class Released(Enum):
+    """Worker's post: what it prepared for nobody any more is over; a model that has gone may be freed."""
+
+    RELEASED = "released"
+
+
 class LoadStop(Event):
     """One load: set, it is to end. Posts of a load that was given up are told by it."""
 
@@ -139,7 +145,7 @@ class DiskRead:
 
 DiskPost = DiskFound | DiskLost | DiskWritten | DiskRead
 LoadPost = Sized | LoadMoved | Loaded | LoadFailed
-Posted = DiskPost | LoadPost | Prepared | PrepareFailed | Measured | Reply
+Posted = DiskPost | LoadPost | Prepared | PrepareFailed | Released | Measured | Reply
 Item = Command | Posted | Closed
 
 

@@ -148,14 +148,14 @@ class LiveRequest:
         )
 
     def progress(self, sequence: Sequence, now: float) -> PrefillProgress:
-        """How far the prompt is computed; the first step has read a source as a whole."""
+        """How far the prompt is computed; the first step reads a source as a whole."""
         source = sequence.conditioning.source
-        total = len(source) or sequence.num_prompt
+        total, num_computed = len(source) or sequence.num_prompt, sequence.num_computed
         return PrefillProgress(
             request_id=self.request_id,
             total=total,
             cached=self.num_cached,
-            processed=total if source else min(sequence.num_computed, sequence.num_prompt),
+            processed=(total if source and num_computed else min(num_computed, sequence.num_prompt)),
             time_ms=(now - (self.admitted_s or now)) * 1000,
         )
 

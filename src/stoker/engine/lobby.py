@@ -34,6 +34,7 @@ from stoker.values import Timings, Usage
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from stoker.engine.preparations import Preparation
     from stoker.engine.residents import AnyResident
     from stoker.engine.workers import Workers
     from stoker.errors import StokerError
@@ -45,14 +46,19 @@ class Visitor:
     """One request that is not in a model's line.
 
     Attributes:
-        is_preparing: its model is there, and a worker tokenises it.
+        preparation: its model is there, and a worker tokenises it.
         is_paused: it is to stand still, so it needs no model for now.
     """
 
     submit: Submit
     arrival_s: float
     is_paused: bool = False
-    is_preparing: bool = False
+    preparation: Preparation | None = None
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a worker tokenises it."""
+        return self.preparation is not None
 
     @property
     def has_begun(self) -> bool:
@@ -139,9 +145,9 @@ class Lobby:
         return told
 
     def next_deadline_s(self) -> float | None:
-        """When the first that waits passes its deadline."""
-        waiting = (v.deadline_s for v in self._visitors.values() if not v.is_preparing)
-        return min((at for at in waiting if at is not None), default=None)
+        """When the first passes its deadline."""
+        deadlines = (visitor.deadline_s for visitor in self._visitors.values())
+        return min((at for at in deadlines if at is not None), default=None)
 
     def _of(self, model: str) -> Iterator[Visitor]:
         return (v for v in self._visitors.values() if v.submit.request.model == model)
@@ -175,10 +181,9 @@ class Lobby:
         return self._asks.pop(resident.spec.id, [])
 
     def _prepare(self, visitor: Visitor, resident: AnyResident) -> None:
-        visitor.is_preparing = True
         self._events.append(Preparing(visitor.submit.request_id))
         submit = msgspec.structs.replace(visitor.submit, is_paused=visitor.is_paused)
-        self._workers.prepare(submit, resident.prep, visitor.arrival_s)
+        visitor.preparation = self._workers.prepare(submit, resident.prep, visitor.arrival_s)
 
     def leave(self, request_id: str) -> Visitor | None:
         """It has been tokenised, or could not be; None: it was cancelled meanwhile."""
@@ -186,7 +191,7 @@ class Lobby:
 
     def send_back(self, visitor: Visitor, resident: AnyResident | None) -> None:
         """Its model went while it was tokenised: it waits for it, or is tokenised for the new one."""
-        visitor.is_preparing = False
+        visitor.preparation = None
         self._visitors[visitor.submit.request_id] = visitor
         if resident is not None:
             self._prepare(visitor, resident)
@@ -223,13 +228,14 @@ class Lobby:
         return True
 
     def expire(self, now: float) -> None:
-        """End those that wait and are past their deadline."""
+        """End those that are past their deadline, waiting or being tokenised."""
         for visitor in list(self._visitors.values()):
             deadline_s = visitor.deadline_s
-            if not visitor.is_preparing and deadline_s is not None and deadline_s <= now:
+            if deadline_s is not None and deadline_s <= now:
                 timeout_s = visitor.submit.request.timeout_s
                 waited = f"{now - visitor.arrival_s:.1f} s of its timeout_s {timeout_s}"
-                text = f"the request took {waited}, waiting for {visitor.submit.request.model}"
+                how = "being tokenised" if visitor.is_preparing else "waiting"
+                text = f"the request took {waited}, {how} for {visitor.submit.request.model}"
                 self._fail(visitor, RequestTimeoutError(text, param="timeout_s"))
 
     def cancel_all(self) -> None:
@@ -239,12 +245,18 @@ class Lobby:
 
     def drop_all(self) -> None:
         """Forget every one; somebody else keeps them."""
-        self._visitors.clear()
+        for visitor in list(self._visitors.values()):
+            self._remove(visitor)
         self._asks.clear()
+
+    def _remove(self, visitor: Visitor) -> None:
+        del self._visitors[visitor.submit.request_id]
+        if visitor.preparation is not None:
+            visitor.preparation.give_up()
 
     def _cancel(self, visitor: Visitor) -> None:
         submit = visitor.submit
-        del self._visitors[submit.request_id]
+        self._remove(visitor)
         for index in range(submit.request.n):
             if not (submit.is_finished and submit.is_finished[index]):
                 ended = Delta(request_id=submit.request_id, index=index, finish_reason=FinishReason.CANCELLED)
@@ -253,5 +265,5 @@ class Lobby:
         self._events.append(Finished(request_id=submit.request_id, usage=usage, timings=Timings()))
 
     def _fail(self, visitor: Visitor, error: StokerError) -> None:
-        del self._visitors[visitor.submit.request_id]
+        self._remove(visitor)
         self._events.append(Failed(visitor.submit.request_id, error.info()))

@@ -23,6 +23,7 @@ from stoker.engine.inbox import (
     Measured,
     Prepared,
     PrepareFailed,
+    Released,
     Sized,
 )
 from stoker.engine.lobby import Lobby
@@ -110,7 +111,7 @@ class EngineLoop:
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
         self._clock = StepClock(settings.watchdog_s)
-        self._workers = Workers(inbox, settings.cache_dir)
+        self._workers = Workers(inbox, settings.cache_dir, settings.max_prepare_s)
         self._pace = Pace(self._clock)
         self._store = PrefixStore(inbox, settings, sample.limit_bytes)
         self._residents = Residents(self._pace, self._store.cache)
@@ -153,7 +154,8 @@ class EngineLoop:
             self._workers.close()
             self._free_late()
             self._store.close()
-            self._residents.close()
+            self._residency.free_departed()
+            self._residents.close(self._workers.preparations.uses)
             self._pace.close()
         self._events.append(Goodbye())
         self._flush()
@@ -205,6 +207,7 @@ class EngineLoop:
         due = [
             self._residents.next_deadline_s(),
             self._lobby.next_deadline_s(),
+            self._workers.preparations.next_due_s(now),
             self._residency.next_due_s(now),
             self._store.next_due_s(),
         ]
@@ -244,6 +247,7 @@ class EngineLoop:
         """Deadlines pass also in models that get no turn: all is paused there, or others are more urgent."""
         now = self._clock.now()
         self._lobby.expire(now)
+        self._workers.preparations.expire(now)
         for resident in self._residents:
             if resident is not chosen:
                 deadline_s = resident.next_deadline_s()
@@ -289,6 +293,8 @@ class EngineLoop:
                 self._question(item)
             case Suspend() | Shutdown() | Closed():
                 self._end(item)
+            case Released.RELEASED:
+                pass  # `tend` frees what can be
 
     def _question(self, item: TextQuestion | GetStatus | Reply) -> None:
         match item:

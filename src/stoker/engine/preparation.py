@@ -24,6 +24,7 @@ from stoker.engine.choice_prompts import ToScore, candidates_of, check_candidate
 from stoker.engine.live import Choice, LiveRequest
 from stoker.engine.picture_prompts import pictured_prompt, refuse_pictures
 from stoker.engine.source_prompts import check_source, refuse_unreadable
+from stoker.engine.text_bounds import QUICK_CHARS, TextBound, most_tokens
 from stoker.engine.text_prompts import text_tokens
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.messages import Submit
@@ -47,6 +48,7 @@ class PrepContext:
         scores_pairs: it is a reranker.
         vision: its projector; None: it takes no pictures.
         decoder_start: as in `Capabilities`; with it a prompt is a source.
+        max_text_tokens: of a text that it reads at once; None: `n_ctx`.
         adapters: fingerprints of its LoRA adapters, by name.
     """
 
@@ -62,6 +64,7 @@ class PrepContext:
     scores_pairs: bool = False
     vision: Vision | None = None
     decoder_start: int | None = None
+    max_text_tokens: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -81,6 +84,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
             asked for.
     """
     request = submit.request
+    _check_texts(request, context)
     prompt, pictures = _prompt(request, context)
     _check_length(request, prompt, context)
     scored = candidates_of(request, context.vocabulary, context.model)
@@ -127,6 +131,15 @@ def prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
         UnsupportedError: it holds what the model does not take.
     """
     return _prompt(request, context)[0]
+
+
+def is_quick(request: GenerateRequest, context: PrepContext) -> bool:
+    """Whether preparing it takes some hundredths of a second at the most."""
+    constraint, grammars = request.constraint, context.grammars
+    is_compiled = constraint is None or grammars is None or grammars.has(constraint, request.cache_salt)
+    texts = [request.prompt if isinstance(request.prompt, str) else "", request.document or ""]
+    num_chars = sum(map(len, texts)) + sum(map(len, request.candidates))
+    return is_compiled and num_chars <= QUICK_CHARS and not request.pictures
 
 
 def arrival_of(submit: Submit) -> float:
@@ -181,6 +194,23 @@ def _num_dropped(submit: Submit, prompt: list[int], context: PrepContext) -> int
         shifting = tokens[:-1] if is_finished else tokens  # after the last one nothing is to come
         num_dropped += len(prompt) + len(shifting) - len(replayed(prompt, shifting, context.n_ctx))
     return num_dropped
+
+
+def _check_texts(request: GenerateRequest, context: PrepContext) -> None:
+    """Refuse by its length what cannot fit, before it is tokenised."""
+    n_ctx = context.n_ctx if context.max_text_tokens is None else context.max_text_tokens
+    most, vocabulary = most_tokens(request, n_ctx), context.vocabulary
+    if not isinstance(request.prompt, str):
+        if len(request.prompt) > most:
+            raise ContextLengthError.over("the prompt", len(request.prompt), n_ctx)
+    elif request.document is not None:
+        pair = TextBound(n_ctx, n_ctx, "the query with its document", "documents")
+        pair.check((request.prompt, request.document), vocabulary)
+    else:
+        param = "prompt" if context.max_text_tokens is None else "input"
+        TextBound(n_ctx, most, param=param).check(request.prompt.split(IMAGE_MARKER), vocabulary)
+    for candidate in request.candidates:
+        TextBound(n_ctx, n_ctx, "a choice", "choices").check((candidate,), vocabulary)
 
 
 def _check_length(request: GenerateRequest, prompt: list[int], context: PrepContext) -> None:

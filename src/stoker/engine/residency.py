@@ -21,7 +21,7 @@ from stoker.memory.swaps import Swaps
 from stoker.messages import KnowModel, LoadModel, ModelState, PinModel, Reply, UnloadModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from stoker.backends.encoding import Encoder
     from stoker.backends.protocol import Backend
@@ -81,6 +81,7 @@ class Residency:
         self._load: Load | None = None
         self._retry_s: dict[str, float] = {}
         self._swaps = Swaps()
+        self._departed: list[tuple[AnyResident, Mapping[str, int]]] = []
         self.refusal: StokerError | None = None
         self.is_barred = False
 
@@ -208,6 +209,7 @@ class Residency:
 
     def tend(self, now: float) -> None:
         """Load, make room and let go, whatever is due; called each turn."""
+        self.free_departed()
         for served in self._catalogue:
             if served.is_in_memory and self._leases(served):
                 served.used_s = now
@@ -337,6 +339,8 @@ class Residency:
             return
         if load.stage != "waiting":
             self._come_to(load, "waiting")
+        if self._departed:
+            return  # what they give back is not free yet
         if self._placement.shed(missing_bytes, now):
             load.look_s = now
         elif not load.served.may_evict:
@@ -481,13 +485,22 @@ class Residency:
         resident = self._residents.remove(served.spec.id)
         if resident is None:
             return
-        self._workers.settle()
         self._lobby.come_back(resident.evacuate(why, now))
         while resident.has_unstored:
             resident.rest(now)
         self._events += resident.events
-        resident.close()
-        self._placement.release(served.size, resident.prep.fingerprint)
+        self._departed.append((resident, served.size))
+        self.free_departed()
+
+    def free_departed(self) -> None:
+        """Give back the memory of models that have gone, once no worker reads their vocabulary any more."""
+        departed, self._departed = self._departed, []
+        for resident, size in departed:
+            if self._workers.preparations.uses(resident.prep):
+                self._departed.append((resident, size))
+                continue
+            resident.close()
+            self._placement.release(size, resident.prep.fingerprint)
 
     def close(self) -> None:
         """The engine ends: a load that goes on ends with it."""

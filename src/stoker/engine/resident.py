@@ -194,6 +194,8 @@ class Resident:
         positions = [self.scheduler.enqueue(choice.sequence, now) for choice in live.choices.values()]
         live.position = positions[0]
         self.events.append(Queued(live.request_id, positions[0], self.scheduler.eta_s(positions[0])))
+        if live.request.return_progress and (leader := live.leader) is not None:
+            self.events.append(live.progress(leader, now))  # how long it is, before anything is computed
         if live.request.echo and live.request.prompt_logprobs is None:
             self.events.append(live.echo())
         for index, choice in list(live.choices.items()):

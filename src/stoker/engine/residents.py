@@ -17,13 +17,14 @@ from stoker.scheduler.patience import ONE_STEP_IN
 from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from stoker.backends.encoding import Encoder
     from stoker.backends.protocol import Backend
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.loading import Load
     from stoker.engine.pace import Pace
+    from stoker.engine.preparation import PrepContext
 
 
 AnyResident = Resident | EncoderResident
@@ -130,10 +131,11 @@ class Residents:
         deadlines = [at for r in self._models.values() if (at := r.next_deadline_s()) is not None]
         return min(deadlines, default=None)
 
-    def close(self) -> None:
-        """Free every model."""
+    def close(self, is_used: Callable[[PrepContext], bool]) -> None:
+        """Free every model, but for those that a worker still reads: the process ends with them."""
         for resident in self._models.values():
-            resident.close()
+            if not is_used(resident.prep):
+                resident.close()
         self._models.clear()
 
 

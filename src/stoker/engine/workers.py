@@ -1,7 +1,7 @@
 """Slow work off the loop: tokenising requests, loading models, reading and writing prefix files.
 
 Workers hold no state of the engine. They get values, and post values back to the inbox; the loop decides what
-becomes of them. One thread each, so that requests reach the line in the order they arrived.
+becomes of them. How requests are prepared beside each other is `preparations`'.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from stoker.engine.inbox import (
     PrepareFailed,
     Sized,
 )
-from stoker.engine.preparation import PrepContext, check_tokens, prepare, prompt_tokens
+from stoker.engine.preparation import PrepContext, check_tokens, is_quick, prepare, prompt_tokens
+from stoker.engine.preparations import Preparation, Preparations
+from stoker.engine.text_bounds import QUICK_CHARS, check_question
 from stoker.errors import EngineError, NotReadyError, StokerError
 from stoker.messages import CountTokens, Detokenize, Reply, Submit, TextQuestion, Tokenize
 from stoker.models.draft_estimate import with_draft
@@ -47,26 +49,35 @@ TOLD_EVERY = 0.02
 
 
 class Workers:
-    """The prep and loader threads, and one that reads headers: a load that was given up may take its time."""
+    """The preparing threads, the loader's, and one that reads headers: a load may take its time.
 
-    def __init__(self, inbox: Inbox, cache_dir: Path) -> None:
+    Args:
+        inbox: where results are posted.
+        cache_dir: verdicts on native code.
+        max_prepare_s: how long preparing one request may take.
+    """
+
+    def __init__(self, inbox: Inbox, cache_dir: Path, max_prepare_s: float) -> None:
         self._inbox = inbox
         self._cache_dir = cache_dir
         self._headers = Headers()
-        self._prep = ThreadPoolExecutor(1, thread_name_prefix="stoker-prep")
+        self.preparations = Preparations(inbox, max_prepare_s)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
         self._sizer = ThreadPoolExecutor(1, thread_name_prefix="stoker-sizer")
 
     def __repr__(self) -> str:
-        return "<Workers prep, loader>"
+        return f"<Workers {self.preparations!r}, loader>"
 
-    def prepare(self, submit: Submit, context: PrepContext, arrival_s: float) -> None:
-        """Tokenise a request; posts Prepared or PrepareFailed."""
+    def prepare(self, submit: Submit, context: PrepContext, arrival_s: float) -> Preparation:
+        """Tokenise a request; posts Prepared or PrepareFailed, unless it is given up."""
 
         def failed(error: StokerError) -> Posted:
             return PrepareFailed(submit.request_id, error, context)
 
-        self._post(self._prep, lambda: Prepared(prepare(submit, context, arrival_s), context), failed)
+        def work() -> Posted:
+            return Prepared(prepare(submit, context, arrival_s), context)
+
+        return self.preparations.begin(work, failed, context, is_quick=is_quick(submit.request, context))
 
     def answer(self, ask: TextQuestion, context: PrepContext) -> None:
         """Answer a question about text; posts Reply."""
@@ -74,7 +85,10 @@ class Workers:
         def work() -> Reply:
             return Reply(call_id=ask.call_id, value=_answer(ask, context))
 
-        self._post(self._prep, work, lambda error: Reply(call_id=ask.call_id, error=error.info()))
+        def failed(error: StokerError) -> Posted:
+            return Reply(call_id=ask.call_id, error=error.info())
+
+        self.preparations.begin(work, failed, context, is_quick=_size(ask) <= QUICK_CHARS)
 
     def size(self, load: LoadStop, spec: ModelSpec) -> None:
         """Look at a model's file; posts Sized or LoadFailed."""
@@ -125,21 +139,14 @@ class Workers:
             return load_seq2seq(spec, moved, self._cache_dir, header)
         return load_llama(spec, moved, self._cache_dir, header)
 
-    def settle(self) -> None:
-        """Return when no request is being tokenised: a vocabulary is about to go."""
-        self._prep.submit(int).result()
-
     def close(self) -> None:
-        """Wait for what runs, drop what waits."""
-        self._prep.shutdown(cancel_futures=True)
+        """Drop what waits; wait for a load, and a little for what is being prepared."""
+        self.preparations.close()
         self._sizer.shutdown(cancel_futures=True)
         self._loader.shutdown(cancel_futures=True)
 
     def _post(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[], Posted],
-        failed: Callable[[StokerError], Posted],
+        self, pool: ThreadPoolExecutor, work: Callable[[], Posted], failed: Callable[[StokerError], Posted]
     ) -> None:
         def run() -> None:
             try:
@@ -152,6 +159,17 @@ class Workers:
         pool.submit(run)
 
 
+def _size(ask: TextQuestion) -> int:
+    """Characters, or token ids, that it brings."""
+    match ask:
+        case Tokenize():
+            return len(ask.text)
+        case Detokenize():
+            return len(ask.tokens)
+        case CountTokens():
+            return len(ask.request.prompt)
+
+
 def _answer(ask: TextQuestion, context: PrepContext) -> dict[str, Any]:
     match ask:
         case Tokenize():
@@ -159,16 +177,19 @@ def _answer(ask: TextQuestion, context: PrepContext) -> dict[str, Any]:
         case Detokenize():
             return _text(ask, context)
         case CountTokens(_, _, request):
+            check_question(num_chars=len(request.prompt), num_tokens=0)
             return {"num_tokens": len(prompt_tokens(request, context))}
 
 
 def _tokens(ask: Tokenize, context: PrepContext) -> dict[str, Any]:
+    check_question(num_chars=len(ask.text), num_tokens=0)
     vocabulary = context.vocabulary
     tokens = vocabulary.tokenize(ask.text, add_special=ask.add_special, parse_special=ask.parse_special)
     return {"tokens": tokens, "pieces": [vocabulary.special_piece(token) for token in tokens]}
 
 
 def _text(ask: Detokenize, context: PrepContext) -> dict[str, Any]:
+    check_question(num_chars=0, num_tokens=len(ask.tokens))
     check_tokens(ask.tokens, context.n_vocab, "tokens")
     pieces = map(context.vocabulary.special_piece, ask.tokens)
     return {"text": b"".join(pieces).decode("utf-8", "replace")}

@@ -1,10 +1,20 @@
-"""The tokenizer of a loaded model. It only reads native data, so worker threads may call it."""
+"""The tokenizer of a loaded model. It only reads native data, so worker threads may call it.
+
+Every text goes to the native code through `tokenize`, in pieces that it can read without overrunning its
+stack; `least_tokens` says beforehand what cannot be few tokens.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
+
+import numpy as np
 
 from stoker.backends.llama.binding import llama
+from stoker.backends.llama.text_cuts import TextCuts
+from stoker.backends.llama.token_floor import TokenFloor
+from stoker.backends.llama.token_spellings import floor_of, runs_in, specials_of
 from stoker.errors import InvalidRequestError, ModelLoadError
 
 _NO_VOCABULARY = 0  # enum llama_vocab_type: LLAMA_VOCAB_TYPE_NONE
@@ -45,18 +55,59 @@ class LlamaVocabulary:
             raise InvalidRequestError(
                 f"the text has {len(data)} bytes, at most {_MAX_TEXT_BYTES} fit", param="prompt"
             )
+        pieces = self._cuts.pieces(text, parse_special=parse_special)
+        if len(pieces) == 1:
+            return self._native_tokens(data, add_special=add_special, parse_special=parse_special)
+        before, after = self._surrounding if add_special else ([], [])
+        tokens, known = (
+            list(before),
+            dict[str, list[int]](),
+        )  # a long run of one character is many equal pieces
+        for piece in pieces:
+            if piece not in known:
+                known[piece] = self._native_tokens(
+                    piece.encode(), add_special=False, parse_special=parse_special
+                )
+            tokens += known[piece]
+        return tokens + after
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Tokens that `text` has at the least, without tokenising it; exact no further than `enough`."""
+        return self._floor.least(text, enough)
+
+    def _native_tokens(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         capacity = len(data) + 8  # a token is at least a byte; BOS and EOS come on top
-        buffer = (ctypes.c_int32 * capacity)()
-        count = llama.llama_tokenize(
-            self._handle, data, len(data), buffer, capacity, add_special, parse_special
-        )
-        if count < 0:  # an unusual vocabulary: the count that is needed, negative
-            buffer = (ctypes.c_int32 * -count)()
+        while True:
+            buffer = np.empty(capacity, np.int32)
             count = llama.llama_tokenize(
-                self._handle, data, len(data), buffer, -count, add_special, parse_special
+                self._handle,
+                data,
+                len(data),
+                buffer.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+                capacity,
+                add_special,
+                parse_special,
             )
-        assert count >= 0, f"the tokenizer asks for {-count} more tokens than it said"
-        return buffer[:count]
+            if count >= 0:
+                tokens: list[int] = buffer[:count].tolist()
+                return tokens
+            assert -count > capacity, f"the tokenizer asks for {-count} tokens of {capacity} that it has"
+            capacity = -count  # an unusual vocabulary: what is needed
+
+    @cached_property
+    def _cuts(self) -> TextCuts:
+        return TextCuts(specials_of(self._handle, self.n_vocab), runs_in(self._model, self._handle))
+
+    @cached_property
+    def _floor(self) -> TokenFloor:
+        return floor_of(self._model, self._handle, self.special_piece)
+
+    @cached_property
+    def _surrounding(self) -> tuple[list[int], list[int]]:
+        """What `add_special` puts before a text, and what after it."""
+        added = self._native_tokens(b"", add_special=True, parse_special=False)
+        num_before = len(added) - 1 if len(added) != 1 else int(llama.llama_vocab_get_add_bos(self._handle))
+        return added[: max(0, num_before)], added[max(0, num_before) :]
 
     def pair(self, query: str, document: str) -> list[int]:
         """[BOS] query [EOS] [SEP] document [EOS], of these what the vocabulary says it adds.
