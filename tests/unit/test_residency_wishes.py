@@ -33,10 +33,16 @@ def loaded(machine, model="a", order=BIG, **spec):
 
 
 def hold_preparing(is_over, monkeypatch):
-    """Whatever is prepared from here on waits for an event first, on its worker's thread."""
-    monkeypatch.setattr(
-        "stoker.engine.workers.prepare", lambda *args: (is_over.wait(timeout=60), prepare(*args))[1]
-    )
+    """Whatever is prepared from here on waits for an event first; returns what is set when one begins."""
+    has_begun = Event()
+
+    def slow(*args):
+        has_begun.set()
+        assert is_over.wait(60), "nobody lets it end"
+        return prepare(*args)
+
+    monkeypatch.setattr("stoker.engine.workers.prepare", slow)
+    return has_begun
 
 
 def is_settled(machine):
@@ -238,8 +244,9 @@ def test_a_model_is_not_freed_while_its_vocabulary_is_in_use(make, gate, monkeyp
     backend, is_over = gate.backends[0][1], Event()
     close = backend.close
     backend.close = lambda: (told.append("freed"), close())
-    hold_preparing(is_over, monkeypatch)
+    has_begun = hold_preparing(is_over, monkeypatch)
     machine.offer("r", "a", max_tokens=3)
+    assert has_begun.wait(60)
     machine.send(Cancel("r"))
     machine.send(UnloadModel("a"))
     machine.turn()
