@@ -82,6 +82,10 @@ class EncodingRuntime:
         """Nothing runs."""
         self.is_ready = False
 
+    async def ended(self):
+        """It never ends by itself."""
+        await asyncio.Event().wait()
+
     @property
     def models(self):
         """The one model."""

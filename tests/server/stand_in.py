@@ -362,7 +362,10 @@ def _words(request: GenerateRequest) -> list[Step]:
     """`w0 w1 ...` for each choice in turn."""
     steps: list[Step] = [Queued("x", 0)]
     if request.state_output is not None:
-        hidden = Tensor("hidden", (2,), struct.pack("<2f", 0.5, -1.0))
+        # Of candidates a number each, and one more each where they are calibrated; else two of a state.
+        size = len(request.candidates) * (2 if request.is_calibrated else 1) or 2
+        numbers = [0.5 - 1.5 * place for place in range(size)]
+        hidden = Tensor("hidden", (size,), struct.pack(f"<{size}f", *numbers))
         steps.append(StateReady(request_id="x", num_tokens=5, tensors=[hidden]))
     if request.echo:
         text = request.prompt if isinstance(request.prompt, str) else "tokens"
