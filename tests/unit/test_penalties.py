@@ -2,6 +2,7 @@
 
 import ctypes
 from importlib.resources import files
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -114,6 +115,28 @@ _DRY_TEXT = (
     'The cat sat on the mat. The cat sat on the rug.\nName: "the cat"\n\nUser: the cat sat on the mat\n'
     "\n\nUser: the cat sat on the mat. The cat sat on the"
 )
+
+
+@pytest.mark.parametrize("breaker", ["\n", "e", "aa", "mat.", " the quick brown", "。", "é", "<|im_end|>"])
+def test_breakers_are_found_in_the_vocabulary_without_reading_all_of_it_for_each(smol, breaker):
+    """One request of 64 breakers read it 2,500 times: half a minute."""
+    reads = []
+    counted = mock.Mock(wraps=smol)
+    counted.special_piece = lambda token: (reads.append(token), smol.special_piece(token))[1]
+    table = BreakerTable(smol.num_vocab)
+    found = table.tails(counted, [breaker])
+    pieces = [smol.special_piece(token) for token in range(smol.num_vocab)]
+    whole = breaker.encode()
+    assert {head for head, tails in found.items() if () in tails} >= {
+        token for token, piece in enumerate(pieces) if whole in piece
+    }
+    for cut in range(1, len(breaker)):
+        tail = tuple(smol.tokenize(breaker[cut:], add_special=False, parse_special=False))
+        for token, piece in enumerate(pieces):
+            if piece.endswith(breaker[:cut].encode()) and whole not in piece:
+                assert tail in found[token]
+    table.tails(counted, ["another", breaker])
+    assert len(reads) == smol.num_vocab
 
 
 @pytest.mark.parametrize("last_n", [7, 40, 1000])
