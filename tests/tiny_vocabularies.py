@@ -21,6 +21,7 @@ SPECIALS = {
     "<|im_end|>": CONTROL,
     "<|a|>": USER_DEFINED,
     "|><|": USER_DEFINED,
+    "|><|im_start|>": CONTROL,  # longer than what it overlaps: it is found first
     "  ": USER_DEFINED,
 }
 WORDS = ["the", "and", "ing", "aaaa", "====", "    ", "\n\n", "hello", "world", "ß", "中文", "é"]
