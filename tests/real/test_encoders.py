@@ -42,12 +42,13 @@ def test_a_vector_is_what_bert_gives(tmp_path, pooling, number):
 
 
 @pytest.mark.parametrize("number", [None, 0])
-def test_where_the_file_names_no_pooling_it_is_the_mean(tmp_path, number):
+def test_where_the_file_names_no_pooling_it_is_the_mean_and_that_is_said(tmp_path, number, caplog):
     """SPEC K2: one vector a text is what is served."""
     path = write_bert(tmp_path / "bert.gguf", pooling=number)
     with encoder_of(path) as encoder:
         (tokens,) = tokens_of(encoder, ["hello"])
         assert encoder.pooling == "mean"
+        assert "names no pooling" in caplog.text
         assert cosine(encoder.encode([tokens])[0], BertReference(path).vector(tokens)) >= ENOUGH
 
 

@@ -97,10 +97,17 @@ class GgufHeader:
 
         Mean where the file names none: one vector a text is what is served.
         """
-        if self.model_class is not ModelClass.ENCODER:
-            return ""
+        return "" if self.model_class is not ModelClass.ENCODER else self._named_pooling or "mean"
+
+    @property
+    def assumes_pooling(self) -> bool:
+        """Whether `pooling` is not what the file says: it names none, or says that there is none."""
+        return self.model_class is ModelClass.ENCODER and self._named_pooling is None
+
+    @property
+    def _named_pooling(self) -> str | None:
         value = self.metadata.get(f"{self.architecture}.pooling_type")
-        return _POOLING.get(value, "mean") if isinstance(value, int) else "mean"
+        return _POOLING.get(value) if isinstance(value, int) else None
 
     @property
     def chat_template(self) -> str | None:

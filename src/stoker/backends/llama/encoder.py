@@ -12,6 +12,7 @@ calls were no quicker there, since every text's attention passes over all tokens
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 import warnings
 from pathlib import Path
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from stoker.models.gguf import GgufHeader
     from stoker.values import ModelSpec
 
+log = logging.getLogger(__name__)
+
 MAX_TEXTS = 64
 """Texts one call may carry."""
 LIKE_ALONE_TOKENS = 63
@@ -61,6 +64,8 @@ class LlamaEncoder:
         self._is_closed = True  # nothing to close until the context is there
         self._model = model
         self.pooling = header.pooling
+        if header.assumes_pooling:
+            log.warning("%s names no pooling: a text's vector is the mean of its tokens'", header.path.name)
         self.n_embd: int = llama.llama_model_n_embd_out(model.handle)
         is_reranker = self.pooling == "rank"
         self._width: int = llama.llama_model_n_cls_out(model.handle) if is_reranker else self.n_embd

@@ -49,6 +49,7 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "num_slots": info.num_slots,
         "size_bytes": info.size_bytes,
         "pictures": info.pairing or None,
+        "pooling": info.pooling or None,
     }
     entry = {
         "id": info.asked_as,
