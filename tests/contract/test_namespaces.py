@@ -17,6 +17,7 @@ from stoker.backends.llama.backend import load
 from stoker.backends.llama.draft import SLICE_TOKENS
 from stoker.backends.llama.seq2seq import load as load_seq2seq
 from stoker.backends.protocol import PLAIN, BatchPlan, Conditioning, PlanItem
+from stoker.backends.scored import ScoringLane
 from stoker.values import ModelSpec, Speculation
 
 A, B = b"a" * 32, b"b" * 32
@@ -139,6 +140,35 @@ def test_scorings_of_two_namespaces_that_take_turns_go_on_from_their_own(
     assert computed(lambda: work((A, B))) >= 2 * len(PROMPT)
     decoder.give_back()
     assert computed(lambda: work((A, A))) < 2 * len(PROMPT)
+
+
+def test_slices_of_another_lane_cost_a_scoring_nothing(decoder: LlamaBackend, computed: Count) -> None:
+    """D5, Q7: people's choices, a job's choices and a scored prompt take turns, and each comes to its end."""
+
+    def in_turns() -> None:
+        lanes = (ScoringLane.CHOICES, ScoringLane.BACKGROUND_CHOICES)
+        scorings = [decoder.scoring(PROMPT, TEXTS, A, lane) for lane in lanes]
+        decoder.drop(0)
+        decoder.condition(0, Conditioning(asked=PROMPT, namespace=A))
+        for begin in range(0, len(PROMPT), 70):
+            for scoring in scorings:
+                if not scoring.is_done:
+                    scoring.advance(64)
+            part = PROMPT[begin : begin + 70]
+            decoder.step(BatchPlan((PlanItem(0, begin, part, len(part)),)))
+        while any(not scoring.is_done for scoring in scorings):
+            for scoring in scorings:
+                if not scoring.is_done:
+                    scoring.advance(64)
+        decoder.condition(0, PLAIN)
+        decoder.drop(0)
+
+    decoder.give_back()
+    alone = computed(lambda: chosen(decoder, PROMPT, A))
+    decoder.give_back()
+    echo = computed(lambda: echoed(decoder, PROMPT, A))
+    decoder.give_back()
+    assert computed(in_turns) == 2 * alone + echo
 
 
 def test_a_source_of_another_namespace_is_read_again(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

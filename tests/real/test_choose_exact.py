@@ -133,7 +133,7 @@ def test_sharing_computes_less_than_half_of_one_by_one(small):
     def num_computed(groups):
         total = 0
         for group in groups:
-            small._scorer.forget()
+            small.give_back()
             scoring = small.scoring(prompt, group)
             while not scoring.is_done:
                 total += scoring.num_next(64)

@@ -153,6 +153,17 @@ def test_a_prompt_whose_every_logit_is_asked_is_not_cut_by_company():
     assert sizes == [[12], [1, 12]]
 
 
+def test_prompts_whose_every_logit_is_asked_come_one_after_the_other():
+    """D6: the backend holds the beginning of one; with two in turns it would compute both from the start."""
+    machine = scheduler(n_batch=16, max_prompt_rows=8)
+    for name in "ab":
+        machine.enqueue(sequence(name, [ord(name)] * 20, wants_prompt_logits=True), 0.0)
+    parts = [part for _ in range(6) for part in step(machine)[1].parts]
+    prefill = [(part.sequence.key.request_id, part.item.start) for part in parts if part.item.start < 20]
+    first, second = ("a", "b") if prefill[0][0] == "a" else ("b", "a")
+    assert prefill == [(first, 0), (first, 8), (first, 16), (second, 0), (second, 8), (second, 16)]
+
+
 def test_an_idle_slot_with_the_longest_prefix_is_reused_before_an_empty_one():
     """Q10."""
     machine = scheduler(num_slots=3)

@@ -36,6 +36,7 @@ from stoker.backends.fake_vision import FakeVision, seen_tokens
 from stoker.backends.fake_vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.lengths import Lengths
 from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
+from stoker.backends.scored import ScoringLane
 from stoker.errors import (
     InvalidRequestError,
     ModelFileError,
@@ -301,6 +302,7 @@ class FakeBackend:
         prompt: Sequence[int],
         texts: Sequence[Sequence[int]],
         namespace: bytes = b"",  # noqa: ARG002 - each scoring computes everything
+        lane: ScoringLane = ScoringLane.CHOICES,  # noqa: ARG002 - likewise
     ) -> FakeScoring:
         """How likely texts are after a prompt, by the same logits as ever."""
         return FakeScoring(prompt, texts, self._logits, self._meet_call)

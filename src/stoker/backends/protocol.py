@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
+from stoker.backends.scored import Scoring, ScoringLane
+
 if TYPE_CHECKING:  # the front imports this module and computes nothing
     import numpy as np
     import numpy.typing as npt
 
-    from stoker.backends.scored import Scoring
     from stoker.backends.seeing import Vision
     from stoker.values import Tensor
 
@@ -96,6 +97,7 @@ class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
         pictures: where embeddings stand in place of tokens, in order of their starts.
         asked: the tokens of a prompt of which every row will be asked (SPEC D6). However it comes in slices,
             its rows are those of the whole.
+        lane: of `asked`, which is scored in turns with other texts.
         namespace: what is computed beside the sequence's own cells is used again in this one only: a caller
             must not learn from the clock what another has asked (SPEC C1).
     """
@@ -104,6 +106,7 @@ class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
     source: tuple[int, ...] = ()
     pictures: tuple[Placed, ...] = ()
     asked: tuple[int, ...] = ()
+    lane: ScoringLane = ScoringLane.PROMPTS
     namespace: bytes = b""
 
 
@@ -349,12 +352,17 @@ class Backend(Protocol):
         ...
 
     def scoring(
-        self, prompt: Sequence[int], texts: Sequence[Sequence[int]], namespace: bytes = b""
+        self,
+        prompt: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        namespace: bytes = b"",
+        lane: ScoringLane = ScoringLane.CHOICES,
     ) -> Scoring:
         """How likely each of `texts` is after `prompt`, which has a token at least (SPEC D5).
 
         Computes nothing itself, and touches no sequence. The prompt begins with the model's own state. What a
-        scoring of another `namespace` has computed is not used again.
+        scoring of another `namespace` has computed is not used again; slices of another `lane` in between
+        cost it nothing.
 
         Raises:
             UnsupportedError: the model predicts no tokens of a prompt.

@@ -6,6 +6,7 @@ A backend gives the rows of logits that predict each token; what a score is made
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
 
 LEAST_SLICE = 64
 """Tokens below which no backend cuts a call."""
+
+
+class ScoringLane(IntEnum):
+    """Texts that are scored in slices, in turns.
+
+    A backend holds the beginning of one text for each lane, so that a slice of another lane costs nobody what
+    was computed before. In one lane a text is begun when the one before it is done.
+    """
+
+    CHOICES = 0
+    BACKGROUND_CHOICES = 1
+    PROMPTS = 2
+    BACKGROUND_PROMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from stoker.backends.scored import LEAST_SLICE
+from stoker.backends.scored import LEAST_SLICE, ScoringLane
 from stoker.decode.choose import Likelihoods
 from stoker.engine.text_line import TextLine
 from stoker.errors import RequestTimeoutError, StepFailedError, StokerError
@@ -56,8 +56,10 @@ class _Job:
         prompts = [tuple(live.prompt)] + ([scored.initial] if scored.initial else [])
         lengths = [len(text) for text in scored.texts]
         namespace = self.sequence.conditioning.namespace
+        lane = ScoringLane.BACKGROUND_CHOICES if self.sequence.is_background else ScoringLane.CHOICES
         self.passes = [
-            _Pass(backend.scoring(each, scored.texts, namespace), Likelihoods(lengths)) for each in prompts
+            _Pass(backend.scoring(each, scored.texts, namespace, lane), Likelihoods(lengths))
+            for each in prompts
         ]
 
     @property

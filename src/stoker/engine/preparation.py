@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from stoker.backends.protocol import Conditioning, Vocabulary
+from stoker.backends.scored import ScoringLane
 from stoker.backends.seeing import Vision
 from stoker.cache.namespace import DIGEST_BYTES, Namespace
 from stoker.decode.constraint_compile import GrammarCompiler
@@ -29,7 +30,7 @@ from stoker.engine.text_prompts import text_tokens
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.messages import Submit
 from stoker.models.state_file import parse_state
-from stoker.request import IMAGE_MARKER, GenerateRequest, Preempt, StateOutput
+from stoker.request import IMAGE_MARKER, GenerateRequest, Preempt, Priority, StateOutput
 from stoker.scheduler.pictures import PictureSpan
 from stoker.scheduler.sequence import Sequence, SequenceKey
 from stoker.scheduler.shift import note_dropped, replayed
@@ -174,6 +175,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
             source=tuple(source),
             adapters=adapters_of(request, context.adapters),
             asked=tuple(prompt) if asks_all else (),
+            lane=_prompt_lane(request.priority),
         ),
     )
     if request.context_shift and len(sequence.tokens) >= context.n_ctx:
@@ -181,6 +183,10 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         note_dropped(sequence, len(sequence.tokens) - len(tokens), context.n_ctx)
         sequence.tokens = tokens
     return Choice(sequence, generation)
+
+
+def _prompt_lane(priority: Priority) -> ScoringLane:
+    return ScoringLane.BACKGROUND_PROMPTS if priority is Priority.BACKGROUND else ScoringLane.PROMPTS
 
 
 def _num_dropped(submit: Submit, prompt: list[int], context: PrepContext) -> int:

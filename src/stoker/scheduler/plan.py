@@ -157,15 +157,21 @@ class Planner:
         return parts
 
     def _prefill(self, sequences: list[Sequence], budget: int, batch_room: int) -> list[Planned]:
-        """Fair slices of `budget`; a prompt whose every logit is asked comes whole, or waits for a turn."""
+        """Fair slices of `budget`; a prompt whose every logit is asked comes whole, or waits for its turn.
+
+        One that comes in slices all the same is brought to its end before the next one begins: the backend
+        holds the beginning of one such text.
+        """
         if min(budget, batch_room) <= 0:
             return []
         parts: list[Planned] = []
-        for sequence in filter(_asks_all, sequences):
+        for sequence in sorted(filter(_asks_all, sequences), key=lambda each: -each.num_computed):
             wanted = min(sequence.num_in_reach, self.max_prompt_rows)
             if wanted <= batch_room or not parts:
                 parts.append(Planned(sequence, _item(sequence, min(wanted, batch_room))))
                 batch_room -= len(parts[-1].item.tokens)
+            if wanted < sequence.num_pending:
+                break
         others = [sequence for sequence in sequences if not _asks_all(sequence)]
         shares = fair_shares([s.num_in_reach for s in others], min(budget, batch_room))
         return parts + [Planned(s, _item(s, n)) for s, n in zip(others, shares, strict=True) if n]

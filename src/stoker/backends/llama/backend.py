@@ -24,6 +24,7 @@ from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision import BLIND, Eyes, open_eyes
 from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
+from stoker.backends.scored import ScoringLane
 from stoker.errors import UnsupportedError
 from stoker.models.estimate import num_sequences
 from stoker.models.fingerprint import fingerprint
@@ -71,7 +72,7 @@ class LlamaBackend:
             fingerprint=self._states.fingerprint,
             state_layout=self._recurrent.layout if self._recurrent else (),
         )
-        self._scorer = Scorer(model, context.n_batch)
+        self._scorers = {lane: Scorer(model, context.n_batch) for lane in ScoringLane}
         self._asked: dict[int, Conditioning] = {}  # of sequences of whose prompt every row is asked
         self._drafter: DraftModel | None = None
         self._is_closed = False
@@ -163,13 +164,18 @@ class LlamaBackend:
     def _scored(self, item: PlanItem) -> Rows:
         asked = self._asked[item.seq]
         until = min(item.start + len(item.tokens), len(asked.asked))
-        return self._scorer.score(asked.asked, item.start, until, self.num_threads, asked.namespace)
+        scorer = self._scorers[asked.lane]
+        return scorer.score(asked.asked, item.start, until, self.num_threads, asked.namespace)
 
     def scoring(
-        self, prompt: Sequence[int], texts: Sequence[Sequence[int]], namespace: bytes = b""
+        self,
+        prompt: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        namespace: bytes = b"",
+        lane: ScoringLane = ScoringLane.CHOICES,
     ) -> ChoiceScoring:
         """How likely texts are after a prompt, as llama.cpp computes it by its defaults; see `choices`."""
-        return ChoiceScoring(self._scorer, prompt, texts, namespace, lambda: self.num_threads)
+        return ChoiceScoring(self._scorers[lane], prompt, texts, namespace, lambda: self.num_threads)
 
     def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
@@ -239,7 +245,7 @@ class LlamaBackend:
             lines["adapters"] = self._context.adapters.size_bytes
         lines |= self._vision.memory() if self._vision else {}
         lines |= {"draft": self._drafter.memory()} if self._drafter else {}
-        lines["compute"] += self._scorer.memory()
+        lines["compute"] += sum(scorer.memory() for scorer in self._scorers.values())
         return lines
 
     def set_threads(self, num_threads: int) -> None:
@@ -251,8 +257,12 @@ class LlamaBackend:
             self._drafter.set_threads(num_threads)
 
     def give_back(self) -> None:
-        """Free the context of scores; who is in the middle of some computes their beginning again."""
-        self._scorer.close()
+        """Free the contexts of scores; who is in the middle of some computes their beginning again."""
+        self._close_scorers()
+
+    def _close_scorers(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
 
     def close(self) -> None:
         """Free cells, then weights; idempotent."""
@@ -261,7 +271,7 @@ class LlamaBackend:
             self._drafter.close()
         if self._vision:
             self._vision.close()
-        self._scorer.close()
+        self._close_scorers()
         self._context.close()
         self._model.close()
 
