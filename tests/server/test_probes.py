@@ -168,6 +168,7 @@ def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
     counters = {
         "num_preemptions_total": 5.0,
         "num_owed_steps_total": 7.0,
+        "num_stalls_total": 1.0,
         "parked_bytes": 4096.0,
         "step_target_ms": 50.0,
     }
@@ -188,6 +189,7 @@ def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
             "num_requests_paused",
             "num_preemptions_total",
             "num_owed_steps_total",
+            "num_stalls_total",
             "parked_bytes",
             "step_target_seconds",
             "num_threads",
@@ -197,6 +199,7 @@ def test_metrics_show_what_the_engine_counts(scripted, scripted_http):
         "num_requests_paused": 3,
         "num_preemptions_total": 5,
         "num_owed_steps_total": 7,
+        "num_stalls_total": 1,
         "parked_bytes": 4096,
         "step_target_seconds": 0.05,
         "num_threads": 2,

@@ -201,3 +201,17 @@ def test_people_do_not_wait_for_background_and_background_waits_for_people():
     assert waits[0] == 0.0
     assert waits[1] == pytest.approx(forecast.needs_s(job) + forecast.needs_s(person), rel=0.01)
     assert forecast.needs_s(job) == pytest.approx(1.0, rel=0.02)
+
+
+def test_answers_that_have_ended_count_for_a_fifth_of_what_is_expected():
+    """Q11, Q14: of how long an answer is, and of how often one ends."""
+    forecast = Forecast(taught(), 2)
+    waiting = member("waiting", SequenceState.QUEUED)
+    before_s = forecast.needs_s(waiting)
+    ended = member("ended", SequenceState.DECODE)
+    ended.started_s = 0.0
+    ended.tokens = [*ended.tokens, *range(228)]
+    forecast.note_end(ended, 22.0)
+    step_s = taught().predict(2)
+    assert forecast.needs_s(waiting) - before_s == pytest.approx(0.2 * (ended.num_generated - 128) * step_s)
+    assert forecast.retry_after_s() == pytest.approx(1.0 + 0.2 * (22.0 / 2 - 1.0))

@@ -1,5 +1,7 @@
 """The engine's loop on the fake backend, driven turn by turn on this thread."""
 
+import logging
+
 import pytest
 
 from stoker.backends.fake import FakeBackend
@@ -374,3 +376,38 @@ def test_a_prompt_is_embedded_where_the_pool_is_full_of_what_is_only_kept():
     engine.run("e")
     assert engine.of(Failed) == []
     assert engine.of(StateReady, "e")[0].num_tokens == 513
+
+
+def test_work_that_no_step_can_be_planned_for_ends_its_head_with_every_counter(engine, monkeypatch, caplog):
+    """Q15: said in the log and to the client, and counted; the next request is served."""
+    resident = engine.loop._residents.find("m")
+    monkeypatch.setattr(resident.scheduler, "plan", lambda: None)
+    engine.submit("r", prompt=tuple(b"hello"))
+    with caplog.at_level(logging.ERROR, "stoker.engine.resident"):
+        engine.run("r")
+    error = engine.of(Failed, "r")[0].error
+    assert error.code == "scheduler_stalled"
+    counters = resident.stats()
+    assert counters["num_stalls_total"] == 1
+    told = "".join(record.getMessage() for record in caplog.records)
+    assert "no step can be planned" in told
+    assert all(name in told for name in counters)
+    monkeypatch.undo()
+    engine.submit("s", prompt=tuple(b"hello"))
+    engine.run("s")
+    assert engine.tokens("s") == greedy(b"hello", 8)
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_a_small_machine_gives_freed_memory_back_after_each_burst_of_work(engine, monkeypatch, *, is_eager):
+    """M2: once when nothing is left to do, and again after the next request; larger machines keep it."""
+    trims = []
+    monkeypatch.setattr("stoker.engine.loop.allocator.trim", lambda: trims.append(1))
+    engine.loop._cleans_eagerly = is_eager
+    for number in (1, 2):
+        engine.submit(f"r{number}", prompt=tuple(b"hello"))
+        engine.run(f"r{number}")
+        engine.until(lambda: engine.loop._is_clean)
+        for _ in range(3):
+            engine.loop.turn(0)
+        assert len(trims) == number * is_eager

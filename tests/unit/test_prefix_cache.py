@@ -1,5 +1,6 @@
 """Stored prefixes: which are found, who has to go, what is ordered of the disk, what the ledger says."""
 
+import hashlib
 from collections import Counter
 from random import Random
 
@@ -7,7 +8,7 @@ import pytest
 
 from stoker.cache.disk_tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
 from stoker.cache.entry import Entry, EntryState, Line
-from stoker.cache.keys import key_of
+from stoker.cache.keys import key_of, picture_ids
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
 from stoker.memory.ledger import Ledger
 
@@ -188,6 +189,20 @@ def test_background_and_costly_bytes_go_before_fresh_ones():
     bulky = store.put(span(1000, 40), 10.0, size=1000)
     store.put(span(2000, 50), 20.0)
     assert bulky.state is EntryState.GONE
+
+
+def test_memory_that_is_just_enough_is_enough():
+    """C7: nothing goes for what fits to the byte, beside free entries and beside leased ones."""
+    store = Store(ram=1500)
+    first, second = store.put(span(0, 50)), store.put(span(1000, 50))
+    third = store.put(span(2000, 50))
+    assert [entry.state for entry in (first, second, third)] == [EntryState.RAM] * 3
+    store.cache.lease(first, "one")
+    store.cache.lease(second, "two")
+    assert store.put(span(3000, 50)) is not None
+    assert third.state is EntryState.GONE
+    assert store.put(span(4000, 51)) is None
+    assert store.cache.ram_bytes == 1500
 
 
 def test_leased_and_pending_entries_never_go():
@@ -727,6 +742,22 @@ def test_memory_is_shed_saved_entries_first():
     assert (saved.state, fresh.state) == (EntryState.DISK, EntryState.RAM)
     assert store.cache.shed(501, 60.0) == 500
     assert store.cache.ram_bytes == 0
+
+
+def test_no_more_is_shed_than_was_asked():
+    """C14: what one entry frees to the byte costs no second one."""
+    store = Store()
+    store.put(span(0, 50), 0.0)
+    store.put(span(1000, 50), 1.0)
+    assert store.cache.shed(500, 60.0) == 500
+
+
+def test_a_key_is_the_same_bytes_on_every_machine():
+    """C9: four a token, the lowest first; pictures are numbers below zero."""
+    assert key_of([1, 258, -2]) == bytes([1, 0, 0, 0, 2, 1, 0, 0, 254, 255, 255, 255])
+    stream = hashlib.shake_128(b"cat").digest(8)
+    numbers = [int.from_bytes(stream[at : at + 4], "little") for at in (0, 4)]
+    assert picture_ids(b"cat", 2) == [-1 - (number >> 1) for number in numbers]
 
 
 def test_the_status_tells_what_is_where():

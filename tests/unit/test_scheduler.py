@@ -312,3 +312,26 @@ def test_spare_sequences_let_a_newcomer_start_without_freeing_cells_under_those_
     machine.retire(running, FinishReason.STOP, 10.0)
     machine.retire(newcomer, FinishReason.STOP, 10.5)
     assert machine.schedule(11.0).effects == [Drop(2), Drop(3), Drop(4)]
+
+
+def test_a_token_that_the_backend_computed_by_itself_takes_a_cell():
+    """D8: the last token of a prompt whose view by the model is asked; what has ended is counted."""
+    machine = scheduler()
+    asked = sequence("asked", 10, is_to_embed=True)
+    machine.enqueue(asked, 0.0)
+    step(machine)
+    asked.tokens.append(7)
+    before, pending = machine.cells.used, asked.num_pending
+    machine.completed(asked)
+    assert (machine.cells.used, asked.num_pending) == (before + pending, 0)
+    machine.check()
+    machine.retire(asked, FinishReason.STOP, 1.0)
+    assert machine.stats()["num_retired_total"] == 1
+
+
+def test_a_story_is_the_arrival_and_the_latest_moves():
+    """O3: of a long one the middle is forgotten."""
+    told = sequence("told", 4)
+    for at in range(100):
+        told.tell(float(at), f"move {at}")
+    assert [at for at, _ in told.story] == [0.0, *range(69, 100)]

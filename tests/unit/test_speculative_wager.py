@@ -2,11 +2,12 @@
 
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.wager import LEAST, MOST, UNMEASURED, Odds, Wager
+from stoker.scheduler.wager import LEAST, MOST, UNMEASURED, Odds, Rate, Wager
 
 CURVES = {
     "processor": {1: 0.017, 4: 0.044, 8: 0.078, 32: 0.110, 256: 0.9},
@@ -144,3 +145,19 @@ def test_sizes_that_were_never_measured_are_tried_as_if_they_were_cheap():
     assert cost.is_measured(8)
     assert Wager(cost).num_worth(sure, 7) == 0
     assert UNMEASURED < 1.0
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 11, 15, 23, 31])
+def test_a_step_is_filled_up_to_where_a_further_row_costs_much(count):
+    """SPEC D9: some sizes are tried, those at the end of eight rows among them."""
+    cost = SimpleNamespace(
+        predict=lambda num_tokens: 0.02 if num_tokens <= count + 1 else 2.0, is_measured=lambda _: True
+    )
+    wager, odds = Wager(cost), Odds(0.99, 0.99)
+    assert wager.num_worth(odds, 40) == count
+    assert wager.num_worth(odds, count) == count
+
+
+def test_a_rate_is_never_quite_sure():
+    """SPEC D9: what never came true may, and what always did may not."""
+    assert (Rate(0.0).value, Rate(0.5).value, Rate(1.0).value) == (0.01, 0.5, 0.99)

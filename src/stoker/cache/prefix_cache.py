@@ -358,12 +358,11 @@ class PrefixCache:
 
     def _make_room(self, size_bytes: int) -> bool:
         """Make so much room, if those that are in use leave it; else nothing goes."""
-        is_short = self.ram_bytes + size_bytes > self.limits.ram_bytes
-        if is_short and self._in_use_bytes() + size_bytes > self.limits.ram_bytes:
-            return False
-        while self.ram_bytes + size_bytes > self.limits.ram_bytes:
-            if not self._evict_one():
+        while (excess := self.ram_bytes + size_bytes - self.limits.ram_bytes) > 0:
+            if self.ram_bytes - self._in_use_bytes() < excess:
                 return False
+            is_evicted = self._evict_one()
+            assert is_evicted, f"{self!r} has nothing to give up, and {excess} bytes too many"
         return True
 
     def _evict_one(self) -> bool:

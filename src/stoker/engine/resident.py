@@ -63,6 +63,7 @@ class Resident:
         self.degraded: tuple[str, ...] = ()
         self._pace = pace
         self._told_s = 0.0
+        self._num_stalls_total = 0
         self._source: tuple[int, ...] = ()
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
@@ -138,7 +139,8 @@ class Resident:
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
         parts = (self.scheduler, self._sight, self._speculator, self._choosing)
-        return {name: value for part in parts for name, value in part.stats().items()}
+        counters = {name: value for part in parts for name, value in part.stats().items()}
+        return counters | {"num_stalls_total": self._num_stalls_total}
 
     def check_room(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
@@ -404,7 +406,8 @@ class Resident:
     def _report_stall(self, now: float) -> None:
         """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""
         head = (*self.scheduler.waiting(), *self.scheduler.slots.running)[0]
-        counters = self.scheduler.stats()
+        self._num_stalls_total += 1
+        counters = self.stats()
         error = SchedulerStalledError(f"no step can be planned: {head!r}, {counters}", counters=counters)
         log.error("%s", error)
         self._live.fail(self._live[head.key.request_id], error, now)

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from stoker.engine.governor import StepSample
 
 MANY_TIMES = 8.0
+"""A step that many times over its prediction is told about."""
 MIN_SLOW_S = 0.05
 """A shorter step disturbs nobody, whatever was predicted."""
-"""A step that many times over its prediction is told about."""
 AGAIN_AFTER_S = 60.0
+"""How long a reason that was told is not told again."""
 NOTE_EVERY_S = 1.0
+"""How often counters are read at most, beside long steps."""
 LONG_STEP_S = 0.5
 """A step as long as that is known at its end: most of the last reading fell into it."""
 FEW_FAULTS = 16

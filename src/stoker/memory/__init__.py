@@ -1,1 +1,1 @@
-"""Memory: what there is and, later, who gets it."""
+"""Memory: how much there is, who holds it, and what is given up where it gets short (SPEC M)."""

@@ -73,6 +73,11 @@ def _counted(counters: dict[str, float]) -> Iterable[Metric]:
         "Steps given to background that had waited over its patience.",
         counters.get("num_owed_steps_total", 0.0),
     )
+    yield CounterMetricFamily(
+        "stoker:num_stalls",
+        "Requests ended because no step could be planned: bugs of the scheduler.",
+        counters.get("num_stalls_total", 0.0),
+    )
     for name, text, key in (
         ("num_draft_tokens", "Guessed tokens that steps computed.", "num_drafted_total"),
         ("num_accepted_tokens", "Guessed tokens that were drawn.", "num_accepted_total"),
