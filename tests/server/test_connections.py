@@ -71,8 +71,13 @@ def test_idle_connections_give_way_to_new_ones(small):
         assert b" 200 " in all_of(idle[-1])
 
 
+WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "begun", [b"GET /hea", HEAD % 1000, HEAD % 1000 + b'{"prompt":'], ids=["head", "body", "part"]
+    "begun",
+    [b"GET /hea", HEAD % 1000, HEAD % 1000 + b'{"prompt":', WHOLE + HEAD % 1000 + b'{"prompt":'],
+    ids=["head", "body", "part", "ahead"],
 )
 def test_unfinished_requests_give_way_too(small, begun):
     """S4: as many as there may be connections."""
@@ -97,9 +102,55 @@ def test_requests_at_work_do_not_give_way(small):
         assert httpx.get(f"{small.url}/health", timeout=60).status_code == 200
 
 
+def test_refused_connections_make_no_room(small):
+    """S4: however many come while all are at work, none of them is served: the bound holds."""
+    with contextlib.ExitStack() as stack:
+        running = working(stack, small, BOUND)
+        late = [connected(stack, small) for _ in range(2 * connections.MAX_REFUSED)]
+        for connection in late:
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        answers = [all_of(connection) for connection in late]
+        assert not any(b" 200 " in answer for answer in answers)
+        assert error_of(answers[-1]) == (503, "server_busy")
+        small.call(small.runtime.release)
+        assert all(b"[DONE]" in answer for answer in map(_until_done, running))
+
+
+def test_a_request_that_was_sent_ahead_does_not_give_way(small):
+    """S4: once it is at work, though the one before it on its connection is answered."""
+    with contextlib.ExitStack() as stack:
+        small.call(lambda: small.runtime.scripts.append([delta("x"), HOLD]))
+        ahead = connected(stack, small)
+        ahead.sendall(WHOLE + HEAD % len(WORK) + WORK)
+        _until(ahead, b'"x"')
+        for _ in range(3 * BOUND):
+            connected(stack, small)
+        assert httpx.get(f"{small.url}/health", timeout=60).status_code == 200
+        small.call(small.runtime.release)
+        _until_done(ahead)
+
+
+def test_a_head_behind_a_long_body_counts_for_itself(scripted):
+    """S4: where the bound on a head falls into the next request of one burst, nothing is over it."""
+    body = b'{"content": "%b"}' % (b"a" * (connections.MAX_HEAD_BYTES - 200))
+    first = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    fill = connections.MAX_HEAD_BYTES - len(first)
+    assert 0 < fill < 200
+    second = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: %b\r\nConnection: close\r\n\r\n" % (b"b" * 300)
+    with contextlib.ExitStack() as stack:
+        connection = connected(stack, scripted)
+        connection.sendall(first + second)
+        assert all_of(connection).count(b"HTTP/1.1 200 OK") == 2
+
+
 def _until_done(connection):
+    return _until(connection, b"[DONE]")
+
+
+def _until(connection, end):
     data = b""
-    while b"[DONE]" not in data:
+    while end not in data:
         part = connection.recv(65536)
         assert part, data
         data += part

@@ -28,6 +28,8 @@ MAX_PIPELINED = 16
 """Requests that may come on a connection before the first of them is answered."""
 STALLED_S = 60.0
 """Time without a byte read after which a client that has megabytes to read is given up."""
+MAX_REFUSED = 32
+"""Refused connections that may stay open for their clients to read why, beside the bound."""
 _LINGER_S = 2.0  # for a refused client to read why
 _LOG_EVERY_S = 60.0
 
@@ -43,7 +45,8 @@ class Connections:
     """All open connections of one server.
 
     At the bound the one that has waited longest for its client gives way to a new one: an idle one, or one
-    whose request is incomplete. Where every connection has a request at work the new one is refused.
+    whose request is incomplete. Where every connection has a request at work the new one is refused; it stays
+    open for a moment and is never served.
 
     Args:
         bound: how many there may be.
@@ -55,6 +58,7 @@ class Connections:
         self._bound = bound
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}  # for their clients, the longest first
+        self._refused: dict[Connection, None] = {}  # the oldest first
         self._num_malformed = 0
         self._log_at_s = 0.0
 
@@ -66,10 +70,10 @@ class Connections:
         if len(self._open) >= self._bound:
             oldest = next(iter(self._waiting), None)
             if oldest is None:
-                connection.refuse(self._full().info())
-            else:
-                self.leave(oldest)
-                oldest.give_way()
+                self._refuse(connection)
+                return
+            self.leave(oldest)
+            oldest.give_way()
         self._open.add(connection)
         self._waiting[connection] = None
 
@@ -77,6 +81,7 @@ class Connections:
         """Forget a connection. Idempotent."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
+        self._refused.pop(connection, None)
 
     def work(self, connection: Connection) -> None:
         """A whole request has come on it."""
@@ -95,9 +100,16 @@ class Connections:
             log.warning("malformed HTTP requests: %d since the last such line", self._num_malformed)
             self._num_malformed, self._log_at_s = 0, now_s + _LOG_EVERY_S
 
-    def _full(self) -> ServerBusyError:
+    def _refuse(self, connection: Connection) -> None:
+        """Tell a client that there is no room; of those that were told before, the oldest is closed."""
+        if len(self._refused) >= MAX_REFUSED:
+            oldest = next(iter(self._refused))
+            self.leave(oldest)
+            oldest.give_way()
+        self._refused[connection] = None
         text = f"all {self._bound} connections of this server are at work; try again later"
-        return ServerBusyError(text, retry_after_s=_LINGER_S, max_connections=self._bound)
+        error = ServerBusyError(text, retry_after_s=_LINGER_S, max_connections=self._bound)
+        connection.refuse(error.info())
 
 
 class Connection(HttpToolsProtocol):
@@ -132,15 +144,16 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a head, a body, or several of both."""
-        if self._is_in_head and not self._is_refused:
+        while data and self._is_in_head and not self._is_refused:
             if not self._num_head:  # the first of them
                 self._arm(self._all.receive_timeout_s, self._on_late_head)
             room = MAX_HEAD_BYTES - self._num_head
-            self._num_head += len(data)
-            self._feed(data[:room])
-            data = data[room:]
-            if data and self._is_in_head and not self._is_refused:
+            if not room:
                 self.refuse(_LONG_HEAD)
+                return
+            part, data = data[:room], data[room:]
+            self._num_head += len(part)
+            self._feed(part)
         if data:
             self._feed(data)
 
@@ -184,7 +197,9 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The answer has been written."""
         super().on_response_complete()
-        if not self.pipeline:
+        is_all_answered = self.cycle.response_complete  # else a request that was sent ahead has begun
+        is_incomplete = not (self.pipeline or self._is_in_head)
+        if is_all_answered or is_incomplete:
             self._all.wait(self)
         if not self._is_in_head:  # the rest of a body that nobody wants
             self._arm(self._all.receive_timeout_s, self.give_way)
