@@ -183,6 +183,14 @@ def test_people_prefill_before_background():
     assert counts(planner.plan([job, person]))["person"] == 40
 
 
+def test_a_budget_of_just_one_step_carries_one_token():
+    """Q8: and less carries none."""
+    cost = taught()
+    least_s = cost.predict(1)
+    assert cost.tokens_within(least_s, 512) == 1
+    assert cost.tokens_within(least_s * 0.999, 512) == 0
+
+
 def test_a_waiter_gets_the_slot_that_is_free_first_and_keeps_it_for_its_own_time():
     """Q14."""
     assert waits_s([5.0, 2.0], [1.0, 10.0, 1.0], 2) == [2.0, 3.0, 5.0]

@@ -74,6 +74,20 @@ def test_penalties_cost_nothing_when_they_do_nothing(settings, acts):
     assert RepeatPenalty.can_act(Sampling(**settings)) is acts
 
 
+@pytest.mark.parametrize(
+    ("settings", "acts"),
+    [
+        ({}, False),
+        ({"dry_multiplier": 0.8}, True),
+        ({"dry_multiplier": 0.8, "dry_base": 0.9}, False),
+        ({"dry_multiplier": 0.8, "dry_penalty_last_n": 0}, False),
+    ],
+)
+def test_dry_costs_nothing_where_it_does_nothing(settings, acts):
+    """SPEC D1: it is not made for such requests."""
+    assert DryPenalty.can_act(Sampling(**settings)) is acts
+
+
 class _SmolVocabulary:
     """The real tokenizer, loaded without weights."""
 

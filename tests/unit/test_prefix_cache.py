@@ -522,6 +522,21 @@ def test_an_entry_that_is_put_off_holds_up_nobody_behind_it():
     assert store.orders(12.0 + SETTLE_S) == [Write(rich)]
 
 
+def test_at_the_end_an_entry_worth_less_than_every_file_is_not_looked_at_again():
+    """C7, R12: the engine would never end."""
+    store = Store(disk=600)
+    kept = store.put(span(0, 50), 0.0)
+    store.carry_out(1.0)
+    store.cache.used(kept, 10.0)
+    poor = store.put(span(1000, 50), 10.0, is_background=True)
+    disk = store.cache.disk
+    disk.hurry()
+    assert disk.next_to_write(11.0, is_busy=False) is poor
+    disk.put_off(poor, 11.0)
+    assert disk.next_to_write(11.0, is_busy=False) is None
+    assert disk.is_idle
+
+
 def test_nothing_is_removed_for_an_entry_that_is_not_written_then():
     """C7: it needs the room of two files, and is worth less than the second."""
     store = Store(disk=1100)

@@ -64,8 +64,6 @@ class DryPenalty:
         """Penalise what would prolong a repetition."""
         start = 0 if self._num_last is None else max(0, self._num_tokens - self._num_last)
         window = self._tokens[start : self._num_tokens]
-        if len(window) <= self._allowed:
-            return
         limit = self._reach(window)
         if limit < self._allowed:
             return

@@ -96,6 +96,7 @@ class CellPool:
         for held in self._spans.values():
             for span in held:
                 refs[id(span)] = refs.get(id(span), 0) + 1
+        assert all(span.length > 0 for span in spans.values()), "an empty span"
         assert all(span.num_refs == refs[key] for key, span in spans.items()), "reference counts are off"
         assert self.used == sum(span.length for span in spans.values()) <= self.total, repr(self)
 
