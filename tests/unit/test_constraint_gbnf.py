@@ -106,7 +106,7 @@ def test_bnf_takes_names_in_angle_brackets_and_words_for_themselves():
         (ConstraintKind.GBNF, 'root ::= "a', r"GBNF: cannot read '\"a' \(line 1, column 10\)"),
         (ConstraintKind.GBNF, 'root ::= "a"\nx ::= y', r"no rule y \(line 2, column 7\)"),
         (ConstraintKind.GBNF, 'x ::= "a"', "no rule root"),
-        (ConstraintKind.GBNF, '\nroot ::= y', r"no rule y \(line 2, column 10\)"),
+        (ConstraintKind.GBNF, "\nroot ::= y", r"no rule y \(line 2, column 10\)"),
         (ConstraintKind.GBNF, 'root ::= ("a"', r"not closed \(line 1, column 10\)"),
         (ConstraintKind.GBNF, 'root ::= "a")', r"not open \(line 1, column 13\)"),
         (ConstraintKind.GBNF, "root ::= *", r"'\*' follows nothing"),
