@@ -213,11 +213,23 @@ class House:
 
 
 @pytest.fixture
-def house():
-    """A resident that computes as little as it can a slice."""
-    house = House()
-    yield house
-    house.resident.close()
+def make_house():
+    """Residents that compute as little as they can a slice, closed at the end."""
+    houses = []
+
+    def make(**spec):
+        houses.append(House(**spec))
+        return houses[-1]
+
+    yield make
+    for house in houses:
+        house.resident.close()
+
+
+@pytest.fixture
+def house(make_house):
+    """One by the defaults."""
+    return make_house()
 
 
 def test_each_request_to_choose_ends_once(house):
@@ -246,6 +258,20 @@ def test_background_waits_while_somebody_generates(house):
     house.enter("job", priority=Priority.BACKGROUND)
     house.finish()
     assert house.of(Finished) == ["text", "job"]
+
+
+def test_background_is_owed_slices_that_are_computed_and_no_others(make_house):
+    """SPEC Q7: a turn at which there is no time for a slice does not count as the one that it waited for."""
+    house = make_house(background_patience_s=1.0)
+    choosing = house.resident._choosing
+    house.enter("job", priority=Priority.BACKGROUND)
+    house.enter("person", candidates=("x" * 8000,))
+    for _ in range(20_000):  # beside somebody who reads: one slice in many turns
+        house.pace.now()
+        choosing.step(0.02, has_readers=True)
+        if house.of(Finished):
+            break
+    assert house.of(Finished) == ["job"]
 
 
 def test_choices_take_turns_with_steps(house):

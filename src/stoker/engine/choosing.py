@@ -183,9 +183,11 @@ class Choosing:
             self._budget.stepped(took_s)
         else:
             self._budget.idle()
-        chosen = self.line.first(self._pace.now(), lets_jobs=not self._scheduler.has_people)
         budget_s = self._budget.next_s()
-        if chosen is None or not budget_s:
+        if not budget_s:  # before one is chosen, which counts as the turn that background is owed
+            return
+        chosen = self.line.first(self._pace.now(), lets_jobs=not self._scheduler.has_people)
+        if chosen is None:
             return
         job, begun_s = self._jobs[chosen.key.request_id], self._pace.now()
         if not job.is_begun:
