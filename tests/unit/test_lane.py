@@ -1,6 +1,7 @@
 """Lanes of work: order among jobs that are quick, and no place for a slow one to hold the others up."""
 
 import threading
+import weakref
 from threading import Event
 
 import pytest
@@ -97,3 +98,35 @@ def test_its_threads_have_a_stack_of_their_own_size_and_no_other_threads_have(la
     usual = threading.stack_size()
     lane_of(1, 0, LONG_S).submit(int).result(timeout=60)
     assert threading.stack_size() == usual != STACK_BYTES
+
+
+def test_a_job_that_is_withdrawn_before_it_begins_is_let_go_at_once(lane_of):
+    """What it holds may be large, and no place may become free for long."""
+    lane, gate, begun = lane_of(1, 0, LONG_S), lane_of.gate(), Event()
+    runs = lane.submit(lambda: (begun.set(), gate.wait()))
+    held = Event()
+    told = weakref.ref(held)
+    waits = lane.submit(held.set)
+    del held
+    assert begun.wait(60)
+    assert (lane.withdraw(waits), lane.withdraw(runs)) == (True, False)
+    assert told() is None
+
+
+def test_where_no_further_thread_can_be_started_the_others_go_on(lane_of, monkeypatch):
+    """A lane without any raises, and takes jobs later."""
+    lane, gate = lane_of(2, 0, LONG_S), lane_of.gate()
+    start = threading.Thread.start
+
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        lane.submit(gate.wait)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    lane.submit(gate.wait)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    second = lane.submit(lambda: "done")
+    gate.set()
+    assert second.result(timeout=60) == "done"

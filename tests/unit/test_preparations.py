@@ -1,12 +1,15 @@
 """Requests that are being prepared: beside each other, until they take too long, and refused by length."""
 
+import time
 from threading import Event, Semaphore
 
 import pytest
 
 from memory_stand_in import GREEDY
 from stoker.backends.fake_vocabulary import FakeVocabulary
-from stoker.engine.preparations import MAX_OVERDUE, NUM_LONG
+from stoker.engine.inbox import Inbox
+from stoker.engine.lane import Lane
+from stoker.engine.preparations import MAX_OVERDUE, NUM_LONG, Preparations
 from stoker.engine.text_bounds import MAX_CHARS_PER_TOKEN, MAX_QUESTION_CHARS, QUICK_CHARS, SHIFTED_CONTEXTS
 from stoker.messages import (
     Cancel,
@@ -73,6 +76,33 @@ def machine(make):
     machine = make()
     machine.have("a", n_ctx=N_CTX)
     return machine
+
+
+@pytest.fixture
+def preparations_of(monkeypatch):
+    """Preparations of jobs that go on until the end; quick ones are never over their patience."""
+    monkeypatch.setattr("stoker.engine.preparations.QUICK_PATIENCE_S", 600.0)
+    let_go, begins, made = Event(), Semaphore(0), []
+
+    def work():
+        begins.release()
+        assert let_go.wait(60), "nobody let it go"
+
+    def make(max_prepare_s):
+        made.append(Preparations(Inbox(), max_prepare_s))
+
+        def begin(*, is_quick):
+            return made[-1].begin(work, lambda error: error, object(), is_quick=is_quick)
+
+        def has_begun():
+            assert begins.acquire(timeout=60), "it does not begin"
+
+        return made[-1], begin, has_begun
+
+    yield make
+    let_go.set()
+    for each in made:
+        each.close()
 
 
 def offer(machine, name, prompt, **fields):
@@ -191,6 +221,58 @@ def test_where_every_place_is_taken_for_good_those_that_wait_fail(machine, held,
     offer(machine, "later", "a short text")
     machine.run("later")
     assert machine.output("later").reasons == {0: FinishReason.LENGTH}
+
+
+def test_where_long_texts_take_every_place_quick_ones_wait_for_their_own(preparations_of):
+    """SPEC Q2: a jam of the one kind is none of the other."""
+    preparations, begin, has_begun = preparations_of(0.0)
+    for _ in range(NUM_LONG + MAX_OVERDUE):
+        begin(is_quick=False)
+        has_begun()
+    begin(is_quick=True)
+    has_begun()
+    quick, long = begin(is_quick=True), begin(is_quick=False)
+    preparations.expire(time.monotonic())
+    assert (quick.is_open, long.is_open) == (True, False)
+
+
+def test_those_that_wait_when_the_engine_ends_use_nothing_any_more(preparations_of, monkeypatch):
+    """SPEC L4: their model can be freed; what runs on keeps its own, and both kinds end within one time."""
+    monkeypatch.setattr("stoker.engine.preparations.CLOSE_S", 0.0)
+    preparations, begin, has_begun = preparations_of(600.0)
+    runs = begin(is_quick=True)
+    has_begun()
+    waits = begin(is_quick=True)
+    preparations.close()
+    assert (preparations.uses(runs.owner), preparations.uses(waits.owner)) == (True, False)
+
+
+def test_who_waits_for_a_place_and_gives_up_leaves_nothing_behind(machine, held):
+    """A text that nobody waits for is freed at once, though no place becomes free."""
+    for number in range(1 + MAX_OVERDUE):
+        offer(machine, f"slow{number}", f"slow {number}")
+        held.await_begun()
+    offer(machine, "waits", "a short text")
+    assert "1 wait" in repr(machine.loop._workers)
+    machine.send(Cancel("waits"))
+    assert "1 wait" not in repr(machine.loop._workers)
+
+
+def test_a_request_that_no_thread_can_be_started_for_fails_alone(machine, monkeypatch):
+    """SPEC Q12: the engine serves on, and the next one is prepared."""
+
+    def refused(lane):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lane, "_start_thread", refused)
+        offer(machine, "unlucky", "a short text")
+        machine.run("unlucky")
+    assert machine.error("unlucky").code == "machine_setup"
+    assert "can't start new thread" in machine.error("unlucky").message
+    offer(machine, "next", "a short text")
+    machine.run("next")
+    assert machine.output("next").reasons == {0: FinishReason.LENGTH}
 
 
 def test_how_long_a_prompt_is_is_told_before_it_is_computed(machine):

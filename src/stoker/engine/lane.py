@@ -2,11 +2,12 @@
 
 Jobs of a lane run beside each other up to its bound. One that takes longer than the lane's patience no longer
 counts: the next one begins beside it, on a thread of its own, so that a slow job delays itself only. How many
-may be overdue at once is bounded too. What a job is, and who is told of it, is the caller's business.
+may be overdue at once is bounded too. The caller knows what a job is and reports how it ends.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from typing import Any
 
 STACK_BYTES = 16 * 2**20
 """Of a thread: what std::regex takes for the longest run that is read at once, four times over."""
+log = logging.getLogger(__name__)
 _starting = threading.Lock()  # the size of a stack is set for the whole process
 
 
@@ -45,15 +47,28 @@ class Lane:
         return f"<Lane {self._name}: {len(self._running)} run, {len(self._waiting)} wait>"
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Have `work` done on a thread; its future can be cancelled until it begins."""
+        """Have `work` done on a thread.
+
+        Raises:
+            RuntimeError: the lane has no thread yet, and the system starts none.
+        """
         future: Future[Any] = Future()
         with self._moved:
             assert not self._is_closed, f"{self!r} is closed"
-            self._waiting.append((future, work))
-            if self._num_idle < len(self._waiting) and len(self._threads) < self._max_threads:
+            if self._num_idle <= len(self._waiting) and len(self._threads) < self._max_threads:
                 self._start_thread()
+            self._waiting.append((future, work))
             self._moved.notify()
         return future
+
+    def withdraw(self, future: Future[Any]) -> bool:
+        """Take a job out that has not begun, with all that it holds; returns False for one that has begun."""
+        with self._moved:
+            if not future.cancel():
+                return False
+            self._waiting = deque(job for job in self._waiting if job[0] is not future)
+            self._moved.notify_all()
+        return True
 
     def is_jammed(self, before_s: float) -> bool:
         """Whether every thread runs a job from before that time (`time.monotonic`), so that none begins."""
@@ -83,6 +98,11 @@ class Lane:
             usual = threading.stack_size(STACK_BYTES)
             try:
                 thread.start()
+            except RuntimeError as error:
+                if not self._threads:
+                    raise
+                log.warning("%r goes on with %d threads: %s", self, len(self._threads), error)
+                return
             finally:
                 threading.stack_size(usual)
         self._threads.append(thread)

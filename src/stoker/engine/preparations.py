@@ -1,8 +1,8 @@
 """What is being prepared: requests turned into live ones, and questions about text (SPEC Q2).
 
 Owns the lanes they are prepared in and each job's end: its result is posted to the inbox, or the error of
-one that took too long, or nothing, where nobody waits any more. A native call cannot be ended: a job that is
-given up goes on until it returns, in a place that its lane leaves it; how many such there may be is bounded.
+one that took too long, or nothing where the request has ended meanwhile. A native call cannot be stopped: a job
+that is given up goes on until it returns and keeps its thread; the lane bounds how many such jobs there are.
 
 Only the loop's thread calls; jobs run on the lanes' threads and touch their own state alone.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from stoker.engine.inbox import Released
 from stoker.engine.lane import Lane
-from stoker.errors import EngineError, PreparationTimeoutError, StokerError
+from stoker.errors import EngineError, MachineSetupError, PreparationTimeoutError, StokerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,23 +25,33 @@ if TYPE_CHECKING:
     from stoker.engine.preparation import PrepContext
 
 QUICK_PATIENCE_S = 0.25
-"""How long what should be quick holds those behind it up; they keep their order meanwhile."""
+"""How long a job of the quick lane delays those behind it; they keep their order meanwhile."""
 NUM_LONG = 2
 """Long texts and new grammars at once: of two cores one is left for what runs."""
 MAX_OVERDUE = 3
 """Jobs of a lane that may be over its patience beside those in time."""
 CLOSE_S = 5.0
-"""How long what runs may go on when the engine ends."""
+"""How long jobs may go on when the engine ends, those of both lanes together."""
 
 
 class Preparation:
-    """One job. `is_over`: it uses nothing of its model any more."""
+    """One job.
 
-    def __init__(self, owner: PrepContext, inbox: Inbox, failed: Callable[[StokerError], Posted]) -> None:
+    Attributes:
+        owner: whose vocabulary it uses.
+        lane: where it waits and runs.
+        is_over: it uses nothing of its model any more.
+        began_s: when it began, by `time.monotonic`; None: it waits.
+    """
+
+    def __init__(
+        self, owner: PrepContext, lane: Lane, inbox: Inbox, failed: Callable[[StokerError], Posted]
+    ) -> None:
         self.owner = owner
+        self.lane = lane
         self.is_over = False
         self.began_s: float | None = None
-        self.future: Future[None] | None = None
+        self._future: Future[None] | None = None
         self._inbox = inbox
         self._failed = failed
         self._is_told = False
@@ -52,10 +62,18 @@ class Preparation:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody waits for what comes of it."""
+        """Whether its result is still to be posted."""
         return not self._is_told
 
-    def run(self, work: Callable[[], Posted]) -> None:
+    def submit(self, work: Callable[[], Posted]) -> None:
+        """Enter the lane; where that has no thread the job ends with MachineSetupError."""
+        try:
+            self._future = self.lane.submit(lambda: self._run(work))
+        except RuntimeError as error:
+            self.is_over = True
+            self.give_up(MachineSetupError(f"no thread to prepare the request: {error}", retry_after_s=1.0))
+
+    def _run(self, work: Callable[[], Posted]) -> None:
         """Do it and tell what came of it; on a lane's thread."""
         self.began_s = time.monotonic()
         post: Posted
@@ -70,10 +88,14 @@ class Preparation:
             self._inbox.put(Released.RELEASED)
 
     def give_up(self, error: StokerError | None = None) -> None:
-        """Nobody waits any more; with an `error` that is told. One that has not begun never begins."""
-        if self.future is not None and self.future.cancel():
-            self.is_over = True
+        """Post no result but this `error`, or nothing; a job that has not begun never begins."""
+        self.withdraw()
         self._tell(None if error is None else self._failed(error))
+
+    def withdraw(self) -> None:
+        """Leave the lane, if it has not begun."""
+        if self._future is not None and self.lane.withdraw(self._future):
+            self.is_over = True
 
     def _tell(self, post: Posted | None) -> bool:
         """Post what came of it, unless that was told before; returns whether it was not."""
@@ -97,6 +119,7 @@ class Preparations:
         self._max_s = max_prepare_s
         self._quick = Lane("prep", 1, MAX_OVERDUE, QUICK_PATIENCE_S)
         self._long = Lane("prep-long", NUM_LONG, MAX_OVERDUE, max_prepare_s)
+        self._lanes = (self._quick, self._long)
         self._jobs: list[Preparation] = []
 
     def __repr__(self) -> str:
@@ -118,10 +141,10 @@ class Preparations:
             owner: whose vocabulary it uses.
             is_quick: it takes some hundredths of a second: such ones end in the order they began.
         """
-        job = Preparation(owner, self._inbox, failed)
+        job = Preparation(owner, self._quick if is_quick else self._long, self._inbox, failed)
         self._jobs = [other for other in self._jobs if not other.is_over]
         self._jobs.append(job)
-        job.future = (self._quick if is_quick else self._long).submit(lambda: job.run(work))
+        job.submit(work)
         return job
 
     def uses(self, owner: PrepContext) -> bool:
@@ -134,24 +157,26 @@ class Preparations:
         return min(due, default=None)
 
     def expire(self, now: float) -> None:
-        """Fail those that have taken too long, and those that no place will be free for."""
+        """Fail those that have taken too long, and those that wait in a lane where all have taken too long."""
+        begun_before_s = now - self._max_s
+        jammed = [lane for lane in self._lanes if lane.is_jammed(begun_before_s)]
         for job in self._open():
-            if job.began_s is not None and job.began_s + self._max_s <= now:
+            waits_in_vain = job.began_s is None and job.lane in jammed
+            if waits_in_vain or (job.began_s is not None and job.began_s <= begun_before_s):
                 job.give_up(self._too_long())
-        if self._quick.is_jammed(now - self._max_s) or self._long.is_jammed(now - self._max_s):
-            for job in self._open():
-                if job.began_s is None:
-                    job.give_up(self._too_long())
 
     def settle(self) -> None:
         """Return when nothing is prepared."""
-        self._quick.settle()
-        self._long.settle()
+        for lane in self._lanes:
+            lane.settle()
 
     def close(self) -> None:
         """Drop what waits; what runs has a little time to end."""
-        self._quick.close(CLOSE_S)
-        self._long.close(CLOSE_S)
+        for job in self._jobs:
+            job.withdraw()
+        until_s = time.monotonic() + CLOSE_S
+        for lane in self._lanes:
+            lane.close(max(0.0, until_s - time.monotonic()))
 
     def _open(self) -> list[Preparation]:
         return [job for job in self._jobs if job.is_open and not job.is_over]
