@@ -1,8 +1,8 @@
 """What is being prepared: requests turned into live ones, and questions about text (SPEC Q2).
 
 Owns the lanes they are prepared in and each job's end: its result is posted to the inbox, or the error of
-one that took too long, or nothing where the request has ended meanwhile. A native call cannot be stopped: a job
-that is given up goes on until it returns and keeps its thread; the lane bounds how many such jobs there are.
+one that took too long, or nothing where the request has ended meanwhile. A native call cannot be stopped: a
+job that is given up goes on until it returns and keeps its thread; the lane bounds how many such jobs it has.
 
 Only the loop's thread calls; jobs run on the lanes' threads and touch their own state alone.
 """
@@ -157,7 +157,7 @@ class Preparations:
         return min(due, default=None)
 
     def expire(self, now: float) -> None:
-        """Fail those that have taken too long, and those that wait in a lane where all have taken too long."""
+        """Fail those that take too long, and those that wait in a lane where every job takes too long."""
         begun_before_s = now - self._max_s
         jammed = [lane for lane in self._lanes if lane.is_jammed(begun_before_s)]
         for job in self._open():

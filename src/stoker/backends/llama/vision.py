@@ -187,9 +187,7 @@ class Vision:
         params.print_timings = False
         params.n_threads = self.num_threads
         params.warmup = True  # lays out its buffers and computes nothing
-        if (
-            not self._model.devices
-        ):  # an accelerator encodes in milliseconds, and waiting for each operation costs
+        if not self._model.devices:  # an accelerator takes milliseconds, and stopping at each operation costs
             params.cb_eval = self._gate.native
         with capture_log() as lines:
             handle = library.mtmd_init_from_file(str(self.path).encode(), self._model.handle, params)

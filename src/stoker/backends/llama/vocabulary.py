@@ -59,10 +59,8 @@ class LlamaVocabulary:
         if len(pieces) == 1:
             return self._native_tokens(data, add_special=add_special, parse_special=parse_special)
         before, after = self._surrounding if add_special else ([], [])
-        tokens, known = (
-            list(before),
-            dict[str, list[int]](),
-        )  # a long run of one character is many equal pieces
+        tokens = list(before)
+        known: dict[str, list[int]] = {}  # a long run of one character is many equal pieces
         for piece in pieces:
             if piece not in known:
                 known[piece] = self._native_tokens(
