@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= What is the capital of France? Answer in one sentence.
 ARGS ?=
+# Tests that run beside each other: most of them wait for processes to start.
+JOBS ?= 3
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt tools/install.py
 
@@ -45,7 +47,7 @@ serve: $(VENV)/.demo
 	@$(BIN)/stoker serve $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
