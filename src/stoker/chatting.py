@@ -150,12 +150,12 @@ def drafted_chat(
         UnsupportedError: there are pictures and the model reads none, or what an encoder-decoder without a
             template would read is no conversation.
     """
+    seen = illustrated(messages, info)
     if not info.takes_conversations:
         text = f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt"
         raise UnsupportedError(text, param="messages")
     if not info.chat_template:
         _say_fallback(info.id)
-    seen = illustrated(messages, info)
     conversation = Conversation(
         messages=seen.messages,
         offer=offer,

@@ -165,7 +165,7 @@ def test_a_pool_may_be_larger_than_the_trained_context(tiny_decoder: Path, smoke
         found = backend.capabilities
         assert found.num_cells == 4096
         assert found.n_ctx == found.n_ctx_train < 4096
-        assert found.num_sequences == 256
+        assert found.num_sequences == 255  # of 256; cells are moved through the last one
 
 
 @pytest.mark.parametrize("name", ["rwkv6", "rwkv7"])

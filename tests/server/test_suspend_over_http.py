@@ -104,7 +104,9 @@ def test_the_prompts_of_a_kept_completion_come_as_one_answer(scripted, scripted_
         scripted.runtime.kept_scripts[kept.id] = [*both, FINISHED]
     with scripted_http.stream("GET", f"{REQUESTS}/mine/stream") as answer:
         found = chunks(answer)
-    texts = {choice["index"]: choice["text"] for chunk in found for choice in chunk["choices"]}
+    texts: dict[int, str] = {}
+    for choice in (choice for chunk in found for choice in chunk["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     assert texts == {2 * i + j: f"{i}.{j}" for i in range(11) for j in range(2)}
     assert {chunk["id"] for chunk in found} == {"cmpl-1"}
 

@@ -208,7 +208,7 @@ def test_readers_see_short_calls_and_one_at_a_time():
     assert max(house.calls) * 9 * house.token_s <= SHARE_OF_STEP * house.step_s * 1.2
     readers_s = house.order[10:].count("chat") * house.step_s
     assert sum(house.calls) * 9 * house.token_s <= readers_s / 4
-    house.residents.close()
+    house.residents.close(lambda _: False)
 
 
 def test_with_nobody_reading_texts_go_in_large_calls():
@@ -220,7 +220,7 @@ def test_with_nobody_reading_texts_go_in_large_calls():
     while house.residents.has_work:
         house.turn()
     assert set(house.order) == {"texts"}
-    house.residents.close()
+    house.residents.close(lambda _: False)
 
 
 def test_texts_of_jobs_wait_for_people_but_not_for_ever():
@@ -235,7 +235,7 @@ def test_texts_of_jobs_wait_for_people_but_not_for_ever():
     house.turn(40)
     assert house.order[60:].count("texts") == 4
     assert max(house.calls) <= 2
-    house.residents.close()
+    house.residents.close(lambda _: False)
 
 
 def test_a_text_that_comes_among_readers_waits_for_one_step():
@@ -248,7 +248,7 @@ def test_a_text_that_comes_among_readers_waits_for_one_step():
         house.turn(2)
         assert "texts" in house.order[-2:]
         house.turn(2)
-    house.residents.close()
+    house.residents.close(lambda _: False)
 
 
 def test_a_long_text_among_readers_is_followed_by_many_steps():
@@ -261,4 +261,4 @@ def test_a_long_text_among_readers_is_followed_by_many_steps():
     assert house.order[10:].count("texts") == 1
     house.turn(30)
     assert house.order[10:].count("texts") == 2
-    house.residents.close()
+    house.residents.close(lambda _: False)

@@ -169,6 +169,17 @@ def test_a_process_without_work_is_ended(pools: Pools) -> None:
     assert "Hi" in pool.run(chat(), Layout).prompt
 
 
+def test_at_rest_no_process_is_kept_and_the_next_job_starts_one(pools: Pools) -> None:
+    """L2: what a suspend leaves in memory is the front alone; a job that runs comes to its end."""
+    pool = pools(PATIENT)
+    pool.run(chat(), Layout)
+    (pid,) = pool.pids()
+    pool.rest()
+    until(lambda: not psutil.pid_exists(pid))
+    assert pool.run(chat(), Layout).prompt
+    assert pool.pids() != [pid]
+
+
 def test_closing_ends_every_process_and_every_job() -> None:
     """Nothing is left: no process, no zombie, no descriptor, no thread, nobody who waits."""
     own = psutil.Process()

@@ -74,6 +74,7 @@ class WorkerPool:
         self._running: Counter[str] = Counter()  # by group
         self._places: dict[Place, threading.Thread] = {}
         self._is_closed = False
+        self._num_rests = 0
 
     def __repr__(self) -> str:
         return f"<WorkerPool {self.stats()}>"
@@ -147,6 +148,12 @@ class WorkerPool:
         """The answer to a job; arguments and errors are those of `run`."""
         return await asyncio.wrap_future(self.submit(job, answer, group=group))
 
+    def rest(self) -> None:
+        """End the processes that have nothing to do; the next job starts one again."""
+        with self._changed:
+            self._num_rests += 1
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End every process, and every job with NotReadyError. Idempotent; blocks for some milliseconds."""
         with self._changed:
@@ -197,9 +204,13 @@ class WorkerPool:
         place.end()
 
     def _next(self, place: Place) -> _Task[Any] | None:
-        """Wait for a task that may be begun; None: none came for `idle_s`, or the pool is closed."""
+        """Wait for a task that may be begun; None: none came for `idle_s` or until `rest` or `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._ready_tasks(), self.bounds.idle_s)
+            num_rests = self._num_rests
+            self._changed.wait_for(
+                lambda: self._is_closed or self._ready_tasks() or self._num_rests > num_rests,
+                self.bounds.idle_s,
+            )
             ready = [] if self._is_closed else self._ready_tasks()
             if not ready:
                 self._places.pop(place, None)
