@@ -139,9 +139,12 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of_grammar(cls, text: str, asked_as: str = "") -> Constraint:
         """A grammar whose notation shows in its rules: `<a> ::=` BNF, `a ::=` GBNF, else Lark."""
-        if _BNF_RULE.search(text):
-            return cls(kind=ConstraintKind.BNF, source=text, asked_as=asked_as)
-        kind = ConstraintKind.GBNF if _GBNF_RULE.search(text) else ConstraintKind.LARK
+        kind = ConstraintKind.LARK
+        begin = text[:MAX_SOURCE_BYTES]  # a longer text is refused, so the rest of it is not searched
+        if _BNF_RULE.search(begin):
+            kind = ConstraintKind.BNF
+        elif _GBNF_RULE.search(begin):
+            kind = ConstraintKind.GBNF
         return cls(kind=kind, source=text, asked_as=asked_as)
 
     def _check_choices(self) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from stoker.errors import ServerBusyError
 from stoker.server import app, body
 from stoker.server.body import MAX_ITEMS, MAX_KEYS, MAX_TOKEN_IDS, VALUES_WITH_TOKENS
 from stoker.server.inbound import bodies as incoming
 from stoker.server.inbound.json_bounds import MAX_VALUES
+from stoker.server.schema.fields import GenerationFields
 
 POSTS = {
     "/v1/chat/completions": "messages",
@@ -154,6 +156,23 @@ def test_a_large_body_is_decoded_off_the_loop(scripted_http, size, thread, monke
     assert seen == [thread, thread]
 
 
+def test_what_a_large_body_asks_for_is_worked_out_off_the_loop(scripted, scripted_http, monkeypatch):
+    """S4: a schema, a grammar or stop strings of megabytes are looked at in a thread."""
+    loop_thread, seen = scripted.call(threading.get_ident), []
+    found = GenerationFields.common
+    monkeypatch.setattr(
+        GenerationFields,
+        "common",
+        lambda *given: seen.append(threading.get_ident() == loop_thread) or found(*given),
+    )
+    for path, field, given in (
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": "a"}]),
+        ("/v1/completions", "prompt", "a"),
+    ):
+        assert scripted_http.post(path, json={field: given, "max_tokens": 1}).status_code == 200
+    assert seen == [False, False]
+
+
 def test_an_error_quotes_little_of_what_was_sent(scripted_http):
     """S3: neither a key of megabytes nor a value."""
     for wrong in (
@@ -237,6 +256,25 @@ def test_a_sender_that_is_too_slow_is_a_408(start_server, is_silent, monkeypatch
             dripping.join()
     assert (status, error["code"]) == (408, "request_timeout")
     assert "0.2 s" in error["message"]
+
+
+async def test_a_body_that_gave_way_is_not_received_further():
+    """S4: also where its next bytes had come, unread, when it gave way: what it holds no longer counts."""
+    from stoker.settings import ServerSettings  # noqa: PLC0415 - beside its one use
+
+    bodies = incoming.IncomingBodies(ServerSettings())
+    receipts = []
+
+    async def receive():
+        receipts.extend(bodies._receipts)
+        receipts[0].gave_way = True  # by another body; the clock that ends this one strikes after this
+        return {"type": "http.request", "body": b" " * 500_000, "more_body": True}
+
+    with pytest.raises(ServerBusyError):
+        async with bodies.received(receive):
+            raise AssertionError("it was whole")
+    assert len(receipts) == 1
+    bodies.close()
 
 
 async def test_a_client_that_leaves_frees_what_it_sent():

@@ -80,6 +80,7 @@ def test_a_listed_page_reads_answers_errors_and_streams(listed):
         assert (answer.headers[ALLOW], answer.headers["vary"]) == (PAGE, "Origin")
         exposed = answer.headers["access-control-expose-headers"].lower().split(", ")
         assert {"x-request-id", "retry-after", "x-stoker-cache", "x-stoker-queue-position"} <= set(exposed)
+        assert {"x-stoker-images", "x-stoker-ignored"} <= set(exposed)
         assert "access-control-allow-credentials" not in answer.headers
     plain = httpx.get(f"{listed.url}/health")
     assert (plain.headers.get(ALLOW), plain.headers["vary"]) == (None, "Origin")

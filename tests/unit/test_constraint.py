@@ -69,6 +69,12 @@ def test_the_notation_of_a_grammar_shows_in_its_rules(text, kind):
     assert Constraint.of_grammar(text).kind is kind
 
 
+def test_a_grammar_that_is_too_long_is_not_searched_to_its_end():
+    """D2: searching 32 MiB for rules would hold the front up; what is over the bound is refused anyway."""
+    with pytest.raises(InvalidRequestError, match="the lark has"):
+        Constraint.of_grammar(" " * MAX_SOURCE_BYTES + "\nroot ::= a")
+
+
 def test_a_constraint_crosses_processes_as_a_value():
     """SPEC D2: it is part of a request, which is kept and sent again after a crash."""
     constraint = Constraint(

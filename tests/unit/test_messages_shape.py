@@ -145,7 +145,7 @@ def test_blocks_become_turns() -> None:
         },
     ]
     chat = body(messages=messages).to_chat().body
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x":1}'}}
     assert chat["messages"] == [
         {"role": "user", "content": [{"type": "text", "text": "u"}]},
         {"role": "assistant", "content": "a", "tool_calls": [call], "reasoning_content": "t"},

@@ -519,3 +519,11 @@ def test_one_call_at_most_ends_the_answer_behind_it() -> None:
     assert isinstance((parser.feed(text) + parser.finish())[-1], CallEnded)
     assert prepared_turn([USER], QWEN, ToolOffer((WEATHER,))).stops == ()
     assert prepared_turn([USER], LLAMA, offer).stops == ()
+
+
+def test_a_schema_with_too_long_a_text_is_refused_before_it_is_encoded(monkeypatch):
+    """D7: encoding 32 MiB would hold the front up for a fifth of a second."""
+    monkeypatch.setattr("stoker.chat.tools.json.dumps", lambda *_, **__: pytest.fail("it was encoded"))
+    properties = {"a": {"enum": ["x" * MAX_SCHEMA_CHARS]}}
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_SCHEMA_CHARS} are taken"):
+        checked_tools([declared(parameters={"properties": properties})])

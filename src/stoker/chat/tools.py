@@ -254,7 +254,22 @@ def _checked_parameters(given: Any, where: str) -> dict[str, Any]:
 
 
 def _size(schema: Mapping[str, Any]) -> int:
+    """Characters of its JSON; of its strings alone where these are too many, as encoding holds the lock."""
+    num_chars = _num_chars(schema)
+    if num_chars > MAX_SCHEMA_CHARS:
+        return num_chars
     return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+
+
+def _num_chars(value: Any) -> int:
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(_num_chars(name) + _num_chars(inner) for name, inner in value.items())
+        case list() | tuple():
+            return sum(map(_num_chars, value))
+    return 0
 
 
 def _depth(value: Any) -> int:

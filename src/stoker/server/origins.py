@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from stoker.errors import ForbiddenError
 from stoker.server.delivery import CACHE_HEADER, ETA_HEADER, POSITION_HEADER
-from stoker.server.routes.headers import IMAGES_HEADER
+from stoker.server.routes.headers import IGNORED_HEADER, IMAGES_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 ANY = "*"
-_OWN = (POSITION_HEADER, ETA_HEADER, CACHE_HEADER, IMAGES_HEADER)
+_OWN = (POSITION_HEADER, ETA_HEADER, CACHE_HEADER, IMAGES_HEADER, IGNORED_HEADER)
 _EXPOSED = ", ".join(("X-Request-Id", "Request-Id", "Retry-After", *_OWN)).encode()
 _METHODS = b"GET, POST, DELETE"
 _MAX_AGE_S = b"600"

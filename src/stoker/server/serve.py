@@ -159,9 +159,9 @@ class Service:
             await asyncio.gather(starting, stopping, return_exceptions=True)
             await self.sleep.close()
             await self._runtime.close()
-            self.context.bodies.close()
             self.server.should_exit = True
             await serving
+            self.context.bodies.close()  # last: until then a connection may send one
 
     async def _until_over(self, *others: asyncio.Future[Any]) -> None:
         """Until one of `others` is done, or the runtime has ended unasked, which raises."""

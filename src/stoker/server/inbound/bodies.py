@@ -125,6 +125,8 @@ class IncomingBodies:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnect
+                    if receipt.gave_way:  # its task was woken by these bytes before the clock ended it
+                        raise self._no_room()
                     part = message.get("body", b"")
                     self._make_room(receipt, len(part))
                     data += part if bounds is None else bounds.take(part)

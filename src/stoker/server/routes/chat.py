@@ -112,8 +112,9 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     """
     context.require_ready()
     info = context.runtime.resolve(body.model)
+    common = await asyncio.to_thread(body.common, info.n_vocab, request.state.key_digest)
     fields = {
-        **body.common(info.n_vocab, request.state.key_digest),
+        **common,
         "max_tokens": body.token_limit(),
         "logprobs": body.num_logprobs(),
         **header_fields(request),

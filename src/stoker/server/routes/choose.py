@@ -5,6 +5,7 @@ What a score is, is `stoker.choosing`'s.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -59,7 +60,8 @@ class _ChooseRoute:
             return {"prompt": body.prompt}
         args = body.chat_template_kwargs or {}
         how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
-        plan = await self._context.runtime.prepare_chat(body.turns(info.id), **how)
+        turns = await asyncio.to_thread(body.turns, info.id)
+        plan = await self._context.runtime.prepare_chat(turns, **how)
         if plan.images:
             where = plan.images[0].param
             raise UnsupportedError(f"{where}: choices are scored after text, not after pictures", param=where)

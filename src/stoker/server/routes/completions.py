@@ -1,5 +1,7 @@
 """POST /v1/completions."""
 
+import asyncio
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,9 +29,9 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, CompletionRequest)
         context.require_ready()
         info = context.runtime.resolve(body.model)
-        shared = body.to_shared(info.n_vocab, request.state.key_digest) | header_fields(request)
-        shared |= await initial_state(context, request, body.state, info.id)
-        prompts = body.prompts(info.n_vocab)
+        shared = await asyncio.to_thread(body.to_shared, info.n_vocab, request.state.key_digest)
+        shared |= header_fields(request) | await initial_state(context, request, body.state, info.id)
+        prompts = await asyncio.to_thread(body.prompts, info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
         generation = Generation(context, "cmpl-", Caller.of(request), asked)
         tier = tier_of(asked[0].priority)

@@ -18,6 +18,7 @@ from stoker.errors import UnsupportedError
 from stoker.server.body import described, read_body
 from stoker.server.disconnect import while_connected
 from stoker.server.routes.headers import header_fields
+from stoker.server.schema.chat import turns_of
 from stoker.server.schema.fields import InlineState, decoded
 from stoker.server.schema.states import (
     EmbeddingUsage,
@@ -79,7 +80,7 @@ class _StateRoutes:
         fields = {**own, **header_fields(request), "model": info.id}
         prompt: str | tuple[int, ...]
         if body.messages is not None:
-            turns = [turn.to_template(f"messages.{i}", info.id) for i, turn in enumerate(body.messages)]
+            turns = await asyncio.to_thread(turns_of, body.messages, info.id)
             how = {"model": info.id, "template_args": FINISHED, "owner": owner}
             prompt = (await self._context.runtime.prepare_chat(turns, **how)).prompt
             fields["is_chat"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
@@ -88,6 +89,11 @@ def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
     return {"type": "text", "text": part.text}
 
 
+def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
+    """The messages as the template gets them. Raises what `Message.to_template` raises."""
+    return [message.to_template(f"messages.{index}", model) for index, message in enumerate(messages)]
+
+
 class Conversation(Body):
     """Messages and what the template is told besides."""
 
@@ -128,8 +134,8 @@ class Conversation(Body):
         return offer_of_functions(self.tools, self.tool_choice, is_parallel=is_parallel)
 
     def turns(self, model: str) -> list[dict[str, Any]]:
-        """The messages as the template gets them."""
-        return [message.to_template(f"messages.{i}", model) for i, message in enumerate(self.messages)]
+        """The messages as the template gets them; see `turns_of`."""
+        return turns_of(self.messages, model)
 
     def template_args(self) -> dict[str, Any]:
         """Further template variables.
@@ -157,26 +163,26 @@ class Conversation(Body):
 class ChatRequest(Conversation, GenerationFields):
     """A chat completion to make."""
 
-    def check_last_turns(self) -> None:
-        """Refuse two texts of the assistant at the end where no field says which of them is gone on with.
-
-        Raises:
-            InvalidRequestError: that is so.
-        """
-        roles = [(message.role, bool(message.tool_calls)) for message in self.messages[-2:]]
-        is_said = self.add_generation_prompt is not None or self.continue_final_message is not None
-        if roles == [("assistant", False)] * 2 and not is_said:
-            text = (
-                "messages: two messages of the assistant stand last: the answer goes on with the second where"
-                " continue_final_message is true, and is a turn of its own where add_generation_prompt is"
-            )
-            raise InvalidRequestError(text, param="messages")
-
     max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     response_format: ResponseFormat | None = None
+
+    def check_last_turns(self) -> None:
+        """Refuse two assistant messages at the end, unless a field says whether the last one is continued.
+
+        Raises:
+            InvalidRequestError: there are two, and no field says so.
+        """
+        roles = [(message.role, bool(message.tool_calls)) for message in self.messages[-2:]]
+        is_said = self.add_generation_prompt is not None or self.continue_final_message is not None
+        if roles == [("assistant", False)] * 2 and not is_said:
+            text = (
+                "messages: the last two are both the assistant's: set continue_final_message to continue the"
+                " last one, or add_generation_prompt to begin a new turn"
+            )
+            raise InvalidRequestError(text, param="messages")
 
     def constraint(self) -> Constraint | None:
         """What the answer has to match: a format, or what a further field says; not both."""

@@ -11,7 +11,7 @@ from pydantic import Field
 from stoker.errors import InvalidRequestError
 from stoker.request import MAX_SALT_CHARS, Priority
 from stoker.server.body import VALUES_WITH_TOKENS, Body, Many, Name, Named, TokenIds
-from stoker.server.schema.chat import Message
+from stoker.server.schema.chat import Message, turns_of
 from stoker.server.schema.fields import keep_alive_seconds
 from stoker.server.schema.states import EmbeddingUsage
 from stoker.server.security import salt_of
@@ -49,7 +49,7 @@ class ChooseRequest(Body):
             InvalidRequestError, UnsupportedError: naming the message.
         """
         messages = self.messages or []
-        return [message.to_template(f"messages.{at}", model) for at, message in enumerate(messages)]
+        return turns_of(messages, model)
 
     def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of `Choosing.choose`, but for prompt, choices and model."""
@@ -77,7 +77,7 @@ class ChosenItem(msgspec.Struct, frozen=True):
 class ChooseAnswer(msgspec.Struct, frozen=True):
     """The choices, the best first."""
 
-    model: Name
+    model: str
     data: list[ChosenItem]
     usage: EmbeddingUsage
     object: str = "list"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from stoker.constraint import Constraint, ConstraintKind
@@ -97,7 +97,8 @@ class ConstraintFields(Body):
 
 def of_schema(schema: Schema | str, asked_as: str = "") -> Constraint:
     """JSON of that schema; the order of its keys is the answer's. Errors name the field `asked_as`."""
-    source = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    # msgspec is five times as fast as json: of 32 MiB either holds the interpreter's lock until it is done
+    source = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source, asked_as=asked_as)
 
 

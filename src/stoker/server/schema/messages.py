@@ -6,9 +6,10 @@ that route's schema checks and serves.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
+
+import msgspec
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.request import check_range
@@ -168,7 +169,7 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     given = block.get("input")
     if not isinstance(given, Mapping):
         raise InvalidRequestError(f"{where}.input is not an object", param=f"{where}.input")
-    function = {"name": _text(block, "name", where), "arguments": json.dumps(given)}
+    function = {"name": _text(block, "name", where), "arguments": msgspec.json.encode(given).decode()}
     return {"id": _text(block, "id", where), "type": "function", "function": function}
 
 

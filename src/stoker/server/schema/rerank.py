@@ -89,7 +89,7 @@ class RerankResult(msgspec.Struct, frozen=True):
 class RerankAnswer(msgspec.Struct, frozen=True):
     """The documents, the best first."""
 
-    model: Name
+    model: str
     results: list[RerankResult]
     usage: EmbeddingUsage
     object: str = "list"

@@ -135,7 +135,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 class StateEmbeddingAnswer(msgspec.Struct, frozen=True):
     """One embedding by state; `data` is float32, row-major, in base64 little-endian."""
 
-    model: Name
+    model: str
     shape: tuple[int, ...]
     data: list[float] | str
     usage: EmbeddingUsage
@@ -155,6 +155,6 @@ class EmbeddingList(msgspec.Struct, frozen=True):
     """A list of embeddings."""
 
     data: list[EmbeddingEntry]
-    model: Name
+    model: str
     usage: EmbeddingUsage
     object: str = "list"
