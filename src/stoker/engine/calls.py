@@ -33,6 +33,11 @@ class _Call:
     is_sent: bool = False
     crashes: int = 0
 
+    @property
+    def is_about_status(self) -> bool:
+        """Whether the loop answers it by itself, without native code."""
+        return isinstance(self.question, GetStatus)
+
 
 class Calls:
     """Every question that awaits its answer."""
@@ -59,21 +64,30 @@ class Calls:
         answer.add_done_callback(lambda _: self._calls.pop(call_id, None))
         return answer
 
-    def take_unsent(self) -> list[Question]:
+    def take_unsent(self, *, has_texts: bool) -> list[Question]:
         """Questions that this engine has not been asked; they count as asked from here on.
 
-        One that an engine has died on is asked by itself, when no other is open.
+        A question about text that an engine has died on is asked while no other one about text is open.
+
+        Args:
+            has_texts: questions about text may be asked now; those about the status always may.
         """
-        unsent = [call for call in self._open() if not call.is_sent]
-        if suspects := [call for call in self._open() if call.crashes]:
-            unsent = [] if any(call.is_sent for call in self._open()) else suspects[:1]
+        unsent = [call for call in self._open() if call.is_about_status and not call.is_sent]
+        if has_texts:
+            unsent += self._unsent_texts()
         for call in unsent:
             call.is_sent = True
         return [call.question for call in unsent]
 
+    def _unsent_texts(self) -> list[_Call]:
+        texts = self._open_texts()
+        if suspects := [call for call in texts if call.crashes]:
+            return [] if any(call.is_sent for call in texts) else suspects[:1]
+        return [call for call in texts if not call.is_sent]
+
     def in_flight(self) -> list[str]:
-        """What the engine has been asked and has not answered, for people."""
-        return [f"the question {call.question.call_id}" for call in self._open() if call.is_sent]
+        """Questions that the engine may be computing an answer to, for people."""
+        return [f"the question {call.question.call_id}" for call in self._open_texts() if call.is_sent]
 
     def settle(self, reply: Reply) -> None:
         """An answer arrived; one that nobody awaits is dropped."""
@@ -88,7 +102,7 @@ class Calls:
     def bury(self, death: Death) -> None:
         """The engine died: ask the next one again what can be asked again."""
         for call in self._open():
-            if isinstance(call.question, GetStatus):
+            if call.is_about_status:
                 call.answer.set_exception(NotReadyError("the engine is restarting", retry_after_s=1.0))
                 continue
             call.crashes += call.is_sent and death.is_blamable
@@ -105,6 +119,9 @@ class Calls:
         """Nobody will answer any more."""
         for call in self._open():
             call.answer.set_exception(error)
+
+    def _open_texts(self) -> list[_Call]:
+        return [call for call in self._open() if not call.is_about_status]
 
     def _open(self) -> list[_Call]:
         return [call for call in self._calls.values() if not call.answer.done()]

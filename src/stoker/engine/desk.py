@@ -148,8 +148,7 @@ class Desk:
 
     def _due(self) -> Iterator[Submit | Question]:
         yield from self.requests.release()
-        if not self.requests.is_on_trial:
-            yield from self.calls.take_unsent()
+        yield from self.calls.take_unsent(has_texts=not self.requests.is_on_trial)
 
     def _refuse(self, command: Submit | Question, error: ErrorInfo) -> None:
         """It is too large to be sent."""
