@@ -19,8 +19,8 @@ LEAST_SLICE = 64
 class ScoringLane(IntEnum):
     """Texts that are scored in slices, in turns.
 
-    A backend holds the beginning of one text for each lane, so that a slice of another lane costs nobody what
-    was computed before. In one lane a text is begun when the one before it is done.
+    A backend holds the beginning of one text for each lane, so that a slice of one lane does not discard what
+    was computed in another. In one lane a text is begun when the one before it is done.
     """
 
     CHOICES = 0

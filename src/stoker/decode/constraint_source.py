@@ -1,6 +1,7 @@
 """From a constraint to text that the grammar engine compiles: checked, translated, nothing compiled.
 
-Takes time with the text, and for hostile grammars more; it needs no native code, so a worker process does it.
+Its time grows with the text, and more for hostile grammars. It needs no native code, so a worker process does
+it.
 """
 
 from __future__ import annotations

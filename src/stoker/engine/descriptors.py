@@ -1,6 +1,6 @@
-"""File descriptors that are kept open to be closed: room for starting an engine where the limit is reached.
+"""File descriptors held in reserve: they are closed when an engine starts, which needs some below the limit.
 
-Owns those descriptors alone. How many connections a server takes is the server's, the limit the system's.
+Owns those descriptors alone. The server bounds its connections itself, and the system sets the limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ reports that it could not be executed. One is for a library that opens a file me
 
 
 class DescriptorReserve:
-    """So many descriptors, open as long as nobody needs them.
+    """Descriptors that stay open until a start needs them.
 
     Args:
         size: how many.
@@ -42,7 +42,7 @@ class DescriptorReserve:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """The descriptors are free inside the block, which must not wait: others would take them."""
+        """The descriptors are free inside the block, which must not await: other tasks would take them."""
         self.close()
         try:
             yield

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
-"""So many in a row, and nobody is kept waiting for the next, which is tried all the same."""
+"""After so many failed starts in a row requests fail at once; further starts are tried all the same."""
 EXIT_LIMIT_S = 10.0
 """What an engine may take, after its drain, to save what it computed, free everything and leave."""
 
@@ -189,10 +189,10 @@ class EngineHost:
             raise
 
     async def ended(self) -> None:
-        """Until the host is no more, after `close`.
+        """Wait until the host has ended, after `close` or by a fault of its own.
 
         Raises:
-            EngineError: it ended unasked, by a fault of ours: no engine will come any more.
+            EngineError: it ended by such a fault, and no engine will be started any more.
         """
         if self._task is not None:
             await asyncio.wait({self._task})
@@ -268,7 +268,7 @@ class EngineHost:
                 await self._pause_after(life, death)
 
     async def _pause_after(self, life: Life, death: Death) -> None:
-        """Between a death that nobody asked for and the next start: the back-off."""
+        """The back-off between an unexpected death and the next start."""
         if life.has_worked:
             self._backoff.reset()
         delay_s = self._backoff.after_life(life.served_s)
@@ -298,7 +298,7 @@ class EngineHost:
         if self._started and not self._started.done():
             self._started.set_result(None)
         self._desk.serve()
-        for suspect in self.roster.suspects_due():  # now that nobody waits for them
+        for suspect in self.roster.suspects_due():  # only now: the other models are served meanwhile
             life.send(suspect)
         if self._is_kept:  # from here on the engine's end is no end of a suspension
             self._is_kept = False
@@ -312,7 +312,7 @@ class EngineHost:
         if not life.is_up and death.is_blamable:
             self._num_failed_starts += 1
         num_failed = self._num_failed_starts
-        if num_failed & (num_failed - 1) == 0:  # of a cause that lasts it is said ever more rarely
+        if num_failed & (num_failed - 1) == 0:  # 0, 1, 2, 4, 8 ...: a cause that lasts fills no log
             failed = f" ({num_failed} failed starts in a row)" if num_failed else ""
             log.warning(
                 "engine %d %s%s; the next start is in %.1f s", life.pid, death.reason, failed, delay_s
@@ -518,7 +518,7 @@ class EngineHost:
         return await answer
 
     def check_open(self) -> None:
-        """Refuse what no engine will come for soon: before the first, while none starts, after the end.
+        """Refuse requests before the first engine serves, while starts keep failing, and after the end.
 
         Raises:
             NotReadyError: not started, closed, or starts fail one after the other.

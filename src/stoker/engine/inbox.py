@@ -48,7 +48,7 @@ class PrepareFailed:
 
 
 class Released(Enum):
-    """Worker's post: what it prepared for nobody any more is over; a model that has gone may be freed."""
+    """Worker's post: a preparation that was given up has ended; its model, if unloaded, may be freed."""
 
     RELEASED = "released"
 

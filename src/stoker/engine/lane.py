@@ -112,7 +112,7 @@ class Lane:
             future, work = job
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            except BaseException as error:  # noqa: BLE001 - the future carries it
                 future.set_exception(error)
             with self._moved:
                 del self._running[future]

@@ -357,7 +357,7 @@ class Replay:
         return is_shown
 
     def _prepared(self, live: LiveRequest) -> None:
-        """It is past what it was suspected of."""
+        """It was prepared, so its preparation is no cause of a crash."""
         self._may_release |= live.preparation_crashes > 0
         live.preparation_crashes = 0
 

@@ -222,7 +222,7 @@ class Roster:
         return spec.path != entry.spec.path or (spec.most_tokens or math.inf) < now_n_ctx
 
     def call_off(self, model: str) -> bool:
-        """It is not to be loaded otherwise than it was, if that was asked for; whether it was."""
+        """Give up a load that would take context or the file from requests; returns whether one was due."""
         entry = self._entries[model]
         was_asked = entry.asked is not None and self.takes_away(entry.asked)
         if was_asked:
@@ -375,7 +375,7 @@ class Roster:
             self._bar(entry, _load_crash(entry, text, entry.load_crashes))
 
     def _give_up_reload(self, entry: Entry, death: Death) -> None:
-        """The model stays as it was loaded before; whoever asked may ask again."""
+        """The model stays as it was loaded before; the load may be asked for again."""
         text = f"otherwise than it is now ended the engine: {death.quoted}"
         entry.reload_error = _load_crash(entry, text, 1)
         entry.asked = None
@@ -393,7 +393,7 @@ class Roster:
             self._move(entry, ModelLife.ABSENT)
 
     def _follow(self, entry: Entry, to: ModelLife) -> None:
-        """The engine says so: its word counts, and one that the table has no move for is a bug to be told."""
+        """Take over the state that the engine reports; a move that is not in the table is logged as a bug."""
         if not is_move(entry.state, to, FRONT_MOVES):
             told = "; ".join(entry.story)
             log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, told)

@@ -32,7 +32,7 @@ class Watchdog:
         self._last_check = now
         self._step_excess_s = 0.0
         self.stalled_s = 0.0
-        """How long the front itself stood still meanwhile, as far as checks were late."""
+        """How long the front itself stood still, as shown by checks that came late."""
 
     def __repr__(self) -> str:
         return f"<Watchdog limit_s={self._limit_s} excess_s={self._step_excess_s:.1f}>"

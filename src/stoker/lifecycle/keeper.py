@@ -225,7 +225,7 @@ class Keeper:
         return [self._take_up(kept) for kept in files if isinstance(kept, KeptFile)]
 
     def _note_damaged(self, damaged: DamagedFile) -> None:
-        """Whoever attaches to it is told what became of it, for as long as an end is kept."""
+        """Keep an end for it, so that a client that attaches gets the error."""
         label = damaged.label
         request = GenerateRequest(prompt="", model=label.model, n=label.n, is_chat=label.is_chat)
         record = _Record(label.id, request, label.names, label.owner)

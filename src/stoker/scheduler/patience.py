@@ -1,8 +1,8 @@
 """Background work does not starve (SPEC Q7): when it is owed a step, and whose turn it is.
 
 A background sequence that has had no step for `patience_s` is owed a token. While anybody is owed one, one
-step in ten is for the one that has waited longest, whoever else wants it, until its token is drawn: a long
-prompt takes several such steps, and nobody else that is owed one comes between them.
+step in ten is for the one that has waited longest, whatever else waits, until its token is drawn: a long
+prompt takes several such steps before the next one that is owed has its turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a text is cut before the native tokenizer reads it, so that its work is linear and its stack holds.
+"""Where a text is cut before the native tokenizer reads it, for linear time and a bounded stack.
 
 Two kinds of cuts. Before control tokens: the native code walks its list of fragments from the start for each
 one it finds, which is quadratic in their number; a piece that begins with one is tokenised as in the whole.
@@ -6,7 +6,7 @@ Inside long runs: many byte-pair vocabularies are split into words by std::regex
 character, so that a run of a hundred thousand ends the process. A run is read in pieces of `MAX_RUN_CHARS`,
 and only there tokens may differ from those of the whole.
 
-Owns the places of the cuts; what pieces become is the vocabulary's business.
+Owns the places of the cuts; the vocabulary tokenises the pieces.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _special_in(text: str, begin: int, specials: list[Special]) -> int | None:
 
 
 def _is_alone(text: str, at: int, special: Special, specials: list[Special]) -> bool:
-    """Whether no other token lays claim to a character of the one at `at`, but for shorter ones inside."""
+    """Whether no other token overlaps the one at `at`, except shorter ones that lie within it."""
     end = at + len(special.text)
     for other in specials:
         size = len(other.text)

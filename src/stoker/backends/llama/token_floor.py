@@ -1,7 +1,6 @@
 """How many tokens a text has at the least, counted from its bytes alone.
 
-Owns the bound and why it is sound for each type of vocabulary; what becomes of a text that cannot fit is its
-caller's business.
+Owns the bound and why it holds for each type of vocabulary; the caller refuses texts that cannot fit.
 
 A token of several bytes that covers a byte covers one of its neighbours too. So the longest token that holds
 the byte together with a neighbour is at least as long as whichever token covers it in the end: the inverse of
