@@ -16,7 +16,7 @@ from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stoker.messages import Admitted, Delta, Finished, PrefillProgress
 from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.server.schema.chat import ChatRequest
-from stoker.server.schema.responses import ResponsesRequest
+from stoker.server.schema.responses import MAX_ECHO_CHARS, ResponsesRequest
 from stoker.server.writers.responses import ResponseChunks, ResponseHead, WholeResponse
 from stoker.values import Timings, Usage
 
@@ -226,6 +226,16 @@ def test_every_response_object_is_whole(end: Any, status: str) -> None:
         assert found.keys() >= WHOLE
         assert not [name for name in NEVER_NULL if found[name] is None]
     assert [found["completed_at"] for found in objects] == [None, None, 19 if status == "completed" else None]
+
+
+@pytest.mark.parametrize("field", ["metadata", "user", "text", "reasoning"])
+def test_what_a_response_would_repeat_is_bounded(field: str) -> None:
+    """S4: each stream repeats it three times, on the event loop; instructions are a part of the prompt."""
+    text = "x" * (MAX_ECHO_CHARS + 1)
+    given = {"metadata": {"a": text}, "user": text, "text": {"a": text}, "reasoning": {"summary": text}}
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_ECHO_CHARS} are taken"):
+        body(**{field: given[field]}).echo(ASKED)
+    assert body(instructions=text).echo(ASKED)["instructions"] == text
 
 
 def test_a_response_repeats_what_was_asked_and_tells_what_was_used() -> None:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.json_size import num_chars
 
 MAX_TOOLS = 128  # OpenAI's
 MAX_NAME_CHARS = 256  # Anthropic's 128; OpenAI's 64, twice where a namespace stands before it
@@ -255,21 +256,10 @@ def _checked_parameters(given: Any, where: str) -> dict[str, Any]:
 
 def _size(schema: Mapping[str, Any]) -> int:
     """Characters of its JSON; of its strings alone where these are too many, as encoding holds the lock."""
-    num_chars = _num_chars(schema)
-    if num_chars > MAX_SCHEMA_CHARS:
-        return num_chars
+    least = num_chars(schema)
+    if least > MAX_SCHEMA_CHARS:
+        return least
     return len(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
-
-
-def _num_chars(value: Any) -> int:
-    match value:
-        case str():
-            return len(value)
-        case Mapping():
-            return sum(_num_chars(name) + _num_chars(inner) for name, inner in value.items())
-        case list() | tuple():
-            return sum(map(_num_chars, value))
-    return 0
 
 
 def _depth(value: Any) -> int:

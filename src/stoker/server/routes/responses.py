@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import msgspec
@@ -28,7 +29,7 @@ def router(context: ServerContext) -> APIRouter:
         """Answer an input."""
         body = await read_body(request, ResponsesRequest)
         turn = await translated_turn(context, request, body, "resp_")
-        echo = body.echo(turn.request, ignored_header(turn.left_out))
+        echo = await asyncio.to_thread(body.echo, turn.request, ignored_header(turn.left_out))
         head = ResponseHead(turn.id, turn.request.model, int(time.time()), echo, body.namespaces())
         is_stream = body.stream
         del body  # its pictures are megabytes, and it may wait for long

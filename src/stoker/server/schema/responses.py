@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.json_size import num_chars
 from stoker.request import GenerateRequest
 from stoker.server.body import Many, Named
 from stoker.server.schema.constraints import ResponseFormat
@@ -18,6 +19,10 @@ from stoker.server.schema.origins import Origins, Translation
 
 IGNORED_TOOLS = "stoker_ignored_tools"
 """Key in the answer's metadata: the tools that the model was not told of."""
+
+MAX_ECHO_CHARS = 2 * 1024**2
+"""Of what a response repeats of its request, without the instructions, which are bounded with the prompt. A
+stream repeats it three times; 128 tools of 16,000 characters fit."""
 
 _REFUSED = ("previous_response_id", "conversation", "background", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
@@ -96,9 +101,12 @@ class ResponsesRequest(GenerationFields):
         Args:
             asked: what is generated: values that were not given are those that were used.
             ignored: the tools that were left out, as text.
+
+        Raises:
+            InvalidRequestError: it is over `MAX_ECHO_CHARS`.
         """
         sampling = asked.sampling
-        return {
+        echo = {
             "background": False,
             "frequency_penalty": sampling.frequency_penalty,
             "instructions": self.instructions,
@@ -122,6 +130,14 @@ class ResponsesRequest(GenerationFields):
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }
+        size = num_chars(echo) - len(self.instructions or "")
+        if size > MAX_ECHO_CHARS:
+            raise InvalidRequestError(
+                f"what a response repeats of its request (metadata, tools, text and the like) has {size}"
+                f" characters beside the instructions, at most {MAX_ECHO_CHARS} are taken; shorten metadata",
+                param="metadata",
+            )
+        return echo
 
     def namespaces(self) -> dict[str, tuple[str, str]]:
         """By the name that the model knows a function by: its namespace, and its name there."""
