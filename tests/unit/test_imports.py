@@ -24,6 +24,7 @@ ALLOWED = {
     "values": set[str](),
     "private": set[str](),
     "base64_text": set[str](),
+    "json_size": set[str](),
     "native_crash": {"private"},
     "messages": {"errors", "request", "values"},
     "status": {"request"},
@@ -38,7 +39,7 @@ ALLOWED = {
     "memory": WORDS | {"private", "memory.verdict"},
     "lifecycle": WORDS | {"private", "settings"},
     "decode": WORDS | {"backends.protocol"},
-    "chat": {"errors"},
+    "chat": {"errors", "json_size"},
     "images": WORDS | {"settings", "memory", "base64_text"},
     "models": WORDS | {"private", "backends.protocol", "memory.verdict"},
     "backends": WORDS | VIEWS | {"private", "native_crash", "backends.protocol", "models", "memory.verdict"},
@@ -80,7 +81,7 @@ ALLOWED = {
         "reranking",
         "lifecycle",
     }
-    | {"choosing", "chatting", "images", "base64_text"},
+    | {"choosing", "chatting", "images", "base64_text", "json_size"},
     "cli": WORDS
     | {
         "",
