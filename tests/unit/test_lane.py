@@ -93,10 +93,17 @@ def test_a_closed_lane_drops_what_waits_and_does_not_wait_for_ever_for_what_runs
     assert not runs.done()
 
 
-def test_its_threads_have_a_stack_of_their_own_size_and_no_other_threads_have(lane_of):
+def test_its_threads_have_a_stack_of_their_own_size_and_no_other_threads_have(lane_of, monkeypatch):
     """What native code recurses for a long word."""
-    usual = threading.stack_size()
+    usual, sizes, start = threading.stack_size(), [], threading.Thread.start
+
+    def noting(thread):
+        sizes.append(threading.stack_size())
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noting)
     lane_of(1, 0, LONG_S).submit(int).result(timeout=60)
+    assert sizes == [STACK_BYTES]
     assert threading.stack_size() == usual != STACK_BYTES
 
 
