@@ -1,8 +1,9 @@
-"""What holds prompts, answers and keys is its owner's alone: folders, files, and the memory of a crash."""
+"""Folders and files with prompts, answers and keys that only their owner can read; no core files of them."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,9 @@ def write_text(file: Path, text: str) -> None:
         OSError: it cannot be written; what was there before stays.
     """
     make_folder(file.parent)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(text)
         temporary.replace(file)

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -64,6 +65,21 @@ def test_a_file_is_private_and_put_in_place_whole(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_text(file, "\ud800")
     assert [path.read_text() for path in file.parent.iterdir()] == ["two"]
+
+
+def test_writers_of_one_file_do_not_meet_before_it_is_in_place(tmp_path: Path) -> None:
+    """Programs in containers have the same process id, and threads of one program have too."""
+    file = tmp_path / "file.json"
+    texts = [letter * 10_000 for letter in "abcdefgh"]
+
+    def write(text: str) -> None:
+        for _ in range(50):
+            write_text(file, text)
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(write, texts))
+    assert file.read_text() in texts
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.usefixtures("_wants_core_files")
