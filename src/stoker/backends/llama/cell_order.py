@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 MOVED_BYTES = 4 * 2**20
 """Keys and values that are moved at a time, at least one token's: about a millisecond's copying."""
-_META_BYTES = 64  # a token's own beside keys and values: position, owners, its place in a picture
-_HEAD_BYTES = 2**16  # of a state, over all layers
+_LEAST_CELL_BYTES = 1024  # where the library did not say what its buffers take
 _BYTES_P = ctypes.POINTER(ctypes.c_uint8)
 
 
@@ -42,9 +41,10 @@ class CellOrder:
         self._handle = handle
         self._memory = llama.llama_get_memory(handle)
         self._spare = spare
-        self._most = max(1, MOVED_BYTES // cell_bytes)
-        size = self._most * (cell_bytes + _META_BYTES) + _HEAD_BYTES
-        self._buffer = np.empty(size, np.uint8)  # of its own, so that a move never lacks memory half way
+        self._most = max(1, MOVED_BYTES // max(cell_bytes, _LEAST_CELL_BYTES))
+        self._buffer = np.empty(
+            2 * MOVED_BYTES, np.uint8
+        )  # a token has some bytes beside its keys and values
 
     def __repr__(self) -> str:
         return f"<CellOrder {self.map!r}>"
@@ -63,12 +63,22 @@ class CellOrder:
     def _move(self, stretch: Stretch) -> None:
         start, stop = stretch.start, stretch.stop
         llama.llama_memory_seq_cp(self._memory, stretch.owners[0], self._spare, start, stop)
+        size = llama.llama_state_seq_get_size(self._handle, self._spare)
+        if size > len(self._buffer):
+            self._grow(size, stretch)
         address = ctypes.cast(self._buffer.ctypes.data, _BYTES_P)
-        size = llama.llama_state_seq_get_data(self._handle, address, len(self._buffer), self._spare)
+        is_out = llama.llama_state_seq_get_data(self._handle, address, size, self._spare) == size
         for seq in (*stretch.owners, self._spare):
             llama.llama_memory_seq_rm(self._memory, seq, start, stop)
-        if not size or not llama.llama_state_seq_set_data(self._handle, address, size, self._spare):
+        if not is_out or not llama.llama_state_seq_set_data(self._handle, address, size, self._spare):
             raise EngineError(f"tokens {start} to {stop} of sequences {stretch.owners} could not be moved")
         for seq in stretch.owners:
             llama.llama_memory_seq_cp(self._memory, self._spare, seq, start, stop)
         llama.llama_memory_seq_rm(self._memory, self._spare, start, stop)
+
+    def _grow(self, size: int, stretch: Stretch) -> None:
+        try:
+            self._buffer = np.empty(size, np.uint8)
+        except MemoryError:  # nothing has moved yet
+            llama.llama_memory_seq_rm(self._memory, self._spare, stretch.start, stretch.stop)
+            raise
