@@ -21,6 +21,7 @@ ODD = {
     "newline": "a\nb",
     "long": "x" * 5000,
     "long part": f"x/{'y' * 300}",
+    "long file": "y" * 300,
     "dot": ".",
     "dots": "..",
     "deep dots": "../" * 200,

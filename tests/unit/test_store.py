@@ -104,6 +104,21 @@ def test_a_folder_is_no_model(bare: ModelStore, tmp_path: Path) -> None:
         bare.resolve(tmp_path / "folder")
 
 
+@pytest.mark.parametrize("ref", ["x" * 300, "é" * 200, f"{'x' * 300}/y"])
+def test_a_name_that_no_file_can_have_is_not_found(bare: ModelStore, ref: str) -> None:
+    """SPEC R7: a part of a path has 255 bytes at most; the system's own words are no answer to a caller."""
+    for resolve in (bare.resolve, bare.resolve_listed):
+        with pytest.raises(ModelNotFoundError):
+            resolve(ref)
+
+
+@pytest.mark.parametrize("ref", [".", "/", ".."])
+def test_folders_without_a_name_of_their_own_are_no_models_either(bare: ModelStore, ref: str) -> None:
+    """SPEC R7."""
+    with pytest.raises(ModelFileError, match="folder"):
+        bare.resolve(ref)
+
+
 def test_broken_files_are_listed_with_their_error(bare: ModelStore, tmp_path: Path) -> None:
     """SPEC R1, R7: one broken file neither hides the others nor counts as a model."""
     write_tiny(tmp_path / "good.gguf")

@@ -103,7 +103,7 @@ class ModelStore:
             path = folder / Path(ref)
             if not path.resolve().is_relative_to(folder):
                 raise ModelNotFoundError(f"{ref!r} lies outside the models folder", model=ref)
-            if path.is_dir():
+            if _exists(path) and path.is_dir():
                 raise ModelNotFoundError(f"{ref!r} is a folder of models and no model", model=ref)
             found = self._at_path(ref, path)
         return _described(*found)
@@ -144,6 +144,7 @@ class ModelStore:
     def _at_path(self, ref: str, path: Path) -> tuple[str, Path]:
         for candidate in (path, self._models_dir / path):
             if _exists(candidate):
+                shards.refuse_partial(candidate)
                 return _label(Path(candidate.name)), candidate
         raise ModelNotFoundError(self._not_found(ref, path), model=ref)
 
