@@ -186,6 +186,7 @@ def turn(role: str, block: dict[str, Any]) -> dict[str, Any]:
             "output_format",
         ),
         ({"tool_choice": {"type": "required"}}, InvalidRequestError, "tool_choice.type"),
+        ({"tool_choice": {"type": ["auto"]}}, InvalidRequestError, "tool_choice.type"),
         ({"n": 2}, UnsupportedError, "n"),
     ],
 )

@@ -188,6 +188,12 @@ def test_items_become_turns_and_calls_one_turn() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, UnsupportedError, "input.0"),
         ({"input": [{"content": "x"}]}, InvalidRequestError, "input.0.role"),
         ({"input": [{"role": "user", "content": 7}]}, InvalidRequestError, "input.0.content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": []}]}]},
+            InvalidRequestError,
+            "input.0.content.0.type",
+        ),
+        ({"input": [{"role": "user", "content": [{}]}]}, InvalidRequestError, "input.0.content.0.type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, InvalidRequestError, "input.0.arguments"),
     ],
 )

@@ -183,7 +183,7 @@ def _piece(part: Any, where: str, info: ModelInfo) -> str | Given | None:
     kind = part.get("type")
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    if kind in _LINKED:
+    if isinstance(kind, str) and kind in _LINKED:
         require_vision(info, where)
         link = part.get("image_url")
         url = link.get("url") if isinstance(link, Mapping) else link

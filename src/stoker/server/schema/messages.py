@@ -285,9 +285,9 @@ def _choice(given: Mapping[str, Any]) -> Any:
     kind = given.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidRequestError("tool_choice.type is auto, any, tool or none", param="tool_choice.type")
-    return _CHOICES[str(kind)]
+    return _CHOICES[kind]
 
 
 def _template_args(thinking: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -271,12 +271,12 @@ def _content(content: Any, where: str) -> Any:
 
 
 def _content_part(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    kind = part.get("type")
+    kind = _text(part, "type", where)
     if kind in _TEXT_PARTS:
         return {"type": "text", "text": _text(part, "text", where)}
     if kind == "refusal":
         return {"type": "text", "text": _text(part, "refusal", where)}
-    return {**part, "type": str(kind)}
+    return dict(part)
 
 
 def _text(given: Mapping[str, Any], name: str, where: str) -> str:
