@@ -136,7 +136,7 @@ def drafted_chat(
     offer: ToolOffer = NO_TOOLS,
     template_args: Mapping[str, Any] | None = None,
 ) -> ChatDraft:
-    """The draft of a model's answer to `messages`. Takes time with their size.
+    """The draft of a model's answer to `messages`; it takes longer the larger they are.
 
     Args:
         info: of the model.
@@ -169,7 +169,7 @@ def drafted_chat(
 
 @lru_cache(maxsize=64)
 def _say_fallback(model: str) -> None:
-    """Once a model."""
+    """Warn once for each model."""
     log.warning("%s brings no chat template; falling back to ChatML", model)
 
 

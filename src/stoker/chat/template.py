@@ -2,7 +2,7 @@
 
 Owns the variables a template gets and the meaning of its errors. What a template may reach is bounded by
 `stoker.chat.sandbox`, time and memory by the worker process that it runs in. A model without a template gets
-ChatML, a format that it may not know. Which tokens the text becomes is the tokenizer's business; a rendered
+ChatML, a format that it may not know. The tokenizer makes tokens of the text; a rendered
 prompt already holds its special tokens.
 """
 
@@ -102,7 +102,7 @@ class ChatTemplate:
             reason = error.message or type(error).__name__
             text = f"the chat template refused the messages: {reason}"
             raise InvalidRequestError(text, param="messages") from error
-        except MemoryError:  # whoever bounds it says how much there was
+        except MemoryError:  # the worker process turns it into an error that names the bound
             raise
         except Exception as error:  # a template is foreign code; whatever it trips over, the caller hears
             text = f"the chat template failed on the messages: {type(error).__name__}: {error}"

@@ -2,7 +2,7 @@
 
 Owns OpenAI's form of `tools` and `tool_choice`, the bounds on them, and which kinds of tools are left out: a
 tool that is no function runs at its vendor or has a schema that only its vendor's models know. What a schema
-allows is the grammar compiler's business; how a template or another API spells all this is not known here.
+allows is known to the grammar compiler; how a template or another API spells all this is not known here.
 """
 
 from __future__ import annotations

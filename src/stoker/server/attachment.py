@@ -1,7 +1,7 @@
 """A kept request's stream for a client that comes back (SPEC L2): whole, from its first token.
 
-Owns which of the runtime's requests an id stands for and in which form they are written. What is kept, and
-for how long, is the runtime's business.
+Owns which of the runtime's requests an id stands for and in which form they are written. The runtime decides
+what is kept, and for how long.
 """
 
 from __future__ import annotations

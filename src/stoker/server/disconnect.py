@@ -1,6 +1,6 @@
 """Work that ends when the client leaves (SPEC S5).
 
-Owns the watch on the connection; what the work is and what cancelling it frees is its own business.
+Owns the watch on the connection; what cancelling the work frees is left to the work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Errors as HTTP answers (SPEC S3): the tree's status, `Retry-After` where it helps, and the body's shape.
 
-OpenAI's shape, but on the routes of the Messages API, where it is Anthropic's. Owns the mapping only. Which
-errors exist is `stoker.errors`' business; errors inside a stream that has begun are `sse`'s.
+OpenAI's shape, but on the routes of the Messages API, where it is Anthropic's. Owns the mapping only:
+`stoker.errors` defines the errors, `sse` writes those inside a stream that has begun.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A pure ASGI middleware (a wrapped `send` costs a microsecond a token, a BaseHTTPMiddleware a task). It gives
 each request its id, applies `security`, refuses a body that declares too much and turns an escaped exception
-into the one error shape. What a route does is the route's business.
+into the one error shape. Routes are reached only through it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_CONTENT = 204
-_ANYBODY = Identity(refusal="nobody is asked for a key on this path")
+_UNIDENTIFIED = Identity(refusal="no key is read on this path")
 
 
 class Gate:
@@ -96,7 +96,7 @@ class Gate:
 
     def _identity(self, scope: Scope, visit: Visit) -> Identity:
         """Who sends it, or raise; a page of another origin is no program of this machine."""
-        identity = _ANYBODY
+        identity = _UNIDENTIFIED
         if scope["path"] not in _OPEN_PATHS:
             keys = [*_header(scope, b"authorization"), None], [*_header(scope, b"x-api-key"), None]
             client = "" if visit.is_foreign else (scope.get("client") or ("",))[0]

@@ -65,7 +65,7 @@ class Caller:
         return self.is_operator or owner == self.key_digest
 
     def may_see(self, owner: str) -> bool:
-        """Whether ids and stories of that owner's requests are shown. Without keys nobody's are one's own."""
+        """Whether ids and stories of that owner's requests are shown: without a key only to an operator."""
         return self.is_operator or (owner != "" and owner == self.key_digest)
 
 

@@ -1,8 +1,8 @@
 """Frames between the front and a worker process: a byte for what it is, a length, a body.
 
 Bodies are msgpack, which copies texts as they are: spelling 16 MiB of line breaks as JSON would hold the
-interpreter's lock for 100 ms. A job with integers over 64 bits, which msgpack has not, is JSON. Owns no
-deadline: whoever waits sets the socket's.
+interpreter's lock for 100 ms. A job with integers over 64 bits, which msgpack has not, is JSON. Sets no
+deadline: the caller sets the socket's.
 """
 
 from __future__ import annotations

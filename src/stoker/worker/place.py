@@ -1,6 +1,6 @@
 """A place where jobs are done: one process at a time, started when it is needed and replaced when it is lost.
 
-Owns what the end of a process means to the job that it was given. Whose turn it is, is `pool`'s.
+Owns what the end of a process means to the job that it was given. `pool` decides which job is next.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Place:
         Raises:
             NotReadyError: it cannot be started, or the place is closed.
         """
+        if self._is_closed:
+            raise NotReadyError("the runtime is closed")
         if self._process is None:
             process = WorkerProcess(self._limit_s, self._max_bytes)
             with self._lock:
@@ -96,7 +98,7 @@ class Place:
             process.end()
 
     def close(self) -> None:
-        """Kill its process and start none any more; called from any thread while a job may be running."""
+        """Kill its process and start no other; may be called from any thread while a job runs."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:

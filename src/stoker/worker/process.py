@@ -1,6 +1,6 @@
 """One worker process from outside: started, asked one thing at a time, ended by force.
 
-Used by one thread at a time, but for `kill`. Who is asked what, and what becomes of failures, is `pool`'s.
+Used by one thread at a time, but for `kill`. `place` decides what follows a failure.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class WorkerProcess:
         return self._receive(self._limit_s)
 
     def kill(self) -> None:
-        """End it by force, from any thread; whoever asks it something hears LostError."""
+        """Kill it, from any thread; an `ask` that waits in another thread raises LostError."""
         self._process.kill()
 
     def end(self) -> None:

@@ -29,9 +29,9 @@ T = TypeVar("T")
 LARGE_BYTES = 64 * 1024
 """A body over these is decoded in a thread; the rest of it counts towards the bound over all bodies."""
 MIN_BYTES_S = 16 * 1024
-"""A sender that is slower on the average only holds memory."""
+"""A sender that is slower on average is ended: it would hold memory for too long."""
 GIVES_WAY_S = 5.0
-"""Age from which an unfinished body gives way to one that finds no room; most are whole within a second."""
+"""Age from which an unfinished body is given up for one that finds no room; most are whole in a second."""
 
 
 @dataclass(eq=False)

@@ -23,8 +23,8 @@ def router(context: ServerContext) -> APIRouter:
     async def runtime(request: Request) -> Response:
         """Engine, slots, queue, parked and paused requests, models, memory and heat.
 
-        Who does not operate the server sees counts and places of all requests, and what is theirs of the
-        caller's own alone.
+        A caller who is no operator sees counts and places of all requests, but ids, lengths and stories only
+        of the requests of its own key.
         """
         caller = Caller.of(request)
         status = await context.runtime.status()
@@ -38,7 +38,7 @@ def router(context: ServerContext) -> APIRouter:
     async def events(request: Request) -> Response:
         """What happens from now on, as server-sent events; the first is a snapshot.
 
-        Of requests who does not operate the server is told of the caller's own alone.
+        A caller who is no operator gets events of the requests of its own key only.
         """
         return EventStream(_frames(context, Caller.of(request)), {}, context.settings.keepalive_s)
 

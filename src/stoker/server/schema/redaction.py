@@ -1,4 +1,4 @@
-"""What callers who do not operate the server are shown: of others' requests counts and places only.
+"""What a caller who is no operator is shown: of other callers' requests only counts and places.
 
 The forms stay those of `schema.status` and of the event stream; what is withheld is null, empty or 0.
 """
@@ -18,7 +18,7 @@ _WITHHELD = "told to operators only"
 
 
 def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> None:
-    """Withhold what is others' from a document of GET /v1/runtime, in place.
+    """Blank what belongs to other callers in a document of GET /v1/runtime; changes the document.
 
     Args:
         document: from `status_document`.
@@ -33,7 +33,7 @@ def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> N
 
 
 def redacted_event(event: RuntimeEvent, may_see: Callable[[str], bool]) -> RuntimeEvent | None:
-    """The event without what is others' and without reasons; None: nothing of it is shown.
+    """The event without reasons; None: it is about another caller's request and is not shown.
 
     Args:
         event: of the runtime.
