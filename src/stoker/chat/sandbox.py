@@ -1,9 +1,9 @@
 """The Jinja sandbox that chat templates run in.
 
 A template arrives inside a model file, so it is foreign code. Owns what such code may reach (no private
-attributes, no mutation, nothing of this program) and how many loop turns it may take. The worker process that it runs in bounds what one call of a built-in
-costs in time and memory; `stoker.chat.template` decides which variables a template gets and what its errors
-mean to a caller.
+attributes, no mutation, nothing of this program) and how many loop turns it may take. The worker process that
+it runs in bounds what one call of a built-in costs in time and memory; `stoker.chat.template` decides which
+variables a template gets and what its errors mean to a caller.
 """
 
 from __future__ import annotations
