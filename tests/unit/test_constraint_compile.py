@@ -150,6 +150,9 @@ def test_branches_that_exclude_each_other_are_taken_through_references():
         ({"type": "object", "minProperties": 3}, "minProperties 3 is not supported"),
         ({"type": "string", "maxLength": 10**10}, "maxLength must be between 0 and 1000000"),
         ({"type": "integer", "multipleOf": 1000003}, "multipleOf 1000003 is out of range"),
+        ({"type": "integer", "multipleOf": True}, "multipleOf must be above 0, got true"),
+        ({"type": "integer", "multipleOf": "2"}, 'multipleOf must be above 0, got "2"'),
+        ({"type": "integer", "multipleOf": 0}, "multipleOf must be above 0, got 0"),
         (
             {"type": "integer", "allOf": [{"multipleOf": 97}, {"multipleOf": 101}, {"multipleOf": 103}]},
             "in common",

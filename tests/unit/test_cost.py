@@ -9,6 +9,7 @@ from stoker.scheduler.eta import waits_s
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.plan import Planner
 from stoker.scheduler.sequence import Sequence, SequenceKey, SequenceState
+from stoker.scheduler.slices import LEAST_S, SliceBudget
 from stoker.values import Policy
 
 
@@ -223,3 +224,12 @@ def test_answers_that_have_ended_count_for_a_fifth_of_what_is_expected():
     step_s = taught().predict(2)
     assert forecast.needs_s(waiting) - before_s == pytest.approx(0.2 * (ended.num_generated - 128) * step_s)
     assert forecast.retry_after_s() == pytest.approx(1.0 + 0.2 * (22.0 / 2 - 1.0))
+
+
+def test_a_slice_waits_until_there_is_a_millisecond_for_it():
+    """V3, Q8: to the millisecond itself."""
+    slices = SliceBudget(0.05)
+    slices.spent(0.05)
+    assert slices.next_s() == 0.0
+    slices.stepped(4 * LEAST_S)
+    assert slices.next_s() == pytest.approx(LEAST_S)

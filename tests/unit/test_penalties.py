@@ -201,6 +201,14 @@ def test_dry_matches_llama_cpp_on_random_tokens(smol, allowed, base):
         np.testing.assert_allclose(row[candidates], expected, rtol=1e-5)
 
 
+def test_dry_looks_at_the_first_token_too_while_all_fit_the_window():
+    """SPEC D1: a repetition that begins with the text."""
+    sampling = Sampling(dry_multiplier=0.5, dry_allowed_length=2, dry_penalty_last_n=64)
+    row = np.zeros(20, np.float32)
+    DryPenalty(sampling, [10, 11, 12, 10, 11], {}).apply(row)
+    assert (row[12], row[10]) == (np.float32(-0.5), 0.0)
+
+
 def test_too_many_dry_breakers_are_refused_with_the_numbers(smol, table):
     """SPEC S4: each breaker costs a pass over the vocabulary, so their number is bounded."""
     with pytest.raises(InvalidRequestError, match="65 strings, at most 64") as caught:

@@ -9,6 +9,7 @@ import pytest
 from stoker.cache.disk_tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
 from stoker.cache.entry import Entry, EntryState, Line
 from stoker.cache.keys import key_of, picture_ids
+from stoker.cache.namespace import Namespace
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
 from stoker.memory.ledger import Ledger
 
@@ -765,6 +766,31 @@ def test_no_more_is_shed_than_was_asked():
     store.put(span(0, 50), 0.0)
     store.put(span(1000, 50), 1.0)
     assert store.cache.shed(500, 60.0) == 500
+
+
+def test_no_part_of_a_namespace_runs_into_the_next():
+    """C1, C11: a salt cannot be chosen so that another's adapter and salt come out."""
+    parts = [
+        ("m", "a", "", "b"),
+        ("m", "ab", "", ""),
+        ("m", "", "a", "b"),
+        ("ma", "", "", "b"),
+        ("m", "", "", "ab"),
+    ]
+    assert len({Namespace(*each).digest for each in parts}) == len(parts)
+
+
+def test_a_state_is_fetched_only_into_memory_that_is_not_in_use():
+    """C7: to the byte; one that is in memory already needs none."""
+    store = Store(ram=1000, disk=PLENTY)
+    saved = store.on_disk(span(0, 50))
+    first = store.put(span(1000, 50), 10.0)
+    store.cache.lease(first, "one")
+    assert store.cache.can_fetch(saved)
+    second = store.put(span(2000, 50), 10.0)
+    store.cache.lease(second, "two")
+    assert not store.cache.can_fetch(saved)
+    assert store.cache.can_fetch(second)
 
 
 def test_a_key_is_the_same_bytes_on_every_machine():
