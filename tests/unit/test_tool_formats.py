@@ -25,7 +25,6 @@ from stoker.chat.tools import (
     Tool,
     ToolChoice,
     checked_choice,
-    checked_tools,
     checked_toolset,
 )
 from stoker.chatting import offer_of, offer_of_functions
@@ -91,6 +90,13 @@ WEATHER = Tool(
 )
 CLOCK = Tool("clock")
 USER = {"role": "user", "content": "Hi"}
+
+
+def checked_tools(given: Any) -> tuple[Tool, ...]:
+    """The tools of a request, all of them functions."""
+    found = checked_toolset(given)
+    found.require_all()
+    return found.tools
 
 
 def asked(own_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -521,7 +527,9 @@ def test_one_call_at_most_ends_the_answer_behind_it() -> None:
     assert prepared_turn([USER], LLAMA, offer).stops == ()
 
 
-def test_a_schema_with_too_long_a_text_is_refused_before_it_is_encoded(monkeypatch):
+def test_a_schema_with_too_long_a_text_is_refused_before_it_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """D7: encoding 32 MiB would hold the front up for a fifth of a second."""
     monkeypatch.setattr("stoker.chat.tools.json.dumps", lambda *_, **__: pytest.fail("it was encoded"))
     properties = {"a": {"enum": ["x" * MAX_SCHEMA_CHARS]}}

@@ -132,18 +132,6 @@ def checked_toolset(given: Any) -> Toolset:
     return Toolset(tuple(tools.values()), tuple(tool for tool in found if isinstance(tool, LeftOut)))
 
 
-def checked_tools(given: Any) -> tuple[Tool, ...]:
-    """The tools of a request, all of them functions.
-
-    Raises:
-        InvalidRequestError: as `checked_toolset` raises it.
-        UnsupportedError: a tool is no function.
-    """
-    found = checked_toolset(given)
-    found.require_all()
-    return found.tools
-
-
 def checked_choice(given: Any, tools: Sequence[Tool], left_out: Sequence[LeftOut] = ()) -> ToolChoice:
     """The choice of a request, `given` being its field `tool_choice` as JSON; None: auto.
 
