@@ -252,25 +252,45 @@ def test_where_the_effort_ends_the_language_is_the_same(monkeypatch, max_steps, 
 
 def test_a_grammar_whose_first_token_takes_too_long_is_refused(monkeypatch):
     """A4: items are counted natively, but where rules are ambiguous one may cost a hundred times another."""
-    monkeypatch.setattr(constraint_compile, "MASK_S_AHEAD", 0.0)
+    monkeypatch.setattr(constraint_compile, "GRAMMAR_S_AHEAD", 0.0)
     with pytest.raises(InvalidRequestError, match="the GBNF grammar is refused: a token takes") as caught:
         compiled("gbnf", 'root ::= "a"')
     assert caught.value.param == "grammar"
 
 
-def test_a_grammar_that_takes_too_long_to_follow_ends_its_own_request(monkeypatch):
-    """A4: every sequence of a step waits for a mask: so much a token is saved up, and no more."""
-    clock = iter(range(1000))
+class SlowMatcher:
+    """A matcher of which one call takes a second of processor time, by the clock it brings.
+
+    Args:
+        matcher: does the work.
+        slow: the name of the call.
+    """
+
+    def __init__(self, matcher, slow):
+        self.now_s = 0.0
+        self._matcher = matcher
+        self._slow = slow
+
+    def __getattr__(self, name):
+        self.now_s += name == self._slow
+        return getattr(self._matcher, name)
+
+
+@pytest.mark.parametrize(("slow", "num_tokens"), [("unsafe_compute_mask_ptr", 9), ("try_consume_tokens", 10)])
+def test_a_grammar_that_takes_too_long_to_follow_ends_its_own_request(monkeypatch, slow, num_tokens):
+    """A4: every sequence of a step waits for masks and for steps through it: so much a token is saved up."""
     state = compiled("gbnf", 'root ::= "a"*').state()
-    monkeypatch.setattr(constraint_state, "MASK_S_AHEAD", 5.0)
-    monkeypatch.setattr(constraint_state, "MASK_S_A_TOKEN", 0.5)
-    monkeypatch.setattr(constraint_state.time, "thread_time", lambda: next(clock))
-    state._mask_left_s = 5.0
+    matcher = state._matcher = SlowMatcher(state._matcher, slow)
+    monkeypatch.setattr(constraint_state, "GRAMMAR_S_AHEAD", 5.0)
+    monkeypatch.setattr(constraint_state, "GRAMMAR_S_A_TOKEN", 0.5)
+    monkeypatch.setattr(constraint_state.time, "thread_time", lambda: matcher.now_s)
+    state._left_s = 5.0
 
     def follow():
         for _ in range(20):
             state.apply(np.zeros(N_VOCAB, np.float32))
             state.accept(ord("a"))
 
-    with pytest.raises(InvalidRequestError, match=r"takes too long to follow \(1000 ms .* after 9 tokens"):
+    expected = rf"takes too long to follow \(1000 ms .* after {num_tokens} tokens"
+    with pytest.raises(InvalidRequestError, match=expected):
         follow()

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from stoker.constraint import Constraint, ConstraintKind, NativeGrammar, Notation
 from stoker.decode.constraint_source import native_grammar
-from stoker.decode.constraint_state import DEAD_END, MASK_S_AHEAD, ConstraintState
+from stoker.decode.constraint_state import DEAD_END, GRAMMAR_S_AHEAD, ConstraintState
 from stoker.decode.constraint_tokenizer import GrammarTokenizer
 from stoker.errors import InvalidRequestError
 
@@ -164,8 +164,8 @@ def compile_grammar(constraint: Constraint, tokenizer: GrammarTokenizer) -> Comp
     started_s = time.thread_time()
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     mask_s = time.thread_time() - started_s
-    if mask_s > MASK_S_AHEAD:
-        text = f"the {label} is refused: a token takes {mask_s:.1f} s, at most {MASK_S_AHEAD} s may be had"
+    if mask_s > GRAMMAR_S_AHEAD:
+        text = f"the {label} is refused: a token takes {mask_s:.1f} s, at most {GRAMMAR_S_AHEAD} s may be had"
         raise InvalidRequestError(text, param=constraint.param)
     if matcher.is_error() and not matcher.get_error().startswith(DEAD_END):
         raise InvalidRequestError(f"the {label} is refused: {_reason(matcher)}", param=constraint.param)

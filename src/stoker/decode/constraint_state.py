@@ -32,10 +32,11 @@ DEAD_END = (
     "NoExtensionBias"  # the grammar engine's word for a place where nothing may follow, not even an end
 )
 
-# Processor time that following a grammar may take, as every sequence of a step waits meanwhile: so much a
-# token, saved up to so much ahead. Medians of honest grammars are 20 to 90 us, on quick machines.
-MASK_S_A_TOKEN = 0.01
-MASK_S_AHEAD = 0.5
+# Processor time that following a grammar may take, masks and steps through it alike, as every sequence of a
+# step waits meanwhile: so much a token, saved up to so much ahead. Medians of honest masks are 20 to 90 us on
+# quick machines; ambiguous rules make a step through the grammar as slow as its mask.
+GRAMMAR_S_A_TOKEN = 0.01
+GRAMMAR_S_AHEAD = 0.5
 _MAX_REASON_CHARS = 200
 # What a byte of a mask adds to its eight logits. Adding is quicker than storing by a boolean mask, whose cost
 # grows with how often allowed and forbidden tokens alternate: 12 us against 20 to 120 us of 49,152.
@@ -71,7 +72,7 @@ class ConstraintState:
         self._tokenizer = tokenizer
         self._allowed = np.zeros((tokenizer.num_vocab + 31) // 32, np.uint32)
         self._is_fresh = False
-        self._mask_left_s = MASK_S_AHEAD
+        self._left_s = GRAMMAR_S_AHEAD
         self._opening: tuple[int, ...] = ()
         self._marker = reasoning_end.encode()
         self._tail = b""
@@ -141,6 +142,7 @@ class ConstraintState:
             InvalidRequestError: the grammar does not allow it here, or has become too complex.
         """
         self.num_tokens += 1
+        self._left_s = min(GRAMMAR_S_AHEAD, self._left_s + GRAMMAR_S_A_TOKEN)
         match self._phase:
             case _Phase.MAY_OPEN if token == self._opening[0] and not self._is_allowed(token):
                 self._open()
@@ -152,7 +154,9 @@ class ConstraintState:
                 self._listen(token)
             case _:
                 self._phase = _Phase.ACTIVE
+                started_s = time.thread_time()
                 self._consume([token])
+                self._pay(time.thread_time() - started_s)
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Take over tokens of an interrupted run. Raises as `accept` does."""
@@ -220,11 +224,11 @@ class ConstraintState:
             self._is_fresh = True
         return self._allowed
 
-    def _pay(self, mask_s: float) -> None:
-        """Take the time of a mask from what is saved. Raises InvalidRequestError where that is too little."""
-        self._mask_left_s = min(MASK_S_AHEAD, self._mask_left_s + MASK_S_A_TOKEN) - mask_s
-        if self._mask_left_s < 0:
-            given = f"{mask_s * 1000:.0f} ms for a token where {MASK_S_A_TOKEN * 1000:g} may be had"
+    def _pay(self, taken_s: float) -> None:
+        """Take the time of a mask or a step from what is saved. Raises InvalidRequestError beyond it."""
+        self._left_s -= taken_s
+        if self._left_s < 0:
+            given = f"{taken_s * 1000:.0f} ms for a token where {GRAMMAR_S_A_TOKEN * 1000:g} may be had"
             raise self._error(f"takes too long to follow ({given})")
 
     def _reason(self) -> str:
