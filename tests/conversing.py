@@ -104,13 +104,17 @@ class Ask:
             most = max(most, abs(sure - logprob))
         return most
 
-    def check_usage(self) -> None:
-        """What it is told of the cache can be (SPEC C2, C5, C13)."""
+    def check_usage(self, num_computed: int = 1) -> None:
+        """What it is told of the cache can be (SPEC C2, C5, C13).
+
+        `num_computed` of its prompt's tokens are computed at least: the last one, where it began once.
+        """
         usage = self.usage
         if usage is None:
             return
         assert usage.prompt_tokens == len(self.request.prompt)
-        assert usage.cached_tokens == 0 or LEAST_REUSED <= usage.cached_tokens < usage.prompt_tokens, usage
+        most = usage.prompt_tokens - num_computed
+        assert usage.cached_tokens == 0 or LEAST_REUSED <= usage.cached_tokens <= most, usage
         assert (usage.cache_source is None) == (usage.cached_tokens == 0), usage
 
 
@@ -193,8 +197,14 @@ async def ask(served: Runtime, question: Ask) -> None:
                 question.usage = event.usage
 
 
-async def replay(served: Runtime, crowd: list[Conversation], num_at_once: int) -> Counter[str]:
-    """All conversations, so many at once, each in its order; returns how the answers were, and from where."""
+async def replay(
+    served: Runtime, crowd: list[Conversation], num_at_once: int, num_computed: int = 1
+) -> Counter[str]:
+    """All conversations, so many at once, each in its order; returns how the answers were, and from where.
+
+    `num_computed` is as in `Ask.check_usage`: 0 where the engine is killed meanwhile: a request that begins
+    again may find its prompt with the beginning of its answer.
+    """
     waiting, told = iter(crowd), Counter()
 
     async def worker() -> None:
@@ -202,7 +212,7 @@ async def replay(served: Runtime, crowd: list[Conversation], num_at_once: int) -
             for question in asks:
                 await ask(served, question)
                 told[question.judge()] += 1
-                question.check_usage()
+                question.check_usage(num_computed)
                 if question.usage is not None:
                     told[f"from {question.usage.cache_source or 'nowhere'}"] += 1
 

@@ -126,6 +126,10 @@ class ByHand:
         self.jobs.append(job)
         return job
 
+    def withdraw(self, job):
+        """Take a job out that has not begun."""
+        return job.cancel()
+
     def step(self):
         """Do the next job, if there is one."""
         if self.jobs:

@@ -86,9 +86,9 @@ async def over_kills(model: str, crowd: list[Conversation], cache_dir: Path, ran
         try:
             async with asyncio.timeout(4 * WAIT_S):
                 while not killer.done():
-                    told += await replay(runtime, crowd, 6)
+                    told += await replay(runtime, crowd, 6, num_computed=0)
                 told["killed"] = await killer
-                told += await replay(runtime, crowd, 6)
+                told += await replay(runtime, crowd, 6, num_computed=0)
         finally:
             killer.cancel()
             await asyncio.gather(killer, return_exceptions=True)
