@@ -64,7 +64,7 @@ class Seq2SeqBackend(LlamaBackend):
     def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Have the decoder read this source from the next step on; UnsupportedError for anything else."""
         assert seq == 0, f"sequence {seq} of one"
-        if conditioning != Conditioning(source=conditioning.source, namespace=conditioning.namespace):
+        if conditioning.adapters or conditioning.pictures or conditioning.asked:
             raise UnsupportedError(f"{self._capabilities.description} takes a source and nothing beside it")
         self._source, self._namespace = conditioning.source, conditioning.namespace
 
