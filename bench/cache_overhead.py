@@ -39,7 +39,7 @@ from bench.target import Target
 from bench.workloads.workload import Better, Metric, Outcome, Workload, require_tokens, trace_of, wall_s
 from stoker.cache.keys import key_of
 from stoker.cache.radix import RadixTree
-from stoker.request import Priority
+from stoker.ipc.request import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,10 +21,10 @@ import numpy as np
 
 from bench.errors import BenchError
 from stoker.backends.llama.binding import llama, start
-from stoker.backends.llama.vocabulary import LlamaVocabulary
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode.constraint_compile import GrammarCompiler, compile_grammar
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
+from stoker.backends.llama.text.vocabulary import LlamaVocabulary
+from stoker.grammar.compiler import GrammarCompiler, compile_grammar
+from stoker.grammar.tokenizer import GrammarTokenizer
+from stoker.ipc.constraint import Constraint, ConstraintKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING, Any, Self
 from bench.errors import BenchError
 from bench.prompts import random_prompt
 from stoker.backends.llama.binding import llama
-from stoker.decode.generation import Generation
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.engine.process import EventWriter
-from stoker.messages import Failed, Finished, LoadModel, ModelState, Shutdown, Submit
-from stoker.request import GenerateRequest, Sampling
+from stoker.ipc.messages import Failed, Finished, LoadModel, ModelState, Shutdown, Submit
+from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec
+from stoker.sampling.generation import Generation
 from stoker.settings import EngineSettings
-from stoker.values import ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from stoker.messages import Event
+    from stoker.ipc.messages import Event
 
 NUM_ROWS = 8
 NUM_TOKENS = 160

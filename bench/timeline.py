@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
-from stoker.request import Priority
+from stoker.ipc.request import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.timeline import Spell, State
-from stoker.request import Priority
+from stoker.ipc.request import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

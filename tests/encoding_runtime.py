@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.backends.fake_encoder import N_EMBD, vector_of
-from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
+from stoker.backends.fake.encoder import N_EMBD, vector_of
+from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError, ModelNotFoundError, QueueFullError
-from stoker.messages import Finished, Queued, StateReady
-from stoker.states import States
-from stoker.values import ModelInfo, Tensor, Timings, Usage
+from stoker.ipc.messages import Finished, Queued, StateReady
+from stoker.ipc.values import ModelInfo, Tensor, Timings, Usage
+from stoker.tasks.states import States
 
 ENCODER_INFO = ModelInfo(
     id="encoder",

@@ -5,14 +5,14 @@ a subclass says what requests ask for and what their rows have to be.
 """
 
 import stepping
-from stoker.cache.disk_tier import Read, Remove, Write
+from stoker.cache.disk.tier import Read, Remove, Write
 from stoker.cache.entry import Entry
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.memory.ledger import Ledger
-from stoker.request import FinishReason, Priority
+from stoker.ipc.request import FinishReason, Priority
+from stoker.ipc.values import CacheMode, Policy
+from stoker.kv.sequence import ParkForm, SequenceKey, SequenceState
+from stoker.machine.ledger import Ledger
 from stoker.scheduler.scheduler import Scheduler
-from stoker.scheduler.sequence import ParkForm, SequenceKey, SequenceState
-from stoker.values import CacheMode, Policy
 
 SPACES = [b"a" * 32, b"b" * 32]
 PAUSED_STEPS = 15

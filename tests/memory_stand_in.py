@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 from threading import Event
 from unittest import mock
 
-from stoker.backends.fake import load as load_fake
+from stoker.backends.fake.backend import load as load_fake
 from stoker.engine.inbox import Inbox, Measured
 from stoker.engine.loop import EngineLoop
-from stoker.engine.step_clock import StepClock
-from stoker.memory.gauge import Sample
-from stoker.memory.heat import Heat, HeatReading
-from stoker.memory.pressure import Pressure
-from stoker.messages import (
+from stoker.engine.threads.timer import StepClock
+from stoker.ipc.messages import (
     Admitted,
     Delta,
     Failed,
@@ -28,9 +25,12 @@ from stoker.messages import (
     RungTaken,
     Submit,
 )
-from stoker.request import GenerateRequest, Sampling
+from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec
+from stoker.machine.gauge import Sample
+from stoker.machine.heat import Heat, HeatReading
+from stoker.machine.pressure import Pressure
 from stoker.settings import EngineSettings
-from stoker.values import ModelSpec
 
 MIB = 2**20
 OWN_MIB = 100
@@ -49,7 +49,9 @@ class Clock:
         self.ahead_s = 0.0
         self._still_s = time.monotonic() if is_still else None
         monkeypatch.setattr(StepClock, "now", staticmethod(self.now))
-        monkeypatch.setattr("stoker.engine.lobby.arrival_of", lambda submit: self.now() - submit.age_s)
+        monkeypatch.setattr(
+            "stoker.engine.residency.pending.arrival_of", lambda submit: self.now() - submit.age_s
+        )
 
     def now(self):
         """Seconds; each look takes a millionth of one, as nothing takes no time."""
@@ -76,7 +78,7 @@ class Gate:
         self._is_open = Event()
         self.is_deaf = False
         self.begun, self.stopped, self.backends = [], [], []
-        monkeypatch.setattr("stoker.engine.workers.load_fake", self._load)
+        monkeypatch.setattr("stoker.engine.residency.workers.load_fake", self._load)
 
     def open(self):
         """Let every load end."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image as Pillow
 
-from stoker.request import Picture
+from stoker.ipc.request import Picture
 
 
 def encoded(image: Pillow.Image, kind: str = "PNG", **how: Any) -> bytes:

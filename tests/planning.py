@@ -7,8 +7,8 @@ from typing import Any
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.chat.layout import lay_out
-from stoker.chatting import ChatPlan, drafted_chat
-from stoker.values import ModelInfo
+from stoker.ipc.values import ModelInfo
+from stoker.tasks.chat import ChatPlan, drafted_chat
 
 
 def planned_chat(

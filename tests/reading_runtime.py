@@ -8,10 +8,10 @@ from encoding_runtime import ENCODER_INFO
 from planning import planned_chat
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
-from stoker.messages import Delta, Finished
-from stoker.request import FinishReason
+from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import Timings, Usage
 from stoker.settings import EngineSettings
-from stoker.values import Timings, Usage
 
 READER_INFO = msgspec.structs.replace(ENCODER_INFO, id="reader", model_class="decoder", has_vision=True)
 

@@ -6,8 +6,8 @@ from importlib import resources
 import numpy as np
 
 from stoker.backends.llama.binding import llama, start
-from stoker.backends.llama.vocabulary import LlamaVocabulary
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
+from stoker.backends.llama.text.vocabulary import LlamaVocabulary
+from stoker.grammar.tokenizer import GrammarTokenizer
 
 _CLOSERS = ('"', "}", "]", '"}', '"]', "null")
 

@@ -4,15 +4,15 @@ from functools import cache
 
 import numpy as np
 
-from stoker.backends.fake import FakeBackend
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.fake.backend import FakeBackend
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import PrefixCache
-from stoker.engine.orders import carry_out
-from stoker.memory.ledger import Ledger
-from stoker.request import FinishReason
-from stoker.scheduler.limits import SchedulerLimits
+from stoker.engine.runners.apply_ops import carry_out
+from stoker.ipc.request import FinishReason
+from stoker.kv.limits import SchedulerLimits
+from stoker.kv.sequence import Sequence, SequenceKey
+from stoker.machine.ledger import Ledger
 from stoker.scheduler.scheduler import Scheduler
-from stoker.scheduler.sequence import Sequence, SequenceKey
 
 MAX_TOKENS = 4096
 CELL_BYTES = 8

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from stoker.request import Picture
+from stoker.ipc.request import Picture
 from tiny_models import WIDTH
 
 IMAGE_SIZE, PATCH_SIZE = 16, 4

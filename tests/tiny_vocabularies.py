@@ -12,7 +12,7 @@ from pathlib import Path
 import gguf
 
 from stoker.backends.llama.binding import llama, start
-from stoker.backends.llama.vocabulary import LlamaVocabulary
+from stoker.backends.llama.text.vocabulary import LlamaVocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

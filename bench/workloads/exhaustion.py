@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from bench.client import Completion
 from bench.prompts import random_prompt
 from bench.workloads.workload import Better, Judged, Metric, Outcome, Workload, trace_of, wall_s
-from stoker.request import Priority
+from stoker.ipc.request import Priority
 
 if TYPE_CHECKING:
     from bench.peers import Shape

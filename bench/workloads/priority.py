@@ -26,7 +26,7 @@ from bench.workloads.workload import (
     trace_of,
     wall_s,
 )
-from stoker.request import Priority
+from stoker.ipc.request import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

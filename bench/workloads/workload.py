@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from bench.peers import Shape
     from bench.target import Target
-    from stoker.request import Priority
+    from stoker.ipc.request import Priority
 
 
 class Better(StrEnum):

@@ -3,11 +3,11 @@
 from stoker import sync
 from stoker.errors import StokerError
 from stoker.images import Image
-from stoker.reading import Reading
-from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
+from stoker.ipc.values import ModelInfo, Timings, TokenLogprob, Usage
 from stoker.runtime import Runtime, RuntimeStatus, TextDelta
 from stoker.settings import EngineSettings
-from stoker.values import ModelInfo, Timings, TokenLogprob, Usage
+from stoker.tasks.read_images import Reading
 
 __all__ = [
     "EngineSettings",

@@ -15,8 +15,8 @@ from pydantic import Field
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from stoker.ipc.values import Usage
     from stoker.sync import Runtime
-    from stoker.values import Usage
 
 PREFIX = "stoker/"
 
@@ -87,7 +87,7 @@ class StokerModel(llm.Model):
 def _schema(schema: dict[str, Any]) -> Any:
     import json  # noqa: PLC0415 - see above
 
-    from stoker.constraint import Constraint, ConstraintKind  # noqa: PLC0415 - see above
+    from stoker.ipc.constraint import Constraint, ConstraintKind  # noqa: PLC0415 - see above
 
     return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=json.dumps(schema, ensure_ascii=False))
 

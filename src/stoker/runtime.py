@@ -1,7 +1,7 @@
 """The façade an application imports: models by name, requests in, text out.
 
-Owns what an application may call and the shape of the answers. What it is made of is `stoker.front`'s,
-processes, restarts and replay are `stoker.engine.host`'s business, HTTP is the server's.
+Owns what an application may call and the shape of the answers. What it is made of is `client.client`'s,
+processes, restarts and replay are `client.supervisor`'s, HTTP is the server's.
 
     async with Runtime(slots=4) as runtime:
         async for delta in runtime.generate("The capital of France is", max_tokens=16):
@@ -15,28 +15,28 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self
 
-from stoker import texts
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
-from stoker.chatting import ChatPlan, chat_deltas, drafted_chat, offer_of
-from stoker.choosing import Choices, Choosing
-from stoker.embeddings import Embeddings, Text, TextEmbeddings
-from stoker.engine.overview import overview
-from stoker.engine.rest import GRACES_S
-from stoker.engine.shelf import SpecChanges
-from stoker.front import Front
+from stoker.client.client import Front
+from stoker.client.event_bus import RuntimeEvent
+from stoker.client.models.catalogue import SpecChanges
+from stoker.client.process.suspend import GRACES_S
+from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
+from stoker.client.status import overview
+from stoker.client.store.kept import KeptRequest
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
-from stoker.lifecycle.events import RuntimeEvent
-from stoker.lifecycle.kept import KeptRequest
-from stoker.messages import ModelState, Tokenize
-from stoker.reading import MAX_TOKENS, ImageLike, Question, Reader, Reading, Schema
-from stoker.request import GenerateRequest
-from stoker.reranking import Ranking, Reranking
+from stoker.ipc.messages import ModelState, Tokenize
+from stoker.ipc.request import GenerateRequest
+from stoker.ipc.status import EngineHealth, ModelStatus, RuntimeStatus
+from stoker.ipc.values import ModelInfo, Reach
 from stoker.settings import EngineSettings
-from stoker.states import GivenState, States
-from stoker.status import EngineHealth, ModelStatus, RuntimeStatus
-from stoker.streams import StreamEvent, TextDelta, text_deltas
-from stoker.values import ModelInfo, Reach
+from stoker.tasks import texts
+from stoker.tasks.chat import ChatPlan, chat_deltas, drafted_chat, offer_of
+from stoker.tasks.choose import Choices, Choosing
+from stoker.tasks.embed import Embeddings, Text, TextEmbeddings
+from stoker.tasks.read_images import MAX_TOKENS, ImageLike, Question, Reader, Reading, Schema
+from stoker.tasks.rerank import Ranking, Reranking
+from stoker.tasks.states import GivenState, States
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from stoker.choosing import Choices
-    from stoker.embeddings import Text, TextEmbeddings
-    from stoker.messages import ModelState
-    from stoker.reading import ImageLike, Reading
-    from stoker.request import GenerateRequest
-    from stoker.reranking import Ranking
+    from stoker.client.requests.stream import StreamEvent
+    from stoker.ipc.messages import ModelState
+    from stoker.ipc.request import GenerateRequest
+    from stoker.ipc.status import ModelStatus
+    from stoker.ipc.values import ModelInfo
     from stoker.runtime import KeptRequest, Message, RuntimeEvent, RuntimeStatus, TextDelta
     from stoker.settings import EngineSettings
-    from stoker.states import Prompt, SavedState, StateEmbedding
-    from stoker.status import ModelStatus
-    from stoker.streams import StreamEvent
-    from stoker.values import ModelInfo
+    from stoker.tasks.choose import Choices
+    from stoker.tasks.embed import Text, TextEmbeddings
+    from stoker.tasks.read_images import ImageLike, Reading
+    from stoker.tasks.rerank import Ranking
+    from stoker.tasks.states import Prompt, SavedState, StateEmbedding
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ class Runtime:
 
 
 class States:
-    """See `stoker.states.States`; the same names and errors."""
+    """See `stoker.tasks.states.States`; the same names and errors."""
 
     def __init__(
         self, runtime: asynchronous.Runtime, wait: Callable[[Coroutine[Any, Any, Any]], Any]

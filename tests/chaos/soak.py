@@ -10,14 +10,14 @@ from enum import StrEnum
 from random import Random
 
 from stoker import FinishReason, GenerateRequest, Runtime, Sampling
-from stoker.backends.fake import FakeBackend, FakeFaults
-from stoker.backends.protocol import BatchPlan, PlanItem
-from stoker.decode.generation import Generation
-from stoker.decode.workspace import Workspace
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
-from stoker.messages import Delta, Failed, Finished, Parked
-from stoker.request import Preempt, Priority
-from stoker.values import Usage
+from stoker.ipc.messages import Delta, Failed, Finished, Parked
+from stoker.ipc.request import Preempt, Priority
+from stoker.ipc.values import Usage
+from stoker.sampling.generation import Generation
+from stoker.sampling.workspace import Workspace
 
 MOST_TOKENS = 120
 NUM_SHAPES = 60

@@ -14,7 +14,7 @@ import pytest
 
 from conversing import Ask, Conversation, Manner, ask, conversations, replay
 from stoker import Runtime
-from stoker.cache.disk import FOLDER_NAME, PrefixFolder
+from stoker.cache.disk.files import FOLDER_NAME, PrefixFolder
 
 FAKE = "fake:eog_period=0,step_delay_s=0.0005"
 PLAIN = "fake:eog_period=0"

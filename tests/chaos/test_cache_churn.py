@@ -14,7 +14,7 @@ import pytest
 
 from conversing import Ask, ask
 from stoker import GenerateRequest, Runtime, Sampling
-from stoker.cache.disk import FOLDER_NAME, PrefixFolder
+from stoker.cache.disk.files import FOLDER_NAME, PrefixFolder
 from tiny_models import TINY
 
 SLACK_BYTES = 64 * 2**20

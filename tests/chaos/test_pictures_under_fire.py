@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from stoker import GenerateRequest, Runtime, Sampling
-from stoker.constraint import Constraint, ConstraintKind
+from stoker.client.requests.stream import StreamEvent
 from stoker.errors import EngineCrashedError, NotReadyError
-from stoker.messages import Delta, Finished
-from stoker.request import IMAGE_MARKER, Picture
-from stoker.status import EngineStatus
-from stoker.streams import StreamEvent
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.request import IMAGE_MARKER, Picture
+from stoker.ipc.status import EngineStatus
 
 MODEL = "fake:eog_period=0,vision=20,step_delay_s=0.005"
 SETTINGS = {"ctx_size": 4096, "slots": 8, "n_batch": 32, "threads": 1}

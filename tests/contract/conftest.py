@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stoker.backends.fake import FakeBackend, FakeFaults
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.llama import LlamaBackend, load
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
 from tiny_models import TINY, write_llama
 
 NUM_CELLS = 512  # llama.cpp rounds to multiples of 256

@@ -1,4 +1,4 @@
-"""What every backend must do; the contract stands in `stoker.backends.protocol`."""
+"""What every backend must do; the contract stands in `stoker.backends.protocol.backend`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from stoker.backends.fake import FakeBackend
+from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.llama import LlamaBackend
-from stoker.backends.protocol import BatchPlan, PlanItem, Rows
+from stoker.backends.protocol.backend import BatchPlan, PlanItem, Rows
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
 
 TestedBackend = FakeBackend | LlamaBackend

@@ -12,7 +12,7 @@ import pytest
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.state import SequenceStates
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import PoolFullError
 from tiny_models import TOKENS, quantised, write_llama
 

@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from smol_vocabulary import vocabulary as smol_vocabulary
-from stoker.backends.llama.text_cuts import MAX_RUN_CHARS
-from stoker.backends.llama.vocabulary import LlamaVocabulary
+from stoker.backends.llama.text.cuts import MAX_RUN_CHARS
+from stoker.backends.llama.text.vocabulary import LlamaVocabulary
 from tiny_vocabularies import TINY_VOCABULARIES, byte_pairs, opened, write
 
 PARTS = [

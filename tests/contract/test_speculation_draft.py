@@ -6,11 +6,11 @@ import pytest
 import tiny_models
 from stoker.backends.llama import load
 from stoker.backends.llama.draft import SLICE_TOKENS
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.models.draft_estimate import with_draft
-from stoker.models.estimate import estimator_of
-from stoker.values import AdapterSpec, ModelSpec, Speculation
+from stoker.ipc.values import AdapterSpec, ModelSpec, Speculation
+from stoker.models.memory_estimate.draft import with_draft
+from stoker.models.memory_estimate.estimate import estimator_of
 
 TEXT = [1, 40, 41, 42, 90, 91, 92, 60]
 NUM_CELLS = 256

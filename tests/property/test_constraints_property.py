@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from smol_vocabulary import drawn, grammar_tokenizer
-from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode.constraint_compile import compile_grammar
-from stoker.decode.constraint_gbnf import parse_gbnf
-from stoker.decode.constraint_notation import Chars, Choice, Ref, Repeat, Sequence
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
+from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
+from stoker.grammar.compiler import compile_grammar
+from stoker.grammar.gbnf.gbnf import parse_gbnf
+from stoker.grammar.gbnf.notation import Chars, Choice, Ref, Repeat, Sequence
+from stoker.grammar.tokenizer import GrammarTokenizer
+from stoker.ipc.constraint import Constraint, ConstraintKind
 
 SUITE_FILE = os.environ.get("STOKER_JSON_SCHEMA_SUITE", "")
 """The public suite, draft 2020-12, as a list of {"name", "schema", "tests": [[instance, is_valid], ...]}."""

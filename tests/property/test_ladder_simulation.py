@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.memory.gauge import Sample
-from stoker.memory.policy import LADDER, LONGEST_DESCENT_S, MAX_CALM_S, SETTLE_S, Ladder
-from stoker.memory.pressure import EVENT_HOLD_S, Pressure, PressureMeter
+from stoker.machine.gauge import Sample
+from stoker.machine.policy import LADDER, LONGEST_DESCENT_S, MAX_CALM_S, SETTLE_S, Ladder
+from stoker.machine.pressure import EVENT_HOLD_S, Pressure, PressureMeter
 
 HOUR_S = 3600
 RECOVERY_S = round(LONGEST_DESCENT_S + EVENT_HOLD_S) + 10  # an undone rung waits for a sample

@@ -6,12 +6,12 @@ import pytest
 
 import stepping
 from stepping import CELL_BYTES
-from stoker.backends.fake import FakeBackend
+from stoker.backends.fake.backend import FakeBackend
 from stoker.cache.prefix_cache import CacheLimits
-from stoker.request import Priority
-from stoker.scheduler.patience import ONE_STEP_IN
-from stoker.scheduler.sequence import SequenceState
-from stoker.values import CacheMode, Policy
+from stoker.ipc.request import Priority
+from stoker.ipc.values import CacheMode, Policy
+from stoker.kv.sequence import SequenceState
+from stoker.scheduler.aging import ONE_STEP_IN
 
 PATIENCE_S = 5.0
 NUM_SLOTS, N_BATCH = 3, 24

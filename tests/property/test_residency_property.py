@@ -6,10 +6,8 @@ import pytest
 
 from memory_stand_in import MIB, OWN_MIB, ByHand, Clock, Gate, Machines
 from stoker.engine.inbox import Loaded
-from stoker.memory.heat import Heat
-from stoker.memory.pressure import Pressure
-from stoker.memory.residency import FRONT_MOVES, ModelLife, is_move
-from stoker.messages import (
+from stoker.engine.residency.catalogue import FRONT_MOVES, ModelLife, is_move
+from stoker.ipc.messages import (
     Cancel,
     Failed,
     Finished,
@@ -23,8 +21,10 @@ from stoker.messages import (
     Tokenize,
     UnloadModel,
 )
-from stoker.request import FinishReason, Priority
-from stoker.values import ModelSpec
+from stoker.ipc.request import FinishReason, Priority
+from stoker.ipc.values import ModelSpec
+from stoker.machine.heat import Heat
+from stoker.machine.pressure import Pressure
 
 LIMIT_MIB = 1000
 ORDERS = {

@@ -7,10 +7,10 @@ import pytest
 import histories
 from histories import make_history, make_options
 from stepping import CELL_BYTES, alone
-from stoker.backends.fake import FakeBackend, FakeFaults
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.errors import EngineError
-from stoker.request import Priority
-from stoker.scheduler.sequence import SequenceState
+from stoker.ipc.request import Priority
+from stoker.kv.sequence import SequenceState
 
 NUM_CELLS = 124
 STEM = [65 + at % 26 for at in range(60)]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from stoker.chat.answer_events import CallArguments, CallEnded, Content, Reasoning
 from stoker.chat.json_scan import JsonScanner, Step
 from stoker.chat.reasoning import THINK, ReasoningSplitter
-from stoker.chat.tool_calls import ToolCallParser
-from stoker.chat.tool_formats import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS
+from stoker.chat.tools.calls import ToolCallParser
+from stoker.chat.tools.formats import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS
 
 SYNTAXES = [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GENERIC]
 _PIECES = [

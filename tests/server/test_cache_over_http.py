@@ -9,12 +9,12 @@ import pytest
 from stand_in import HOLD, delta
 
 from stoker.errors import QueueFullError
-from stoker.messages import Admitted, Finished, Queued
-from stoker.request import MAX_SALT_CHARS, FinishReason
-from stoker.server import sse
-from stoker.server.generation import total_usage
-from stoker.server.security import KeyRing, salt_of
-from stoker.values import CacheSource, Timings, Usage
+from stoker.ipc.messages import Admitted, Finished, Queued
+from stoker.ipc.request import MAX_SALT_CHARS, FinishReason
+from stoker.ipc.values import CacheSource, Timings, Usage
+from stoker.server.inbound.security import KeyRing, salt_of
+from stoker.server.streaming import sse
+from stoker.server.streaming.generation import total_usage
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from encoding_runtime import ENCODER_INFO, EncodingRuntime
-from stoker.backends.fake_encoder import N_EMBD, vector_of
-from stoker.request import Priority
+from stoker.backends.fake.encoder import N_EMBD, vector_of
+from stoker.ipc.request import Priority
 from stoker.runtime import Runtime
 
 

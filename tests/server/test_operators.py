@@ -13,16 +13,16 @@ from stand_in import HOLD, StandInRuntime
 from typer.testing import CliRunner
 
 from stoker.cli.main import app as commands
+from stoker.client.event_bus import RuntimeEvent
+from stoker.client.store.kept import KeptRequest
 from stoker.errors import AuthenticationError
-from stoker.lifecycle.events import RuntimeEvent
-from stoker.lifecycle.kept import KeptRequest
-from stoker.request import GenerateRequest
+from stoker.ipc.request import GenerateRequest
+from stoker.ipc.status import EngineStatus, ModelStatus
+from stoker.ipc.values import Reach
 from stoker.runtime import Runtime
 from stoker.server.app import create_app, server_context
-from stoker.server.security import Access, KeyRing, is_loopback
+from stoker.server.inbound.security import Access, KeyRing, is_loopback
 from stoker.settings import ServerSettings
-from stoker.status import EngineStatus, ModelStatus
-from stoker.values import Reach
 
 START_S = 60.0
 REQUESTS = "/v1/runtime/requests"

@@ -20,10 +20,10 @@ from starlette.requests import Request
 from pictures import bomb, encoded, first_pixel, plain, uri
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
-from stoker.request import IMAGE_MARKER as HERE
-from stoker.server.schema.chat import Conversation
-from stoker.server.schema.messages import MessagesRequest
-from stoker.server.schema.responses import ResponsesRequest
+from stoker.ipc.request import IMAGE_MARKER as HERE
+from stoker.server.anthropic.body import MessagesRequest
+from stoker.server.openai.chat_body import Conversation
+from stoker.server.openai.responses_body import ResponsesRequest
 
 SEEING = msgspec.structs.replace(INFO, has_vision=True)
 NOISE = Pillow.effect_noise((90, 60), 60).convert("RGB")

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from stand_in import HOLD, StandInRuntime, delta
 
 from stoker.errors import EngineError
-from stoker.request import Priority
-from stoker.status import CacheStatus, EngineHealth, EngineStatus, SlotStatus, WaitStatus
+from stoker.ipc.request import Priority
+from stoker.ipc.status import CacheStatus, EngineHealth, EngineStatus, SlotStatus, WaitStatus
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from stoker.cli.main import app
 from stoker.errors import InsufficientMemoryError
-from stoker.request import Priority
-from stoker.status import EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.ipc.request import Priority
+from stoker.ipc.status import EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
 
 
 @pytest.fixture

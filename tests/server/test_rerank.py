@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from encoding_runtime import RERANKER_INFO, EncodingRuntime, score_of
-from stoker.backends.fake_vocabulary import FakeVocabulary
-from stoker.request import Priority
+from stoker.backends.fake.vocabulary import FakeVocabulary
+from stoker.ipc.request import Priority
 from stoker.runtime import Runtime
 
 QUERY = "who waits?"

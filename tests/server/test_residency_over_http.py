@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from stand_in import INFO
 
 from stoker.errors import InsufficientMemoryError, ModelTooLargeError
+from stoker.ipc.status import EngineStatus, MemoryStatus, ModelStatus
 from stoker.runtime import Runtime
-from stoker.status import EngineStatus, MemoryStatus, ModelStatus
 
 MODELS = "/v1/runtime/models"
 MEMORY = MemoryStatus(

@@ -12,8 +12,8 @@ import stand_in
 from openai.types.responses import Response
 from stand_in import FINISHED, INFO, delta
 
-from stoker.messages import Admitted, PrefillProgress
-from stoker.request import FinishReason
+from stoker.ipc.messages import Admitted, PrefillProgress
+from stoker.ipc.request import FinishReason
 
 STOP = delta("", finish_reason=FinishReason.STOP)
 TOOL_MODEL = "{{ tools }}<tool_call></tool_call>"

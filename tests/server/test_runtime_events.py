@@ -6,7 +6,7 @@ import json
 
 import httpx
 
-from stoker.lifecycle.events import RuntimeEvent
+from stoker.client.event_bus import RuntimeEvent
 from stoker.runtime import Runtime
 
 EVENTS = "/v1/runtime/events"

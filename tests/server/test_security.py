@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import ForbiddenError, MachineSetupError
-from stoker.server.security import HostList, KeyRing
+from stoker.server.inbound.security import HostList, KeyRing
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 

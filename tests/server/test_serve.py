@@ -13,7 +13,7 @@ import pytest
 from stand_in import FINISHED, HOLD, StandInRuntime, delta
 
 from stoker.errors import MachineSetupError, ModelFileError
-from stoker.request import FinishReason
+from stoker.ipc.request import FinishReason
 from stoker.server.serve import bind
 
 HELLO = [{"role": "user", "content": "Say hello"}]

@@ -12,9 +12,9 @@ import pytest
 from stand_in import FINISHED, HOLD, delta
 
 from stoker.errors import ModelTooLargeError
-from stoker.messages import Parked, Paused, PrefillProgress, Queued, Resumed
-from stoker.request import FinishReason
-from stoker.server import delivery
+from stoker.ipc.messages import Parked, Paused, PrefillProgress, Queued, Resumed
+from stoker.ipc.request import FinishReason
+from stoker.server.streaming import delivery
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"

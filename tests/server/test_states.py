@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from stoker.models.state_file import parse_state
+from stoker.models.states.file import parse_state
 from stoker.runtime import Runtime
 
 FIRST, REST = list(range(60, 80)), list(range(80, 100))

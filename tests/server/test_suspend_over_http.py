@@ -8,10 +8,10 @@ import httpx
 import pytest
 from stand_in import FINISHED, HOLD, delta
 
+from stoker.client.store.kept import KeptRequest
 from stoker.errors import NotReadyError, StepFailedError
-from stoker.lifecycle.kept import KeptRequest
-from stoker.messages import Paused, Queued
-from stoker.request import FinishReason
+from stoker.ipc.messages import Paused, Queued
+from stoker.ipc.request import FinishReason
 from stoker.server.sleep import SleepSwitch
 
 REQUESTS = "/v1/runtime/requests"

@@ -12,8 +12,8 @@ import stand_in
 from stand_in import FINISHED, INFO, delta
 
 from stoker.errors import NotReadyError
-from stoker.request import FinishReason
-from stoker.server.schema.chat import ChatRequest
+from stoker.ipc.request import FinishReason
+from stoker.server.openai.chat_body import ChatRequest
 
 QWEN = "{{ tools }}<tool_call></tool_call></think>"
 CALLS = (

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from stand_in import FINISHED, INFO, delta
 
 from stoker.errors import NotReadyError
-from stoker.request import FinishReason
+from stoker.ipc.request import FinishReason
 
 TEMPLATE = "{{ tools }}<tool_call></tool_call></think>"
 TEXT = (

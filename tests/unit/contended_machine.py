@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stoker.engine.governor import StepSample, ThreadGovernor
+from stoker.engine.threads.governor import StepSample, ThreadGovernor
 
 TICK_S = 0.0005
 READ_EVERY_S = 0.25

@@ -25,7 +25,7 @@ from stoker.errors import (
     QueueFullError,
     RequestTimeoutError,
 )
-from stoker.messages import (
+from stoker.ipc.messages import (
     Admitted,
     Cancel,
     Delta,
@@ -53,10 +53,10 @@ from stoker.messages import (
     Tokenize,
     UnloadModel,
 )
-from stoker.request import FinishReason, GenerateRequest
+from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.status import EngineStatus
+from stoker.ipc.values import ModelInfo, Timings, Usage
 from stoker.settings import EngineSettings
-from stoker.status import EngineStatus
-from stoker.values import ModelInfo, Timings, Usage
 
 NUM_SLOTS = 8
 

@@ -10,12 +10,12 @@ import gguf
 import numpy as np
 import pytest
 
-from stoker.engine.adapter_specs import adapters_by_model, parse_adapter
-from stoker.engine.specs import served_of
+from stoker.client.models.adapter_specs import adapters_by_model, parse_adapter
+from stoker.client.models.specs import served_of
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
 from stoker.models.adapters import check_fits, read_adapter
-from stoker.models.estimate import estimator
-from stoker.models.gguf import read_header
+from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate.estimate import estimator
 from stoker.settings import EngineSettings, load_settings
 from tiny_adapters import RANK, TARGETS, write_adapter
 from tiny_models import HEAD_WIDTH, HEADS, WIDTH, write_bert, write_gemma3, write_llama, write_mamba

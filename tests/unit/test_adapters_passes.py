@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.backends.llama.passes import NONE, Pass, passes
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 
 RED, BLUE = (("red", 1.0),), (("blue", 1.0), ("red", 0.5))
 

@@ -15,10 +15,10 @@ from scripted_engine import model_info
 
 from stoker import GenerateRequest, Runtime, Sampling
 from stoker.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
-from stoker.fields import adapted
-from stoker.messages import Delta, Parked
-from stoker.request import Priority
-from stoker.values import AdapterSpec
+from stoker.ipc.messages import Delta, Parked
+from stoker.ipc.request import Priority
+from stoker.ipc.values import AdapterSpec
+from stoker.tasks.fields import adapted
 
 FAKE = "fake:eog_period=0"
 LORA = ("red=fake:red", "blue=fake:blue@0.5")

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from scripted_engine import request
 
-from stoker.engine.admission import MAX_RETRY_S, Admission, num_waiting
-from stoker.engine.replay import LiveRequest, Replay
+from stoker.client.requests.admission import MAX_RETRY_S, Admission, num_waiting
+from stoker.client.requests.replay import LiveRequest, Replay
 from stoker.errors import QueueFullError
-from stoker.messages import Admitted, Delta, Parked, Paused, Queued
-from stoker.request import FinishReason, GenerateRequest, Priority
+from stoker.ipc.messages import Admitted, Delta, Parked, Paused, Queued
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority
 
 PERSON = request()
 JOB = msgspec.structs.replace(PERSON, priority=Priority.BACKGROUND)

@@ -7,15 +7,15 @@ import sys
 import pytest
 
 from stoker.engine.process import limit_allocator
-from stoker.memory import allocator
-from stoker.memory.tiers import DEFAULTS, Tier
+from stoker.machine import allocator
+from stoker.machine.tiers import DEFAULTS, Tier
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another")
 
 MIB = 2**20
 CHILD = """
 import ctypes
-from stoker.memory import allocator
+from stoker.machine import allocator
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

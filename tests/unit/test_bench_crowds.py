@@ -27,7 +27,7 @@ from bench.timeline import Trace
 from bench.workloads import WORKLOADS, Better, Judged, Metric, noisy, priority
 from bench_stand_in import StandIn, serving
 
-from stoker.request import Priority
+from stoker.ipc.request import Priority
 
 DEFAULT = Shape(num_slots=8, ctx_size=16384, num_threads=2)
 

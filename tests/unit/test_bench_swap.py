@@ -40,9 +40,9 @@ from bench.workloads.swap import Swap
 from bench_stand_in import StandIn, serving
 
 from stoker.errors import InsufficientMemoryError
-from stoker.memory import verdict
-from stoker.models.estimate import estimator_of
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
+from stoker.models.memory_estimate import fit as verdict
+from stoker.models.memory_estimate.estimate import estimator_of
 
 SHAPE = Shape(num_slots=4, ctx_size=4096, num_threads=2)
 PROMPT_TOKENS = 7

@@ -15,7 +15,7 @@ from bench.results import Comparison, Report, Series
 from bench.timeline import Spell, State, Timeline, Trace, pack, spells_of, timeline_of
 from bench.workloads import Better, Metric
 
-from stoker.request import Priority
+from stoker.ipc.request import Priority
 
 FLEX, ASKED = Priority.BACKGROUND, Priority.INTERACTIVE
 

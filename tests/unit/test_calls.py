@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stoker.engine.calls import Calls, Question
-from stoker.engine.death import Death
-from stoker.messages import GetStatus, Tokenize
+from stoker.client.process.exit import Death
+from stoker.client.requests.calls import Calls, Question
+from stoker.ipc.messages import GetStatus, Tokenize
 
 DEATH = Death("ended with signal 11", is_blamable=True)
 

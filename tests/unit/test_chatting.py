@@ -15,16 +15,16 @@ from planning import planned_chat
 from stoker import Runtime
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
-from stoker.chat.tool_formats import HERMES
-from stoker.chatting import PLAIN, chat_deltas, form_of, offer_of
-from stoker.constraint import Constraint, ConstraintKind
+from stoker.chat.tools.formats import HERMES
+from stoker.client.requests.stream import TextDelta, ToolCall
+from stoker.client.store.file import KeptFile, KeptFolder
+from stoker.client.store.requests import Keeper
 from stoker.errors import InvalidRequestError
-from stoker.lifecycle.keeper import Keeper
-from stoker.lifecycle.kept_file import KeptFile, KeptFolder
-from stoker.messages import Submit
-from stoker.request import FinishReason, GenerateRequest
-from stoker.streams import TextDelta, ToolCall
-from stoker.values import ModelInfo, Usage
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.messages import Submit
+from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.values import ModelInfo, Usage
+from stoker.tasks.chat import PLAIN, chat_deltas, form_of, offer_of
 
 FAKE = "fake:eog_period=0"
 SCHEMA = {

@@ -6,9 +6,9 @@ import pytest
 from test_single_flight import STEM, Machine
 
 from stoker.cache.keys import key_of
-from stoker.request import FinishReason
-from stoker.scheduler.checkpoints import INTERVAL, MAX_SPREAD, Checkpoints
-from stoker.values import CacheMode, CacheSource
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import CacheMode, CacheSource
+from stoker.kv.checkpoints import INTERVAL, MAX_SPREAD, Checkpoints
 
 
 def walk(checkpoints, length, step=1):

@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from stoker.backends.fake import FakeBackend
-from stoker.backends.fake_vocabulary import FakeVocabulary
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.fake.backend import FakeBackend
+from stoker.backends.fake.vocabulary import FakeVocabulary
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.choosing import ranked, require_choosing
 from stoker.cli.main import app
-from stoker.decode.choose import Likelihoods, negative_log_likelihood
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.resident import Resident
-from stoker.engine.step_clock import StepClock
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.slots import Resident
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
-from stoker.memory.ledger import Ledger
-from stoker.messages import Delta, Failed, Finished, StateReady, Submit
-from stoker.request import MAX_CANDIDATES, FinishReason, GenerateRequest, Priority, Sampling, StateOutput
+from stoker.ipc.messages import Delta, Failed, Finished, StateReady, Submit
+from stoker.ipc.request import MAX_CANDIDATES, FinishReason, GenerateRequest, Priority, Sampling, StateOutput
+from stoker.ipc.values import ModelInfo, ModelSpec
+from stoker.machine.ledger import Ledger
 from stoker.runtime import Runtime
+from stoker.sampling.choose import Likelihoods, negative_log_likelihood
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.throttle import Throttle
-from stoker.values import ModelInfo, ModelSpec
+from stoker.tasks.choose import ranked, require_choosing
 
 PROMPT = "who waits for whom?"
 CHOICES = ["everybody", "no one", "", "nobody", "no", "everybody"]

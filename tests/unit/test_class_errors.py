@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from every_class import DECODER, ENCODER, RECURRENT, RERANKER, SEQ2SEQ, runtime_of
 from stoker.errors import UnsupportedError
-from stoker.request import IMAGE_MARKER, GenerateRequest, Picture
+from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Picture
 
 NO_ENCODER = "no encoder: of other models"
 UNREADABLE = "for its decoder to read"

@@ -19,18 +19,19 @@ from prompt_toolkit.output import DummyOutput
 from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
-from stoker.cli import examination, stdin
+from stoker.cli import stdin
 from stoker.cli.activity import Activity
+from stoker.cli.commands import examination
+from stoker.cli.commands.reader import TerminalReader
 from stoker.cli.main import app
-from stoker.cli.reader import TerminalReader
+from stoker.engine.threads.cores import BusyProcess, CoreUse
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
-from stoker.memory.cores import BusyProcess, CoreUse
-from stoker.messages import Delta, Finished, ModelState, PrefillProgress
-from stoker.models import hub
-from stoker.request import FinishReason, GenerateRequest
+from stoker.ipc.messages import Delta, Finished, ModelState, PrefillProgress
+from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.values import Timings, Usage
+from stoker.models.hub import hub
 from stoker.server import serve
 from stoker.settings import EngineSettings, ServerSettings
-from stoker.values import Timings, Usage
 from tiny_projector import write_projector
 
 ANSWER = ("Hello", " there", ".")

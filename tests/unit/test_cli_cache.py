@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from stoker.cache.disk import PrefixFolder
+from stoker.cache.disk.files import PrefixFolder
+from stoker.cache.disk.prefix_file import NewPrefix
 from stoker.cache.keys import key_of
-from stoker.cache.prefix_file import NewPrefix
 from stoker.cli.main import app
 
 PAYLOAD = bytes(2000)

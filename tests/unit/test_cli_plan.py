@@ -13,13 +13,13 @@ import pytest
 from gguf_files import TinyModel
 from typer.testing import CliRunner
 
-from stoker.cli import plan
+from stoker.cli.commands import plan
 from stoker.cli.main import app
-from stoker.memory import profile
-from stoker.memory.profile import MemoryProfile
-from stoker.models.estimate import estimator_of
-from stoker.models.gguf import read_header
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
+from stoker.machine import profile
+from stoker.machine.profile import MemoryProfile
+from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate.estimate import estimator_of
 from tiny_projector import write_projector
 
 MIB = 2**20
@@ -155,7 +155,7 @@ def test_a_broken_file_is_not_a_model_that_does_not_fit(tmp_path: Path) -> None:
 def test_no_native_library_is_loaded(model: Path) -> None:
     """SPEC R2: without loading; also nothing that takes long to import."""
     code = (
-        "import sys\nfrom stoker.cli import plan\n"
+        "import sys\nfrom stoker.cli.commands import plan\n"
         f"plan.plan(model={str(model)!r}, as_json=True)\n"
         "print([name for name in ('llama_cpp', 'numpy', 'fastapi') if name in sys.modules])"
     )

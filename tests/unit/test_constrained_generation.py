@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode import Generation, Workspace
-from stoker.decode.constraint_compile import GrammarCompiler
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
-from stoker.request import FinishReason, GenerateRequest, Sampling
+from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
+from stoker.grammar.compiler import GrammarCompiler
+from stoker.grammar.tokenizer import GrammarTokenizer
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.sampling import Generation, Workspace
 
 VOCABULARY = FakeVocabulary()
 WORKSPACE = Workspace(N_VOCAB)

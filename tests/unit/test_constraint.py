@@ -5,7 +5,8 @@ import json
 import msgspec
 import pytest
 
-from stoker.constraint import (
+from stoker.errors import InvalidRequestError
+from stoker.ipc.constraint import (
     MAX_CHOICE_BYTES,
     MAX_CHOICES,
     MAX_DEPTH,
@@ -13,7 +14,6 @@ from stoker.constraint import (
     Constraint,
     ConstraintKind,
 )
-from stoker.errors import InvalidRequestError
 
 
 def nested_schema(depth):

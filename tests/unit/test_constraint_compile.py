@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from smol_vocabulary import grammar_tokenizer, tokens
-from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode.constraint_compile import GrammarCompiler, compile_grammar
-from stoker.decode.constraint_regex import MAX_EXPANDED_CHARS, expanded_size
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
+from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
+from stoker.grammar.compiler import GrammarCompiler, compile_grammar
+from stoker.grammar.regex import MAX_EXPANDED_CHARS, expanded_size
+from stoker.grammar.tokenizer import GrammarTokenizer
+from stoker.ipc.constraint import Constraint, ConstraintKind
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode.constraint_compile import compile_grammar
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
+from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
+from stoker.grammar.compiler import compile_grammar
+from stoker.grammar.tokenizer import GrammarTokenizer
+from stoker.ipc.constraint import Constraint, ConstraintKind
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
 

@@ -9,17 +9,19 @@ import sys
 import numpy as np
 import pytest
 
-from stoker.backends.fake_vocabulary import N_VOCAB, FakeVocabulary
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode import constraint_compile, constraint_lexemes, constraint_state
-from stoker.decode.constraint_compile import compile_grammar
-from stoker.decode.constraint_depth import deepest_path
-from stoker.decode.constraint_gbnf import MAX_RULES
-from stoker.decode.constraint_regex import MAX_QUANTIFIERS
-from stoker.decode.constraint_schema import MAX_NESTED
-from stoker.decode.constraint_source import MAX_LARK_RULES, native_grammar
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
+from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
+from stoker.grammar import compiler as constraint_compile
+from stoker.grammar import matcher as constraint_state
+from stoker.grammar.compiler import compile_grammar
+from stoker.grammar.depth import deepest_path
+from stoker.grammar.gbnf import lexemes as constraint_lexemes
+from stoker.grammar.gbnf.gbnf import MAX_RULES
+from stoker.grammar.json_schema import MAX_NESTED
+from stoker.grammar.regex import MAX_QUANTIFIERS
+from stoker.grammar.source import MAX_LARK_RULES, native_grammar
+from stoker.grammar.tokenizer import GrammarTokenizer
+from stoker.ipc.constraint import Constraint, ConstraintKind
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
 MAX_CALLS = 5_000_000

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from smol_vocabulary import grammar_tokenizer, tokens, vocabulary
-from stoker.backends.fake_vocabulary import BOS, EOS, IM_END, N_VOCAB, FakeVocabulary
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.decode.constraint_compile import GrammarCompiler, compile_grammar
-from stoker.decode.constraint_tokenizer import GrammarTokenizer
-from stoker.decode.sampler import Sampler
-from stoker.decode.workspace import Workspace
+from stoker.backends.fake.vocabulary import BOS, EOS, IM_END, N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
-from stoker.request import Sampling
+from stoker.grammar.compiler import GrammarCompiler, compile_grammar
+from stoker.grammar.tokenizer import GrammarTokenizer
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.request import Sampling
+from stoker.sampling.sampler import Sampler
+from stoker.sampling.workspace import Workspace
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from stoker import FinishReason, Runtime
-from stoker.backends.fake import FakeBackend, FakeFaults
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.errors import ContextLengthError
-from stoker.messages import Admitted, Delta, Failed, Finished, LoadModel, ModelState, Shutdown, Submit
-from stoker.request import GenerateRequest, Sampling
-from stoker.scheduler.shift import NUM_KEPT, num_dropped, num_kept, replayed, shifted
+from stoker.ipc.messages import Admitted, Delta, Failed, Finished, LoadModel, ModelState, Shutdown, Submit
+from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec
+from stoker.kv.context_shift import NUM_KEPT, num_dropped, num_kept, replayed, shifted
 from stoker.settings import EngineSettings
-from stoker.values import ModelSpec
 
 GREEDY = Sampling(temperature=0.0)
 N_CTX = 160

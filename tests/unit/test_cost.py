@@ -2,15 +2,15 @@
 
 import pytest
 
-from stoker.request import Priority
+from stoker.ipc.request import Priority
+from stoker.ipc.values import Policy
+from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.eta import waits_s
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.plan import Planner
-from stoker.scheduler.sequence import Sequence, SequenceKey, SequenceState
 from stoker.scheduler.slices import LEAST_S, SliceBudget
-from stoker.values import Policy
 
 
 def taught(times=None):

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from stoker.errors import DeviceBusyError, MachineSetupError
-from stoker.memory.device_lease import DeviceLease
+from stoker.machine.device_lease import DeviceLease
 
 HOLDER = """
 import sys
 from pathlib import Path
-from stoker.memory.device_lease import DeviceLease
+from stoker.machine.device_lease import DeviceLease
 lease = DeviceLease(sys.argv[2:], Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

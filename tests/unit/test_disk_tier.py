@@ -12,10 +12,11 @@ from random import Random
 
 import pytest
 
-from stoker.cache import disk, prefix_file
-from stoker.cache.disk import ABANDONED_S, PrefixFolder
+from stoker.cache.disk import files as disk
+from stoker.cache.disk import prefix_file
+from stoker.cache.disk.files import ABANDONED_S, PrefixFolder
+from stoker.cache.disk.prefix_file import NewPrefix
 from stoker.cache.keys import key_of
-from stoker.cache.prefix_file import NewPrefix
 from stoker.errors import CacheFileError, MachineSetupError
 
 SPACE = bytes(range(32))
@@ -30,8 +31,8 @@ FIELDS = (
 WRITER = """
 import os, sys
 from pathlib import Path
-from stoker.cache.disk import PrefixFolder
-from stoker.cache.prefix_file import NewPrefix
+from stoker.cache.disk.files import PrefixFolder
+from stoker.cache.disk.prefix_file import NewPrefix
 from stoker.errors import CacheFileError
 folder = PrefixFolder(Path(sys.argv[1]), int(sys.argv[2]))
 new = NewPrefix(bytes(32), "model", "/model", bytes(160))

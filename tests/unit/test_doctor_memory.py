@@ -2,9 +2,9 @@
 
 import pytest
 
-from stoker.cli import examination
-from stoker.memory.gauge import Sample
-from stoker.memory.profile import MemoryProfile
+from stoker.cli.commands import examination
+from stoker.machine.gauge import Sample
+from stoker.machine.profile import MemoryProfile
 from stoker.settings import EngineSettings
 
 GIB = 1024**3
@@ -75,7 +75,7 @@ def test_doctor_says_how_hot_it_is(tmp_path, trace, level, text):
 
 def test_doctor_takes_a_machine_without_sensors_for_nominal(monkeypatch):
     """SPEC M6: unknown sensors are nominal."""
-    monkeypatch.setattr("stoker.memory.heat.psutil.sensors_temperatures", dict, raising=False)
+    monkeypatch.setattr("stoker.machine.heat.psutil.sensors_temperatures", dict, raising=False)
     finding = examination._heat(EngineSettings())
     assert finding.level == "ok"
     assert finding.text.startswith("nominal: there are no sensors")

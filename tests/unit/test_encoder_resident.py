@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from stoker.backends.fake_encoder import N_EMBD, estimator, load, vector_of
-from stoker.engine.encoder import EncoderResident
+from stoker.backends.fake.encoder import N_EMBD, estimator, load, vector_of
 from stoker.engine.inbox import Inbox
+from stoker.engine.jobs.prepare import prepare
 from stoker.engine.loop import EngineLoop
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.step_clock import StepClock
+from stoker.engine.runners.oneshot import EncoderResident
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -18,7 +18,7 @@ from stoker.errors import (
     QueueFullError,
     UnsupportedError,
 )
-from stoker.messages import (
+from stoker.ipc.messages import (
     Admitted,
     Delta,
     Failed,
@@ -32,11 +32,11 @@ from stoker.messages import (
     StateReady,
     Submit,
 )
-from stoker.request import FinishReason, GenerateRequest, Priority, Sampling, StateOutput
-from stoker.scheduler.sequence import SequenceState
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling, StateOutput
+from stoker.ipc.values import ModelSpec, Policy
+from stoker.kv.sequence import SequenceState
 from stoker.scheduler.throttle import Throttle
 from stoker.settings import EngineSettings
-from stoker.values import ModelSpec, Policy
 
 BACKGROUND = Priority.BACKGROUND
 _WANTS = {"model": "e", "max_tokens": 0, "state_output": StateOutput.EMBED}

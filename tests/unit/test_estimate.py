@@ -12,14 +12,14 @@ import pytest
 from gguf_files import HEADS, SHARED_HEADS, WIDTH, TinyModel
 
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.models.estimate import SPARE_SEQUENCES, estimator, estimator_of, num_sequences
-from stoker.models.gguf import read_header
-from stoker.models.layers import read_layers
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
+from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate.estimate import SPARE_SEQUENCES, estimator, estimator_of, num_sequences
+from stoker.models.memory_estimate.layers import read_layers
 from tiny_models import CONTEXT_LENGTH, CONV, INNER, RWKV_WIDTH, STATE, TINY, WINDOW, write_bert
 
 if TYPE_CHECKING:
-    from stoker.models.gguf import GgufHeader
+    from stoker.models.gguf.header import GgufHeader
 
 HEAD = WIDTH // HEADS
 KV_LAYER_BYTES = 2 * SHARED_HEADS * HEAD * 2  # of one cell: keys and values, two bytes each

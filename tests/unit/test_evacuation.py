@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from memory_stand_in import GREEDY, Gate
-from stoker.engine.residency import RETRY_S
-from stoker.messages import (
+from stoker.engine.residency.residency import RETRY_S
+from stoker.ipc.messages import (
     Cancel,
     Delta,
     Failed,
@@ -22,8 +22,8 @@ from stoker.messages import (
     Submit,
     Suspend,
 )
-from stoker.request import FinishReason, GenerateRequest, Sampling
-from stoker.values import CacheSource
+from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.ipc.values import CacheSource
 
 ORDER = "eog_period=0,weights_mib=100"
 STORY = "a long story " * 12

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from stoker import GenerateRequest, Runtime
+from stoker.client.event_bus import MAX_WAITING, EventBus, RuntimeEvent
 from stoker.errors import ModelLoadError, NotReadyError
-from stoker.lifecycle.events import MAX_WAITING, EventBus, RuntimeEvent
-from stoker.messages import (
+from stoker.ipc.messages import (
     Admitted,
     Failed,
     Finished,
@@ -24,7 +24,7 @@ from stoker.messages import (
     Queued,
     RungTaken,
 )
-from stoker.values import CacheSource, Timings, Usage
+from stoker.ipc.values import CacheSource, Timings, Usage
 
 
 @pytest.fixture

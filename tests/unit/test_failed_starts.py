@@ -18,11 +18,11 @@ import pytest
 from scripted_engine import request
 from test_host import MODEL, Client, hosting, in_process, kill
 
-from stoker.engine import carrier as carriers
-from stoker.engine.carrier import Carrier, ProcessCarrier, ThreadCarrier
-from stoker.engine.descriptors import DescriptorReserve
-from stoker.engine.host import EngineHost
-from stoker.engine.state import EngineState
+from stoker.client.process import transport as carriers
+from stoker.client.process.descriptors import DescriptorReserve
+from stoker.client.process.lifecycle import EngineState
+from stoker.client.process.transport import Carrier, ProcessCarrier, ThreadCarrier
+from stoker.client.supervisor import EngineHost
 from stoker.errors import EngineError, MachineSetupError, NotReadyError
 from stoker.settings import EngineSettings
 

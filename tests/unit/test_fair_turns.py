@@ -6,19 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from stoker.backends.fake import load as load_decoder
-from stoker.backends.fake_encoder import load as load_encoder
+from stoker.backends.fake.backend import load as load_decoder
+from stoker.backends.fake.encoder import load as load_encoder
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.engine.fair_turns import SHARE_OF_STEP, Contender, FairTurns
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.residents import Residents
-from stoker.engine.step_clock import StepClock
-from stoker.memory.ledger import Ledger
-from stoker.messages import Submit
-from stoker.request import GenerateRequest, Priority, Sampling, StateOutput
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.runners import Residents
+from stoker.engine.runners.turns import SHARE_OF_STEP, Contender, FairTurns
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
+from stoker.ipc.messages import Submit
+from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
+from stoker.ipc.values import ModelSpec
+from stoker.machine.ledger import Ledger
 from stoker.scheduler.cost import StepCost
-from stoker.values import ModelSpec
 
 CHAT = Contender("chat", has_readers=True)
 PROMPTS = Contender("prompts")

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.backends.fake import FakeBackend, FakeFaults, load
-from stoker.backends.fake_vocabulary import BOS, EOS, IM_END, IM_START, FakeVocabulary
-from stoker.backends.protocol import BatchPlan, ModelClass, PlanItem, Rows
+from stoker.backends.fake.backend import FakeBackend, FakeFaults, load
+from stoker.backends.fake.vocabulary import BOS, EOS, IM_END, IM_START, FakeVocabulary
+from stoker.backends.protocol.backend import BatchPlan, ModelClass, PlanItem, Rows
 from stoker.errors import ModelFileError, PoolFullError, StepFailedError, UnsupportedError
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
 
 
 def step(backend: FakeBackend, *parts: tuple[int, list[int]]) -> Rows:
@@ -37,8 +37,8 @@ def test_two_backends_say_the_same() -> None:
     """SPEC Q4, Equal: the fake is a function of the tokens alone, in any process."""
     assert greedy(FakeBackend(), 20) == greedy(FakeBackend(num_sequences=2, num_cells=64), 20)
     code = (
-        "from stoker.backends.fake import FakeBackend\n"
-        "from stoker.backends.protocol import BatchPlan, PlanItem\n"
+        "from stoker.backends.fake.backend import FakeBackend\n"
+        "from stoker.backends.protocol.backend import BatchPlan, PlanItem\n"
         "print(float(FakeBackend().step(BatchPlan((PlanItem(0, 0, [65, 66], 1),)))[0].sum()))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -79,9 +79,9 @@ def test_ordered_faults_fail_the_step_and_change_nothing() -> None:
 def test_an_ordered_abort_kills_the_process() -> None:
     """SPEC L3: a crash of native code can be had without native code."""
     code = (
-        "from stoker.backends.fake import load\n"
-        "from stoker.backends.protocol import BatchPlan, PlanItem\n"
-        "from stoker.messages import ModelSpec\n"
+        "from stoker.backends.fake.backend import load\n"
+        "from stoker.backends.protocol.backend import BatchPlan, PlanItem\n"
+        "from stoker.ipc.messages import ModelSpec\n"
         "backend = load(ModelSpec(id='m', path='fake:abort_tokens=7+9'))\n"
         "backend.step(BatchPlan((PlanItem(0, 0, [65], 1),)))\n"
         "print('alive', flush=True)\n"

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from stoker.memory import gauge as gauge_module
-from stoker.memory.alarm import CutWatch, StallTrigger
-from stoker.memory.gauge import LINGER_S, Gauge, Sources, footprint_of, measure
-from stoker.memory.groups import Group
-from stoker.memory.heat import Heat, HeatReading
-from stoker.memory.policy import LADDER, Ladder
-from stoker.memory.pressure import Pressure
-from stoker.memory.tiers import Tier
+from stoker.machine import gauge as gauge_module
+from stoker.machine.alarm import CutWatch, StallTrigger
+from stoker.machine.gauge import LINGER_S, Gauge, Sources, footprint_of, measure
+from stoker.machine.groups import Group
+from stoker.machine.heat import Heat, HeatReading
+from stoker.machine.policy import LADDER, Ladder
+from stoker.machine.pressure import Pressure
+from stoker.machine.tiers import Tier
 
 MIB = 1024**2
 GIB = 1024**3

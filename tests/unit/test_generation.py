@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.decode import Drawn, Generation, Workspace
 from stoker.errors import InvalidRequestError, StepFailedError
-from stoker.request import FinishReason, GenerateRequest, Sampling
+from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.sampling import Drawn, Generation, Workspace
 
 EMOJI = "🙂".encode()
 PIECES = (

@@ -14,11 +14,11 @@ from gguf_files import CHAT_TEMPLATE, HEADS, TOKENS, WIDTH, write_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.backends.protocol import ModelClass
+from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.models.bounded_file import GgufArray
-from stoker.models.gguf import read_header
-from stoker.models.tensor_types import TENSOR_TYPES
+from stoker.models.gguf.bounded_file import GgufArray
+from stoker.models.gguf.header import read_header
+from stoker.models.gguf.tensor_types import TENSOR_TYPES
 from tiny_models import (
     write_bert,
     write_gemma3,

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from stoker.errors import MachineSetupError
-from stoker.memory.heat import (
+from stoker.machine.heat import (
     LEAVE_AFTER_S,
     Heat,
     HeatMeter,

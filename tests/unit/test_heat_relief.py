@@ -3,10 +3,10 @@
 import pytest
 
 from memory_stand_in import Clock
-from stoker.memory.heat import Heat
-from stoker.memory.policy import CALM_S, Rung
-from stoker.messages import Admitted, Failed, Finished, HeatMoved, Parked, Submit
-from stoker.request import GenerateRequest, Priority
+from stoker.ipc.messages import Admitted, Failed, Finished, HeatMoved, Parked, Submit
+from stoker.ipc.request import GenerateRequest, Priority
+from stoker.machine.heat import Heat
+from stoker.machine.policy import CALM_S, Rung
 
 ORDER = "eog_period=0,weights_mib=100"
 LONG = {"prompt": "a long story " * 10, "max_tokens": 1500}

@@ -14,9 +14,10 @@ import msgspec
 import pytest
 from scripted_engine import NUM_SLOTS, ScriptedEngine, model_info, request, text_of
 
-from stoker.engine.carrier import Carrier, EngineExit, NewCarrier, ProcessCarrier, ThreadCarrier
-from stoker.engine.host import EngineHost
-from stoker.engine.state import EngineState
+from stoker.client.process.lifecycle import EngineState
+from stoker.client.process.transport import Carrier, EngineExit, NewCarrier, ProcessCarrier, ThreadCarrier
+from stoker.client.requests.stream import RequestStream
+from stoker.client.supervisor import EngineHost
 from stoker.errors import (
     EngineCrashedError,
     InvalidRequestError,
@@ -29,7 +30,7 @@ from stoker.errors import (
     RequestNotFoundError,
     RequestTimeoutError,
 )
-from stoker.messages import (
+from stoker.ipc.messages import (
     Delta,
     Event,
     Failed,
@@ -45,10 +46,9 @@ from stoker.messages import (
     Submit,
     Tokenize,
 )
-from stoker.request import FinishReason, GenerateRequest, Priority
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority
+from stoker.ipc.values import ModelSpec
 from stoker.settings import EngineSettings
-from stoker.streams import RequestStream
-from stoker.values import ModelSpec
 
 MODEL = ModelSpec(id="m", path="good")
 
@@ -361,7 +361,7 @@ async def test_closing_while_the_engine_is_away_ends_what_began_and_refuses_what
 
 async def test_an_engine_that_ignores_its_shutdown_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """L4: closing takes a bounded time, whatever the engine does."""
-    monkeypatch.setattr("stoker.engine.host.EXIT_LIMIT_S", 0.2)
+    monkeypatch.setattr("stoker.client.supervisor.EXIT_LIMIT_S", 0.2)
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=2)).read(2)
         os.kill(host.pid, signal.SIGSTOP)
@@ -452,7 +452,7 @@ async def test_an_engine_that_never_says_hello_is_killed_and_blamed_thrice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """L3, L6: a start has a limit of its own."""
-    monkeypatch.setattr("stoker.engine.life.START_LIMIT_S", 0.2)
+    monkeypatch.setattr("stoker.client.process.instance.START_LIMIT_S", 0.2)
     settings = EngineSettings(watchdog_s=0.4)
     host = EngineHost(settings, [MODEL], new_carrier=lambda settings: NeverUp())
     with pytest.raises(MachineSetupError, match="no Hello within"):

@@ -9,8 +9,8 @@ import pytest
 from hub_stand_in import HubStandIn
 
 from stoker.errors import DownloadError, InvalidRequestError, MachineSetupError, ModelNotFoundError
-from stoker.models.hub import PullRequest, pull
-from stoker.models.hub_reference import HubReference
+from stoker.models.hub.hub import PullRequest, pull
+from stoker.models.hub.reference import HubReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,7 +156,7 @@ def test_retries_wait_longer_each_time(
 ) -> None:
     """SPEC L7: retry with back-off, then an error with the count and the status."""
     waits: list[float] = []
-    monkeypatch.setattr("stoker.models.hub.time.sleep", waits.append)
+    monkeypatch.setattr("stoker.models.hub.hub.time.sleep", waits.append)
     hub.failures = [500] * 4
     plain = PullRequest(reference="acme/tiny-GGUF", models_dir=tmp_path, endpoint=hub.endpoint, attempts=4)
     with pytest.raises(DownloadError, match=r"failed 4 times.*500"):
@@ -247,7 +247,7 @@ def test_a_full_disk_is_noticed_before_anything_is_fetched(
 ) -> None:
     """SPEC L7: too little room is an error with both numbers."""
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr("stoker.models.hub.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("stoker.models.hub.hub.shutil.disk_usage", lambda _: usage)
     with pytest.raises(MachineSetupError, match=f"1000 bytes free.*{len(CONTENT)}"):
         pull(request(hub, tmp_path), ignore)
     assert hub.file_requests() == []
@@ -256,7 +256,7 @@ def test_a_full_disk_is_noticed_before_anything_is_fetched(
 def test_the_address_of_the_hub_comes_from_the_environment(hub: HubStandIn, tmp_path: Path) -> None:
     """SPEC L7: HF_ENDPOINT moves every request to another hub."""
     script = (
-        "import sys, pathlib; from stoker.models.hub import PullRequest, pull\n"
+        "import sys, pathlib; from stoker.models.hub.hub import PullRequest, pull\n"
         "request = PullRequest(reference=sys.argv[1], models_dir=pathlib.Path(sys.argv[2]))\n"
         "print(pull(request, lambda *_: None))"
     )

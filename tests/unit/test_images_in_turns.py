@@ -18,7 +18,7 @@ from stoker.images import intake as intake_module
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.images.turns import Given, illustrated, with_images
-from stoker.request import IMAGE_MARKER as HERE
+from stoker.ipc.request import IMAGE_MARKER as HERE
 
 BLIND = msgspec.structs.replace(ENCODER_INFO, id="reader", model_class="decoder")
 SEEING = msgspec.structs.replace(BLIND, has_vision=True)

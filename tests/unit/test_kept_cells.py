@@ -2,9 +2,9 @@
 
 from test_single_flight import OTHER, SPACE, Machine
 
-from stoker.request import FinishReason, Priority
-from stoker.scheduler.effects import Import
-from stoker.scheduler.sequence import SequenceState
+from stoker.ipc.request import FinishReason, Priority
+from stoker.kv.ops import Import
+from stoker.kv.sequence import SequenceState
 
 
 def kept(machine):

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from stoker import GenerateRequest, Runtime, Sampling
+from stoker.client.requests.stream import StreamEvent
+from stoker.client.requests.transcript import Transcript
+from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder
+from stoker.client.store.last_models import LastModels
+from stoker.client.store.requests import ENDED_KEPT_S, MAX_ENDED, Keeper
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
-from stoker.lifecycle.keeper import ENDED_KEPT_S, MAX_ENDED, Keeper
-from stoker.lifecycle.kept_file import DamagedFile, KeptFile, KeptFolder
-from stoker.lifecycle.last_models import LastModels
-from stoker.lifecycle.transcript import Transcript
-from stoker.messages import (
+from stoker.ipc.messages import (
     Delta,
     Event,
     Failed,
@@ -27,9 +28,8 @@ from stoker.messages import (
     RequestEvent,
     Submit,
 )
-from stoker.request import FinishReason
-from stoker.streams import StreamEvent
-from stoker.values import Timings, TokenLogprob, Usage
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import Timings, TokenLogprob, Usage
 
 FAKE = "fake:eog_period=0,step_delay_s=0.003"
 ASKED = GenerateRequest(prompt="hello", model="fake", max_tokens=40, n=2, sampling=Sampling(seed=5))
@@ -158,14 +158,14 @@ def test_a_damaged_file_is_put_aside_with_a_warning(
 
 def test_files_that_were_put_aside_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC L2: in number and in bytes; the oldest go."""
-    monkeypatch.setattr("stoker.lifecycle.kept_file.MAX_BAD_FILES", 3)
+    monkeypatch.setattr("stoker.client.store.file.MAX_BAD_FILES", 3)
     for number in range(6):
         file = tmp_path / f"{number}.request"
         file.write_bytes(b"damaged")
         os.utime(file, (number, number))
     assert list(KeptFolder(tmp_path).take(["fake"])) == []
     assert [path.name for path in files(tmp_path)] == ["3.bad", "4.bad", "5.bad"]
-    monkeypatch.setattr("stoker.lifecycle.kept_file.MAX_BAD_BYTES", 20)
+    monkeypatch.setattr("stoker.client.store.file.MAX_BAD_BYTES", 20)
     (tmp_path / "6.request").write_bytes(b"damaged")
     assert list(KeptFolder(tmp_path).take(["fake"])) == []
     assert [path.name for path in files(tmp_path)] == ["5.bad", "6.bad"]
@@ -298,7 +298,7 @@ async def test_ended_requests_that_nobody_reads_are_bounded(
 ) -> None:
     """SPEC L2: the oldest goes first."""
     assert MAX_ENDED >= 512
-    monkeypatch.setattr("stoker.lifecycle.keeper.MAX_ENDED", 1)
+    monkeypatch.setattr("stoker.client.store.requests.MAX_ENDED", 1)
     keeper, sinks = await taken_up(tmp_path, "a", "b", clock=[0.0])
     for sink, name in zip(sinks, "ab", strict=True):
         sink(finished(name))

@@ -3,8 +3,8 @@
 import pytest
 
 from stoker.engine.inbox import Closed
-from stoker.messages import Cancel, Failed, Finished, Pause, Paused, Queued, Resume, Resumed, Shutdown
-from stoker.request import FinishReason, Priority
+from stoker.ipc.messages import Cancel, Failed, Finished, Pause, Paused, Queued, Resume, Resumed, Shutdown
+from stoker.ipc.request import FinishReason, Priority
 
 BIG = "eog_period=0,weights_mib=400"
 

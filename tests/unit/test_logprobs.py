@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from stoker.decode.logprobs import token_logprob
-from stoker.decode.ranking import largest
+from stoker.sampling.logprobs import token_logprob
+from stoker.sampling.ranking import largest
 
 
 class _Numbers:

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from stoker.backends.fake import FakeBackend
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.fake.backend import FakeBackend
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.errors import PoolFullError
-from stoker.messages import (
+from stoker.ipc.messages import (
     Admitted,
     Cancel,
     Delta,
@@ -30,9 +30,9 @@ from stoker.messages import (
     Submit,
     Tokenize,
 )
-from stoker.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
+from stoker.ipc.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
+from stoker.ipc.values import ModelSpec
 from stoker.settings import EngineSettings
-from stoker.values import ModelSpec
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -383,7 +383,7 @@ def test_work_that_no_step_can_be_planned_for_ends_its_head_with_every_counter(e
     resident = engine.loop._residents.find("m")
     monkeypatch.setattr(resident.scheduler, "plan", lambda: None)
     engine.submit("r", prompt=tuple(b"hello"))
-    with caplog.at_level(logging.ERROR, "stoker.engine.resident"):
+    with caplog.at_level(logging.ERROR, "stoker.engine.runners.slots"):
         engine.run("r")
     error = engine.of(Failed, "r")[0].error
     assert error.code == "scheduler_stalled"

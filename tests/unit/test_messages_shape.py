@@ -12,15 +12,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
-from stoker.chat.tool_formats import HERMES
+from stoker.chat.tools.formats import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, QueueFullError, UnsupportedError
-from stoker.messages import Admitted, Delta, Finished, PrefillProgress
-from stoker.request import FinishReason
+from stoker.ipc.messages import Admitted, Delta, Finished, PrefillProgress
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import Timings, Usage
+from stoker.server.anthropic.body import CountTokensRequest, MessagesRequest
+from stoker.server.anthropic.writer import PING, MessageChunks, MessageHead, WholeMessage
 from stoker.server.errors import is_messages_path, messages_error
-from stoker.server.schema.chat import ChatRequest
-from stoker.server.schema.messages import CountTokensRequest, MessagesRequest
-from stoker.server.writers.messages import PING, MessageChunks, MessageHead, WholeMessage
-from stoker.values import Timings, Usage
+from stoker.server.openai.chat_body import ChatRequest
 
 HEAD = MessageHead("msg_1", "m", "req-1")
 FORM = AnswerForm(HERMES, ("f",), THINK)

@@ -9,10 +9,10 @@ import pytest
 from memory_stand_in import MIB
 from stoker import Runtime
 from stoker.errors import ModelInUseError
-from stoker.memory.verdict import Budget, Estimate, Verdict, weigh
-from stoker.messages import Failed, LoadModel, ModelState, Pause, Paused
-from stoker.request import FinishReason, GenerateRequest, Sampling
-from stoker.values import ModelSpec
+from stoker.ipc.messages import Failed, LoadModel, ModelState, Pause, Paused
+from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec
+from stoker.models.memory_estimate.fit import Budget, Estimate, Verdict, weigh
 
 CODE = ModelInUseError.code
 NUM_PROMPT = len("the same old song")

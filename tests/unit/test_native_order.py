@@ -33,7 +33,7 @@ TRIAL = """
 import runpy
 sys.argv = ["trial", "no-such-file.gguf"]
 try:
-    runpy.run_module("stoker.backends.llama.trial", run_name="__main__")
+    runpy.run_module("stoker.backends.llama.smoke.trial", run_name="__main__")
 except SystemExit as end:
     assert end.code == 0
 """

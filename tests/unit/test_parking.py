@@ -4,18 +4,18 @@ import itertools
 
 import pytest
 
-from stoker.backends.fake import FakeBackend, FakeFaults
-from stoker.backends.fake_history import SEED, tensors_of
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
+from stoker.backends.fake.history import SEED, tensors_of
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.engine import orders
-from stoker.memory.ledger import Ledger
-from stoker.request import FinishReason, Priority
-from stoker.scheduler.effects import Drop, Export, Fork, Import
-from stoker.scheduler.limits import SchedulerLimits
-from stoker.scheduler.room import Room
+from stoker.engine.runners import apply_ops as orders
+from stoker.ipc.request import FinishReason, Priority
+from stoker.kv.allocator import Room
+from stoker.kv.limits import SchedulerLimits
+from stoker.kv.ops import Drop, Export, Fork, Import
+from stoker.kv.sequence import ParkForm, Sequence, SequenceKey, SequenceState
+from stoker.machine.ledger import Ledger
 from stoker.scheduler.scheduler import Scheduler
-from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey, SequenceState
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 STATE_BYTES = 100

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp
 
-from stoker.decode.breakers import BreakerTable
-from stoker.decode.dry import DryPenalty
-from stoker.decode.penalties import RepeatPenalty
 from stoker.errors import InvalidRequestError
-from stoker.request import Sampling
+from stoker.ipc.request import Sampling
+from stoker.sampling.breakers import BreakerTable
+from stoker.sampling.dry import DryPenalty
+from stoker.sampling.penalties import RepeatPenalty
 
 
 def _penalised_natively(sampler, ids, logits):

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 
 from memory_stand_in import GREEDY
-from stoker.backends.fake_vision import NUM_TOKENS
-from stoker.messages import Cancel, Delta, Failed, Finished, Pause, Resume, Submit
-from stoker.request import IMAGE_MARKER, GenerateRequest, Picture, Priority, Sampling
+from stoker.backends.fake.vision import NUM_TOKENS
+from stoker.ipc.messages import Cancel, Delta, Failed, Finished, Pause, Resume, Submit
+from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Picture, Priority, Sampling
 from stoker.scheduler.bursts import PLAIN_STEPS
 
 ORDER = "eog_period=0,vision=5,weights_mib=100"

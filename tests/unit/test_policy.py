@@ -2,8 +2,8 @@
 
 import pytest
 
-from stoker.memory.policy import CALM_S, FORGET_S, LADDER, MAX_CALM_S, PACE, SETTLE_S, Ladder, Move, Rung
-from stoker.memory.pressure import EVENT_HOLD_S, Pressure
+from stoker.machine.policy import CALM_S, FORGET_S, LADDER, MAX_CALM_S, PACE, SETTLE_S, Ladder, Move, Rung
+from stoker.machine.pressure import EVENT_HOLD_S, Pressure
 
 N, W, C = Pressure.NORMAL, Pressure.WARNING, Pressure.CRITICAL
 

@@ -5,11 +5,11 @@ import pytest
 from memory_stand_in import MIB
 from stoker import Runtime
 from stoker.backends.llama import load
-from stoker.engine.shelf import SpecChanges
+from stoker.client.models.catalogue import SpecChanges
 from stoker.errors import ContextLengthError
-from stoker.memory.verdict import Budget, Estimate, weigh
-from stoker.request import FinishReason
-from stoker.values import ModelSpec
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import ModelSpec
+from stoker.models.memory_estimate.fit import Budget, Estimate, weigh
 from tiny_models import write_llama
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from stoker.errors import NotReadyError
-from stoker.lifecycle.power import SleepWatch
+from stoker.power.sleep import SleepWatch
 
 if sys.platform != "linux":
     pytest.skip("logind is Linux's", allow_module_level=True)

@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from stoker.cache.disk_tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
+from stoker.cache.disk.tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
 from stoker.cache.entry import Entry, EntryState, Line
 from stoker.cache.keys import key_of, picture_ids
 from stoker.cache.namespace import Namespace
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
-from stoker.memory.ledger import Ledger
+from stoker.machine.ledger import Ledger
 
 SPACE, OTHER = b"a" * 32, b"b" * 32
 TOKEN_BYTES = 10

@@ -6,12 +6,17 @@ from threading import Event, Semaphore
 import pytest
 
 from memory_stand_in import GREEDY
-from stoker.backends.fake_vocabulary import FakeVocabulary
+from stoker.backends.fake.vocabulary import FakeVocabulary
 from stoker.engine.inbox import Inbox
-from stoker.engine.lane import Lane
-from stoker.engine.preparations import MAX_OVERDUE, NUM_LONG, Preparations
-from stoker.engine.text_bounds import MAX_CHARS_PER_TOKEN, MAX_QUESTION_CHARS, QUICK_CHARS, SHIFTED_CONTEXTS
-from stoker.messages import (
+from stoker.engine.jobs.lane import Lane
+from stoker.engine.jobs.preparations import MAX_OVERDUE, NUM_LONG, Preparations
+from stoker.engine.jobs.text_bounds import (
+    MAX_CHARS_PER_TOKEN,
+    MAX_QUESTION_CHARS,
+    QUICK_CHARS,
+    SHIFTED_CONTEXTS,
+)
+from stoker.ipc.messages import (
     Cancel,
     Detokenize,
     Failed,
@@ -22,7 +27,7 @@ from stoker.messages import (
     Submit,
     Tokenize,
 )
-from stoker.request import FinishReason, GenerateRequest, StateOutput
+from stoker.ipc.request import FinishReason, GenerateRequest, StateOutput
 
 N_CTX = 2048
 LONG = "so long " * (N_CTX // 8 + QUICK_CHARS)  # more bytes than the context has tokens, and a long text
@@ -81,7 +86,7 @@ def machine(make):
 @pytest.fixture
 def preparations_of(monkeypatch):
     """Preparations of jobs that go on until the end; quick ones are never over their patience."""
-    monkeypatch.setattr("stoker.engine.preparations.QUICK_PATIENCE_S", 600.0)
+    monkeypatch.setattr("stoker.engine.jobs.preparations.QUICK_PATIENCE_S", 600.0)
     let_go, begins, made = Event(), Semaphore(0), []
 
     def work():
@@ -238,7 +243,7 @@ def test_where_long_texts_take_every_place_quick_ones_wait_for_their_own(prepara
 
 def test_those_that_wait_when_the_engine_ends_use_nothing_any_more(preparations_of, monkeypatch):
     """SPEC L4: their model can be freed; what runs on keeps its own, and both kinds end within one time."""
-    monkeypatch.setattr("stoker.engine.preparations.CLOSE_S", 0.0)
+    monkeypatch.setattr("stoker.engine.jobs.preparations.CLOSE_S", 0.0)
     preparations, begin, has_begun = preparations_of(600.0)
     runs = begin(is_quick=True)
     has_begun()
@@ -362,7 +367,7 @@ def test_a_shifted_context_reads_more_than_it_holds(machine):
 
 def test_token_ids_that_are_too_many_are_refused_before_they_are_looked_at(machine, monkeypatch):
     """Two million of them took seconds."""
-    monkeypatch.setattr("stoker.engine.preparation.check_tokens", lambda *_: pytest.fail("looked at"))
+    monkeypatch.setattr("stoker.engine.jobs.prepare.check_tokens", lambda *_: pytest.fail("looked at"))
     offer(machine, "r", (120,) * (N_CTX + 1))
     machine.run("r")
     assert machine.error("r").details == {"num_tokens": N_CTX + 1, "n_ctx": N_CTX}

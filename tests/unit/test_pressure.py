@@ -2,8 +2,8 @@
 
 import pytest
 
-from stoker.memory.gauge import Sample
-from stoker.memory.pressure import (
+from stoker.machine.gauge import Sample
+from stoker.machine.pressure import (
     EVENT_HOLD_S,
     Pressure,
     PressureMeter,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from stoker.memory.profile import MemoryProfile, read_profile
+from stoker.machine.profile import MemoryProfile, read_profile
 
 MIB = 1024**2
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from stoker.engine.projector_specs import projector_by_model
+from stoker.client.models.projector_specs import projector_by_model
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
-from stoker.models.estimate import estimator_of
-from stoker.models.gguf import read_header
+from stoker.ipc.values import ModelSpec
+from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate.estimate import estimator_of
 from stoker.models.projector import Pairing, pairing_of, read_projector
 from stoker.models.store import ModelStore
-from stoker.values import ModelSpec
 from tiny_models import write_bert, write_llama, write_mamba
 from tiny_projector import ENCODER_FEED_FORWARD, ENCODER_WIDTH, IMAGE_SIZE, PATCH_SIZE, write_projector
 

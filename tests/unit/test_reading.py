@@ -10,11 +10,11 @@ from PIL import Image as Pillow
 
 from pictures import encoded, first_pixel, plain, uri
 from reading_runtime import READER_INFO, ReadingRuntime
-from stoker.constraint import ConstraintKind
 from stoker.errors import InvalidRequestError, ReadingError, UnsupportedError, error_from_info
 from stoker.images import Image, ImageReport
-from stoker.reading import Question, Reader
-from stoker.request import IMAGE_MARKER, FinishReason, Priority
+from stoker.ipc.constraint import ConstraintKind
+from stoker.ipc.request import IMAGE_MARKER, FinishReason, Priority
+from stoker.tasks.read_images import Question, Reader
 
 REPORT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 PNG = plain(200, 100)

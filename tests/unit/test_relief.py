@@ -1,11 +1,11 @@
 """What the engine does about a shortage of memory, rung by rung, and that it ends."""
 
 from memory_stand_in import MIB, Clock, Gate
-from stoker.memory import allocator
-from stoker.memory.policy import LADDER, Rung
-from stoker.memory.pressure import EVENT_HOLD_S, Pressure
-from stoker.messages import Delta, Failed, Finished, Parked, PressureMoved, RungTaken
-from stoker.request import Priority
+from stoker.ipc.messages import Delta, Failed, Finished, Parked, PressureMoved, RungTaken
+from stoker.ipc.request import Priority
+from stoker.machine import allocator
+from stoker.machine.policy import LADDER, Rung
+from stoker.machine.pressure import EVENT_HOLD_S, Pressure
 
 ORDER = "eog_period=0,weights_mib=100"
 LONG = {"prompt": "a long story " * 10, "max_tokens": 1500}

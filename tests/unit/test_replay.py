@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from scripted_engine import request
 
-from stoker.engine.death import Death
-from stoker.engine.replay import MAX_CHARGES, LiveRequest, Replay
+from stoker.client.process.exit import Death
+from stoker.client.requests.replay import MAX_CHARGES, LiveRequest, Replay
 from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
-from stoker.messages import (
+from stoker.ipc.messages import (
     Admitted,
     Delta,
     Failed,
@@ -23,8 +23,8 @@ from stoker.messages import (
     Resumed,
     Submit,
 )
-from stoker.request import FinishReason
-from stoker.values import Timings, Usage
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import Timings, Usage
 
 CRASH = Death("crashed", is_blamable=True)
 KILL = Death("killed", is_blamable=False)

@@ -11,20 +11,20 @@ import pytest
 from typer.testing import CliRunner
 
 from encoding_runtime import ENCODER_INFO, RERANKER_INFO, EncodingRuntime, score_of
-from stoker.backends.fake_encoder import N_EMBD, load, vector_of
-from stoker.backends.fake_vocabulary import BOS, EOS, FakeVocabulary
+from stoker.backends.fake.encoder import N_EMBD, load, vector_of
+from stoker.backends.fake.vocabulary import BOS, EOS, FakeVocabulary
 from stoker.cli.main import app
-from stoker.engine.encoder import EncoderResident
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.step_clock import StepClock
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.oneshot import EncoderResident
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
-from stoker.messages import Failed, Finished, StateReady, Submit
-from stoker.request import GenerateRequest, Priority, Sampling, StateOutput
-from stoker.reranking import Reranking, require_reranking
+from stoker.ipc.messages import Failed, Finished, StateReady, Submit
+from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
+from stoker.ipc.values import ModelSpec, Policy
 from stoker.runtime import Runtime
-from stoker.tensor_call import MAX_IN_FLIGHT
-from stoker.values import ModelSpec, Policy
+from stoker.tasks.rerank import Reranking, require_reranking
+from stoker.tasks.tensor_call import MAX_IN_FLIGHT
 
 QUERY = "who waits?"
 DOCUMENTS = [f"document {at}" for at in range(12)]

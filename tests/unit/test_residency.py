@@ -2,10 +2,10 @@
 
 import pytest
 
+from stoker.engine.residency.catalogue import MOVES, STORY_LENGTH, Catalogue, ModelLife, Served
+from stoker.engine.residency.swaps import FINISH_S, STAY_S, SWAP_AFTER_S, Swaps
 from stoker.errors import ModelNotFoundError
-from stoker.memory.residency import MOVES, STORY_LENGTH, Catalogue, ModelLife, Served
-from stoker.memory.swaps import FINISH_S, STAY_S, SWAP_AFTER_S, Swaps
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
 
 
 def served(name="m", life=ModelLife.READY, **fields):

@@ -5,7 +5,7 @@ import pytest
 
 from memory_stand_in import MIB, OWN_MIB
 from stoker.errors import ModelLoadError
-from stoker.messages import (
+from stoker.ipc.messages import (
     Cancel,
     Failed,
     Finished,
@@ -19,7 +19,7 @@ from stoker.messages import (
     Submit,
     UnloadModel,
 )
-from stoker.request import FinishReason, GenerateRequest
+from stoker.ipc.request import FinishReason, GenerateRequest
 
 BIG = "eog_period=0,weights_mib=400"
 """Two of these fit."""

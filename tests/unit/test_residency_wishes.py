@@ -5,10 +5,10 @@ from threading import Event
 import msgspec
 import pytest
 
-from stoker.engine.preparation import prepare
-from stoker.engine.resident import Resident
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.slots import Resident
 from stoker.errors import ModelLoadError
-from stoker.messages import (
+from stoker.ipc.messages import (
     Cancel,
     Detokenize,
     ModelState,
@@ -19,7 +19,7 @@ from stoker.messages import (
     Tokenize,
     UnloadModel,
 )
-from stoker.request import StateOutput
+from stoker.ipc.request import StateOutput
 
 BIG = "eog_period=0,weights_mib=400"
 
@@ -41,7 +41,7 @@ def hold_preparing(is_over, monkeypatch):
         assert is_over.wait(60), "nobody lets it end"
         return prepare(*args)
 
-    monkeypatch.setattr("stoker.engine.workers.prepare", slow)
+    monkeypatch.setattr("stoker.engine.residency.workers.prepare", slow)
     return has_begun
 
 

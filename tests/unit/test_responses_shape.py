@@ -11,14 +11,14 @@ from pydantic import TypeAdapter
 
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
-from stoker.chat.tool_formats import HERMES
+from stoker.chat.tools.formats import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stoker.messages import Admitted, Delta, Finished, PrefillProgress
-from stoker.request import FinishReason, GenerateRequest, Priority, Sampling
-from stoker.server.schema.chat import ChatRequest
-from stoker.server.schema.responses import MAX_ECHO_CHARS, ResponsesRequest
-from stoker.server.writers.responses import ResponseChunks, ResponseHead, WholeResponse
-from stoker.values import Timings, Usage
+from stoker.ipc.messages import Admitted, Delta, Finished, PrefillProgress
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
+from stoker.ipc.values import Timings, Usage
+from stoker.server.openai.chat_body import ChatRequest
+from stoker.server.openai.responses_body import MAX_ECHO_CHARS, ResponsesRequest
+from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead, WholeResponse
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ASKED = GenerateRequest(prompt="Hi", sampling=Sampling(temperature=0.25, presence_penalty=0.5))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scripted_engine import model_info
 
-from stoker.engine.death import Death
-from stoker.engine.roster import Roster
+from stoker.client.models.registry import Roster
+from stoker.client.process.exit import Death
 from stoker.errors import (
     InsufficientMemoryError,
     LoadCrashedError,
@@ -15,8 +15,8 @@ from stoker.errors import (
     ModelNotFoundError,
     StokerError,
 )
-from stoker.messages import ModelState
-from stoker.values import ModelSpec
+from stoker.ipc.messages import ModelState
+from stoker.ipc.values import ModelSpec
 
 CRASH = Death("SIGSEGV", is_blamable=True, said="ASSERT(n > 0) failed")
 

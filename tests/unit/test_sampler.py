@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from llama_cpp import llama_cpp
 
-from stoker.decode.draw import probabilities
-from stoker.decode.edits import EarlyEndBan, LogitBias
-from stoker.decode.mirostat import Mirostat, zipf_count
-from stoker.decode.sampler import Sampler
-from stoker.decode.truncation import TruncationChain, Xtc
-from stoker.decode.workspace import Workspace
 from stoker.errors import InvalidRequestError, StepFailedError
-from stoker.request import Sampling
+from stoker.ipc.request import Sampling
+from stoker.sampling.logit_edits import EarlyEndBan, LogitBias
+from stoker.sampling.mirostat import Mirostat, zipf_count
+from stoker.sampling.rng import probabilities
+from stoker.sampling.sampler import Sampler
+from stoker.sampling.truncation import TruncationChain, Xtc
+from stoker.sampling.workspace import Workspace
 
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -4,18 +4,18 @@ import pytest
 
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.errors import QueueFullError
-from stoker.memory.ledger import Ledger
-from stoker.request import FinishReason, Priority
+from stoker.ipc.request import FinishReason, Priority
+from stoker.ipc.values import Policy
+from stoker.kv.limits import SchedulerLimits
+from stoker.kv.ops import Drop, Fork, Trim
+from stoker.kv.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
+from stoker.kv.slots import common_prefix
+from stoker.machine.ledger import Ledger
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.effects import Drop, Fork, Trim
-from stoker.scheduler.limits import SchedulerLimits
 from stoker.scheduler.plan import Planner, fair_shares
 from stoker.scheduler.queue import insert_position
 from stoker.scheduler.scheduler import Scheduler
-from stoker.scheduler.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
-from stoker.scheduler.slots import common_prefix
-from stoker.values import Policy
 
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 

@@ -11,11 +11,11 @@ import pytest
 from gguf_files import write_tiny
 
 from stoker import Runtime
-from stoker.engine.specs import max_tokens_of, tier_defaults
+from stoker.client.models.specs import max_tokens_of, tier_defaults
 from stoker.errors import DownloadError, InvalidRequestError, ModelNotFoundError, NotReadyError, StokerError
-from stoker.models import hub as hub_module
-from stoker.models.downloads import Downloads
-from stoker.models.hub import PullRequest
+from stoker.models.hub import hub as hub_module
+from stoker.models.hub.downloads import Downloads
+from stoker.models.hub.hub import PullRequest
 from stoker.settings import EngineSettings
 
 FAKE = "fake:eog_period=0"
@@ -35,7 +35,7 @@ class SlowHub:
         self.error: StokerError | None = None
 
     def pull(self, request: PullRequest, on_progress: Callable[[int, int, str], None]) -> Path:
-        """As `stoker.models.hub.pull`."""
+        """As `stoker.models.hub.hub.pull`."""
         assert request.reference == REF
         self.num_pulls += 1
         on_progress(30, 100, "tiny.gguf")

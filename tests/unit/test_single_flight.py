@@ -6,16 +6,16 @@ import pytest
 
 import stepping
 from stepping import alone
-from stoker.backends.fake import FakeBackend, FakeFaults
-from stoker.cache.disk_tier import Read, Write
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
+from stoker.cache.disk.tier import Read, Write
 from stoker.cache.keys import key_of
 from stoker.cache.prefix_cache import CacheLimits
 from stoker.errors import InvalidRequestError
-from stoker.request import FinishReason, Priority
-from stoker.scheduler import stock
-from stoker.scheduler.effects import Schedule
-from stoker.scheduler.sequence import ParkForm, SequenceKey, SequenceState
-from stoker.values import CacheMode, CacheSource
+from stoker.ipc.request import FinishReason, Priority
+from stoker.ipc.values import CacheMode, CacheSource
+from stoker.kv import prefix_source as stock
+from stoker.kv.ops import Schedule
+from stoker.kv.sequence import ParkForm, SequenceKey, SequenceState
 
 STEM = [65 + at % 26 for at in range(600)]
 SPACE, OTHER = b"a" * 32, b"b" * 32

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stoker.engine import slow_steps
-from stoker.engine.affinity import ThreadBinder
-from stoker.engine.governor import Decision, StepSample
-from stoker.engine.slow_steps import HindranceCounters, Hindrances, SlowReason, SlowSteps, why_slow
-from stoker.engine.thread_keeper import Clocks, ThreadKeeper
-from stoker.memory.cores import CoreTimes, CoreWatch
+from stoker.engine.threads import slow_steps
+from stoker.engine.threads.affinity import ThreadBinder
+from stoker.engine.threads.controller import Clocks, ThreadKeeper
+from stoker.engine.threads.cores import CoreTimes, CoreWatch
+from stoker.engine.threads.governor import Decision, StepSample
+from stoker.engine.threads.slow_steps import HindranceCounters, Hindrances, SlowReason, SlowSteps, why_slow
 
 
 def slow(cpu_s: float = 2.5, at_s: float = 10.0, num_threads: int = 2) -> StepSample:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 import tiny_models
-from stoker.backends.llama import SmokeSetting, load, smoke, verdict_for
+from stoker.backends.llama import SmokeSetting, load, verdict_for
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.opening import try_in_child
+from stoker.backends.llama.smoke import smoke
 from stoker.errors import LoadCrashedError, ModelFileError, ModelLoadError
-from stoker.models.gguf import read_header
+from stoker.ipc.values import ModelSpec
+from stoker.models.gguf.header import read_header
 from stoker.native_crash import MAX_CHARS, native_text
-from stoker.values import ModelSpec
 from tiny_models import write_llama
 
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from stoker.decode.speculate import GRAM, MAX_MATCH, Match, SuffixIndex
+from stoker.speculation.prompt_lookup import GRAM, MAX_MATCH, Match, SuffixIndex
 
 
 def longest_repeat(tokens):

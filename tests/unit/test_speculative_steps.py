@@ -4,21 +4,21 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from stoker.backends.fake import FakeBackend, FakeFaults
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.constraint import Constraint, ConstraintKind
-from stoker.engine.pace import Pace
-from stoker.engine.preparation import prepare
-from stoker.engine.resident import Resident
-from stoker.engine.speculation import FIRST_ODDS, MOST_WATCHED, Subject
-from stoker.engine.step_clock import StepClock
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.runners.slots import Resident
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
-from stoker.memory.ledger import Ledger
-from stoker.messages import Delta, Failed, Finished, Submit
-from stoker.request import FinishReason, GenerateRequest, Sampling
-from stoker.scheduler.sequence import ParkForm, Sequence, SequenceKey
-from stoker.scheduler.wager import Odds, Wager
-from stoker.values import ModelSpec, Speculation
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.messages import Delta, Failed, Finished, Submit
+from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec, Speculation
+from stoker.kv.sequence import ParkForm, Sequence, SequenceKey
+from stoker.machine.ledger import Ledger
+from stoker.speculation.draft_length import Odds, Wager
+from stoker.speculation.speculator import FIRST_ODDS, MOST_WATCHED, Subject
 
 ROUND = Constraint(kind=ConstraintKind.REGEX, source="(the same again, )+")
 REQUESTS = {
@@ -118,7 +118,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch):
-    monkeypatch.setattr("stoker.engine.speculation.Wager", EagerWager)
+    monkeypatch.setattr("stoker.speculation.speculator.Wager", EagerWager)
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InvalidRequestError, MachineSetupError, StateNotFoundError
-from stoker.models import state_file
-from stoker.models.state_file import MAX_HEADER_BYTES, check_state, dump_state, parse_state, read_header
-from stoker.models.state_store import StateStore
-from stoker.request import Priority
+from stoker.ipc.request import Priority
+from stoker.ipc.values import Tensor
+from stoker.models.states import file as state_file
+from stoker.models.states.file import MAX_HEADER_BYTES, check_state, dump_state, parse_state, read_header
+from stoker.models.states.store import StateStore
 from stoker.runtime import Runtime
-from stoker.states import StateEmbedding
 from stoker.sync import Runtime as SyncRuntime
-from stoker.values import Tensor
+from stoker.tasks.states import StateEmbedding
 
 LAYOUT = (("layers.0.shift", (2, 3)), ("layers.0.state", (4,)))
 VALUES = [np.linspace(-2, 2, 6, dtype=np.float32).reshape(2, 3), np.array([0, 1, 0.5, -8], np.float32)]

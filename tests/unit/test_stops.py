@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.decode.stops import StopGate
+from stoker.sampling.stops import StopGate
 
 
 def _feed(gate, pieces):

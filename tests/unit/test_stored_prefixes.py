@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 
 from stoker import EngineSettings, FinishReason, GenerateRequest, Runtime, Sampling
-from stoker.backends.fake import FakeBackend, FakeFaults
-from stoker.backends.protocol import BatchPlan, PlanItem
-from stoker.cache.disk import FOLDER_NAME, SUFFIX, PrefixFolder
-from stoker.cache.disk_tier import Remove
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.cache.disk.files import FOLDER_NAME, SUFFIX, PrefixFolder
+from stoker.cache.disk.tier import Remove
 from stoker.cache.entry import Entry
 from stoker.cache.keys import key_of
 from stoker.cache.prefix_cache import MAX_ENTRIES
 from stoker.engine.inbox import DiskFound, Inbox
 from stoker.engine.loop import EngineLoop
-from stoker.engine.prefix_store import PrefixStore
-from stoker.messages import (
+from stoker.engine.prefixes.store import PrefixStore
+from stoker.ipc.messages import (
     Delta,
     Finished,
     LoadModel,
@@ -34,9 +34,9 @@ from stoker.messages import (
     Submit,
     UnloadModel,
 )
-from stoker.request import Priority
-from stoker.status import CacheStatus
-from stoker.values import ModelSpec
+from stoker.ipc.request import Priority
+from stoker.ipc.status import CacheStatus
+from stoker.ipc.values import ModelSpec
 
 FAKE = "fake:eog_period=0"
 RECURRENT = f"{FAKE},recurrent=1"

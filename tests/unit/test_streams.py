@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from stoker.client.requests.stream import MAX_WAITING, RequestStream
 from stoker.errors import QueueFullError
-from stoker.messages import (
+from stoker.ipc.messages import (
     Admitted,
     Delta,
     Event,
@@ -19,9 +20,8 @@ from stoker.messages import (
     Queued,
     Resumed,
 )
-from stoker.request import FinishReason
-from stoker.streams import MAX_WAITING, RequestStream
-from stoker.values import CacheSource, Timings, TokenLogprob, Usage
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import CacheSource, Timings, TokenLogprob, Usage
 
 FINISHED = Finished(request_id="r", usage=Usage(completion_tokens=3), timings=Timings())
 

@@ -11,9 +11,9 @@ import pytest
 from scripted_engine import request, text_of
 from test_host import MODEL, Client, both, hosting, in_process, in_thread, kill
 
-from stoker.engine.carrier import NewCarrier
-from stoker.engine.host import EngineHost
-from stoker.engine.state import EngineState
+from stoker.client.process.lifecycle import EngineState
+from stoker.client.process.transport import NewCarrier
+from stoker.client.supervisor import EngineHost
 from stoker.errors import (
     InsufficientMemoryError,
     ModelFileError,
@@ -21,9 +21,9 @@ from stoker.errors import (
     NotReadyError,
     RequestTimeoutError,
 )
-from stoker.messages import Finished, GetStatus, Paused, Resumed, Tokenize
+from stoker.ipc.messages import Finished, GetStatus, Paused, Resumed, Tokenize
+from stoker.ipc.values import ModelSpec
 from stoker.settings import EngineSettings
-from stoker.values import ModelSpec
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ async def test_waking_while_it_leaves_brings_it_back(carrier: NewCarrier) -> Non
 
 async def test_an_engine_that_does_not_leave_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC L2: memory is given back whatever it does."""
-    monkeypatch.setattr("stoker.engine.life.LEAVE_LIMIT_S", 0.05)
+    monkeypatch.setattr("stoker.client.process.instance.LEAVE_LIMIT_S", 0.05)
     async with hosting(in_process) as host:
         client = await Client(host, "a", request(max_tokens=4, pause_after=2, is_deaf=True)).read(2)
         await host.suspend()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stoker.messages import Cancel, Failed, Finished, PinModel, UnloadModel
-from stoker.request import Priority, Sampling
+from stoker.ipc.messages import Cancel, Failed, Finished, PinModel, UnloadModel
+from stoker.ipc.request import Priority, Sampling
 
 BIG = "eog_period=0,weights_mib=400"
 """Two of these fit."""

@@ -10,9 +10,9 @@ import pytest
 from stoker.chat.layout import Conversation, Layout
 from stoker.chat.sandbox import MAX_TEMPLATE_CHARS
 from stoker.chat.template import ChatTemplate, RenderOptions
+from stoker.client.worker.jobs import RenderChat
+from stoker.client.worker.pool import Bounds, WorkerPool
 from stoker.errors import InvalidRequestError, UnsupportedError, WorkLimitError
-from stoker.worker.jobs import RenderChat
-from stoker.worker.pool import Bounds, WorkerPool
 
 LLAMA2 = (
     "{% for message in messages %}"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from stoker.chat.layout import Conversation, Layout
-from stoker.chatting import offer_of
-from stoker.worker.jobs import RenderChat
-from stoker.worker.pool import WorkerPool
+from stoker.client.worker.jobs import RenderChat
+from stoker.client.worker.pool import WorkerPool
+from stoker.tasks.chat import offer_of
 
 CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"city": "Ulm"}'}}
 TURNS: list[dict[str, Any]] = [

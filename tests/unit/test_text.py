@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.decode.text import TextAssembler
+from stoker.sampling.detokenize import TextAssembler
 
 
 @pytest.mark.parametrize("text", ["plain", "é", "日本語", "👩‍🚀 ok", "a🙂b"])

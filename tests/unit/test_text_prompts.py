@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.backends.fake_vocabulary import BOS, FakeVocabulary
+from stoker.backends.fake.vocabulary import BOS, FakeVocabulary
 from stoker.chat.template import ChatTemplate
-from stoker.engine.text_prompts import text_tokens
+from stoker.engine.jobs.texts import text_tokens
 
 TURNS = [{"role": "user", "content": "hi"}]
 LLAMA3 = (

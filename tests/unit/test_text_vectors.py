@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from encoding_runtime import ENCODER_INFO, EncodingRuntime
-from stoker.backends.fake_encoder import N_EMBD, vector_of
-from stoker.embeddings import Embeddings, require_embedding, require_generation
+from stoker.backends.fake.encoder import N_EMBD, vector_of
 from stoker.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnsupportedError
-from stoker.request import GenerateRequest, Priority, StateOutput
-from stoker.tensor_call import MAX_IN_FLIGHT
+from stoker.ipc.request import GenerateRequest, Priority, StateOutput
+from stoker.tasks.embed import Embeddings, require_embedding, require_generation
+from stoker.tasks.tensor_call import MAX_IN_FLIGHT
 
 
 @pytest.fixture

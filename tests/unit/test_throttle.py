@@ -3,10 +3,10 @@
 import pytest
 
 from stepping import Machine, alone
-from stoker.backends.fake import FakeBackend
+from stoker.backends.fake.backend import FakeBackend
 from stoker.cache.prefix_cache import CacheLimits
-from stoker.request import Priority
-from stoker.scheduler.sequence import Sequence, SequenceKey, SequenceState
+from stoker.ipc.request import Priority
+from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
 from stoker.scheduler.throttle import Throttle
 
 BACKGROUND = {"priority": Priority.BACKGROUND}

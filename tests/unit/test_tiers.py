@@ -2,8 +2,8 @@
 
 import pytest
 
-from stoker.memory.profile import MemoryProfile
-from stoker.memory.tiers import DEFAULTS, Tier, effective_limit, tier_of
+from stoker.machine.profile import MemoryProfile
+from stoker.machine.tiers import DEFAULTS, Tier, effective_limit, tier_of
 
 GIB = 1024**3
 

@@ -10,11 +10,11 @@ import pytest
 from stoker.chat.answer_events import CallArguments, CallBegan, CallEnded
 from stoker.chat.conversation import NO_TOOLS, ToolOffer, prepared_turn
 from stoker.chat.template import CHATML, ChatTemplate
-from stoker.chat.tool_calls import ToolCallParser
-from stoker.chat.tool_constraints import forced_calls
-from stoker.chat.tool_formats import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, tool_syntax_of
-from stoker.chat.tool_history import template_input
-from stoker.chat.tools import (
+from stoker.chat.tools.calls import ToolCallParser
+from stoker.chat.tools.constraints import forced_calls
+from stoker.chat.tools.formats import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, tool_syntax_of
+from stoker.chat.tools.history import template_input
+from stoker.chat.tools.tools import (
     MAX_NAME_CHARS,
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
@@ -27,8 +27,8 @@ from stoker.chat.tools import (
     checked_choice,
     checked_toolset,
 )
-from stoker.chatting import offer_of, offer_of_functions
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.tasks.chat import offer_of, offer_of_functions
 
 # The parts of published templates that differ between families, at their size.
 QWEN = (
@@ -531,7 +531,7 @@ def test_a_schema_with_too_long_a_text_is_refused_before_it_is_encoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """D7: encoding 32 MiB would hold the front up for a fifth of a second."""
-    monkeypatch.setattr("stoker.chat.tools.json.dumps", lambda *_, **__: pytest.fail("it was encoded"))
+    monkeypatch.setattr("stoker.chat.tools.tools.json.dumps", lambda *_, **__: pytest.fail("it was encoded"))
     properties = {"a": {"enum": ["x" * MAX_SCHEMA_CHARS]}}
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_SCHEMA_CHARS} are taken"):
         checked_tools([declared(parameters={"properties": properties})])

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from stoker.errors import InsufficientMemoryError
-from stoker.memory.verdict import Budget, Estimate, Verdict, smaller_forms, smallest, weigh
-from stoker.values import ModelSpec
+from stoker.ipc.values import ModelSpec
+from stoker.models.memory_estimate.fit import Budget, Estimate, Verdict, smaller_forms, smallest, weigh
 
 MIB = 2**20
 WEIGHTS = 100 * MIB

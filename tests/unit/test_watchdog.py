@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from stoker.engine.carrier import EngineExit
-from stoker.engine.death import OomCounter, judge
-from stoker.engine.state import EngineState, Lifecycle
-from stoker.engine.step_clock import UNMEASURED_STEP_S, StepClock
-from stoker.engine.watchdog import Backoff, Watchdog
-from stoker.messages import Heartbeat
+from stoker.client.process.exit import OomCounter, judge
+from stoker.client.process.lifecycle import EngineState, Lifecycle
+from stoker.client.process.transport import EngineExit
+from stoker.client.process.watchdog import Backoff, Watchdog
+from stoker.engine.threads.timer import UNMEASURED_STEP_S, StepClock
+from stoker.ipc.messages import Heartbeat
 
 FINE = Heartbeat(step_s=0.0, step_limit_s=5.0)
 

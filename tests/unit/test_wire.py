@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.engine import wire
-from stoker.engine.wire import WireError, command_decoder, encode_command, encode_events, event_decoder
 from stoker.errors import QueueFullError, error_from_info
-from stoker.messages import Cancel, Command, Delta, Event, Failed, Hello, LoadModel, Reply, Submit
-from stoker.request import FinishReason, GenerateRequest, Sampling
-from stoker.values import ModelSpec, TokenLogprob
+from stoker.ipc import codec as wire
+from stoker.ipc.codec import WireError, command_decoder, encode_command, encode_events, event_decoder
+from stoker.ipc.messages import Cancel, Command, Delta, Event, Failed, Hello, LoadModel, Reply, Submit
+from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
+from stoker.ipc.values import ModelSpec, TokenLogprob
 
 EVENTS: list[Event] = [
     Hello(7),

@@ -18,8 +18,9 @@ import pytest
 
 from stoker import Runtime
 from stoker.chat.layout import Conversation, Layout
-from stoker.constraint import Constraint, ConstraintKind, NativeGrammar
-from stoker.decode.constraint_source import native_grammar
+from stoker.client.worker.jobs import RenderChat, TranslateGrammar
+from stoker.client.worker.pool import Bounds, WorkerPool
+from stoker.client.worker.process import WorkerProcess
 from stoker.errors import (
     InvalidRequestError,
     NotReadyError,
@@ -28,9 +29,8 @@ from stoker.errors import (
     WorkerLostError,
     WorkLimitError,
 )
-from stoker.worker.jobs import RenderChat, TranslateGrammar
-from stoker.worker.pool import Bounds, WorkerPool
-from stoker.worker.process import WorkerProcess
+from stoker.grammar.source import native_grammar
+from stoker.ipc.constraint import Constraint, ConstraintKind, NativeGrammar
 
 ENDLESS = (
     "{% set x = 'a ' * 1000000 %}{% for i in range(99999) %}{% if x.split(' ') %}{% endif %}{% endfor %}"
@@ -320,8 +320,8 @@ async def test_a_model_whose_template_does_not_end_generates_and_cannot_chat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A9: it is loaded and completes texts; a chat says that it is the template."""
-    monkeypatch.setattr("stoker.backends.fake_vocabulary.CHATML", ENDLESS)
-    monkeypatch.setattr("stoker.front.WorkerPool", lambda: WorkerPool(BRIEF))
+    monkeypatch.setattr("stoker.backends.fake.vocabulary.CHATML", ENDLESS)
+    monkeypatch.setattr("stoker.client.client.WorkerPool", lambda: WorkerPool(BRIEF))
     async with Runtime("fake:", isolation="thread") as runtime:
         with pytest.raises(WorkLimitError, match="the chat template of fake did not end"):
             await anext(runtime.chat([{"role": "user", "content": "Hi"}]))
@@ -338,6 +338,6 @@ def gbnf(source: str) -> Constraint:
 
 def test_a_job_too_large_to_be_sent_is_refused(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """The front keeps its memory as well."""
-    monkeypatch.setattr("stoker.worker.frames.MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr("stoker.client.worker.frames.MAX_BODY_BYTES", 10_000)
     with pytest.raises(WorkLimitError, match="too many, at most 10000 are taken"):
         pools().run(chat("x" * 10_000), Layout)

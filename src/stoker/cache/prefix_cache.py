@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.cache.disk_tier import DiskTier
+from stoker.cache.disk.tier import DiskTier
 from stoker.cache.entry import Entry, EntryState, Line
 from stoker.cache.eviction import victim
 from stoker.cache.index import MIN_TOKENS, EntryIndex
-from stoker.status import CacheStatus
+from stoker.ipc.status import CacheStatus
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
     from stoker.cache.index import Hit
     from stoker.cache.snapshot import Snapshot
-    from stoker.memory.ledger import Ledger
+    from stoker.machine.ledger import Ledger
 
 MAX_ENTRIES = 256
 """Entries of a namespace (SPEC C7)."""

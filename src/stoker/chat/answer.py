@@ -20,8 +20,8 @@ from stoker.chat.answer_events import (
     Reasoning,
 )
 from stoker.chat.reasoning import ReasoningSplitter, ReasoningTags
-from stoker.chat.tool_calls import ToolCallParser
-from stoker.chat.tool_formats import ToolSyntax
+from stoker.chat.tools.calls import ToolCallParser
+from stoker.chat.tools.formats import ToolSyntax
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from stoker.chat.answer import AnswerForm
 from stoker.chat.continuation import Continuation
 from stoker.chat.reasoning import is_opened_by, reasoning_tags_of, strip_reasoning
 from stoker.chat.system_turns import LayOut, accepted
-from stoker.chat.tool_constraints import MAX_FORCED_CALLS, forced_calls
-from stoker.chat.tool_formats import tool_syntax_of
-from stoker.chat.tool_history import TemplateInput, template_input
-from stoker.chat.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice
+from stoker.chat.tools.constraints import MAX_FORCED_CALLS, forced_calls
+from stoker.chat.tools.formats import tool_syntax_of
+from stoker.chat.tools.history import TemplateInput, template_input
+from stoker.chat.tools.tools import AUTO, ChoiceMode, LeftOut, Tool, ToolChoice
 
 
 @dataclass(frozen=True, slots=True)

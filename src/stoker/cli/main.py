@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stoker.cli import (
+from stoker.cli import remote
+from stoker.cli.commands import (
     cache,
     chat,
     choose,
@@ -27,7 +28,6 @@ from stoker.cli import (
     ps,
     pull,
     read,
-    remote,
     rerank,
     run,
     serve,

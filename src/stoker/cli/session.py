@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stoker.cli.activity import Activity
-from stoker.messages import Delta, Finished, PrefillProgress
-from stoker.values import Timings, Usage
+from stoker.ipc.messages import Delta, Finished, PrefillProgress
+from stoker.ipc.values import Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from stoker.cli.options import RuntimeFactory
-    from stoker.request import FinishReason, GenerateRequest
+    from stoker.ipc.request import FinishReason, GenerateRequest
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
 

@@ -1,4 +1,4 @@
-"""Main of the engine process; started by `stoker.engine.carrier`, not by hand."""
+"""Main of the engine process; started by `stoker.client.process.transport`, not by hand."""
 
 import sys
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from enum import Enum
 from threading import Event
 
-from stoker.backends.encoding import Encoder
-from stoker.backends.protocol import Backend
+from stoker.backends.protocol.backend import Backend
+from stoker.backends.protocol.encoding import Encoder
 from stoker.cache.entry import Entry
 from stoker.cache.snapshot import Snapshot
-from stoker.engine.live import LiveRequest
-from stoker.engine.preparation import PrepContext
+from stoker.engine.jobs.job import LiveRequest
+from stoker.engine.jobs.prepare import PrepContext
 from stoker.errors import StokerError
-from stoker.memory.gauge import Sample
-from stoker.memory.verdict import Estimator
-from stoker.messages import Command, Reply
+from stoker.ipc.messages import Command, Reply
+from stoker.machine.gauge import Sample
+from stoker.models.memory_estimate.fit import Estimator
 
 
 class Closed(Enum):

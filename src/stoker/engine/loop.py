@@ -26,21 +26,17 @@ from stoker.engine.inbox import (
     Released,
     Sized,
 )
-from stoker.engine.lobby import Lobby
-from stoker.engine.pace import Pace
-from stoker.engine.placement import Placement
-from stoker.engine.prefix_store import PrefixStore
-from stoker.engine.relief import Relief
-from stoker.engine.residency import Residency
-from stoker.engine.residents import AnyResident, Residents
-from stoker.engine.step_clock import StepClock
-from stoker.engine.workers import Workers
+from stoker.engine.prefixes.store import PrefixStore
+from stoker.engine.residency.pending import Lobby
+from stoker.engine.residency.placement import Placement
+from stoker.engine.residency.pressure import Relief
+from stoker.engine.residency.residency import Residency
+from stoker.engine.residency.workers import Workers
+from stoker.engine.runners.runners import AnyResident, Residents
+from stoker.engine.threads.pace import Pace
+from stoker.engine.threads.timer import StepClock
 from stoker.errors import NotReadyError, StokerError
-from stoker.memory import allocator
-from stoker.memory.gauge import Gauge, Sample, Sources, measure
-from stoker.memory.heat import heat_source
-from stoker.memory.tiers import DEFAULTS
-from stoker.messages import (
+from stoker.ipc.messages import (
     Cancel,
     CountTokens,
     Detokenize,
@@ -63,10 +59,14 @@ from stoker.messages import (
     Tokenize,
     UnloadModel,
 )
+from stoker.ipc.status import EngineStatus
+from stoker.kv.sequence import SequenceState
+from stoker.machine import allocator
+from stoker.machine.gauge import Gauge, Sample, Sources, measure
+from stoker.machine.heat import heat_source
+from stoker.machine.tiers import DEFAULTS
 from stoker.scheduler.queue import WaitingLine
-from stoker.scheduler.sequence import SequenceState
 from stoker.settings import EngineSettings
-from stoker.status import EngineStatus
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from stoker.engine.step_clock import READ_EVERY_S
-from stoker.engine.wire import command_decoder, encode_events
+from stoker.engine.threads.timer import READ_EVERY_S
+from stoker.ipc.codec import command_decoder, encode_events
 from stoker.native_crash import prepare_to_crash
 
 if TYPE_CHECKING:
     from stoker.engine.inbox import Inbox
-    from stoker.messages import Event, Heartbeat
+    from stoker.ipc.messages import Event, Heartbeat
     from stoker.settings import EngineSettings
 
 HEARTBEAT_S = READ_EVERY_S
@@ -108,9 +108,9 @@ def prepare_signals() -> None:
 
 def limit_allocator(memory_limit: int | None) -> None:
     """Let malloc keep of freed memory what the machine's tier allows (SPEC M2)."""
-    from stoker.memory import allocator  # noqa: PLC0415 - these imports take a while: signals come first
-    from stoker.memory.profile import read_profile  # noqa: PLC0415 - likewise
-    from stoker.memory.tiers import DEFAULTS, tier_of  # noqa: PLC0415 - likewise
+    from stoker.machine import allocator  # noqa: PLC0415 - these imports take a while: signals come first
+    from stoker.machine.profile import read_profile  # noqa: PLC0415 - likewise
+    from stoker.machine.tiers import DEFAULTS, tier_of  # noqa: PLC0415 - likewise
 
     tier = tier_of(read_profile(memory_limit).effective_bytes)
     allocator.limit_cache(DEFAULTS[tier].allocator_cache_bytes)

@@ -17,7 +17,7 @@ from PIL import UnidentifiedImageError
 from stoker.errors import InvalidRequestError
 from stoker.images.formats import JPEG, PNG, TIFF, WEBP, bare_png, format_of, webp_size
 from stoker.images.limits import MIN_EDGE_PX, ImageLimits
-from stoker.request import Picture
+from stoker.ipc.request import Picture
 
 _WEBP_WEIGHT = 3
 """What a WebP's pixel counts for: its decoder takes up to 16 bytes for each, others 4 to 6."""

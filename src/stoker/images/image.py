@@ -20,7 +20,7 @@ from stoker.errors import InvalidRequestError
 from stoker.images.decode import ImageReport, decoded, rendered
 from stoker.images.limits import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits
 from stoker.images.sources import Encoded, read_reference
-from stoker.request import Picture
+from stoker.ipc.request import Picture
 
 __all__ = ["Image", "ImageReport", "images_of"]
 

@@ -17,8 +17,8 @@ from stoker.images.decode import ImageReport, decoded
 from stoker.images.image import Image
 from stoker.images.limits import DEFAULT_LIMITS, ImageLimits
 from stoker.images.sources import Encoded, is_web, read_reference
-from stoker.memory.allocator import give_back
-from stoker.request import Picture
+from stoker.ipc.request import Picture
+from stoker.machine.allocator import give_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol import ModelClass
+from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.models.gguf import read_tables
-from stoker.models.layers import read_layers
-from stoker.models.tensor_types import NOT_WEIGHTS
+from stoker.models.gguf.header import read_tables
+from stoker.models.gguf.tensor_types import NOT_WEIGHTS
+from stoker.models.memory_estimate.layers import read_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stoker.models.bounded_file import GgufArray, Scalar
-    from stoker.models.gguf import GgufHeader, TensorInfo
+    from stoker.models.gguf.bounded_file import GgufArray, Scalar
+    from stoker.models.gguf.header import GgufHeader, TensorInfo
 
 _A, _B = ".lora_a", ".lora_b"
 _IGNORED = "_norm.weight"  # llama.cpp passes over what some converters store of norms

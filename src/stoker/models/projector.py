@@ -11,17 +11,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol import ModelClass
+from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ModelFileError, StokerError, UnsupportedError
-from stoker.models.bounded_file import GgufArray
-from stoker.models.gguf import read_tables
-from stoker.values import ProjectorSpec
+from stoker.ipc.values import ProjectorSpec
+from stoker.models.gguf.bounded_file import GgufArray
+from stoker.models.gguf.header import read_tables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stoker.models.bounded_file import Scalar
-    from stoker.models.gguf import GgufHeader, TensorInfo
+    from stoker.models.gguf.bounded_file import Scalar
+    from stoker.models.gguf.header import GgufHeader, TensorInfo
 
 _MAX_SIDE = 8192  # clip.cpp takes no larger pictures
 _MAX_WIDTH = 2**16

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol import ModelClass
+from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from stoker.models.gguf import GgufHeader
-    from stoker.values import ModelSpec
+    from stoker.ipc.values import ModelSpec
+    from stoker.models.gguf.header import GgufHeader
 
 STEP_TOKENS = 8
 """Tokens a step carries: only an answer that is computed again has more than one."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from stoker.models.bounded_file import GgufArray, Scalar
+    from stoker.models.gguf.bounded_file import GgufArray, Scalar
 
 PARTIAL_SUFFIXES = (".incomplete", ".part", ".partial", ".crdownload", ".aria2")
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)

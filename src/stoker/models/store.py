@@ -1,7 +1,7 @@
 """Which models are here: the embedded default, the files of the models folder, and any path (SPEC R7).
 
-Owns names and the choice of a file. What a file holds is `stoker.models.gguf`'s business, getting one
-from elsewhere `stoker.models.hub`'s.
+Owns names and the choice of a file. What a file holds is `stoker.models.gguf.header`'s business, getting one
+from elsewhere `stoker.models.hub.hub`'s.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol import ModelClass
+from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ErrorInfo, ModelNotFoundError, StokerError
 from stoker.models import shards
-from stoker.models.gguf import read_header
+from stoker.models.gguf.header import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stoker.models.gguf import GgufHeader
+    from stoker.models.gguf.header import GgufHeader
 
 DEFAULT_ID = "smollm2-135m-instruct"
 FAKE_PREFIX = "fake:"

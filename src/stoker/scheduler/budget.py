@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stoker.ipc.values import Policy
 from stoker.scheduler.bursts import Bursts
-from stoker.values import Policy
 
 if TYPE_CHECKING:
     from stoker.scheduler.cost import StepCost

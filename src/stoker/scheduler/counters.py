@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.scheduler.sequence import SequenceState
+from stoker.kv.sequence import SequenceState
 
 if TYPE_CHECKING:
     from stoker.scheduler.scheduler import Scheduler

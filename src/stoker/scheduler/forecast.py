@@ -9,8 +9,8 @@ from stoker.scheduler.eta import waits_s
 if TYPE_CHECKING:
     from collections.abc import Sequence as Line
 
+    from stoker.kv.sequence import Sequence
     from stoker.scheduler.cost import StepCost
-    from stoker.scheduler.sequence import Sequence
 
 TYPICAL_TOKENS = 128.0
 """Length of an answer, until some have ended."""

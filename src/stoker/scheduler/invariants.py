@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.scheduler.sequence import ParkForm, SequenceState
+from stoker.kv.sequence import ParkForm, SequenceState
 
 if TYPE_CHECKING:
     from stoker.scheduler.scheduler import Scheduler

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.kv.sequence import Sequence, SequenceState
 from stoker.scheduler.budget import StepBudget
-from stoker.scheduler.sequence import Sequence, SequenceState
 
 
 class Planned(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Line
 
 from stoker.errors import QueueFullError
-from stoker.request import Priority
-from stoker.scheduler.sequence import Sequence, SequenceState
+from stoker.ipc.request import Priority
+from stoker.kv.sequence import Sequence, SequenceState
 
 
 def insert_position(line: Line[Priority], newcomer: Priority) -> int:

@@ -14,28 +14,28 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from stoker.request import FinishReason, Priority
-from stoker.scheduler.arrivals import Arrivals
+from stoker.ipc.request import FinishReason, Priority
+from stoker.kv.allocator import Room
+from stoker.kv.arrivals import Arrivals
+from stoker.kv.context_shift import note_dropped, num_kept, shifted
+from stoker.kv.ops import Parking, Schedule
+from stoker.kv.sequence import ParkForm, Sequence, SequenceState
+from stoker.kv.trimming import Surplus
+from stoker.scheduler.aging import Patience
 from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.counters import counters
-from stoker.scheduler.effects import Parking, Schedule
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.invariants import check
-from stoker.scheduler.patience import Patience
 from stoker.scheduler.plan import Planner, StepPlan
 from stoker.scheduler.queue import WaitingLine
-from stoker.scheduler.room import Room
-from stoker.scheduler.sequence import ParkForm, Sequence, SequenceState
-from stoker.scheduler.shift import note_dropped, num_kept, shifted
-from stoker.scheduler.surplus import Surplus
 from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
-    from stoker.scheduler.cells import CellPool
-    from stoker.scheduler.limits import SchedulerLimits
-    from stoker.scheduler.slots import Placement, SlotTable
+    from stoker.kv.cells import CellPool
+    from stoker.kv.limits import SchedulerLimits
+    from stoker.kv.slots import Placement, SlotTable
 
 
 class Scheduler:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stoker.scheduler.sequence import Sequence
+    from stoker.kv.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,39 +12,31 @@ from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
-from stoker.server.body import body_schemas
+from stoker.server.anthropic import messages
+from stoker.server.anthropic.body import MessagesRequest
 from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
-from stoker.server.gate import Gate
+from stoker.server.inbound.body import body_schemas
+from stoker.server.inbound.gate import Gate
+from stoker.server.inbound.origins import Origins
+from stoker.server.inbound.security import Access, HostList, KeyRing
 from stoker.server.metrics import Metrics
-from stoker.server.origins import Origins
-from stoker.server.routes import (
-    chat,
-    choose,
-    completions,
-    embeddings,
-    messages,
-    models,
-    probes,
-    requests,
-    rerank,
-    residency,
-    responses,
-    runtime,
-    states,
-    tokens,
+from stoker.server.native import choose, probes, requests, rerank, residency, runtime, states, tokens
+from stoker.server.native.choose_body import ChooseRequest
+from stoker.server.native.rerank_body import RerankRequest
+from stoker.server.native.residency_body import (
+    LoadModelRequest,
+    ModelRequest,
+    PinModelRequest,
+    SuspendRequest,
 )
-from stoker.server.schema.chat import ChatRequest, Conversation
-from stoker.server.schema.choose import ChooseRequest
-from stoker.server.schema.completion import CompletionRequest
-from stoker.server.schema.embeddings import EmbeddingRequest
-from stoker.server.schema.messages import MessagesRequest
-from stoker.server.schema.rerank import RerankRequest
-from stoker.server.schema.residency import LoadModelRequest, ModelRequest, PinModelRequest, SuspendRequest
-from stoker.server.schema.responses import ResponsesRequest
-from stoker.server.schema.states import SaveStateRequest, StateEmbeddingRequest
-from stoker.server.schema.tokens import DetokenizeRequest, TokenizeRequest
-from stoker.server.security import Access, HostList, KeyRing
+from stoker.server.native.states_body import SaveStateRequest, StateEmbeddingRequest
+from stoker.server.native.tokens_body import DetokenizeRequest, TokenizeRequest
+from stoker.server.openai import chat, completions, embeddings, models, responses
+from stoker.server.openai.chat_body import ChatRequest, Conversation
+from stoker.server.openai.completion_body import CompletionRequest
+from stoker.server.openai.embeddings_body import EmbeddingRequest
+from stoker.server.openai.responses_body import ResponsesRequest
 
 if TYPE_CHECKING:
     from stoker.runtime import Runtime

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from stoker.errors import ErrorInfo, InvalidRequestError, StokerError
-from stoker.server.disconnect import ClientGoneError
+from stoker.server.inbound.disconnect import ClientGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

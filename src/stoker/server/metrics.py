@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from stoker.errors import StokerError
-from stoker.messages import Delta, Finished
+from stoker.ipc.messages import Delta, Finished
 from stoker.server.status_metrics import StatusCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stoker.messages import Event
+    from stoker.ipc.messages import Event
+    from stoker.ipc.status import ModelStatus
     from stoker.runtime import RuntimeStatus
-    from stoker.status import ModelStatus
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)

@@ -10,12 +10,12 @@ import logging
 from typing import TYPE_CHECKING
 
 from stoker.errors import StokerError
-from stoker.lifecycle.power import SleepWatch
+from stoker.power.sleep import SleepWatch
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from stoker.lifecycle.power import Sleeper
+    from stoker.power.sleep import Sleeper
 
 log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stoker.server.schema.status import models_now
-from stoker.values import CacheSource
+from stoker.ipc.values import CacheSource
+from stoker.server.native.status_body import models_now
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from stoker.ipc.status import CacheStatus, MemoryStatus, ModelStatus
     from stoker.runtime import RuntimeStatus
-    from stoker.status import CacheStatus, MemoryStatus, ModelStatus
 
 _RUNNING = frozenset({"prefill", "decode"})
 _MILLISECONDS = 1000.0

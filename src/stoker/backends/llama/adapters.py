@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from stoker.backends.llama.model import LlamaModel
     from stoker.backends.llama.passes import AdapterSet
-    from stoker.models.gguf import GgufHeader
-    from stoker.values import AdapterSpec
+    from stoker.ipc.values import AdapterSpec
+    from stoker.models.gguf.header import GgufHeader
 
 
 class Adapters:

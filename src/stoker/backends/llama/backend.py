@@ -12,32 +12,39 @@ import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
 from stoker.backends.llama.binding import label
-from stoker.backends.llama.choices import ChoiceScoring
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
-from stoker.backends.llama.hidden import HiddenStates
 from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.oneshot.choices import ChoiceScoring
+from stoker.backends.llama.oneshot.hidden import HiddenStates
+from stoker.backends.llama.oneshot.scoring import Scorer
 from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.recurrent import RecurrentStates
-from stoker.backends.llama.scoring import Scorer
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.llama.vision import BLIND, Eyes, open_eyes
-from stoker.backends.protocol import PLAIN, BatchPlan, Capabilities, Conditioning, ModelClass, PlanItem
-from stoker.backends.scored import ScoringLane
+from stoker.backends.llama.vision.vision import BLIND, Eyes, open_eyes
+from stoker.backends.protocol.backend import (
+    PLAIN,
+    BatchPlan,
+    Capabilities,
+    Conditioning,
+    ModelClass,
+    PlanItem,
+)
+from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import UnsupportedError
-from stoker.models.estimate import num_sequences
 from stoker.models.fingerprint import fingerprint
-from stoker.models.gguf import read_header
+from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate.estimate import num_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stoker.backends.llama.vision import Vision
-    from stoker.backends.llama.vocabulary import LlamaVocabulary
-    from stoker.backends.protocol import Buffer, Rows
-    from stoker.models.gguf import GgufHeader
-    from stoker.values import ModelSpec, Tensor
+    from stoker.backends.llama.text.vocabulary import LlamaVocabulary
+    from stoker.backends.llama.vision.vision import Vision
+    from stoker.backends.protocol.backend import Buffer, Rows
+    from stoker.ipc.values import ModelSpec, Tensor
+    from stoker.models.gguf.header import GgufHeader
 
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 

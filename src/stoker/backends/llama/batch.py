@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from stoker.backends.protocol import BatchPlan, Rows
+    from stoker.backends.protocol.backend import BatchPlan, Rows
 
 
 class TokenBatch:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from stoker.backends.lengths import Lengths
 from stoker.backends.llama.batch import EmbeddingBatch, TokenBatch
 from stoker.backends.llama.binding import capture_log, error_text, llama
 from stoker.backends.llama.cell_order import CellOrder
 from stoker.backends.llama.passes import NONE, AdapterSet, Pass, passes
-from stoker.backends.protocol import BatchPlan, PlanItem
-from stoker.backends.seeing import embeddings_of
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.protocol.lengths import Lengths
+from stoker.backends.protocol.vision import embeddings_of
 from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stoker.backends.llama.adapters import Adapters
     from stoker.backends.llama.binding import LogLine
     from stoker.backends.llama.model import LlamaModel
-    from stoker.backends.protocol import Placed, Rows
+    from stoker.backends.protocol.backend import Placed, Rows
 
 _NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
 _TO_THE_END = -1

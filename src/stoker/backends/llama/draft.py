@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import StokerError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stoker.backends.llama.vocabulary import LlamaVocabulary
-    from stoker.backends.protocol import Rows
+    from stoker.backends.llama.text.vocabulary import LlamaVocabulary
+    from stoker.backends.protocol.backend import Rows
 
 SLICE_TOKENS = 64
 """Tokens of a text that it reads at a time: nobody waits for longer than that takes."""

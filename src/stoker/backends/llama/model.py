@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.backends.llama.binding import capture_log, device_names, error_text, llama, start
-from stoker.backends.llama.vocabulary import LlamaVocabulary
+from stoker.backends.llama.text.vocabulary import LlamaVocabulary
 from stoker.errors import ModelFileError, ModelLoadError, UnsupportedError
 
 if TYPE_CHECKING:

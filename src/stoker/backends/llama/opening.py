@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import platformdirs
 
 from stoker.backends.llama.model import ModelOptions
-from stoker.backends.llama.smoke import SmokeSetting, SmokeVerdict, verdict_of, verdict_of_file
+from stoker.backends.llama.smoke.smoke import SmokeSetting, SmokeVerdict, verdict_of, verdict_of_file
 from stoker.errors import LoadCrashedError, ModelLoadError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stoker.models.gguf import GgufHeader
+    from stoker.models.gguf.header import GgufHeader
 
     OnProgress = Callable[[float], None]
 

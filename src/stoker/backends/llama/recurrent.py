@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stoker.backends.protocol import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import ModelLoadError
-from stoker.values import Tensor
+from stoker.ipc.values import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

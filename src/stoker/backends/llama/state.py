@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.llama.context import LlamaContext
     from stoker.backends.llama.model import LlamaModel
-    from stoker.backends.protocol import Buffer
+    from stoker.backends.protocol.backend import Buffer
 
     Bytes = npt.NDArray[np.uint8]
 

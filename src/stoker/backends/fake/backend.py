@@ -1,0 +1,463 @@
+"""A backend without a model: deterministic, exact and quick, with failures on order.
+
+It ships, so that everything above a backend can be tried and tested where no model is. The logits of a
+position are a function of the whole token history of its sequence, hence any lost, doubled or reordered
+token changes all that follows. Cells are accounted exactly, shared ones once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stoker.backends.cell_map import CellMap
+from stoker.backends.fake.history import (
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    STATE_LAYOUT,
+    FakeHistory,
+    hidden_of,
+    salt_of,
+    state_of,
+    tensors_of,
+    unpacked,
+)
+from stoker.backends.fake.scoring import FakeScoring
+from stoker.backends.fake.vision import FakeVision, seen_tokens
+from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
+from stoker.backends.protocol.backend import (
+    PLAIN,
+    BatchPlan,
+    Capabilities,
+    Conditioning,
+    ModelClass,
+    PlanItem,
+)
+from stoker.backends.protocol.lengths import Lengths
+from stoker.backends.protocol.scoring import ScoringLane
+from stoker.errors import (
+    InvalidRequestError,
+    ModelFileError,
+    ModelLoadError,
+    StepFailedError,
+    UnsupportedError,
+)
+from stoker.models.memory_estimate.fit import Estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stoker.backends.protocol.backend import Buffer, Drafter, Placed, Rows
+    from stoker.backends.protocol.vision import Vision
+    from stoker.ipc.values import AdapterSpec, ModelSpec, Tensor
+    from stoker.models.memory_estimate.fit import Estimator
+
+_MAGIC = b"STKF"
+_HEADER = struct.Struct("<4sII")
+_NUM_CELLS = 16384
+MOVED_TOKENS = 16
+"""Tokens that are moved at a time: few, so that tests see stretches cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeFaults:
+    """Failures to order, and the class of model.
+
+    Attributes:
+        recurrent: it cannot go back or share, and begins from initial states, as a recurrent model.
+        bad_sequences: a step that holds one of these raises StepFailedError.
+        bad_tokens: a step that holds one of these tokens raises StepFailedError.
+        abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
+        step_delay_s: seconds every step, and every slice of a picture, takes.
+        eog_period: about one position in so many wants to end the text; 0: none does.
+        load_s: seconds a load takes.
+        load_aborts: a load aborts the process before it says how far it is, with a word on stderr.
+        load_fails: a load ends with ModelLoadError.
+        vision: slices that encoding a picture takes; 0: it takes no pictures.
+        weights_mib, cell_kib: what it claims to take: weights, and a cell.
+    """
+
+    bad_sequences: frozenset[int] = frozenset()
+    bad_tokens: frozenset[int] = frozenset()
+    abort_tokens: frozenset[int] = frozenset()
+    step_delay_s: float = 0.0
+    eog_period: int = 256
+    recurrent: bool = False
+    load_s: float = 0.0
+    load_fails: bool = False
+    load_aborts: bool = False
+    vision: int = 0
+    weights_mib: int = 0
+    cell_kib: float = 1 / 128
+
+    @classmethod
+    def parse(cls, text: str) -> FakeFaults:
+        """Faults written as "abort_tokens=7+9,step_delay_s=0.01". Raises ModelFileError."""
+        faults: dict[str, Any] = {}
+        for part in text.split(",") if text else ():
+            name, _, value = part.partition("=")
+            try:
+                match name:
+                    case "id":
+                        pass  # under which it is served
+                    case "step_delay_s" | "load_s" | "cell_kib":
+                        faults[name] = float(value)
+                    case "eog_period" | "weights_mib" | "vision":
+                        faults[name] = int(value)
+                    case "recurrent" | "load_fails" | "load_aborts":
+                        faults[name] = bool(int(value))
+                    case "bad_sequences" | "bad_tokens" | "abort_tokens":
+                        faults[name] = frozenset(int(number) for number in value.split("+"))
+                    case _:
+                        raise ModelFileError(f"the fake backend knows no fault {name!r}")
+            except ValueError as error:
+                raise ModelFileError(f"{value!r} is no value for the fault {name!r}") from error
+        return cls(**faults)
+
+
+def _bias() -> Rows:
+    """Favour what reads as text, so that greedy output is printable and control tokens are rare."""
+    bias = np.zeros(N_VOCAB, np.float32)
+    bias[ord("a") : ord("z") + 1] = 5.0
+    bias[[ord(" "), ord("."), ord(",")]] = 5.0
+    bias[NUM_BYTES:] = -20.0
+    return bias
+
+
+class FakeBackend:
+    """See the module. One thread drives it, as any backend.
+
+    Args:
+        num_sequences: sequences that may exist at once.
+        num_cells: tokens all of them may hold, shared ones counted once.
+        n_ctx: tokens one of them may hold; None: `num_cells`.
+        n_batch: tokens one step may carry.
+        faults: failures to order.
+        adapters: what its sequences may be adapted by: names and paths are enough.
+    """
+
+    def __init__(  # noqa: PLR0913 - a stand-in with a knob for each limit
+        self,
+        *,
+        num_sequences: int = 16,
+        num_cells: int = 16384,
+        n_ctx: int | None = None,
+        n_batch: int = 512,
+        faults: FakeFaults | None = None,
+        adapters: Sequence[AdapterSpec] = (),
+    ) -> None:
+        self.faults = faults or FakeFaults()
+        self.num_threads = 1
+        self.num_steps = 0
+        self._vocabulary = FakeVocabulary()
+        found = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults)
+        fingerprints = tuple((spec.name, _digest(spec.path)) for spec in adapters)
+        self._capabilities = dataclasses.replace(found, adapters=fingerprints)
+        self._lengths = Lengths(num_sequences, N_VOCAB, n_batch)
+        self._cells = CellMap(num_cells)
+        self._histories = [FakeHistory() for _ in range(num_sequences)]
+        self._rows = np.empty((n_batch, N_VOCAB), np.float32)
+        self._bias = _bias()
+        num_slices, delay_s = self.faults.vision, self.faults.step_delay_s
+        self._vision = FakeVision(num_slices, delay_s) if num_slices else None
+        self._conditionings: dict[int, Conditioning] = {}
+        self._drafter: Drafter | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<FakeBackend {self._lengths!r} {self._cells!r}>"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """A decoder that can do everything with sequences, or a recurrent model."""
+        return self._capabilities
+
+    @property
+    def vocabulary(self) -> FakeVocabulary:
+        """Bytes and four control tokens."""
+        return self._vocabulary
+
+    @property
+    def num_cells_used(self) -> int:
+        """Cells in use, shared ones once."""
+        return self._cells.num_used
+
+    def tokens(self, seq: int) -> tuple[int, ...]:
+        """The history of a sequence, for tests."""
+        return tuple(self._histories[seq].tokens)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The model that guesses for it; a test may put one there."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    @property
+    def vision(self) -> Vision | None:
+        """Its projector; None: it takes no pictures."""
+        return self._vision
+
+    def step(self, plan: BatchPlan) -> Rows:
+        """Append the plan's tokens; rows are overwritten by the next step, as a native backend's are."""
+        assert not self._is_closed, "a step after close"
+        self._lengths.check(plan)
+        for item in plan.items:
+            self._meet_faults(item)
+        seen = {item.seq: seen_tokens(item, self._pictures(item.seq)) for item in plan.items}
+        self._cells.check_room(plan.num_tokens)
+        self.close_up([item.seq for item in plan.items])
+        if self.faults.step_delay_s:
+            time.sleep(self.faults.step_delay_s)
+        wanted: list[int] = []
+        for item in plan.items:
+            history = self._histories[item.seq]
+            self._cells.append(item.seq, len(item.tokens))
+            history.append(seen[item.seq])
+            wanted.extend(history.hashes[len(history.hashes) - item.num_logits :])
+        self._lengths.advance(plan)
+        self.num_steps += 1
+        return self._logits(wanted)
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:
+        """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
+        unknown = {name for name, _ in conditioning.adapters} - dict(self._capabilities.adapters).keys()
+        if unknown or conditioning.source or (conditioning.pictures and not self._vision):
+            raise UnsupportedError("the fake model cannot be conditioned so")
+        self._histories[seq].salt = salt_of(conditioning.adapters)
+        self._conditionings[seq] = conditioning
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty `dst` share the first `length` tokens of `src`."""
+        assert self._lengths[dst] == 0, f"sequence {dst} is not empty"
+        assert 0 < length <= self._lengths[src], f"{length} of {self._lengths[src]} tokens to share"
+        if not self._capabilities.can_fork:
+            raise UnsupportedError("the fake recurrent model keeps a state that cannot be shared")
+        self._histories[dst] = self._histories[src].prefix(length)
+        self._cells.fork(src, dst, length)
+        self._lengths[dst] = length
+
+    def trim(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens. Raises UnsupportedError where the model cannot go back."""
+        held = self._lengths[seq]
+        assert 0 <= length <= held, f"{length} of {held} tokens to keep"
+        if 0 < length < held and not self._capabilities.can_trim:
+            raise UnsupportedError(f"the fake recurrent model cannot go back from {held} to {length} tokens")
+        self._histories[seq].cut(length)
+        self._cells.trim(seq, length)
+        self._lengths[seq] = length
+
+    def drop(self, seq: int) -> None:
+        """Forget the sequence."""
+        self.trim(seq, 0)
+
+    def close_up(self, seqs: Sequence[int]) -> None:
+        """Nothing depends on where its tokens lie; `check` wants them to lie as if it did."""
+        for stretch in self._cells.loose(seqs, MOVED_TOKENS):
+            self._cells.moved(stretch)
+
+    def length(self, seq: int) -> int:
+        """Tokens the sequence holds."""
+        return self._lengths[seq]
+
+    def export_state(self, seq: int) -> Buffer:
+        """The tokens and where they began: all else follows from them."""
+        payload = self._histories[seq].packed()
+        return _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+    def import_state(self, seq: int, data: Buffer) -> None:
+        """Put an exported sequence into the empty sequence `seq`."""
+        assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
+        history, tokens = _history_of(data)
+        self._cells.append(seq, len(tokens))
+        history.append(tokens)
+        self._histories[seq] = history
+        self._lengths[seq] = len(tokens)
+
+    def read_state(self, seq: int) -> list[Tensor]:
+        """The hash of the history, as tensors of `STATE_LAYOUT`."""
+        self._refuse_without_state()
+        return tensors_of(self._histories[seq].state)
+
+    def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
+        """Let the empty sequence `seq` begin from that hash."""
+        self._refuse_without_state()
+        assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
+        self._histories[seq].start = state_of(tensors)
+
+    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
+        """Eight numbers that follow from the history."""
+        held = self._lengths[seq]
+        assert held in {len(tokens), len(tokens) - 1}, f"sequence {seq} holds {held} of {len(tokens)} tokens"
+        if held < len(tokens):
+            self.step(BatchPlan((PlanItem(seq, held, tokens[-1:], 0),)))
+        return hidden_of(self._histories[seq].state)
+
+    def scoring(
+        self,
+        prompt: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        namespace: bytes = b"",  # noqa: ARG002 - each scoring computes everything
+        lane: ScoringLane = ScoringLane.CHOICES,  # noqa: ARG002 - likewise
+    ) -> FakeScoring:
+        """How likely texts are after a prompt, by the same logits as ever."""
+        return FakeScoring(prompt, texts, self._logits, self._meet_call)
+
+    def _meet_call(self, tokens: list[int]) -> None:
+        self._meet_faults(PlanItem(-1, 0, tokens, 0))
+        if self.faults.step_delay_s:
+            time.sleep(self.faults.step_delay_s)
+
+    def memory(self) -> dict[str, int]:
+        """As if: what was ordered for weights and cells."""
+        return _sizes(self.faults, self._capabilities.num_cells, self._capabilities.n_batch)
+
+    def set_threads(self, num_threads: int) -> None:
+        """Remembered only."""
+        self.num_threads = num_threads
+
+    def give_back(self) -> None:
+        """It makes nothing on the way."""
+
+    def close(self) -> None:
+        """No step may follow."""
+        self._is_closed = True
+
+    def check(self) -> None:
+        """Assert that lengths, histories and cells agree, and that no sequence lies out of order."""
+        self._cells.check()
+        for seq, history in enumerate(self._histories):
+            num_cells = len(self._cells.cells(seq))
+            assert self._lengths[seq] == len(history.tokens) == len(history.hashes) == num_cells
+            assert self._cells.is_in_order(seq), f"sequence {seq} lies in the cells {self._cells.cells(seq)}"
+
+    def _refuse_without_state(self) -> None:
+        if not self._capabilities.state_layout:
+            raise UnsupportedError("the fake model is a decoder: it has no recurrent state", param="state")
+
+    def _pictures(self, seq: int) -> tuple[Placed, ...]:
+        return self._conditionings.get(seq, PLAIN).pictures
+
+    def _meet_faults(self, item: PlanItem) -> None:
+        if not self.faults.abort_tokens.isdisjoint(item.tokens):
+            os.abort()
+        if item.seq in self.faults.bad_sequences or not self.faults.bad_tokens.isdisjoint(item.tokens):
+            raise StepFailedError(f"a fault was ordered for sequence {item.seq}", seq=item.seq)
+
+    def _logits(self, hashes: list[int]) -> Rows:
+        """float32 (len(hashes), n_vocab): splitmix64 seeded with the hashes, in [0, 10), plus the bias."""
+        rows = self._rows[: len(hashes)]
+        seeds = np.array(hashes, np.uint64)[:, None]
+        values = seeds + np.arange(1, N_VOCAB + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(MIX_1)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(MIX_2)
+        rows[:] = (values >> np.uint64(40)).astype(np.float32) * np.float32(10 / 2**24)
+        rows += self._bias
+        if self.faults.eog_period:
+            rows[[value % self.faults.eog_period == 0 for value in hashes], EOS] = 30.0
+        return rows
+
+
+def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) -> FakeBackend:
+    """The backend that a path "fake:" asks for.
+
+    Faults may follow: "fake:abort_tokens=7+9,step_delay_s=0.01" (names and meaning as in `FakeFaults`).
+    """
+    faults = _faults(spec.path)
+    _take_time(faults, on_progress or (lambda _: None))
+    return FakeBackend(
+        num_sequences=max(2 * spec.num_slots, spec.num_slots + 8),
+        num_cells=spec.pool_cells or _NUM_CELLS,
+        n_ctx=spec.most_tokens or None,
+        n_batch=spec.n_batch,
+        faults=faults,
+        adapters=spec.adapters,
+    )
+
+
+def estimator(path: str) -> Estimator:
+    """What the backend that a path "fake:" asks for would take; exact."""
+    faults = _faults(path)
+
+    def estimate(spec: ModelSpec) -> Estimate:
+        num_cells = spec.pool_cells or _NUM_CELLS
+        return Estimate(lines=_sizes(faults, num_cells, spec.n_batch), n_ctx=num_cells)
+
+    return estimate
+
+
+def _faults(path: str) -> FakeFaults:
+    scheme, _, order = path.partition(":")
+    if scheme != "fake":
+        raise ModelFileError(f"{path!r} is not of the form fake:[fault=value,...]")
+    return FakeFaults.parse(order)
+
+
+def _sizes(faults: FakeFaults, num_cells: int, n_batch: int) -> dict[str, int]:
+    kv_bytes = int(faults.cell_kib * 1024) * num_cells
+    return {"weights": faults.weights_mib * 2**20, "kv": kv_bytes, "compute": 4 * n_batch * N_VOCAB}
+
+
+def _take_time(faults: FakeFaults, on_progress: Callable[[float], None]) -> None:
+    if faults.load_aborts:
+        os.write(2, b"fake.cpp:1: ASSERT(!load_aborts) failed\n")
+        os.abort()
+    begun = time.monotonic()
+    while (spent := time.monotonic() - begun) < faults.load_s:
+        on_progress(spent / faults.load_s)
+        time.sleep(min(0.02, faults.load_s))
+    if faults.load_fails:
+        raise ModelLoadError("a load that fails was ordered")
+    on_progress(1.0)
+
+
+def _history_of(data: Buffer) -> tuple[FakeHistory, list[int]]:
+    if len(data) >= _HEADER.size:
+        magic, size, crc = _HEADER.unpack_from(data)
+        payload = bytes(memoryview(data)[_HEADER.size :])
+        if magic == _MAGIC and size == len(payload) and crc == zlib.crc32(payload):
+            return unpacked(payload)
+    raise InvalidRequestError(f"{len(data)} bytes are not an exported state of this model", param="state")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _capabilities(
+    num_sequences: int, num_cells: int, n_ctx: int, n_batch: int, faults: FakeFaults
+) -> Capabilities:
+    is_recurrent, kind = faults.recurrent, f"fake {faults.recurrent} {faults.eog_period}"
+    return Capabilities(
+        model_class=ModelClass.RECURRENT if is_recurrent else ModelClass.DECODER,
+        architecture="fake",
+        description="deterministic stand-in",
+        label="fake · CPU",
+        n_vocab=N_VOCAB,
+        n_ctx=min(n_ctx, num_cells),
+        n_ctx_train=n_ctx,
+        num_cells=num_cells,
+        n_batch=n_batch,
+        num_sequences=num_sequences,
+        num_params=0,
+        size_bytes=0,
+        kv_type="none",
+        flash_attention="off",
+        can_trim=not is_recurrent,
+        can_fork=not is_recurrent,
+        fingerprint=_digest(kind),
+        state_layout=STATE_LAYOUT if is_recurrent else (),
+        has_vision=faults.vision > 0,
+        pairing="ready" if faults.vision else "",
+    )

@@ -1,0 +1,1 @@
+"""Scores, embeddings and choices that llama.cpp computes outside of generation."""

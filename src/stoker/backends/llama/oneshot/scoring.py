@@ -1,0 +1,211 @@
+"""Logits the way llama.cpp's own defaults compute them (SPEC D5, D6).
+
+Scores are compared between programs, to a thousandth and less. The serving context adds attention up in a
+way of its own (docs/adr/0006), whose logits differ by more; so a prompt whose every logit is asked is also
+computed here, over a context with default types. The candidates of a choice share this context; what of it is
+computed once for all of them is `choices`' business.
+
+The measure is a text alone, cut into calls of 512 tokens. llama.cpp's CPU attention adds up in one way in
+calls below 64 tokens and in another, tile by tile of cells, from 64 on. Within one way a row depends neither
+on how many rows its call has nor on what other sequences hold, as long as its own cells are where they would
+be alone. So a text may be cut otherwise here, and its beginning kept for the next one; what a call lacks to
+64 tokens is filled up with tokens of another sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.errors import ModelLoadError, PoolFullError, StepFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.backends.llama.model import LlamaModel
+    from stoker.backends.protocol.backend import Rows
+
+DEFAULT_CALL = 512
+"""Tokens of a call by llama.cpp's defaults (`n_ubatch`); it cuts longer ones."""
+TILED_FROM = 64
+"""Tokens of a call from which llama.cpp's attention goes by tiles (GGML_FA_TILE_Q)."""
+NUM_SEQUENCES = 16
+FILLER = 1
+"""The sequence that fills calls up; who uses it and those above empties them."""
+_LEAST_ROWS = 2  # one row alone has a third way, split over the threads
+
+
+def call_end(position: int, total: int) -> int:
+    """Where the default call ends that computes this position of a text of `total` tokens."""
+    return min(total, (position // DEFAULT_CALL + 1) * DEFAULT_CALL)
+
+
+def is_tiled(position: int, total: int) -> bool:
+    """Whether that call has attention go by tiles."""
+    begin = position // DEFAULT_CALL * DEFAULT_CALL
+    return call_end(position, total) - begin >= TILED_FROM
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A part of a text to compute in one call, within one of the default calls.
+
+    Attributes:
+        tokens: the whole text's, as far as they are known.
+        total: how many it has.
+        begin, end: first token to compute, and the one after the last.
+        num_rows: of how many of the last ones logits are wanted.
+        namespace: of the text; what is held of another is not gone on from.
+    """
+
+    tokens: Sequence[int]
+    total: int
+    begin: int
+    end: int
+    num_rows: int
+    namespace: bytes
+
+
+class Scorer:
+    """A context with default types, made when first needed, and again where more cells are.
+
+    Sequence 0 holds the text that was computed last, for texts of its namespace alone. Close it before the
+    model.
+
+    Attributes:
+        can_trim: a text can be taken back to its beginning; else each is computed from its first token.
+    """
+
+    def __init__(self, model: LlamaModel, n_batch: int) -> None:
+        self._model = model
+        self._n_batch = n_batch
+        self._context: LlamaContext | None = None
+        self.can_trim = model.keeps_every_cell
+        self._held: list[tuple[int, bool]] = []  # tokens of sequence 0, and whether they went by tiles
+        self._namespace = b""  # of what is held
+
+    def __repr__(self) -> str:
+        return f"<Scorer holds {len(self._held)} tokens, {self._context!r}>"
+
+    def score(
+        self, tokens: Sequence[int], start: int, until: int, num_threads: int, namespace: bytes
+    ) -> Rows:
+        """The rows of a text from position `start` to before `until`, float32 (until - start, n_vocab).
+
+        What comes before is computed again where it is not held for this namespace.
+
+        Raises:
+            StepFailedError: the native decode failed, or there is no memory for the context.
+        """
+        total = len(tokens)
+        self.context(total + TILED_FROM, num_threads)
+        at, found = self.begin(tokens, total, start, namespace), []
+        while at < until:
+            end = min(call_end(at, total), until)
+            if at < start and self.can_trim:
+                end = min(end, start)
+            num_rows = max(0, end - max(at, start))
+            found.append(self.compute(Cut(tokens, total, at, end, num_rows, namespace)).copy())
+            at = end
+        return np.concatenate(found)
+
+    def begin(self, tokens: Sequence[int], total: int, most: int, namespace: bytes) -> int:
+        """How many of the first tokens, `most` of them, are held as they would be alone."""
+        held, same = self._held if namespace == self._namespace else [], 0
+        while same < min(most, len(held)) and held[same] == (tokens[same], is_tiled(same, total)):
+            same += 1
+        return same if self.can_trim or same == len(held) else 0
+
+    def least(self, begin: int, total: int) -> int:
+        """Tokens that a call from there on needs, lest it is computed in another way than alone."""
+        if not self.can_trim:
+            return 0
+        return TILED_FROM if is_tiled(begin, total) else _LEAST_ROWS
+
+    def compute(self, cut: Cut) -> Rows:
+        """Go on after the first tokens that are held; float32 (cut.num_rows, n_vocab), until the next call.
+
+        Raises:
+            StepFailedError: the native decode failed; nothing is held any more.
+        """
+        assert self._context is not None, "no context was asked for"
+        assert not cut.begin or cut.namespace == self._namespace, "what is held is another namespace's"
+        self.keep(cut.begin)
+        items = [PlanItem(0, cut.begin, tuple(cut.tokens[cut.begin : cut.end]), cut.num_rows)]
+        num_missing = self.least(cut.begin, cut.total) - (cut.end - cut.begin)
+        if num_missing > 0:
+            items.append(PlanItem(FILLER, 0, (cut.tokens[0],) * num_missing, 0))
+        rows = self.step(items)
+        self._context.drop(FILLER)
+        self._namespace = cut.namespace
+        self._held += [(cut.tokens[at], is_tiled(at, cut.total)) for at in range(cut.begin, cut.end)]
+        return rows
+
+    def keep(self, length: int) -> None:
+        """Hold the first `length` tokens only."""
+        if length == 0:
+            self.forget()
+        elif length < len(self._held):
+            assert self._context is not None, "a text is held without a context"
+            self._context.trim(0, length)
+            del self._held[length:]
+
+    def step(self, items: list[PlanItem]) -> Rows:
+        """One native call.
+
+        Raises:
+            StepFailedError: it failed; nothing is held any more.
+        """
+        assert self._context is not None, "no context was asked for"
+        try:
+            return self._context.step(BatchPlan(tuple(items)))
+        except (PoolFullError, StepFailedError) as error:
+            self.forget()
+            raise StepFailedError(f"a text could not be scored: {error.message}") from error
+
+    def context(self, num_cells: int, num_threads: int) -> LlamaContext:
+        """The context with room for so many tokens; a new one holds nothing.
+
+        Raises:
+            StepFailedError: there is no memory for it.
+        """
+        if self._context is None or self._context.num_cells < num_cells:
+            self.close()
+            try:
+                self._context = LlamaContext(self._model, self._options(num_cells, num_threads))
+            except ModelLoadError as error:
+                raise StepFailedError(f"scores need a context of their own: {error}") from error
+        self._context.set_threads(num_threads)
+        return self._context
+
+    def forget(self) -> None:
+        """Empty every sequence."""
+        self._held.clear()
+        if self._context is not None:
+            for seq in range(NUM_SEQUENCES):
+                self._context.drop(seq)
+
+    def memory(self) -> int:
+        """Bytes it takes."""
+        return sum(self._context.memory().values()) if self._context else 0
+
+    def close(self) -> None:
+        """Free the context; idempotent."""
+        self._held.clear()
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def _options(self, num_cells: int, num_threads: int) -> ContextOptions:
+        n_batch = max(self._n_batch, DEFAULT_CALL)
+        return ContextOptions(
+            num_cells=max(num_cells, n_batch),
+            n_batch=n_batch,
+            num_sequences=NUM_SEQUENCES,
+            num_threads=num_threads,
+            key_type=KeyType.F16,
+        )

@@ -1,0 +1,1 @@
+"""Encoder-decoders on llama.cpp: the source and what the decoder computes from it."""

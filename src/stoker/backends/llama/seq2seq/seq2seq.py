@@ -1,0 +1,171 @@
+"""An encoder-decoder of llama.cpp behind the backend protocol (SPEC K3).
+
+Its prompt is a source, which the encoder reads; its one sequence is the answer, from the decoder's start
+token on. A token is computed in a native call of its own, also where a whole answer is computed again: so it
+comes out the same to the bit, whatever interrupted it. What a native context keeps of a source is `source`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stoker.backends.llama.backend import LlamaBackend
+from stoker.backends.llama.binding import llama
+from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.model import LlamaModel
+from stoker.backends.llama.opening import tried_options
+from stoker.backends.llama.seq2seq.source import SourceReader
+from stoker.backends.llama.threads import num_physical_cores
+from stoker.backends.protocol.backend import BatchPlan, Conditioning, ModelClass, PlanItem
+from stoker.errors import ModelLoadError, StokerError, UnsupportedError
+from stoker.models.gguf.header import read_header
+from stoker.models.seq2seq import STEP_TOKENS, check_one_slot, num_cells
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stoker.backends.protocol.backend import Rows
+    from stoker.ipc.values import ModelSpec, Tensor
+    from stoker.models.gguf.header import GgufHeader
+
+_NO_TOKEN = -1
+
+
+class Seq2SeqBackend(LlamaBackend):
+    """One loaded encoder-decoder with its one context and its one sequence; made by `load`.
+
+    Raises:
+        ModelFileError: the file is gone.
+        ModelLoadError: it does not say which token its decoder begins with.
+    """
+
+    def __init__(self, model: LlamaModel, context: LlamaContext, header: GgufHeader) -> None:
+        super().__init__(model, context, header)
+        self._reader = SourceReader(context)
+        self._source: tuple[int, ...] = ()
+        self._namespace = b""
+        self._scale = _logit_scale(header)
+        self._capabilities = dataclasses.replace(
+            self._capabilities,
+            n_batch=min(STEP_TOKENS, context.n_batch),
+            can_fork=False,
+            decoder_start=_decoder_start(model),
+        )
+
+    def __repr__(self) -> str:
+        return f"<Seq2SeqBackend {self._context!r} {self._reader!r}>"
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:
+        """Have the decoder read this source from the next step on; UnsupportedError for anything else."""
+        assert seq == 0, f"sequence {seq} of one"
+        if conditioning.adapters or conditioning.pictures or conditioning.asked:
+            raise UnsupportedError(f"{self._capabilities.description} takes a source and nothing beside it")
+        self._source, self._namespace = conditioning.source, conditioning.namespace
+
+    def step(self, plan: BatchPlan) -> Rows:
+        """One forward pass, a token at a time; see `Backend.step`. A call that raises changed nothing.
+
+        The encoder reads the sequence's source first, if it has read another since.
+        """
+        self._context.lengths.check(plan)
+        (item,) = plan.items
+        self._reader.read(self._source, self._namespace)
+        rows = np.empty((item.num_logits, self._capabilities.n_vocab), np.float32)
+        first_row = len(item.tokens) - item.num_logits
+        try:
+            for at, token in enumerate(item.tokens):
+                wants = int(at >= first_row)
+                found = self._context.step(BatchPlan((PlanItem(item.seq, item.start + at, (token,), wants),)))
+                if wants:
+                    np.multiply(found[0], self._scale, out=rows[at - first_row])
+        except StokerError:
+            self._context.trim(item.seq, item.start)
+            raise
+        return rows
+
+    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:  # noqa: ARG002 - the protocol's
+        """UnsupportedError: what it makes of a text is for its decoder to read."""
+        raise UnsupportedError(f"{self._capabilities.description} gives no state of a text", param="kind")
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by line: weights, kv, compute."""
+        lines = super().memory()
+        lines["compute"] += self._reader.memory()
+        return lines
+
+
+def load(
+    spec: ModelSpec,
+    on_progress: Callable[[float], None] | None = None,
+    cache_dir: Path | None = None,
+    header: GgufHeader | None = None,
+) -> Seq2SeqBackend:
+    """Load an encoder-decoder, after a smoke decode in a child process where none is remembered.
+
+    Args and errors are those of `backend.load`; UnsupportedError where the file is of another class, or more
+    than one slot, other cells or adapters are asked for.
+    """
+    header = header or read_header(spec.path)
+    if header.model_class is not ModelClass.ENCODER_DECODER:
+        raise UnsupportedError(
+            f"{header.path.name} is a {header.model_class} ({header.architecture}), no encoder-decoder",
+            model_class=str(header.model_class),
+        )
+    check_one_slot(header.path.name, spec.num_slots)
+    options = _context_options(spec, header)
+    with ExitStack() as made:
+        model = LlamaModel(tried_options(header, on_progress, cache_dir))
+        made.callback(model.close)
+        context = LlamaContext(model, options)
+        made.callback(context.close)
+        backend = Seq2SeqBackend(model, context, header)
+        made.pop_all()
+    return backend
+
+
+def _context_options(spec: ModelSpec, header: GgufHeader) -> ContextOptions:
+    """One sequence, and batches that hold a whole source: an encoder sees it at once."""
+    if spec.kv_type not in {"", "f16"}:
+        raise UnsupportedError(
+            f"{header.path.name} is an encoder-decoder:"
+            f" its attention cannot read cells of type {spec.kv_type!r}"
+        )
+    if spec.adapters:
+        raise UnsupportedError(
+            f"{header.path.name} is an encoder-decoder: it takes no adapters", param="lora"
+        )
+    cells = num_cells(header, spec)
+    return ContextOptions(
+        num_cells=cells,
+        n_batch=cells,
+        num_sequences=1,
+        num_threads=spec.num_threads or num_physical_cores(),
+        is_fused=False,  # only the reading of the source could be: it would be several times less exact
+    )
+
+
+def _decoder_start(model: LlamaModel) -> int:
+    """The token that an answer begins with: what the file says, else its BOS token."""
+    start: int = llama.llama_model_decoder_start_token(model.handle)
+    if start == _NO_TOKEN:
+        start = llama.llama_vocab_bos(llama.llama_model_get_vocab(model.handle))
+    if not 0 <= start < model.vocabulary.n_vocab:
+        raise ModelLoadError(
+            f"{model.path.name} names no token that its decoder begins with", path=str(model.path)
+        )
+    return start
+
+
+def _logit_scale(header: GgufHeader) -> float:
+    """T5's own models have no output matrix but their embeddings, and take the logits times width ** -0.5.
+
+    llama.cpp leaves that out: its likeliest token is the same, its probabilities are not.
+    """
+    has_output = any(tensor.name == "output.weight" for tensor in header.tensors)
+    return 1.0 if has_output else 1 / math.sqrt(header.embedding_length)

@@ -1,0 +1,1 @@
+"""Trials of native code in a child process before an engine depends on it."""

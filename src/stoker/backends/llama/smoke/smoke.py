@@ -1,0 +1,282 @@
+"""Whether the native library works on this machine, found out where a crash does no harm (SPEC R9).
+
+A build may crash in its first decode, e.g. where the compiler spoilt the CPU's matrix instructions. So a
+child process (`trial`) decodes a few tokens; if it dies, another one tries without repacked weights, which
+keeps clear of those instructions, and where there is an accelerator others without it. What was found is
+remembered for this build, these devices and the model's architecture and element types; for a file whose load
+has ended an engine, which is tried itself, for that file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, device_names
+from stoker.models.gguf.header import read_header
+from stoker.native_crash import native_text
+from stoker.private import write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stoker.models.gguf.header import GgufHeader
+
+TRIAL_TIMEOUT_S = 300.0
+ASK_EVERY_S = 0.1
+VERDICT_FILE = "smoke.json"
+MAX_DETAIL_CHARS = 500
+MAX_FILE_VERDICTS = 64
+"""Files that are remembered by themselves; past this the oldest is forgotten."""
+_FILE_KEY = "file:"
+
+_logger = logging.getLogger(__name__)
+
+# Signals that native code brings upon itself; SIGKILL, say, may be the machine's want of memory.
+_CRASH_SIGNALS = frozenset(
+    getattr(signal, name)
+    for name in ("SIGSEGV", "SIGILL", "SIGABRT", "SIGBUS", "SIGFPE")
+    if hasattr(signal, name)
+)
+
+
+class SmokeSetting(StrEnum):
+    """What works: everything, without repacked weights, without the accelerator, without both, or nothing."""
+
+    OK = "ok"
+    NO_EXTRA_BUFTS = "no_extra_bufts"
+    NO_OFFLOAD = "no_offload"
+    PLAIN = "plain"
+    BROKEN = "broken"
+
+    @property
+    def uses_extra_bufts(self) -> bool:
+        """Whether weights may be repacked."""
+        return self in {SmokeSetting.OK, SmokeSetting.NO_OFFLOAD}
+
+    @property
+    def offloads(self) -> bool:
+        """Whether an accelerator may be used."""
+        return self in {SmokeSetting.OK, SmokeSetting.NO_EXTRA_BUFTS}
+
+
+@dataclass(frozen=True, slots=True)
+class SmokeVerdict:
+    """What a trial found.
+
+    Attributes:
+        setting: how models of these element types can be loaded.
+        detail: why it is not `ok`; empty if it is.
+        label: what computes, for people; empty if nothing does.
+        has_crashed: it is broken, and each trial died of native code.
+    """
+
+    setting: SmokeSetting
+    detail: str
+    label: str
+    has_crashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How one child ended; `is_telling` where that is due to build and device, not to the moment."""
+
+    is_ok: bool
+    is_refusal: bool
+    is_telling: bool
+    detail: str
+    label: str = ""
+    has_crashed: bool = False
+
+
+def verdict_for(path: Path, cache_dir: Path) -> SmokeVerdict:
+    """The verdict for a model file, remembered or found now (seconds, the first time).
+
+    Raises:
+        ModelFileError, UnsupportedError: the file is no model to try.
+    """
+    return verdict_of(read_header(path), cache_dir)
+
+
+def verdict_of(
+    header: GgufHeader, cache_dir: Path, on_wait: Callable[[], None] | None = None
+) -> SmokeVerdict:
+    """Like `verdict_for`, for a header that was read already.
+
+    `on_wait` is called several times a second while a child tries; what it raises ends the trial.
+    """
+    file = cache_dir / VERDICT_FILE
+    key = _key(header)
+    known = _read(file)
+    verdict = _decoded(known.get(_file_key(header))) or _decoded(known.get(key))
+    if verdict is not None:
+        return verdict
+    verdict, is_lasting = _try_settings(header.path, on_wait or _wait_on)
+    if is_lasting:
+        _write(file, {**_read(file), key: asdict(verdict)})
+    return verdict
+
+
+def verdict_of_file(
+    header: GgufHeader, cache_dir: Path, on_wait: Callable[[], None] | None = None
+) -> SmokeVerdict:
+    """Like `verdict_of`, found now for this very file, and remembered for it unless it is broken."""
+    verdict, is_lasting = _try_settings(header.path, on_wait or _wait_on)
+    if is_lasting:
+        file = cache_dir / VERDICT_FILE
+        known = {**_read(file), _file_key(header): asdict(verdict)}
+        files = [key for key in known if key.startswith(_FILE_KEY)]
+        for oldest in files[: max(0, len(files) - MAX_FILE_VERDICTS)]:
+            del known[oldest]
+        _write(file, known)
+    return verdict
+
+
+def _wait_on() -> None:
+    """Nobody wants the trial to end early."""
+
+
+def _try_settings(path: Path, on_wait: Callable[[], None]) -> tuple[SmokeVerdict, bool]:
+    """The verdict, and whether it lasts: not if a child was killed from outside or took too long."""
+    settings = [SmokeSetting.OK, SmokeSetting.NO_EXTRA_BUFTS]
+    if device_names():
+        settings += [SmokeSetting.NO_OFFLOAD, SmokeSetting.PLAIN]
+    failed: list[_Outcome] = []
+    for setting in settings:
+        found = _run_trial(path, setting, on_wait)
+        if found.is_refusal and not failed:
+            return SmokeVerdict(SmokeSetting.BROKEN, found.detail, found.label), False
+        if found.is_ok:
+            detail = failed[0].detail if failed else ""
+            if failed:
+                _logger.warning("smoke decode of %s: %s, because %s", path.name, setting, detail)
+            return SmokeVerdict(setting, detail, found.label), all(one.is_telling for one in failed)
+        failed.append(found)
+    detail = f"{failed[0].detail}; at its plainest: {failed[-1].detail}"
+    _logger.warning("smoke decode of %s: %s", path.name, detail)
+    has_crashed = all(one.has_crashed for one in failed)
+    return SmokeVerdict(SmokeSetting.BROKEN, detail, "", has_crashed), False
+
+
+def _run_trial(path: Path, setting: SmokeSetting, on_wait: Callable[[], None]) -> _Outcome:
+    command = [sys.executable, "-P", "-m", "stoker.backends.llama.smoke.trial", str(path)]
+    command += ["--extra-bufts", _on_off(setting.uses_extra_bufts), "--offload", _on_off(setting.offloads)]
+    try:
+        done = _run(command, on_wait)
+    except subprocess.TimeoutExpired:
+        return _failed(f"a trial decode took more than {TRIAL_TIMEOUT_S:g} s", is_telling=False)
+    if done.returncode < 0:
+        number = -done.returncode
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        said = native_text(done.stderr)
+        detail = f"a trial decode died of {name}{f': {said}' if said else ''}"
+        is_crash = number in _CRASH_SIGNALS
+        return _failed(detail, is_telling=is_crash, has_crashed=is_crash)
+    try:
+        said = json.loads(done.stdout.splitlines()[-1])
+        return _Outcome(
+            is_ok=said["outcome"] == "ok",
+            is_refusal=said["outcome"] == "refused",
+            is_telling=True,
+            detail=said["detail"][:MAX_DETAIL_CHARS],
+            label=said["label"],
+        )
+    except (IndexError, KeyError, TypeError, ValueError):
+        text = native_text(done.stderr)
+        detail = f"a trial decode ended with code {done.returncode}: {text}"
+        return _failed(detail, is_telling=False, has_crashed=done.returncode != 0)
+
+
+def _on_off(is_on: bool) -> str:  # noqa: FBT001 - a word for it
+    return "on" if is_on else "off"
+
+
+def _run(command: list[str], on_wait: Callable[[], None]) -> subprocess.CompletedProcess[bytes]:
+    """`subprocess.run` that asks now and then whether to go on; the child never outlives it."""
+    until_s = time.monotonic() + TRIAL_TIMEOUT_S
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as child:
+        try:
+            while True:
+                try:
+                    output, errors = child.communicate(timeout=ASK_EVERY_S)
+                    return subprocess.CompletedProcess(command, child.returncode, output, errors)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > until_s:
+                        raise
+                on_wait()
+        except BaseException:
+            child.kill()
+            raise
+
+
+def _failed(detail: str, *, is_telling: bool, has_crashed: bool = False) -> _Outcome:
+    return _Outcome(
+        is_ok=False, is_refusal=False, is_telling=is_telling, detail=detail, has_crashed=has_crashed
+    )
+
+
+def _file_key(header: GgufHeader) -> str:
+    """The same with the model's files: one that is replaced is another."""
+    stats = [(shard.name, shard.stat()) for shard in header.shards]
+    parts = (_key(header), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    return _FILE_KEY + hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _key(header: GgufHeader) -> str:
+    """Digest of what decides whether native code works: the library's files, devices, element types."""
+    files = sorted(
+        (file.name, stat.st_size, stat.st_mtime_ns)
+        for file in LIBRARY_DIR.iterdir()
+        if (stat := file.stat()) and not file.is_dir()
+    )
+    parts = (LIBRARY_VERSION, files, _cpu(), device_names(), sorted(header.tensor_types), header.architecture)
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _cpu() -> tuple[str, ...]:
+    """Model and instruction sets of the first CPU as Linux names them; elsewhere what Python knows."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return platform.machine(), platform.processor()
+    lines = (line.partition(":") for line in first.splitlines())
+    values = {name.strip().lower(): value.strip() for name, _, value in lines}
+    names = ("vendor_id", "model name", "cpu part", "flags", "features")
+    return platform.machine(), *(values.get(name, "") for name in names)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What is remembered; nothing if the file is missing or damaged."""
+    try:
+        known = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _decoded(value: Any) -> SmokeVerdict | None:
+    match value:
+        case {"setting": str(setting), "detail": str(detail), "label": str(label)}:
+            with suppress(ValueError):
+                return SmokeVerdict(SmokeSetting(setting), detail, label)
+    return None
+
+
+def _write(file: Path, known: dict[str, Any]) -> None:
+    """Replace the file in one move, readable by its owner alone; where that fails nothing is kept."""
+    try:
+        write_text(file, json.dumps(known, indent=1))
+    except OSError as error:
+        _logger.warning("the smoke verdict could not be kept in %s: %s", file, error)

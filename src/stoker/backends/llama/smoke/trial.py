@@ -1,0 +1,103 @@
+"""The child process of a smoke decode: load a model, decode a batch and one token, say how it went.
+
+    python -m stoker.backends.llama.smoke.trial MODEL.gguf --extra-bufts on|off --offload on|off
+
+prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`. A crash says the rest by its
+signal. The variable STOKER_SMOKE_FAULT makes it fail on purpose, for tests: "segv" and "nan" with repacked
+weights, "segv-offload" where an accelerator may be used, "segv-always" in any case, "hang" for good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from stoker.backends.llama.binding import label
+from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.seq2seq.source import SourceReader
+from stoker.backends.llama.threads import num_physical_cores
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.errors import StokerError
+from stoker.native_crash import prepare_to_crash
+
+BATCH_TOKENS = 32
+NUM_CELLS = 256
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the trial and print its outcome; the exit code is 0 whatever that is."""
+    parser = argparse.ArgumentParser(prog="trial", description=__doc__)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--extra-bufts", choices=("on", "off"), default="on")
+    parser.add_argument("--offload", choices=("on", "off"), default="on")
+    options = parser.parse_args(arguments)
+    prepare_to_crash()
+    fault = os.environ.get("STOKER_SMOKE_FAULT", "")
+    _meet(fault, options)
+    try:
+        model = LlamaModel(
+            ModelOptions(
+                path=options.path,
+                use_extra_bufts=options.extra_bufts == "on",
+                offloads=options.offload == "on",
+            )
+        )
+    except StokerError as error:
+        return _say("refused", error.message, "")
+    try:
+        detail = _decode(model)
+    except StokerError as error:
+        detail = error.message
+    finally:
+        model.close()
+    if fault == "nan" and options.extra_bufts == "on":
+        detail = "a fault was ordered"
+    return _say("wrong" if detail else "ok", detail, label(model.devices))
+
+
+def _meet(fault: str, options: argparse.Namespace) -> None:
+    """Fail as ordered."""
+    faulty = {
+        "segv-always": True,
+        "segv": options.extra_bufts == "on",
+        "segv-offload": options.offload == "on",
+    }
+    if faulty.get(fault, False):
+        signal.raise_signal(signal.SIGSEGV)
+    if fault == "hang":
+        signal.pause()
+
+
+def _decode(model: LlamaModel) -> str:
+    """What is wrong with the logits of a batch and of the token after it; empty if nothing is."""
+    context = LlamaContext(
+        model,
+        ContextOptions(
+            num_cells=NUM_CELLS, n_batch=BATCH_TOKENS, num_sequences=1, num_threads=num_physical_cores()
+        ),
+    )
+    try:
+        tokens = [index % model.vocabulary.n_vocab for index in range(BATCH_TOKENS + 1)]
+        if model.has_encoder:
+            SourceReader(context).read(tokens[:-1])
+        for start, part in ((0, tokens[:-1]), (BATCH_TOKENS, tokens[-1:])):
+            rows = context.step(BatchPlan((PlanItem(0, start, part, 1),)))
+            if not bool((abs(rows) < float("inf")).all()):  # false for NaN as well
+                return f"logits that are not finite after {len(part)} tokens"
+    finally:
+        context.close()
+    return ""
+
+
+def _say(outcome: str, detail: str, what: str) -> int:
+    print(json.dumps({"outcome": outcome, "detail": detail, "label": what}))  # noqa: T201 - for the parent
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

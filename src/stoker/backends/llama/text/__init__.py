@@ -1,0 +1,1 @@
+"""The vocabulary of a GGUF file: tokenising, pieces, bounds of lengths."""

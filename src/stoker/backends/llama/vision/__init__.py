@@ -1,0 +1,1 @@
+"""The projector of a vision model: from pixels to embeddings, in slices."""

@@ -1,0 +1,386 @@
+"""What a backend is: one loaded model on one device, driven one step at a time by one thread.
+
+A backend knows sequences by small integers (`seq`, 0 <= seq < num_sequences) and computes what it is told;
+which tokens, when and for whom is the scheduler's business, drawing from the logits is decode's.
+
+Contract (tests/contract runs it on every backend):
+- positions of a sequence are consecutive: an item's `start` equals the sequence's length;
+- a step that raises leaves every sequence as it was before the step;
+- rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `step`;
+- `fork`, `trim`, `drop` cost no computation; `drop` of an empty sequence is allowed;
+- `export_state` then `import_state` restores bit-exactly, an initial state included;
+- `write_state` leaves the length at 0: an initial state counts as no token, and only `drop` removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import msgspec
+
+from stoker.backends.protocol.scoring import Scoring, ScoringLane
+
+if TYPE_CHECKING:  # the front imports this module and computes nothing
+    import numpy as np
+    import numpy.typing as npt
+
+    from stoker.backends.protocol.vision import Vision
+    from stoker.ipc.values import Tensor
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Rows: TypeAlias = "npt.NDArray[np.float32]"
+
+
+class ModelClass(StrEnum):
+    """Class of a model by its GGUF metadata (SPEC K1)."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_DECODER = "encoder-decoder"
+    RECURRENT = "recurrent"
+    HYBRID = "hybrid"
+
+
+class PlanItem(msgspec.Struct, frozen=True):
+    """Tokens to append to one sequence in one step.
+
+    Attributes:
+        seq: the backend's sequence number.
+        start: position of the first token; equals the sequence's current length.
+        tokens: token ids, at least one.
+        num_logits: how many of the last tokens want a row of logits (0 .. len(tokens)).
+    """
+
+    seq: int
+    start: int
+    tokens: Sequence[int]
+    num_logits: int
+
+
+class BatchPlan(msgspec.Struct, frozen=True):
+    """One step: items of distinct sequences, in order; rows come back in the same order."""
+
+    items: tuple[PlanItem, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step computes."""
+        return sum(len(item.tokens) for item in self.items)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits the step returns."""
+        return sum(item.num_logits for item in self.items)
+
+
+class Placed(msgspec.Struct, frozen=True, eq=False):
+    """A picture's place in a sequence: its embeddings stand where tokens would (SPEC V3).
+
+    Attributes:
+        start: position of the first of them.
+        embeddings: float32 (num_tokens, n_embd).
+    """
+
+    start: int
+    embeddings: Rows
+
+
+class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sequence's tokens are computed with beside themselves.
+
+    Attributes:
+        adapters: name and scale of each LoRA adapter, in the order of names (SPEC K6).
+        source: what the encoder of an encoder-decoder reads (SPEC K3).
+        pictures: where embeddings stand in place of tokens, in order of their starts.
+        asked: the tokens of a prompt of which every row will be asked (SPEC D6). However it comes in slices,
+            its rows are those of the whole.
+        lane: of `asked`, which is scored in turns with other texts.
+        namespace: what is computed beside the sequence's own cells is used again in this one only: a caller
+            must not learn from the clock what another has asked (SPEC C1).
+    """
+
+    adapters: tuple[tuple[str, float], ...] = ()
+    source: tuple[int, ...] = ()
+    pictures: tuple[Placed, ...] = ()
+    asked: tuple[int, ...] = ()
+    lane: ScoringLane = ScoringLane.PROMPTS
+    namespace: bytes = b""
+
+
+PLAIN = Conditioning()
+"""Tokens and nothing beside them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a loaded model can do and the limits that resulted (SPEC K7).
+
+    `n_ctx` is the most tokens one sequence may hold, `num_cells` what all sequences share:
+    a pool may be larger than the context the model was trained on.
+
+    `fingerprint` is hexadecimal and differs wherever an exported state would not fit: another file, library,
+    key type or attention. `state_layout` names the tensors of a recurrent model's state with their shapes
+    (SPEC K5); it is empty where there is no such state. `decoder_start` is the token that the decoder of an
+    encoder-decoder begins with; None: it is none. `adapters` are name and fingerprint of each LoRA adapter.
+    `pairing` says how the model stands with its projector (SPEC V1), as in `ModelInfo`.
+    """
+
+    model_class: ModelClass
+    architecture: str
+    description: str
+    label: str
+    n_vocab: int
+    n_ctx: int
+    n_ctx_train: int
+    num_cells: int
+    n_batch: int
+    num_sequences: int
+    num_params: int
+    size_bytes: int
+    kv_type: str
+    flash_attention: str
+    can_trim: bool
+    can_fork: bool
+    has_vision: bool = False
+    pairing: str = ""
+    computes_on_cpu: bool = False
+    fingerprint: str = ""
+    state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    decoder_start: int | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
+
+
+class Vocabulary(Protocol):
+    """Text to tokens and back; safe to call from worker threads."""
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`.
+
+        `add_special` adds BOS and EOS as the model asks, `parse_special` reads control tokens.
+        """
+        ...
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """Tokens that `text` has at the least, found without tokenising it or copying it as a whole.
+
+        Counting ends where there are more than `enough`.
+        """
+        ...
+
+    def pair(self, query: str, document: str) -> list[int]:
+        """Token ids of a query and a document as a cross-encoder reads them (SPEC K4).
+
+        Control tokens in either are text: no document ends the query or begins another.
+        """
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a generated token adds to the text; empty for control tokens."""
+        ...
+
+    def special_piece(self, token: int) -> bytes:
+        """Like `piece`, with control tokens spelled out."""
+        ...
+
+    def is_eog(self, token: int) -> bool:
+        """Whether the token ends a generation."""
+        ...
+
+    @property
+    def eog_tokens(self) -> tuple[int, ...]:
+        """All tokens that end a generation."""
+        ...
+
+    @property
+    def added_bos(self) -> int | None:
+        """The token that `add_special` puts before every text; None: it puts none there."""
+        ...
+
+    @property
+    def bos_text(self) -> str:
+        """The beginning-of-sequence token as text, empty if there is none."""
+        ...
+
+    @property
+    def eos_text(self) -> str:
+        """The end-of-sequence token as text, empty if there is none."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's own Jinja chat template."""
+        ...
+
+
+class Drafter(Protocol):
+    """A smaller model that guesses for a larger one (SPEC D9)."""
+
+    def guess(self, tokens: Sequence[int], count: int, namespace: bytes = b"") -> list[int]:
+        """Up to `count` tokens that may follow a text; none while it still reads it, some at each call.
+
+        What it has read of another `namespace` is not used again.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """One loaded model."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do, resolved after load."""
+        ...
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Its tokenizer."""
+        ...
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads a step uses."""
+        ...
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The model that guesses for it; None: it has none."""
+        ...
+
+    @property
+    def vision(self) -> Vision | None:
+        """Its projector; None: it takes no pictures."""
+        ...
+
+    def step(self, plan: BatchPlan) -> Rows:
+        """One forward pass.
+
+        Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.picture_ids`);
+        an item is all of one picture or all of tokens, and embeddings are computed in the tokens' place.
+
+        Returns:
+            float32 (plan.num_rows, n_vocab), raw logits, a view valid until the next step.
+
+        Raises:
+            PoolFullError: no cells for these tokens; nothing changed.
+            StepFailedError: the native decode failed; nothing changed.
+        """
+        ...
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:
+        """Compute the sequence's next tokens with this, until told otherwise; computes nothing itself.
+
+        Told each time a sequence of the scheduler gets this number, so a backend may forget it at a drop.
+
+        Raises:
+            UnsupportedError: it holds what this model cannot do.
+        """
+        ...
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty sequence `dst` share the first `length` tokens of `src`."""
+        ...
+
+    def trim(self, seq: int, length: int) -> None:
+        """Keep the first `length` tokens.
+
+        Raises:
+            UnsupportedError: `can_trim` is false and 0 < length < the sequence's length.
+        """
+        ...
+
+    def drop(self, seq: int) -> None:
+        """Forget the sequence and its initial state, and free its cells."""
+        ...
+
+    def close_up(self, seqs: Sequence[int]) -> None:
+        """Move the tokens of these sequences into free cells before them, shared ones for all who share them.
+
+        Copies, computes nothing. `step` does it for the sequences of its plan, where sums are taken in the
+        order of the cells: a sequence that grew into a cell before its own tokens would get other last bits
+        than alone. Asked for before a step, its time is not the step's.
+        """
+        ...
+
+    def length(self, seq: int) -> int:
+        """Tokens the sequence holds."""
+        ...
+
+    def export_state(self, seq: int) -> Buffer:
+        """The sequence's state, bit-exact."""
+        ...
+
+    def import_state(self, seq: int, data: Buffer) -> None:
+        """Put exported state into the empty sequence `seq`.
+
+        Raises:
+            InvalidRequestError: the bytes are foreign or damaged.
+            PoolFullError: no cells for it; nothing changed.
+        """
+        ...
+
+    def read_state(self, seq: int) -> list[Tensor]:
+        """A recurrent model's state after the sequence's tokens, as `Capabilities.state_layout` names it.
+
+        Raises:
+            UnsupportedError: the model has no such state.
+        """
+        ...
+
+    def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
+        """Let the empty sequence `seq` begin from a state of `Capabilities.state_layout`.
+
+        Raises:
+            UnsupportedError: the model has no such state.
+            PoolFullError: no room for it; nothing changed.
+        """
+        ...
+
+    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
+        """What the model made of the last of `tokens`, float32 (width,), before the output matrix (SPEC D8).
+
+        The sequence holds `tokens`, or all but the last of them; afterwards it holds them all. Holding all of
+        them costs a step of one token where the model can trim, and else a step of each.
+
+        Raises:
+            UnsupportedError: the model gives none.
+            PoolFullError: no cell for the last token.
+            StepFailedError: the native decode failed, or there is no memory for it.
+        """
+        ...
+
+    def scoring(
+        self,
+        prompt: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        namespace: bytes = b"",
+        lane: ScoringLane = ScoringLane.CHOICES,
+    ) -> Scoring:
+        """How likely each of `texts` is after `prompt`, which has a token at least (SPEC D5).
+
+        Computes nothing itself, and touches no sequence. The prompt begins with the model's own state. What a
+        scoring of another `namespace` has computed is not used again; slices of another `lane` in between
+        cost it nothing.
+
+        Raises:
+            UnsupportedError: the model predicts no tokens of a prompt.
+        """
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by line: weights, kv, compute."""
+        ...
+
+    def set_threads(self, num_threads: int) -> None:
+        """Use that many CPU threads from the next step on."""
+        ...
+
+    def give_back(self) -> None:
+        """Free what is made again when it is needed, such as a context that only scores use (SPEC M4)."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...

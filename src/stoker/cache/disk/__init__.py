@@ -1,0 +1,1 @@
+"""Stored prefixes as files: their format, their index, the tier."""

@@ -1,0 +1,198 @@
+"""Which stored prefixes go to disk, and when; the files themselves are `disk`'s (SPEC C7, C9).
+
+An entry is written once it has stood for a moment: the next turn of a conversation replaces the one before
+it, which then never wears the disk out. One write is on its way at a time. What has to be done leaves as
+orders; nothing here touches a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stoker.cache.entry import EntryState, Line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stoker.cache.entry import Entry
+    from stoker.machine.ledger import Ledger
+
+SETTLE_S = 1.0
+"""Seconds an entry stands in host memory before it is written, at rest."""
+BUSY_SETTLE_S = 10.0
+"""The same while something is computed, which a write would slow down by as much as it takes."""
+RETRY_S = 30.0
+"""Seconds after which one that was worth less than every file is looked at again."""
+HOLDER = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Disk: write the bytes of `entry`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Disk: read the bytes of `entry`."""
+
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Disk: remove a file."""
+
+    file: str
+
+
+DiskOrder = Write | Read | Remove
+
+
+class DiskTier:
+    """What is saved, what waits for it, and what was ordered and not yet taken.
+
+    Attributes:
+        limit_bytes: what all files may take.
+        problem: why nothing is written although it is wanted; empty: all is well.
+    """
+
+    def __init__(self, limit_bytes: int, ledger: Ledger) -> None:
+        self.limit_bytes = limit_bytes
+        self.problem = ""
+        self._ledger = ledger
+        self._orders: list[DiskOrder] = []
+        self._due_s: dict[Entry, float] = {}
+        self._writing: Entry | None = None
+        self._is_ending = False
+
+    def __repr__(self) -> str:
+        return f"<DiskTier {self.used_bytes} of {self.limit_bytes} bytes, {len(self._due_s)} to write>"
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def used_bytes(self) -> int:
+        """What the known files take."""
+        return self._ledger.used(Line.DISK)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether entries are written."""
+        return self.limit_bytes > 0 and not self.problem
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written and nothing wants to be."""
+        return self._writing is None and not self._due_s
+
+    def wants(self, entry: Entry) -> bool:
+        """Whether an entry should be saved and is not."""
+        return entry in self._due_s or entry is self._writing
+
+    def is_writing(self, entry: Entry) -> bool:
+        """Whether it is on its way to disk."""
+        return entry is self._writing
+
+    def next_due_s(self) -> float | None:
+        """When the next entry wants to be written; None: none does, or one is on its way."""
+        if self._writing is not None:
+            return None
+        return min((at for entry, at in self._due_s.items() if not entry.leases), default=None)
+
+    # ------------------------------------------------------------ entries
+
+    def note(self, entry: Entry, now: float) -> None:
+        """An entry stands in host memory: it will be written, if it is not saved and can be."""
+        is_wanted = entry.file is None and not entry.is_private and entry.line is Line.CACHE
+        if self.is_on and not self._is_ending and is_wanted and entry.size_bytes <= self.limit_bytes:
+            self._due_s[entry] = now + SETTLE_S
+
+    def forget(self, entry: Entry) -> None:
+        """An entry is gone from host memory, or at all: it is not written."""
+        self._due_s.pop(entry, None)
+
+    def next_to_write(self, now: float, *, is_busy: bool) -> Entry | None:
+        """The entry whose time has come, the first noted first."""
+        if self._writing is not None:
+            return None
+        if is_busy:
+            now -= BUSY_SETTLE_S - SETTLE_S
+        ready = (entry for entry, at in self._due_s.items() if at <= now and not entry.leases)
+        return next(ready, None)
+
+    def hurry(self) -> None:
+        """Everything is due now, and nothing later: the engine is about to end."""
+        self._is_ending = True
+        self._due_s = {entry: 0.0 for entry in self._due_s if not entry.leases}
+
+    def press(self, entries: Iterable[Entry]) -> None:
+        """Those of them that are to be written are due now."""
+        for entry in entries:
+            if entry in self._due_s:
+                self._due_s[entry] = 0.0
+
+    def put_off(self, entry: Entry, now: float) -> None:
+        """It is worth less than the files that would have to go for it."""
+        self._due_s.pop(entry, None)
+        if not self._is_ending:
+            self._due_s[entry] = now + RETRY_S
+
+    # ------------------------------------------------------------ orders
+
+    def take_orders(self) -> list[DiskOrder]:
+        """What is to be done, in order; taken once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def write(self, entry: Entry) -> None:
+        """Order a write; the entry stays where it is until it has ended."""
+        self._due_s.pop(entry, None)
+        self._writing = entry
+        entry.leases.add(HOLDER)
+        self._orders.append(Write(entry))
+
+    def read(self, entry: Entry) -> None:
+        """Order a read."""
+        entry.move(EntryState.READING)
+        self._orders.append(Read(entry))
+
+    def remove_file(self, file: str) -> None:
+        """Order the removal of a file that no entry needs."""
+        self._orders.append(Remove(file))
+
+    def remove(self, entry: Entry) -> None:
+        """Order the removal of its file."""
+        if entry.file is not None:
+            self._orders.append(Remove(entry.file))
+            self.lost(entry)
+
+    # ------------------------------------------------------------ answers
+
+    def added(self, entry: Entry, file: str, file_bytes: int) -> None:
+        """It has a file from here on."""
+        entry.file, entry.file_bytes = file, file_bytes
+        self._ledger.add(Line.DISK, file_bytes)
+
+    def write_ended(self, entry: Entry) -> None:
+        """However it ended."""
+        self._writing = None
+        entry.leases.discard(HOLDER)
+
+    def lost(self, entry: Entry) -> None:
+        """Its file is no more."""
+        self._ledger.add(Line.DISK, -entry.file_bytes)
+        entry.file, entry.file_bytes = None, 0
+
+    def disable(self, problem: str) -> None:
+        """Write no more: the disk is full, or cannot be written (SPEC C9)."""
+        self.problem = problem
+        self._due_s.clear()
+
+    def check(self, entries: Sequence[Entry]) -> None:
+        """Assert that the ledger counts the files of these, all there are."""
+        assert self.used_bytes == sum(entry.file_bytes for entry in entries), repr(self)
+        assert all((entry.file is None) == (entry.file_bytes == 0) for entry in entries)
+        assert self._due_s.keys() <= {e for e in entries if e.state is EntryState.RAM and e.file is None}

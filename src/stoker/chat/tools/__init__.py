@@ -1,0 +1,1 @@
+"""Tools in conversations: their layout for a model, and calls read from its text."""

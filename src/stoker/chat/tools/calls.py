@@ -1,0 +1,328 @@
+"""Tool calls out of a model's text as it comes (SPEC D7).
+
+Owns where calls begin and end, and what is held back meanwhile: text that may begin a call's opener, and
+white space before it. Whatever turns out to be no call is content; nothing is lost. How the text is cut into
+pieces changes nothing but how the events are cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from stoker.chat.answer_events import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallCut,
+    CallEnded,
+    CallEvent,
+    Content,
+)
+from stoker.chat.json_scan import WHITE, Step
+from stoker.chat.tools.call_text import CallObject, CallText, MarkedCall
+from stoker.chat.tools.formats import ToolSyntax
+
+_ID_DIGITS = 24
+_FENCE, _FENCE_END = "```json", "```"  # what many models write in place of their own tags
+_BEHIND = WHITE + "}"  # between a call and its closer; small models write a brace too many
+
+
+def call_id(seed: str, choice: int, index: int) -> str:
+    """`call_` and 24 hex digits, always the same for one call of an answer, so that a replay repeats it."""
+    digest = hashlib.sha256(f"{seed}\n{choice}\n{index}".encode()).hexdigest()
+    return f"call_{digest[:_ID_DIGITS]}"
+
+
+class _Turn(Enum):
+    """What a character did to a reading."""
+
+    MORE = auto()
+    PASSED = auto()  # it belongs to the calls before it
+    ENDED = auto()  # a call ends with it
+    ENDED_BEFORE = auto()  # a call had ended; the character is yet to be read
+    CLOSED = auto()  # nothing can follow
+    LEFT = auto()  # it is text again, as is what came since the last call; the character is yet to be read
+    BROKEN = auto()  # what came since the last call is no call; the character is yet to be read
+
+
+_TAKEN = frozenset({_Turn.MORE, _Turn.PASSED, _Turn.ENDED, _Turn.CLOSED})
+
+
+class _Place(Enum):
+    HEAD = auto()
+    ITEM = auto()
+    CALL = auto()
+    TAIL = auto()
+
+
+class _Reading:
+    """The text from an opener on: one call, or a list of them.
+
+    Args:
+        opening: where it begins.
+        lead: text before the opener that goes with it.
+        marker: between a call's name and its arguments; empty: calls are JSON objects.
+
+    Attributes:
+        call: the call being read, or the last one.
+    """
+
+    def __init__(self, opening: _Opening, lead: str, marker: str) -> None:
+        self.call: CallText = CallObject()
+        self._source = [lead, opening.opener]
+        self._names = opening.names
+        self._closer = opening.closer
+        self._marker = marker
+        self._place = _Place.HEAD
+        self._is_list = False
+
+    @property
+    def source(self) -> str:
+        """What came since the opener or the last call, the opener included."""
+        return "".join(self._source)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the name of the call being read is known, and arguments have come."""
+        return self._place is _Place.CALL and self.call.has_begun
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the call being read lacks no more than what closes it."""
+        return self._place is _Place.CALL and self.call.is_complete
+
+    @property
+    def is_after_call(self) -> bool:
+        """Whether a call has ended and nothing has come but what may stand behind one."""
+        return self._place is _Place.TAIL
+
+    def push(self, char: str) -> _Turn:
+        """Take one character."""
+        match self._place:
+            case _Place.CALL:
+                turn = self._in_call(char)
+            case _Place.TAIL:
+                turn = self._in_list_tail(char) if self._is_list else self._in_tail(char)
+            case _:
+                turn = self._before_call(char)
+        if turn is _Turn.MORE:
+            self._source.append(char)
+        return turn
+
+    def _before_call(self, char: str) -> _Turn:
+        if char in WHITE:
+            return _Turn.MORE
+        if self._place is _Place.HEAD and not self._marker and char == "[":
+            self._place, self._is_list = _Place.ITEM, True
+            return _Turn.MORE
+        self._place = _Place.CALL
+        self.call = MarkedCall(self._marker) if self._marker else CallObject(self._names)
+        return self._in_call(char)
+
+    def _in_call(self, char: str) -> _Turn:
+        step = self.call.push(char)
+        if step is Step.MORE:
+            return _Turn.MORE
+        if step is Step.WRONG:
+            return _Turn.BROKEN
+        self._place = _Place.TAIL
+        self._source.clear()
+        return _Turn.ENDED if step is Step.LAST else _Turn.ENDED_BEFORE
+
+    def _in_list_tail(self, char: str) -> _Turn:
+        if char == "]":
+            self._is_list = False
+            self._source.clear()
+            return _Turn.PASSED
+        if char == ",":
+            self._place = _Place.ITEM
+        return _Turn.MORE if char in WHITE + "," else _Turn.LEFT
+
+    def _in_tail(self, char: str) -> _Turn:
+        closer = self._closer
+        begun = (self.source + char).lstrip(_BEHIND)
+        if not closer or not closer.startswith(begun):
+            return _Turn.LEFT
+        return _Turn.CLOSED if begun == closer else _Turn.MORE
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """Where a call begins.
+
+    Attributes:
+        at: index in the text.
+        opener: what it begins with, before the call itself.
+        closer: what may follow the call.
+        names: the names it may have; None: any.
+    """
+
+    at: int
+    opener: str
+    closer: str
+    names: frozenset[str] | None = None
+
+
+class ToolCallParser:
+    """Splits one choice's text into content and calls.
+
+    Args:
+        syntax: how the model writes calls.
+        names: of the tools it may call; a call without its opener has to name one of them.
+        seed: what the ids are made from, such as the answer's id.
+        choice: index of the choice, for the ids.
+    """
+
+    def __init__(self, syntax: ToolSyntax, names: Iterable[str], seed: str, choice: int = 0) -> None:
+        self.num_calls = 0
+        """Calls that are whole."""
+        self._syntax = syntax
+        self._names = frozenset(names)
+        self._seed = seed
+        self._choice = choice
+        self._held = ""
+        self._reading: _Reading | None = None
+        self._index = -1  # of the last call announced
+        self._is_announced = False  # the call being read
+        self._gap = WHITE  # what may stand before a call without its opener
+        self._is_in_gap = True
+        self._events: list[CallEvent] = []
+
+    def __repr__(self) -> str:
+        return f"ToolCallParser({self._syntax.name}, num_calls={self.num_calls}, held={len(self._held)})"
+
+    def feed(self, text: str) -> list[CallEvent]:
+        """What `text` adds."""
+        while text:
+            text = self._scan(text) if self._reading is None else self._read(self._reading, text)
+        if self._reading is not None:
+            self._take_arguments(self._reading)
+        return self._drain()
+
+    def finish(self) -> list[CallEvent]:
+        """What was held back, when nothing can follow any more."""
+        reading, self._reading = self._reading, None
+        if reading is None:
+            held, self._held = self._held, ""
+            if not (self.num_calls and self._is_in_gap) or held.strip():
+                self._say(held)
+        elif reading.is_complete:
+            self._end_call(reading)
+        elif not reading.is_after_call:
+            self._break(reading, CallCut)
+        return self._drain()  # behind a call nothing is held but white space and the beginning of its closer
+
+    def _drain(self) -> list[CallEvent]:
+        events, self._events = self._events, []
+        return events
+
+    # ------------------------------------------------------------ text
+
+    def _scan(self, text: str) -> str:
+        """Look for a call in the text; returns what comes behind its opener."""
+        buffer = self._held + text
+        found = self._opening(buffer)
+        if found is None:
+            end = len(buffer) - self._num_undecided(buffer)
+            self._held = self._deliver(buffer[:end]) + buffer[end:]
+            return ""
+        lead, self._held = self._deliver(buffer[: found.at]), ""
+        self._reading = _Reading(found, lead, self._syntax.marker)
+        return buffer[found.at + len(found.opener) :]
+
+    def _opening(self, buffer: str) -> _Opening | None:
+        """Where a call begins; None: nowhere yet."""
+        opener, closer = self._syntax.opener, self._syntax.closer
+        start = len(buffer) - len(buffer.lstrip(self._gap))
+        rest = buffer[start:]
+        if self._is_in_gap and self._syntax.bare and rest and not opener.startswith(rest[: len(opener)]):
+            if rest[0] in self._syntax.bare:
+                return _Opening(start, "", closer, self._names)
+            if rest.startswith(_FENCE):
+                return _Opening(start, _FENCE, _FENCE_END, self._names)
+        at = buffer.find(opener)
+        return None if at < 0 else _Opening(at, opener, closer)
+
+    def _num_undecided(self, buffer: str) -> int:
+        """Characters at the end of the text that may be the beginning of an opener."""
+        rest = buffer.lstrip(self._gap)
+        if self._is_in_gap and self._syntax.bare and rest and _FENCE.startswith(rest):
+            return len(rest)
+        return _overlap(buffer, self._syntax.opener)
+
+    def _deliver(self, text: str) -> str:
+        """Deliver what can no longer be the gap before a call; returns the rest."""
+        if self._is_in_gap and not text.strip(self._gap):
+            return text
+        shown = text.rstrip(WHITE)
+        self._say(shown)
+        return text[len(shown) :]
+
+    def _say(self, text: str) -> None:
+        if not text:
+            return
+        self._is_in_gap, self._gap = False, WHITE
+        if self._events and isinstance(last := self._events[-1], Content):
+            self._events[-1] = Content(last.text + text)
+        else:
+            self._events.append(Content(text))
+
+    # ------------------------------------------------------------ calls
+
+    def _read(self, reading: _Reading, text: str) -> str:
+        """Read on in a call; returns what does not belong to it."""
+        at = 0
+        while at < len(text):
+            turn = reading.push(text[at])
+            at += turn in _TAKEN
+            if turn in {_Turn.MORE, _Turn.PASSED}:
+                if reading.has_begun and not self._is_announced:
+                    self._announce(reading)
+            elif turn in {_Turn.ENDED, _Turn.ENDED_BEFORE}:
+                self._end_call(reading)
+            else:
+                self._reading = None
+                if turn is _Turn.BROKEN:
+                    self._break(reading)
+                return (reading.source if turn is _Turn.LEFT else "") + text[at:]
+        return ""
+
+    def _announce(self, reading: _Reading) -> None:
+        self._is_announced = True
+        self._index += 1
+        own_id = call_id(self._seed, self._choice, self._index)
+        self._events.append(CallBegan(self._index, own_id, reading.call.name))
+
+    def _take_arguments(self, reading: _Reading) -> None:
+        if fragment := reading.call.take():
+            self._events.append(CallArguments(self._index, fragment))
+
+    def _end_call(self, reading: _Reading) -> None:
+        if not self._is_announced:
+            self._announce(reading)
+        self._take_arguments(reading)
+        self._events.append(CallEnded(self._index))
+        self._is_announced = False
+        self.num_calls += 1
+        self._is_in_gap, self._gap = True, WHITE + self._syntax.separator
+
+    def _break(self, reading: _Reading, how: type[CallBroken | CallCut] = CallBroken) -> None:
+        """What was read is no call after all, or not all of one."""
+        if not self._is_announced:
+            self._say(reading.source)
+            return
+        self._take_arguments(reading)
+        self._events.append(how(self._index, reading.source))
+        self._is_announced = self._is_in_gap = False
+        self._gap = WHITE
+
+
+def _overlap(text: str, opener: str) -> int:
+    """Length of the longest end of `text` that `opener` begins with, less than all of it."""
+    for length in range(min(len(opener) - 1, len(text)), 0, -1):
+        if text.endswith(opener[:length]):
+            return length
+    return 0

@@ -1,0 +1,1 @@
+"""One module a command of the `stoker` program."""

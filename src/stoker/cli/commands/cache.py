@@ -1,0 +1,142 @@
+"""`stoker cache`: what the disk tier of the prefix cache holds, and how to be rid of it (SPEC C9).
+
+Works on the files alone, whether a server runs or not: one that misses a file computes it again.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from stoker.cli.options import AsJson, Config, engine_settings
+
+if TYPE_CHECKING:
+    from stoker.cache.disk.files import PrefixFolder
+    from stoker.cache.disk.prefix_file import PrefixFile
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Keep = Annotated[bool, typer.Option("--keep", help="Leave damaged files where they are.")]
+
+app = typer.Typer(
+    no_args_is_help=True, help="Look at the stored prefixes on disk, check them or remove them."
+)
+
+
+@app.command("ls")
+def ls(*, as_json: AsJson = False, config: Config = None) -> None:
+    """List the stored prefixes, the latest used first."""
+    folder = _folder(config)
+    found = folder.files()[::-1]
+    if as_json:
+        typer.echo(json.dumps([_as_record(file) for file in found], indent=2))
+    elif not found:
+        typer.echo(f"nothing is stored in {folder.folder}")
+    else:
+        _show(found, folder.folder)
+
+
+@app.command("size")
+def size(*, as_json: AsJson = False, config: Config = None) -> None:
+    """Show what all stored prefixes take on disk, and what they may take."""
+    folder = _folder(config)
+    total, files = folder.total_bytes(), folder.files()
+    if as_json:
+        record = {
+            "folder": str(folder.folder),
+            "num_files": len(files),
+            "num_tokens": sum(file.num_tokens for file in files),
+            "size_bytes": total,
+            "limit_bytes": folder.limit_bytes,
+        }
+        typer.echo(json.dumps(record, indent=2))
+        return
+    prefixes = _count(len(files), "prefix", "prefixes")
+    typer.echo(f"{decimal(total)} of {decimal(folder.limit_bytes)}, {prefixes}, in {folder.folder}")
+
+
+@app.command("clear")
+def clear(*, yes: Yes = False, config: Config = None) -> None:
+    """Remove every stored prefix; what is asked for again is computed again."""
+    folder = _folder(config)
+    total = folder.total_bytes()
+    if not yes:
+        typer.confirm(f"Remove {decimal(total)} of stored prefixes from {folder.folder}?", abort=True)
+    removed = folder.clear()
+    typer.echo(f"removed {_count(len(removed), 'file', 'files')}, {decimal(total)}")
+
+
+@app.command("verify")
+def verify(*, keep: Keep = False, as_json: AsJson = False, config: Config = None) -> None:
+    """Read every file through and remove what is damaged; exit code 1 if something is."""
+    folder = _folder(config)
+    num_sound, damaged = 0, []
+    for verdict in folder.verify():
+        if not verdict.problem:
+            num_sound += 1
+            continue
+        if not keep:
+            folder.remove(verdict.name)
+        damaged.append({"name": verdict.name, "problem": verdict.problem, "is_removed": not keep})
+    if as_json:
+        typer.echo(json.dumps({"num_sound": num_sound, "damaged": damaged}, indent=2))
+    else:
+        for found in damaged:
+            fate = "kept" if keep else "removed"
+            typer.echo(f"{found['name']}: {found['problem']}; {fate}")
+        typer.echo(f"{_count(num_sound, 'file', 'files')} sound, {len(damaged)} damaged")
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _folder(config: Path | None) -> PrefixFolder:
+    from stoker.cache.disk.files import FOLDER_NAME, PrefixFolder
+
+    settings = engine_settings(config)
+    return PrefixFolder(settings.cache_dir / FOLDER_NAME, settings.cache_disk_bytes)
+
+
+def _as_record(file: PrefixFile) -> dict[str, object]:
+    return {
+        "name": file.name,
+        "model": file.source,
+        "fingerprint": file.model,
+        "namespace": file.namespace.hex(),
+        "num_tokens": file.num_tokens,
+        "size_bytes": file.size_bytes,
+        "is_background": file.is_background,
+        "used": _time(file.used_s).isoformat(timespec="seconds"),
+    }
+
+
+def _show(found: list[PrefixFile], folder: Path) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240  # a pipe has no edge to fold at
+    table = Table("name", "model", "tokens", "size", "class", "last used", box=None, header_style="bold")
+    for file in found:
+        table.add_row(
+            file.name,
+            escape(Path(file.source).name),
+            str(file.num_tokens),
+            decimal(file.size_bytes),
+            "background" if file.is_background else "interactive",
+            _time(file.used_s).strftime("%Y-%m-%d %H:%M"),
+        )
+    console.print(table)
+    console.print(f"folder: {escape(str(folder))}", style="dim", soft_wrap=True)
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC).astimezone()
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

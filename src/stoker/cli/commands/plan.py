@@ -1,0 +1,202 @@
+"""`stoker plan`: whether a model would fit this machine, and in what form, without loading it (SPEC R2).
+
+Owns how the answer is shown and the exit code: 0 it can be loaded, 1 it cannot. The estimate is
+`models.memory_estimate.estimate`'s, the verdict `models.memory_estimate.fit`'s. No native library is touched.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from stoker.cli.options import AsJson, Config, engine_settings
+
+if TYPE_CHECKING:
+    from stoker.ipc.values import ModelSpec, ProjectorSpec
+    from stoker.models.memory_estimate.fit import Budget, Estimate
+    from stoker.models.store import ModelFile
+    from stoker.settings import EngineSettings
+
+EXIT_DOES_NOT_FIT = 1
+INSUFFICIENT = "insufficient"
+"""Beside the verdicts: it would fit, but not beside what is in use now."""
+
+_COLOURS = {"fits": "green", "tight": "yellow", "degraded": "yellow"}
+_MEANINGS = {
+    "fits": "it loads as asked",
+    "tight": "it loads as asked and leaves little",
+    "degraded": "it loads with less",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is shown. `estimate` and `spec` are of the form it would be loaded in, else of the smallest."""
+
+    verdict: str
+    spec: ModelSpec
+    estimate: Estimate
+    budget: Budget
+    tier: str
+    degraded: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def can_load(self) -> bool:
+        return self.verdict in _COLOURS
+
+
+def plan(
+    *,
+    model: Annotated[str | None, typer.Argument(help="Name or path. \\[embedded default]")] = None,
+    ctx_size: Annotated[
+        int | None, typer.Option("--ctx-size", "--ctx", "-c", help="Tokens of context. \\[16384]")
+    ] = None,
+    slots: Annotated[int | None, typer.Option("--slots", help="Requests that run at once. \\[8]")] = None,
+    limit: Annotated[
+        str | None,
+        typer.Option("--limit", help="Memory to plan for. \\[what the machine has]", metavar="SIZE"),
+    ] = None,
+    margin: Annotated[
+        str | None, typer.Option("--margin", help="What has to stay free. \\[512MiB]", metavar="SIZE")
+    ] = None,
+    mmproj: Annotated[
+        Path | None, typer.Option("--mmproj", help="Projector that is loaded with it. \\[none]")
+    ] = None,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Say whether a model fits this machine, what it would take and what it would get less of."""
+    flags = {"ctx_size": ctx_size, "slots": slots, "memory_limit": limit, "memory_margin": margin}
+    found = _plan(engine_settings(config, **flags), model, mmproj)
+    if as_json:
+        typer.echo(json.dumps(_as_record(found), indent=2))
+    else:
+        _show(found)
+    if not found.can_load:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _Plan:
+    from stoker.errors import InsufficientMemoryError
+    from stoker.machine.profile import read_profile
+    from stoker.machine.tiers import effective_limit, tier_of
+    from stoker.models.memory_estimate.estimate import estimator_of
+    from stoker.models.memory_estimate.fit import Budget, smallest, weigh
+
+    spec = _spec(settings, model, mmproj)
+    profile = read_profile(settings.memory_limit)
+    budget = Budget(
+        free_bytes=profile.available_bytes,
+        limit_bytes=effective_limit(profile),
+        margin_bytes=settings.memory_margin,
+    )
+    tier = str(tier_of(profile.effective_bytes))
+    estimate = estimator_of(spec.path)
+    try:
+        offer = weigh(spec, estimate, budget)
+    except InsufficientMemoryError as error:
+        offer = smallest(spec, estimate)
+        verdict, reason = INSUFFICIENT, error.message
+    else:
+        verdict = str(offer.verdict)
+        reason = _MEANINGS.get(verdict) or _why_too_large(offer.estimate, budget)
+    return _Plan(
+        verdict=verdict,
+        spec=offer.spec,
+        estimate=offer.estimate,
+        budget=budget,
+        tier=tier,
+        degraded=offer.degraded,
+        reason=reason,
+    )
+
+
+def _why_too_large(least: Estimate, budget: Budget) -> str:
+    from stoker.models.memory_estimate.fit import text_of
+
+    needed, most = text_of(least.total_bytes), text_of(budget.most_bytes)
+    return f"it needs {needed} at the least; a model may take {most} here"
+
+
+def _spec(settings: EngineSettings, model: str | None, mmproj: Path | None) -> ModelSpec:
+    from stoker.ipc.values import ModelSpec
+    from stoker.models.seq2seq import slots_of
+    from stoker.models.store import ModelStore
+
+    file = ModelStore(settings.models_dir).resolve(model)
+    return ModelSpec(
+        id=file.id,
+        path=file.path,
+        num_slots=slots_of(file.model_class, settings.slots),
+        n_ctx=settings.ctx_size,
+        num_cells=settings.kv_cells or 0,
+        n_batch=settings.n_batch,
+        num_threads=settings.threads,
+        projector=None if mmproj is None else _projector(mmproj, file),
+    )
+
+
+def _projector(path: Path, model: ModelFile) -> ProjectorSpec:
+    """Raises StokerError where they are no pair."""
+    from stoker.errors import UnsupportedError
+    from stoker.models.projector import check_pair, read_projector
+
+    if model.header is None:
+        raise UnsupportedError(f"{model.id} takes no projector")
+    projector = read_projector(path)
+    check_pair(projector, model.header)
+    return projector.spec
+
+
+def _as_record(found: _Plan) -> dict[str, object]:
+    return {
+        "model": found.spec.id,
+        "path": found.spec.path,
+        "verdict": found.verdict,
+        "reason": found.reason,
+        "degraded": list(found.degraded),
+        "n_ctx": found.estimate.n_ctx,
+        "slots": found.spec.num_slots,
+        "kv_type": found.spec.kv_type,
+        "bytes": dict(found.estimate.lines),
+        "total_bytes": found.estimate.total_bytes,
+        "free_bytes": found.budget.free_bytes,
+        "margin_bytes": found.budget.margin_bytes,
+        "limit_bytes": found.budget.limit_bytes,
+        "tier": found.tier,
+    }
+
+
+def _show(found: _Plan) -> None:
+    from stoker.models.memory_estimate.fit import text_of
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, size in found.estimate.lines.items():
+        table.add_row(name, text_of(size))
+    table.add_row("total", text_of(found.estimate.total_bytes), style="bold", end_section=True)
+    for name, size in (
+        ("free", found.budget.free_bytes),
+        ("margin", found.budget.margin_bytes),
+        ("limit", found.budget.limit_bytes),
+    ):
+        table.add_row(name, text_of(size), style="dim")
+    table.add_row("tier", found.tier, style="dim")
+    form = f"context {found.estimate.n_ctx}, slots {found.spec.num_slots}"
+    console.print(f"[bold]{escape(found.spec.id)}[/] {escape(form)}")
+    console.print(table)
+    colour = _COLOURS.get(found.verdict, "red")
+    console.print(f"[{colour}]{found.verdict}[/]: {escape(found.reason)}")
+    lead = "->" if found.can_load else "even with"
+    for phrase in found.degraded:
+        console.print(f"  {lead} {escape(phrase)}")

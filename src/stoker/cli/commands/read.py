@@ -1,0 +1,211 @@
+"""`stoker read`: pictures in, JSON out, a line for each; here or by a running server.
+
+Owns the order (one picture after the other, a broken one holds nobody up) and what is printed where. Asking
+twice and checking are `stoker.tasks.read_images`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stoker.cli.options import Config, CtxSize, Model, Threads, engine_settings
+from stoker.cli.remote_server import ApiKey, RemoteServer
+from stoker.errors import CallerError, InvalidRequestError, ReadingError, StokerError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from stoker.cli.options import RuntimeFactory
+    from stoker.images import ImageReport
+    from stoker.settings import EngineSettings
+    from stoker.tasks.read_images import Attempt, Question, Reading, Told
+
+    Read = Callable[[Path], Awaitable[Reading]]
+
+EXIT_UNREAD = 2
+_MAX_TOKENS = 1024  # as in `stoker.tasks.read_images`, which is too heavy for --help
+
+
+def read(
+    *,
+    ctx: typer.Context,
+    images: Annotated[list[Path], typer.Argument(help="Pictures to read, one after the other.")],
+    schema: Annotated[
+        Path | None, typer.Option("--schema", help="File with a JSON Schema that the answers have to match.")
+    ] = None,
+    ask: Annotated[
+        str | None, typer.Option("--ask", help="What to ask. \\[Read this report as JSON.]", metavar="TEXT")
+    ] = None,
+    model: Model = None,
+    mmproj: Annotated[
+        Path | None, typer.Option("--mmproj", help="The model's projector, a GGUF file.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", help="Tokens of an answer at most.", min=1)
+    ] = _MAX_TOKENS,
+    json_lines: Annotated[
+        bool, typer.Option("--json-lines", help="Print the file and how it went beside each answer.")
+    ] = False,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Let the server that listens there read.", metavar="URL")
+    ] = None,
+    api_key: ApiKey = None,
+    ctx_size: CtxSize = None,
+    threads: Threads = None,
+    config: Config = None,
+) -> None:
+    """Print what is on each picture as a line of JSON; how far it is goes to stderr."""
+    from stoker.tasks.read_images import Question
+
+    question = Question(ask, _schema_of(schema), max_tokens)
+    lines = _Lines(len(images), is_long=json_lines)
+    if url is not None:
+        with RemoteServer(url, api_key) as server:
+            asyncio.run(_each(images, _remote(server, question, model), lines))
+    else:
+        models = [model] if model else None
+        settings = engine_settings(
+            config, models=models, mmproj=mmproj, ctx_size=ctx_size, threads=threads, slots=1
+        )
+        asyncio.run(_local(settings, images, question, lines, ctx.obj))
+    if lines.num_unread:
+        raise typer.Exit(EXIT_UNREAD)
+
+
+def _schema_of(path: Path | None) -> Any:
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidRequestError(f"{path} is no JSON: {error}", param="schema") from None
+
+
+async def _local(
+    settings: EngineSettings,
+    images: list[Path],
+    question: Question,
+    lines: _Lines,
+    factory: RuntimeFactory | None,
+) -> None:
+    from stoker.cli.session import opened
+    from stoker.tasks.read_images import Reader
+
+    async with opened(settings, factory) as runtime:
+        reader = Reader(runtime)
+
+        async def read_one(path: Path) -> Reading:
+            return await reader.read(path, question)
+
+        await _each(images, read_one, lines)
+
+
+def _remote(server: RemoteServer, question: Question, model: str | None) -> Read:
+    """The same by a server: pictures travel as they are, the server shrinks them."""
+    from stoker.images import Image
+    from stoker.tasks.read_images import read_with
+
+    async def read_one(path: Path) -> Reading:
+        link = await asyncio.to_thread(Image(path).data_uri)
+        parts = [{"type": "image_url", "image_url": {"url": link}}, {"type": "text", "text": question.text}]
+
+        async def answer(attempt: Attempt) -> Told:
+            body = {
+                "messages": [{"role": "user", "content": parts}],
+                "max_tokens": attempt.max_tokens,
+                **attempt.sampling,
+                **({"model": model} if model else {}),
+                **_format(question),
+            }
+            return _told(await asyncio.to_thread(server.post, "/v1/chat/completions", body))
+
+        return await read_with(question, answer)
+
+    return read_one
+
+
+def _format(question: Question) -> dict[str, Any]:
+    if question.schema is not None:
+        named = {"name": "answer", "schema": question.schema}
+        return {"response_format": {"type": "json_schema", "json_schema": named}}
+    return {"response_format": {"type": "json_object"}} if question.constraint else {}
+
+
+def _told(answer: dict[str, Any]) -> Told:
+    from stoker.images import ImageReport
+    from stoker.tasks.read_images import Told
+
+    choice = answer["choices"][0]
+    reports = tuple(
+        ImageReport(one["width"], one["height"], shrunk_to=_size(one.get("shrunk_to")))
+        for one in answer.get("images", ())
+    )
+    return Told((choice["message"]["content"] or "").strip(), reports, choice["finish_reason"] == "length")
+
+
+def _size(given: list[int] | None) -> tuple[int, int] | None:
+    return (given[0], given[1]) if given else None
+
+
+async def _each(images: list[Path], read_one: Read, lines: _Lines) -> None:
+    for path in images:
+        began_s = time.monotonic()
+        try:
+            reading = await read_one(path)
+        except (CallerError, ReadingError) as error:  # of this picture; another kind would meet the next too
+            lines.unread(path, error)
+        else:
+            lines.read(path, reading, time.monotonic() - began_s)
+
+
+class _Lines:
+    """What is printed: answers on stdout, how it goes on stderr."""
+
+    def __init__(self, num_images: int, *, is_long: bool) -> None:
+        self._num_images = num_images
+        self._is_long = is_long
+        self._num_done = 0
+        self.num_unread = 0
+
+    def read(self, path: Path, reading: Reading, took_s: float) -> None:
+        """One that was read."""
+        shown = ", ".join(_shown(report) for report in reading.images)
+        again = "" if reading.attempts == 1 else f", asked {reading.attempts} times"
+        self._progress(path, f"{shown}, {took_s:.1f} s{again}".lstrip(", "))
+        line: Any = reading.value
+        if self._is_long:
+            sizes = [[*report.shrunk_to] if report.shrunk_to else None for report in reading.images]
+            line = {
+                "file": str(path),
+                "value": reading.value,
+                "attempts": reading.attempts,
+                "shrunk_to": sizes,
+            }
+        typer.echo(json.dumps(line, ensure_ascii=False))
+
+    def unread(self, path: Path, error: StokerError) -> None:
+        """One that was not."""
+        self.num_unread += 1
+        self._progress(path, error.message)
+        if self._is_long:
+            line = {"file": str(path), "error": {"code": error.code, "message": error.message}}
+            typer.echo(json.dumps(line | error.details, ensure_ascii=False, default=str))
+
+    def _progress(self, path: Path, text: str) -> None:
+        self._num_done += 1
+        typer.echo(f"[{self._num_done}/{self._num_images}] {path}: {text}", err=True)
+
+
+def _shown(report: ImageReport) -> str:
+    size = f"{report.width} x {report.height}"
+    return (
+        size
+        if report.shrunk_to is None
+        else f"{size} shrunk to {report.shrunk_to[0]} x {report.shrunk_to[1]}"
+    )

@@ -1,0 +1,102 @@
+"""`stoker run`: one prompt, one answer, streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stoker.cli.options import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_TEMPERATURE,
+    Config,
+    CtxSize,
+    MaxTokens,
+    Model,
+    Seed,
+    Temperature,
+    Threads,
+    engine_settings,
+)
+from stoker.cli.stdin import piped_beside_a_prompt, piped_text
+from stoker.errors import InvalidRequestError
+from stoker.ipc.request import GenerateRequest, Sampling
+
+if TYPE_CHECKING:
+    from stoker.cli.options import RuntimeFactory
+    from stoker.runtime import Runtime
+    from stoker.settings import EngineSettings
+
+DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence."
+
+
+def run(
+    *,
+    ctx: typer.Context,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to ask; - reads standard input. Piped input is added to it.")
+    ] = None,
+    model: Model = None,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    seed: Seed = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")
+    ] = False,
+    ctx_size: CtxSize = None,
+    threads: Threads = None,
+    config: Config = None,
+) -> None:
+    """Answer a prompt and stream the answer to the terminal."""
+    text = _prompt_text(prompt)
+    models = [model] if model else None
+    settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads, slots=1)
+    ask = _Ask(text, Sampling(temperature=temperature, seed=seed), max_tokens, is_raw=raw)
+    asyncio.run(_run(settings, ask, ctx.obj))
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt is None:
+        text = piped_text() or ("" if not sys.stdin.isatty() else DEFAULT_PROMPT)
+    elif prompt == "-":
+        text = piped_text()
+    else:
+        text = "\n\n".join(part for part in (prompt, piped_beside_a_prompt()) if part)
+    if not text.strip():
+        raise InvalidRequestError("there is no prompt: give one, or pipe it in", param="prompt")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What the options of one `run` ask for."""
+
+    text: str
+    sampling: Sampling
+    max_tokens: int
+    is_raw: bool
+
+    def request(self, runtime: Runtime) -> GenerateRequest:
+        """The request, with the model's chat template around the text unless it is raw or can have none."""
+        is_raw = self.is_raw or not runtime.resolve("default").takes_conversations
+        prompt = self.text if is_raw else runtime.render_chat([{"role": "user", "content": self.text}])
+        return GenerateRequest(
+            prompt=prompt,
+            sampling=self.sampling,
+            max_tokens=self.max_tokens,
+            is_chat=not is_raw,
+            return_progress=True,
+        )
+
+
+async def _run(settings: EngineSettings, ask: _Ask, factory: RuntimeFactory | None) -> None:
+    from stoker.cli.session import Answer, opened, write_answer
+
+    async with opened(settings, factory) as runtime:
+        answer = Answer()
+        await write_answer(runtime, ask.request(runtime), answer)
+        if sys.stderr.isatty():
+            typer.secho(answer.summary, err=True, dim=True)

@@ -1,0 +1,1 @@
+"""The caller's process: requests, models and streams as the application sees them."""

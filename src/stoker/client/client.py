@@ -1,0 +1,215 @@
+"""What a runtime is made of: the engine's host, the models it serves, the requests it keeps, what it tells.
+
+Owns how these are started together and closed, ids of requests and their way to the host. What an application
+calls is `stoker.runtime`'s; processes, restarts and replay are `stoker.client.supervisor`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stoker.chat.layout import Layout
+from stoker.client.event_bus import EventBus
+from stoker.client.models.catalogue import Shelf
+from stoker.client.models.specs import max_tokens_of, served_of
+from stoker.client.process.lifecycle import EngineState
+from stoker.client.requests.stream import RequestStream, StreamEvent
+from stoker.client.store.last_models import LastModels
+from stoker.client.store.requests import Keeper
+from stoker.client.supervisor import EngineHost
+from stoker.client.worker.jobs import TranslateGrammar
+from stoker.client.worker.pool import WorkerPool
+from stoker.engine.residency.catalogue import ModelLife
+from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutError
+from stoker.images.intake import Intake
+from stoker.images.limits import ImageLimits
+from stoker.ipc.constraint import NativeGrammar
+from stoker.ipc.status import EngineHealth
+from stoker.tasks.embed import require_generation
+from stoker.tasks.fields import adapted, sealed
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Sequence
+    from concurrent.futures import Future
+
+    from stoker.client.worker.jobs import RenderChat
+    from stoker.ipc.constraint import Constraint
+    from stoker.ipc.messages import ModelState
+    from stoker.ipc.request import GenerateRequest
+    from stoker.ipc.status import ModelStatus
+    from stoker.settings import EngineSettings
+
+SUSPENDED_DIR = "suspended"
+
+
+class Front:
+    """This program's side of the engine.
+
+    Args:
+        settings: the engine's.
+        on_load: called with each state a model reports.
+
+    Attributes:
+        host: of the engine; None before `start`.
+        keeper: the record of every live request.
+        bus: what is told to whoever listens.
+        images: takes in the pictures of requests.
+        workers: run templates and prepare grammars.
+    """
+
+    def __init__(self, settings: EngineSettings, on_load: Callable[[ModelState], None]) -> None:
+        self.host: EngineHost | None = None
+        self.keeper = Keeper(settings.run_dir / SUSPENDED_DIR)
+        self.bus = EventBus(self._model_moved, owner_of=self.keeper.owner_of)
+        self.images = Intake(ImageLimits.of(settings))
+        self.workers = WorkerPool()
+        self._settings = settings
+        self._on_load = on_load
+        self._max_tokens: int | None = None
+        self._shelf: Shelf | None = None
+        self._last = LastModels(settings.run_dir)
+
+    def __repr__(self) -> str:
+        return f"<Front of {self.host!r}>"
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """See `Runtime.start`; what a former program has left is not taken up by it."""
+        if self.host is not None:
+            raise InvalidRequestError("this Runtime was started before; make a new one")
+        settings = self._settings
+        if settings.restore and not settings.models:
+            settings = settings.replace(models=await asyncio.to_thread(self._last.read))
+        defaults, found = await asyncio.to_thread(served_of, settings)
+        self._max_tokens = max_tokens_of(settings, defaults)
+        self.images.limits = ImageLimits.of(settings, defaults.image_edge_px)
+        specs = [model.spec for model in found]
+        self.host = EngineHost(settings, specs, watcher=self.bus, keeper=self.keeper)
+        for model in found:
+            self.host.roster.describe(model.info)
+        self._shelf = Shelf(settings, defaults, self.host, self.bus)
+        if settings.isolation == "process" and any(model.info.chat_template for model in found):
+            self.workers.warm()  # beside the loads, so that the first chat finds it ready
+        await self.host.start()
+
+    async def take_up(self) -> None:
+        """Let what a program that ended while suspended has left go on."""
+        host = self.running()
+        for submit, sink in await self.keeper.take_up(host.roster.stats()):
+            host.take_up(submit, sink)
+
+    def _model_moved(self, state: ModelState) -> None:
+        if state.state == ModelLife.READY and self.host:
+            self._last.note(self.host.roster.ready_paths())
+        self._on_load(state)
+
+    async def close(self) -> None:
+        """See `Runtime.close`. Idempotent."""
+        self.images.close()
+        try:
+            await asyncio.to_thread(self.workers.close)
+        except RuntimeError:  # no thread can be started
+            self.workers.close()
+        if self.host is None or self._shelf is None:
+            return
+        self.keeper.begin_closing()
+        self._shelf.close()
+        await self.host.close()
+        self.bus.close()
+        self.keeper.close()
+
+    # ------------------------------------------------------------ questions
+
+    def running(self) -> EngineHost:
+        """The host. Raises NotReadyError before `start`."""
+        if self.host is None:
+            raise NotReadyError("the runtime was not started")
+        return self.host
+
+    @property
+    def shelf(self) -> Shelf:
+        """The models that can be had. Raises NotReadyError before `start`."""
+        if self._shelf is None:
+            raise NotReadyError("the runtime was not started")
+        return self._shelf
+
+    def health(self) -> EngineHealth:
+        """Whether an engine serves; before `start` it is starting."""
+        return self.host.health() if self.host else EngineHealth(state=EngineState.STARTING)
+
+    def model_states(self) -> list[ModelStatus]:
+        """Every served model and download as it was last heard of; needs no engine."""
+        return self._shelf.statuses() if self._shelf else []
+
+    def stats(self) -> dict[str, int]:
+        """What this side of the engine holds now."""
+        return self.host.stats() if self.host else {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """How everything stands: what a new listener is told first."""
+        state = self.host.state if self.host else EngineState.STARTING
+        models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
+        num_kept = len(self.keeper.kept())
+        return {"engine": str(state), "models": models, "num_kept": num_kept, **self.stats()}
+
+    # ------------------------------------------------------------ requests
+
+    async def stream(
+        self, request: GenerateRequest, request_id: str | None, names: Sequence[str], owner: str
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """See `Runtime.stream`."""
+        host = self.running()
+        request_id = request_id or f"req-{secrets.token_hex(8)}"
+        info = host.roster.resolve(request.model)
+        require_generation(request, info)
+        request = sealed(adapted(request, info), info.id, self._max_tokens)
+        if request.constraint is not None:
+            request = await self._translated(request, request.constraint, owner)
+        events = RequestStream(request_id, host.cancel)
+        sink = self.keeper.open(request_id, request, names, owner, events.push)
+        try:
+            host.submit(request_id, request, sink)
+        except BaseException:
+            self.keeper.discard(request_id)
+            raise
+        async with aclosing(events):
+            async for event in events:
+                yield event
+
+    def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
+        """Have a worker process render a conversation; `owner` is as in `Runtime.prepare_chat`.
+
+        Raises:
+            QueueFullError: too many of the owner's conversations with that model wait.
+            NotReadyError: closed.
+        """
+        return self.workers.submit(job, Layout, group=f"chat {job.model} {owner}")
+
+    async def _translated(
+        self, request: GenerateRequest, constraint: Constraint, owner: str
+    ) -> GenerateRequest:
+        """The request with its constraint ready to be compiled: a replay needs no worker process."""
+        job = TranslateGrammar(constraint=constraint)
+        work = self.workers.answer(job, NativeGrammar, group=f"grammar {owner}")
+        try:
+            native = await asyncio.wait_for(work, request.timeout_s)
+        except TimeoutError:
+            text = f"its timeout_s of {request.timeout_s} s passed before {job.label} was prepared"
+            raise RequestTimeoutError(text, param="timeout_s") from None
+        return msgspec.structs.replace(request, constraint=msgspec.structs.replace(constraint, native=native))
+
+    async def attach(self, request_id: str, owner: str) -> AsyncGenerator[StreamEvent, None]:
+        """See `Runtime.attach`."""
+        stream = RequestStream(request_id, lambda _: None)
+        kept_id = self.keeper.attach(request_id, owner, stream.push)
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            self.keeper.detach(kept_id, stream.push, has_read_all=stream.is_over)

@@ -1,0 +1,212 @@
+"""What the front wants of an engine, and what engines answer: requests, questions, models.
+
+Owns the traffic with the life that serves now, and which of all that it may have. Lives begin and end without
+it: the host says which one serves, and when one is no more. The live requests are `requests`', open questions
+`calls`', models `roster`'s, who waits for one `loads`'.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from stoker.client.models.loading import Loads
+from stoker.client.process.exit import Death
+from stoker.client.requests.calls import Calls, Question
+from stoker.client.requests.table import Requests
+from stoker.ipc.codec import WireError
+from stoker.ipc.messages import (
+    Command,
+    Event,
+    Goodbye,
+    Heartbeat,
+    HeatMoved,
+    Hello,
+    LoadModel,
+    ModelState,
+    PinModel,
+    PressureMoved,
+    Reply,
+    RungTaken,
+    Submit,
+    UnloadModel,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.client.models.registry import Roster
+    from stoker.client.process.instance import Life
+    from stoker.client.watcher import Watcher
+    from stoker.errors import ErrorInfo, StokerError
+    from stoker.ipc.status import ModelStatus
+
+_SUSPENDED = Death("suspended", is_blamable=False)
+
+
+class Desk:
+    """Everything that waits for an engine.
+
+    Attributes:
+        requests, calls, loads: what waits.
+
+    Args:
+        max_queue: requests of one model that may wait.
+        roster: what is known of the models.
+        watcher: is told of what happens.
+    """
+
+    def __init__(self, max_queue: int, roster: Roster, watcher: Watcher) -> None:
+        self._roster = roster
+        self._watcher = watcher
+        self._life: Life | None = None
+        self._is_serving = False
+        self.requests = Requests(max_queue, roster, self._send, watcher.request_moved)
+        self.calls = Calls()
+        self.loads = Loads(roster, self._tell, lambda model: self.requests.num_by_model().get(model, 0))
+
+    def __repr__(self) -> str:
+        return f"<Desk serving={self.has_engine} {self.requests!r} {self.calls!r} {self.loads!r}>"
+
+    def stats(self) -> dict[str, int]:
+        """What waits now."""
+        return {
+            **self.requests.stats(),
+            "num_open_calls": len(self.calls),
+            "num_waiting_for_models": len(self.loads),
+        }
+
+    def statuses(self) -> list[ModelStatus]:
+        """Every served model as it was last heard of; needs no engine."""
+        return self._roster.statuses(self.requests.num_by_model())
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine serves that was not told to leave."""
+        return self._is_serving and self._life is not None and not self._life.is_leaving
+
+    # ------------------------------------------------------------ lives
+
+    def meet(self, life: Life) -> None:
+        """A life begins: what it says is heard, what any other still says is not."""
+        self._life, self._is_serving = life, False
+
+    def serve(self) -> None:
+        """The life is ready: it gets all that it may have."""
+        self._is_serving = True
+        self.requests.fail_unservable()
+        self.hand_out()
+
+    def bury(self, death: Death) -> None:
+        """The life has ended unasked."""
+        self._is_serving = False
+        self.loads.engine_gone()
+        before = self._roster.stats()
+        self._roster.begin_life()
+        self._tell_moves(before)
+        self.loads.lost()
+        self.requests.bury(death.beside(*self.calls.in_flight()))
+        self.calls.bury(death)
+
+    def note_models(self) -> None:
+        """The life is told to leave: the next one loads what it has now."""
+        before = self._roster.stats()
+        self._roster.suspend()
+        self._tell_moves(before)
+
+    def sleep(self) -> None:
+        """The life has left as it was asked to, or there was none: everything stands still."""
+        self._is_serving = False
+        self.loads.engine_gone()
+        self.note_models()
+        self.loads.lost()
+        self.requests.sleep()
+        self.calls.bury(_SUSPENDED)
+
+    def fail_all(self, error: StokerError) -> None:
+        """No engine will come: nobody is kept waiting."""
+        self.requests.fail_all(error)
+        self.calls.fail_all(error)
+        self.loads.fail_all(error)
+
+    def _tell_moves(self, before: dict[str, str]) -> None:
+        for model, state in self._roster.stats().items():
+            if before.get(model) != state:
+                self._watcher.model_moved(ModelState(model=model, state=state))
+
+    # ------------------------------------------------------------ to the engine
+
+    def hand_out(self) -> None:
+        """Give the serving engine what it may have by now."""
+        if not self.has_engine:
+            return
+        for command in self._due():
+            try:
+                self._send(command)
+            except WireError as error:
+                self._refuse(command, error.info())
+
+    def _due(self) -> Iterator[Submit | Question]:
+        yield from self.requests.release()
+        yield from self.calls.take_unsent(has_texts=not self.requests.is_on_trial)
+
+    def _refuse(self, command: Submit | Question, error: ErrorInfo) -> None:
+        """It is too large to be sent."""
+        if isinstance(command, Submit):
+            self.requests.fail(command.request_id, error)
+        else:
+            self.calls.settle(Reply(call_id=command.call_id, error=error))
+
+    def _send(self, command: Command) -> None:
+        if self._life:
+            self._life.send(command)
+
+    def _tell(self, command: LoadModel | UnloadModel | PinModel) -> bool:
+        """What callers want of models; loads that no serving engine hears of are the next boot's business.
+
+        Returns:
+            Whether an engine hears of it.
+        """
+        can_hear = self._life and self._life.is_up and not (self._life.is_leaving or self._life.is_over)
+        if not (self.has_engine or (can_hear and not isinstance(command, LoadModel))):
+            return False
+        self._send(command)
+        return True
+
+    # ------------------------------------------------------------ from the engine
+
+    def take(self, life: Life, events: list[Event]) -> None:
+        """One frame from an engine; what a former life still says is not heard."""
+        if life is not self._life:
+            return
+        for event in events:
+            self._take_one(life, event)
+        self.hand_out()
+
+    def _take_one(self, life: Life, event: Event) -> None:
+        match event:
+            case Hello():
+                life.greet()
+            case Heartbeat():
+                life.beat(event, time.monotonic())
+            case ModelState():
+                self._take_model(life, event)
+            case Reply():
+                self.calls.settle(event)
+            case PressureMoved() | RungTaken() | HeatMoved():
+                self._watcher.machine_moved(event)
+            case Goodbye():
+                pass
+            case _:
+                self.requests.take(event)
+                life.note_progress(event)
+
+    def _take_model(self, life: Life, event: ModelState) -> None:
+        if life.is_leaving:  # it frees everything: which models there were is noted
+            return
+        self._roster.record(event)
+        self.loads.moved(event)
+        if self._roster.failure(event.model):
+            self.requests.fail_unservable()
+        life.note_model()
+        self._watcher.model_moved(event)

@@ -1,0 +1,183 @@
+"""What happens in a runtime, for whoever watches (SPEC O3).
+
+Owns the bus: it names events, hands each to every subscriber, and is bounded for each of them. What an event
+leads to is not its business, and no text of any request passes through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stoker.ipc.messages import (
+    Failed,
+    Finished,
+    HeatMoved,
+    MachineEvent,
+    ModelState,
+    PressureMoved,
+    PromptEcho,
+    RequestEvent,
+    RungTaken,
+    StateReady,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_WAITING = 512
+"""Events that wait for one subscriber; past this the oldest go, and it is told how many."""
+
+_WORDS = re.compile(r"(?<!^)(?=[A-Z])")
+_MACHINE = {PressureMoved: "pressure", RungTaken: "rung", HeatMoved: "heat"}
+_SILENT = (PromptEcho, StateReady)
+
+
+class RuntimeEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened.
+
+    Attributes:
+        event: its name: snapshot, engine, model, pressure, rung, heat, request or lagged.
+        at: seconds since the epoch.
+        fields: what it is about; values that JSON can hold, no text of any request.
+        owner: of a request, digest of the API key that it came with; empty: none.
+    """
+
+    event: str
+    at: float
+    fields: dict[str, Any] = {}
+    owner: str = ""
+
+
+class _Subscriber:
+    """What waits for one who watches."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[RuntimeEvent] = deque()
+        self.num_dropped = 0
+        self.has_news = asyncio.Event()
+
+    def push(self, event: RuntimeEvent) -> None:
+        if len(self.waiting) >= MAX_WAITING:
+            self.waiting.popleft()
+            self.num_dropped += 1
+        self.waiting.append(event)
+        self.has_news.set()
+
+    def pop(self, at: float) -> RuntimeEvent | None:
+        if self.num_dropped:
+            lagged = RuntimeEvent(event="lagged", at=at, fields={"dropped": self.num_dropped})
+            self.num_dropped = 0
+            return lagged
+        return self.waiting.popleft() if self.waiting else None
+
+
+class EventBus:
+    """Everybody who watches one runtime. Is the host's watcher.
+
+    Args:
+        on_model: also called, on the event loop and where its errors harm nobody, with each model's state.
+        now: seconds since the epoch.
+        owner_of: digest of the API key that a live request came with, by its id.
+    """
+
+    def __init__(
+        self,
+        on_model: Callable[[ModelState], None],
+        now: Callable[[], float] = time.time,
+        owner_of: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self._on_model = on_model
+        self._owner_of = owner_of
+        self._now = now
+        self._subscribers: set[_Subscriber] = set()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<EventBus with {len(self._subscribers)} subscribers>"
+
+    def __len__(self) -> int:
+        return len(self._subscribers)
+
+    async def subscribe(
+        self, snapshot: Callable[[], Mapping[str, Any]]
+    ) -> AsyncGenerator[RuntimeEvent, None]:
+        """Everything from now on, after what `snapshot` says now; ends with the bus.
+
+        One who is slow loses the oldest, and is told so by `lagged` with the number `dropped`.
+        """
+        subscriber = _Subscriber()
+        self._subscribers.add(subscriber)
+        try:
+            yield RuntimeEvent(event="snapshot", at=self._now(), fields=dict(snapshot()))
+            while True:
+                while (event := subscriber.pop(self._now())) is not None:
+                    yield event
+                if self._is_closed:
+                    return
+                subscriber.has_news.clear()
+                await subscriber.has_news.wait()
+        finally:
+            self._subscribers.discard(subscriber)
+
+    def publish(self, event: str, fields: Mapping[str, Any], owner: str = "") -> None:
+        """Tell everybody."""
+        if self._subscribers:
+            told = RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner)
+            for subscriber in self._subscribers:
+                subscriber.push(told)
+
+    def close(self) -> None:
+        """Nothing will happen any more: who watches reads what waits, and comes to the end."""
+        self._is_closed = True
+        for subscriber in self._subscribers:
+            subscriber.has_news.set()
+
+    # ------------------------------------------------------------ as the host's watcher
+
+    def engine_moved(self, state: str, why: str) -> None:
+        """The engine's lifecycle came to `state`."""
+        self.publish("engine", {"state": str(state), "reason": why})
+
+    def model_moved(self, event: ModelState) -> None:
+        """A model moved: its id, state, and what there is of stage, fraction, reason and error."""
+        fields: dict[str, Any] = {"model": event.model, "state": str(event.state)}
+        if event.stage:
+            fields |= {"stage": event.stage, "fraction": round(event.fraction, 4)}
+        if event.reason:
+            fields["reason"] = event.reason
+        if event.error:
+            fields["error"] = {"code": event.error.code, "message": event.error.message}
+        self.publish("model", fields)
+        asyncio.get_running_loop().call_soon(self._on_model, event)  # its errors are its own
+
+    def machine_moved(self, event: MachineEvent) -> None:
+        """Pressure, a rung or heat."""
+        self.publish(_MACHINE[type(event)], msgspec.structs.asdict(event))
+
+    def request_moved(self, event: RequestEvent) -> None:
+        """A request moved: its id, what happened, and the figures of that; never its text."""
+        if self._subscribers and not isinstance(event, _SILENT):
+            self.publish("request", _request_fields(event), self._owner_of(event.request_id))
+
+
+def _request_fields(event: RequestEvent) -> dict[str, Any]:
+    what = _WORDS.sub("_", type(event).__name__).lower()
+    match event:
+        case Finished():
+            fields = {
+                "usage": msgspec.to_builtins(event.usage),
+                "timings": msgspec.to_builtins(event.timings),
+            }
+        case Failed():
+            fields = {"error": {"code": event.error.code, "message": event.error.message}}
+        case _:
+            fields = msgspec.to_builtins(event)
+            fields.pop("type", None)
+    return {"request_id": event.request_id, "what": what, **fields}

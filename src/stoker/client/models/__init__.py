@@ -1,0 +1,1 @@
+"""The models that the application has asked for, by name."""

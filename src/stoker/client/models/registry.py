@@ -1,0 +1,458 @@
+"""The models a front serves: how to load each, what became of it, how often its load killed the engine.
+
+Owns which models the next engine has to load, and what is known of a model while no engine says it. Owns no
+file and no native handle; the engine loads, the host says when.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stoker.engine.residency.catalogue import FRONT_MOVES, STORY_LENGTH, ModelLife, is_move
+from stoker.errors import ErrorInfo, LoadCrashedError, ModelNotFoundError, error_from_info
+from stoker.ipc.messages import KnowModel, LoadModel
+from stoker.ipc.status import ModelStatus
+from stoker.ipc.values import ModelInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from stoker.client.process.exit import Death
+    from stoker.ipc.messages import ModelState
+    from stoker.ipc.values import ModelSpec
+
+log = logging.getLogger(__name__)
+
+MAX_LOAD_CRASHES = 2
+_NOT_BEGUN = frozenset({"", "waiting"})
+"""Stages of a load in which nothing of the file has been touched."""
+PASSING = frozenset({"insufficient_memory", "model_too_large", "too_hot", "device_busy"})
+"""Codes of refusals that are the machine's doing: another time, or with less beside it, it may load."""
+_IN_MEMORY = frozenset({ModelLife.LOADING, ModelLife.READY})
+_UNDER_WAY = frozenset({ModelLife.DOWNLOADING, ModelLife.LOADING, ModelLife.UNLOADING})
+
+
+def file_mark(path: str) -> object:
+    """Size, time of change and place of a file; None if there is none."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+@dataclass(slots=True)
+class Entry:
+    """One served model.
+
+    Attributes:
+        spec: how it is loaded.
+        info: what it is; before its first load what its header says.
+        asked: another spec that it is being loaded with; it becomes `spec` once that has gone well.
+        is_due: a fresh engine has to load it.
+        may_evict: idle models may go for that.
+        is_leaving: it was asked to go, so a fresh engine need not load it.
+        is_barred: it has failed for good; requests are refused with `error`.
+        mark: of the file it was barred for; another file in its place is given a chance.
+        load_crashes: engines that its loads have ended since it was last in memory.
+        reload_error: why another load of it, beside the one that serves, was given up.
+    """
+
+    spec: ModelSpec
+    info: ModelInfo
+    state: ModelLife = ModelLife.ABSENT
+    stage: str = ""
+    fraction: float = 0.0
+    reason: str = ""
+    error: ErrorInfo | None = None
+    asked: ModelSpec | None = None
+    is_due: bool = False
+    may_evict: bool = False
+    is_leaving: bool = False
+    is_barred: bool = False
+    mark: object = None
+    load_crashes: int = 0
+    reload_error: ErrorInfo | None = None
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether its last load has ended an engine."""
+        return self.load_crashes > 0
+
+    @property
+    def to_load(self) -> ModelSpec:
+        """How the next load has to go."""
+        return self.asked or self.spec
+
+
+class Roster:
+    """All served models, in order; the first is the default.
+
+    Args:
+        specs: how to load each; ids are unique. The first engine loads all of them, the first one first.
+        mark_of: tells the file at a path from another that takes its place.
+    """
+
+    def __init__(self, specs: Iterable[ModelSpec], mark_of: Callable[[str], object] = file_mark) -> None:
+        self._mark_of = mark_of
+        self._entries = {spec.id: Entry(spec, bare_info(spec)) for spec in specs}
+        for number, entry in enumerate(self._entries.values()):
+            entry.is_due = True
+            entry.may_evict = number == 0
+
+    def __repr__(self) -> str:
+        return f"<Roster {self.stats()}>"
+
+    # ------------------------------------------------------------ questions
+
+    def stats(self) -> dict[str, str]:
+        """State of each model by id."""
+        return {model: str(entry.state) for model, entry in self._entries.items()}
+
+    def state(self, model: str) -> ModelLife:
+        """Where a model is; one that is not served is absent."""
+        entry = self._entries.get(model)
+        return entry.state if entry else ModelLife.ABSENT
+
+    def known(self) -> list[KnowModel]:
+        """What a fresh engine has to know of. Of what has failed for good too: its file may be replaced."""
+        return [KnowModel(entry.spec, entry.is_suspect) for entry in self._entries.values()]
+
+    def spec(self, model: str) -> ModelSpec | None:
+        """How a served model is loaded, or is being loaded now."""
+        entry = self._entries.get(model)
+        return entry.to_load if entry else None
+
+    def is_in_memory(self, spec: ModelSpec) -> bool:
+        """Whether a model is there just so, and neither on its way out nor about to be replaced."""
+        entry = self._entries.get(spec.id)
+        if entry is None or entry.state is not ModelLife.READY or entry.is_leaving:
+            return False
+        return entry.asked is None and entry.spec == spec
+
+    def info(self, model: str) -> ModelInfo:
+        """What is known of a served model, whatever became of it."""
+        return self._entries[model].info
+
+    def ready_paths(self) -> list[str]:
+        """Files of the models that are ready, the default first."""
+        return [entry.spec.path for entry in self._entries.values() if entry.state is ModelLife.READY]
+
+    def infos(self) -> list[ModelInfo]:
+        """Every model that has not failed for good, the default first."""
+        return [entry.info for entry in self._entries.values() if not entry.is_barred]
+
+    def num_slots(self, model: str) -> int:
+        """Choices that a model runs at once, as far as is known; 0 for one that is not served."""
+        entry = self._entries.get(model)
+        return entry.info.num_slots if entry else 0
+
+    def resolve(self, model: str | None) -> ModelInfo:
+        """The model a request names, itself or by one of its adapters; None and "default" mean the first.
+
+        Raises:
+            ModelNotFoundError: no such model is served.
+            ModelError: it has failed for good.
+        """
+        named = next(iter(self._entries), None) if model in {None, "default"} else model
+        entry = self._entries.get(named) if named is not None else None
+        adapter = "" if entry or named is None else named
+        if adapter:
+            entry = self._adapted(adapter)
+        if entry is None:
+            served = ", ".join(self._entries) or "none"
+            raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
+        self._forgive_replaced(entry)
+        if entry.is_barred and entry.error:
+            raise error_from_info(entry.error)
+        return msgspec.structs.replace(entry.info, adapter=adapter) if adapter else entry.info
+
+    def _adapted(self, adapter: str) -> Entry | None:
+        """The model that has an adapter of that name."""
+        having = (
+            entry
+            for entry in self._entries.values()
+            if any(spec.name == adapter for spec in entry.info.adapters)
+        )
+        return next(having, None)
+
+    def failure(self, model: str) -> ErrorInfo | None:
+        """Why a model cannot be used any more, or None."""
+        entry = self._entries.get(model)
+        return entry.error if entry and entry.is_barred else None
+
+    def load_failure(self, model: str) -> ErrorInfo | None:
+        """Why what was asked for will not come of the next engine; None: it will."""
+        entry = self._entries.get(model)
+        return (self.failure(model) or entry.reload_error) if entry else None
+
+    def start_failure(self) -> ErrorInfo | None:
+        """Why a first start has to fail, or None.
+
+        A broken file or a crash always is a reason; a refusal for want of memory or for heat is one where it
+        leaves nothing to serve.
+        """
+        failed = [e.error for e in self._entries.values() if e.state is ModelLife.FAILED and e.error]
+        broken = [error for error in failed if error.code not in PASSING]
+        if broken or not failed:
+            return broken[0] if broken else None
+        is_any_ready = any(entry.state is ModelLife.READY for entry in self._entries.values())
+        return None if is_any_ready else failed[0]
+
+    def statuses(self, leases: Mapping[str, int]) -> list[ModelStatus]:
+        """Every model as it was last heard of; `leases` are live requests by model."""
+        return [_status(entry, leases.get(model, 0)) for model, entry in self._entries.items()]
+
+    # ------------------------------------------------------------ what callers want
+
+    def takes_away(self, spec: ModelSpec) -> bool:
+        """Whether requests for the served model of that id would find less context, or another file."""
+        entry = self._entries.get(spec.id)
+        if entry is None:
+            return False
+        now_n_ctx = entry.spec.most_tokens or math.inf
+        return spec.path != entry.spec.path or (spec.most_tokens or math.inf) < now_n_ctx
+
+    def call_off(self, model: str) -> bool:
+        """Give up a load that would take context or the file from requests; returns whether one was due."""
+        entry = self._entries[model]
+        was_asked = entry.asked is not None and self.takes_away(entry.asked)
+        if was_asked:
+            entry.asked = None
+        return was_asked
+
+    def ask(self, spec: ModelSpec, info: ModelInfo) -> LoadModel:
+        """A caller wants `spec` in memory: by the engine that runs, or else by the next one.
+
+        Returns:
+            What the engine that runs is to be told.
+        """
+        entry = self._entries.get(spec.id)
+        if entry is None:
+            entry = self._entries[spec.id] = Entry(spec, info)
+        self._forgive_replaced(entry)
+        if entry.is_barred:  # once more, because somebody wants it to be tried
+            entry.is_barred, entry.load_crashes = False, MAX_LOAD_CRASHES - 1
+        entry.asked, entry.reload_error = spec, None
+        entry.is_due = entry.may_evict = True
+        entry.is_leaving = False
+        if entry.state not in {ModelLife.READY, ModelLife.UNLOADING}:  # else it serves on meanwhile (SPEC L5)
+            self._move(entry, ModelLife.LOADING)
+        return LoadModel(spec, is_suspect=entry.is_suspect)
+
+    def release(self, model: str) -> None:
+        """A caller wants it out of memory; no engine has to load it."""
+        entry = self._entries[model]
+        entry.is_due, entry.is_leaving, entry.asked = False, True, None
+        if entry.state is ModelLife.SUSPENDED:
+            self._move(entry, ModelLife.ABSENT)
+
+    def set_aside(self, model: str) -> None:
+        """It was released, and there is no engine that has it."""
+        entry = self._entries[model]
+        if entry.state in _IN_MEMORY | _UNDER_WAY:
+            self._move(entry, ModelLife.ABSENT)
+
+    def describe(self, info: ModelInfo) -> None:
+        """What is known of a model before its first load."""
+        self._entries[info.id].info = info
+
+    def pin(self, model: str, *, is_pinned: bool) -> None:
+        """It is never unloaded to make room, or no longer so."""
+        entry = self._entries[model]
+        entry.spec = msgspec.structs.replace(entry.spec, is_pinned=is_pinned)
+        if entry.asked is not None:
+            entry.asked = msgspec.structs.replace(entry.asked, is_pinned=is_pinned)
+
+    # ------------------------------------------------------------ what engines do
+
+    def next_due(self, *, skips_suspects: bool = False) -> LoadModel | None:
+        """What a booting engine has to load next; it counts as loading from here on.
+
+        Args:
+            skips_suspects: leave out what has ended an engine: others wait for this one.
+        """
+        for entry in self._entries.values():
+            if entry.is_due and not (entry.is_barred or (skips_suspects and entry.is_suspect)):
+                return self._begin_load(entry)
+        return None
+
+    def suspects_due(self) -> list[LoadModel]:
+        """What has ended an engine, for one that serves already; each counts as loading from here on."""
+        due = [e for e in self._entries.values() if e.is_due and e.is_suspect and not e.is_barred]
+        return [self._begin_load(entry) for entry in due]
+
+    def _begin_load(self, entry: Entry) -> LoadModel:
+        self._move(entry, ModelLife.LOADING)
+        return LoadModel(entry.to_load, entry.may_evict, entry.is_suspect)
+
+    def is_settled(self, model: str) -> bool:
+        """Whether its load has come to an end, good or bad."""
+        return self._entries[model].state not in _UNDER_WAY
+
+    def record(self, event: ModelState) -> None:
+        """The engine reported a state."""
+        entry = self._entries.get(event.model)
+        if entry is None:
+            return
+        if event.state == ModelLife.READY and event.stage:  # it serves on beside another load of it
+            entry.stage = event.stage
+            return
+        self._follow(entry, ModelLife(event.state))
+        entry.stage, entry.fraction = event.stage, event.fraction
+        entry.reason, entry.error = event.reason, event.error
+        if entry.state in _UNDER_WAY:
+            return
+        entry.is_due = entry.is_leaving = False
+        if event.info is not None:
+            entry.info = event.info
+        if entry.state is ModelLife.READY:
+            entry.load_crashes = 0
+            if event.error is None:  # else another was to take its place, and it stays
+                entry.spec = entry.to_load
+        entry.asked = None
+        if entry.state is ModelLife.FAILED and event.error and event.error.code == LoadCrashedError.code:
+            self._bar(entry, event.error)
+
+    def suspend(self) -> None:
+        """The engine is told to leave: the next one loads what is in memory now, or on its way there."""
+        self._note_due()
+        for entry in self._entries.values():
+            if entry.is_barred:
+                continue
+            self._move(entry, ModelLife.SUSPENDED if entry.is_due else ModelLife.ABSENT)
+
+    def begin_life(self) -> None:
+        """The engine is no more, and a new one starts with nothing: it loads what this one had."""
+        self._note_due()
+        for entry in self._entries.values():
+            if not entry.is_barred and entry.state is not ModelLife.SUSPENDED:
+                self._move(entry, ModelLife.ABSENT)
+
+    def _note_due(self) -> None:
+        is_first = True
+        for entry in self._entries.values():
+            if entry.state in _IN_MEMORY and not entry.is_leaving:
+                # A caller's load may evict in the next engine too; those that fitted together do again.
+                entry.may_evict = entry.is_due and entry.may_evict
+                entry.is_due = True
+            entry.is_leaving = False
+            if entry.is_due:
+                entry.may_evict |= is_first
+                is_first = False
+
+    def charge(self, death: Death) -> list[str]:
+        """The engine died of its work: what it was loading may have been it, once too often.
+
+        Returns:
+            The models that this is charged to.
+        """
+        loading = [
+            entry
+            for entry in self._entries.values()
+            if entry.state in _IN_MEMORY and entry.stage not in _NOT_BEGUN
+        ]
+        for entry in loading:
+            if entry.state is ModelLife.READY:
+                self._give_up_reload(entry, death)
+            else:
+                self._charge(entry, death)
+        return [entry.spec.id for entry in loading]
+
+    def _charge(self, entry: Entry, death: Death) -> None:
+        entry.load_crashes += 1
+        if entry.load_crashes >= MAX_LOAD_CRASHES:
+            text = f"ended the engine {entry.load_crashes} times, last: {death.quoted}"
+            self._move(entry, ModelLife.FAILED)
+            self._bar(entry, _load_crash(entry, text, entry.load_crashes))
+
+    def _give_up_reload(self, entry: Entry, death: Death) -> None:
+        """The model stays as it was loaded before; the load may be asked for again."""
+        text = f"otherwise than it is now ended the engine: {death.quoted}"
+        entry.reload_error = _load_crash(entry, text, 1)
+        entry.asked = None
+
+    def _bar(self, entry: Entry, error: ErrorInfo) -> None:
+        entry.is_barred, entry.is_due = True, False
+        entry.error = error
+        entry.load_crashes = MAX_LOAD_CRASHES
+        entry.mark = self._mark_of(entry.to_load.path)
+
+    def _forgive_replaced(self, entry: Entry) -> None:
+        """Another file in the place of one that was barred begins anew."""
+        if entry.is_barred and self._mark_of(entry.to_load.path) != entry.mark:
+            entry.is_barred, entry.load_crashes = False, 0
+            self._move(entry, ModelLife.ABSENT)
+
+    def _follow(self, entry: Entry, to: ModelLife) -> None:
+        """Take over the state that the engine reports; a move that is not in the table is logged as a bug."""
+        if not is_move(entry.state, to, FRONT_MOVES):
+            told = "; ".join(entry.story)
+            log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, told)
+        self._set(entry, to)
+
+    def _move(self, entry: Entry, to: ModelLife) -> None:
+        """Raises AssertionError where the table has no such move: a bug of ours, told with the story."""
+        if not is_move(entry.state, to, FRONT_MOVES):
+            told = "; ".join(entry.story)
+            raise AssertionError(f"{entry.spec.id} is {entry.state} and cannot become {to}; story: {told}")
+        self._set(entry, to)
+
+    @staticmethod
+    def _set(entry: Entry, to: ModelLife) -> None:
+        if entry.state is not to:
+            entry.story.append(str(to))
+        entry.state = to
+        entry.stage, entry.fraction, entry.reason, entry.error = "", 0.0, "", None
+
+
+def _load_crash(entry: Entry, text: str, crashes: int) -> ErrorInfo:
+    model, path = entry.spec.id, entry.to_load.path
+    return LoadCrashedError(f"loading {model!r} from {path} {text}", model=model, crashes=crashes).info()
+
+
+def bare_info(spec: ModelSpec) -> ModelInfo:
+    """What is known of a model whose file nobody has read: what was asked for."""
+    return ModelInfo(
+        id=spec.id,
+        path=spec.path,
+        label="",
+        model_class="",
+        architecture="",
+        description="",
+        num_params=0,
+        size_bytes=0,
+        n_vocab=0,
+        n_ctx=spec.most_tokens,
+        n_ctx_train=0,
+        n_batch=spec.n_batch,
+        num_slots=spec.num_slots,
+        num_threads=spec.num_threads,
+        kv_type=spec.kv_type,
+        flash_attention="",
+        memory_bytes={},
+    )
+
+
+def _status(entry: Entry, leases: int) -> ModelStatus:
+    is_ready = entry.state is ModelLife.READY
+    return ModelStatus(
+        id=entry.spec.id,
+        state=str(entry.state),
+        stage=entry.stage,
+        fraction=entry.fraction,
+        bytes=entry.info.memory_bytes if is_ready else {},
+        is_pinned=entry.spec.is_pinned,
+        leases=leases,
+        keep_alive_s=entry.spec.keep_alive_s,
+        degraded=entry.info.degraded if is_ready else [],
+        reason=entry.error.message if entry.error else entry.reason,
+    )

@@ -1,0 +1,336 @@
+"""How an engine is carried: in a child process (default) or in a thread of this one.
+
+A carrier starts one engine once, hands commands in and frames of events out, and says when it is over.
+It knows no requests and no models and never restarts anything; that is the host's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.client.process.descriptors import DescriptorReserve
+from stoker.client.process.stderr_tail import StderrTail
+from stoker.engine.process import MakeEngine, Publish, engine_loop
+from stoker.errors import MachineSetupError
+from stoker.ipc.codec import encode_command, event_decoder
+
+if TYPE_CHECKING:
+    from stoker.engine.inbox import Inbox
+    from stoker.ipc.messages import Command, Event
+    from stoker.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+ENGINE_MODULE = "stoker.engine"
+SOCKET_BUFFER_BYTES = 4 * 1024**2
+LAST_READ_S = 1.0
+"""Socket and stderr of a dead engine end at once; a process it left behind delays us no longer than this."""
+MAX_FRAMES_AHEAD = 1024
+
+EventSink = Callable[[list["Event"]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineExit:
+    """How an engine ended.
+
+    Attributes:
+        status: 0 in order, > 0 an exit status, < 0 the signal's number.
+        said: the last lines it wrote to its stderr; empty where that is this program's own.
+    """
+
+    status: int
+    said: str = ""
+
+    def __str__(self) -> str:
+        if self.status >= 0:
+            return f"exit status {self.status}"
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-self.status).name
+        return f"signal {-self.status}"
+
+
+class Carrier(Protocol):
+    """One engine, from start to exit. Used on the event loop that called `start`."""
+
+    @property
+    def pid(self) -> int:
+        """The process the engine runs in."""
+        ...
+
+    @property
+    def can_kill(self) -> bool:
+        """Whether a hung engine can be ended by force."""
+        ...
+
+    async def start(self, on_events: EventSink) -> None:
+        """Start the engine; `on_events` is called on this event loop with each frame.
+
+        Raises:
+            MachineSetupError: the machine refuses a process, a descriptor or a thread; nothing is left open.
+        """
+        ...
+
+    def send(self, command: Command) -> None:
+        """Hand a command in; after the end it goes nowhere.
+
+        Raises:
+            WireError: the command is too large to be sent.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End it by force where `can_kill`; harmless when it is over."""
+        ...
+
+    async def wait(self) -> EngineExit:
+        """Until it is over and every event it sent has been handed out."""
+        ...
+
+
+class _Frames(asyncio.Protocol):
+    """Hands decoded frames on, until the engine's end of the socket closes."""
+
+    def __init__(self, on_events: EventSink) -> None:
+        self._on_events = on_events
+        self._decoder = event_decoder()
+        self.is_over = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        for events in self._decoder.feed(data):
+            self._on_events(events)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        self.is_over.set()
+
+
+class ProcessCarrier:
+    """The engine in a child process of its own session, over a socketpair.
+
+    Nothing of this process is imported or run again in the child, so a script needs no `__main__` guard.
+
+    Args:
+        settings: handed to the engine as JSON.
+        module: what `python -m` runs.
+        reserve: descriptors that a start may use.
+    """
+
+    can_kill = True
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        module: str = ENGINE_MODULE,
+        reserve: DescriptorReserve | None = None,
+    ) -> None:
+        self._settings = settings
+        self._module = module
+        self._reserve = DescriptorReserve(0) if reserve is None else reserve
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._exit: asyncio.Future[EngineExit] | None = None
+        self._frames: _Frames | None = None
+
+    def __repr__(self) -> str:
+        return f"<ProcessCarrier pid={self.pid}>"
+
+    @property
+    def pid(self) -> int:
+        """The child's process id; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    async def start(self, on_events: EventSink) -> None:
+        """See `Carrier.start`."""
+        loop = asyncio.get_running_loop()
+        frames = self._frames = _Frames(on_events)
+        with ExitStack() as made:
+            try:
+                with self._reserve.lent():
+                    ours = self._launch(loop, made)
+                self._transport, _ = await loop.create_unix_connection(lambda: frames, sock=ours)
+            except (OSError, RuntimeError, MemoryError) as error:
+                raise MachineSetupError(f"the engine process cannot be started: {error}") from error
+            made.pop_all()
+
+    def _launch(self, loop: asyncio.AbstractEventLoop, made: ExitStack) -> socket.socket:
+        """Everything that opens something; returns our end of the socket. `made` undoes it.
+
+        Does not wait: descriptors of the reserve are not taken by others meanwhile.
+        """
+        ours, theirs = socket.socketpair()
+        made.callback(ours.close)
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            ours.setblocking(False)
+            tail = self._spawn(theirs.fileno())
+        made.callback(self._end_process)
+        tail.start()
+        exit_ = self._exit = loop.create_future()
+        reap = threading.Thread(
+            target=self._reap, args=(loop, exit_, tail), name="stoker-reaper", daemon=True
+        )
+        reap.start()
+        return ours
+
+    def _spawn(self, descriptor: int) -> StderrTail:
+        source, sink = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, str(descriptor), self._settings.model_dump_json()],
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,  # native libraries print; our stdout belongs to the application
+                stderr=sink,
+                start_new_session=True,  # the terminal's Ctrl-C and hang-up are for the front
+            )
+        except BaseException:
+            os.close(source)
+            raise
+        finally:
+            os.close(sink)
+        return StderrTail(source)
+
+    def _end_process(self) -> None:
+        """Undo a start: the child has not begun to serve, and goes at once."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+
+    def _reap(
+        self, loop: asyncio.AbstractEventLoop, exit_: asyncio.Future[EngineExit], tail: StderrTail
+    ) -> None:
+        """Runs in a thread: works under every event loop, in every thread, without a child watcher."""
+        if self._process is None:
+            return
+        status = self._process.wait()
+        end = EngineExit(status, tail.text(LAST_READ_S))
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            loop.call_soon_threadsafe(_resolve, exit_, end)
+
+    def send(self, command: Command) -> None:
+        """See `Carrier.send`."""
+        if self._transport and not self._transport.is_closing():
+            self._transport.write(encode_command(command))
+
+    def kill(self) -> None:
+        """See `Carrier.kill`."""
+        if self._process and self._process.poll() is None:
+            self._process.kill()
+
+    async def wait(self) -> EngineExit:
+        """See `Carrier.wait`."""
+        if self._exit is None or self._frames is None or self._transport is None:
+            raise RuntimeError("wait() before start()")
+        status = await asyncio.shield(self._exit)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._frames.is_over.wait(), LAST_READ_S)
+        self._transport.abort()
+        return status
+
+
+class ThreadCarrier:
+    """The engine in a daemon thread: the same messages, but a native crash takes everything with it.
+
+    A front that falls MAX_FRAMES_AHEAD frames behind makes the engine wait.
+
+    Args:
+        settings: handed to the engine.
+        make_engine: builds the loop, in the engine's thread.
+    """
+
+    can_kill = False
+
+    def __init__(self, settings: EngineSettings, make_engine: MakeEngine = engine_loop) -> None:
+        self._settings = settings
+        self._make_engine = make_engine
+        self._inbox: Inbox | None = None
+        self._exit: asyncio.Future[EngineExit] | None = None
+        self._room = threading.Semaphore(MAX_FRAMES_AHEAD)
+
+    def __repr__(self) -> str:
+        return f"<ThreadCarrier started={self._inbox is not None}>"
+
+    @property
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    async def start(self, on_events: EventSink) -> None:
+        """See `Carrier.start`."""
+        from stoker.engine.inbox import Inbox  # noqa: PLC0415 - the engine's side, unused by the other carrier
+
+        loop = asyncio.get_running_loop()
+        inbox = self._inbox = Inbox()
+        self._exit = loop.create_future()
+
+        def deliver(events: list[Event]) -> None:
+            self._room.release()
+            on_events(events)
+
+        def publish(events: list[Event]) -> None:
+            self._room.acquire()
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+                loop.call_soon_threadsafe(deliver, events)
+
+        thread = threading.Thread(
+            target=self._run, args=(loop, inbox, publish), name="stoker-engine", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise MachineSetupError(f"the engine thread cannot be started: {error}") from error
+
+    def _run(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, publish: Publish) -> None:
+        status = EngineExit(0)
+        try:
+            self._make_engine(inbox, publish, self._settings).run()
+        except Exception:
+            log.exception("the engine thread failed")
+            status = EngineExit(1)
+        if self._exit is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+                loop.call_soon_threadsafe(_resolve, self._exit, status)
+
+    def send(self, command: Command) -> None:
+        """See `Carrier.send`."""
+        if self._inbox is not None and self._exit is not None and not self._exit.done():
+            self._inbox.put(command)
+
+    def kill(self) -> None:
+        """A thread cannot be killed: close its inbox, so that it leaves after the step it is in."""
+        if self._inbox is not None:
+            self._inbox.close()
+
+    async def wait(self) -> EngineExit:
+        """See `Carrier.wait`."""
+        if self._exit is None:
+            raise RuntimeError("wait() before start()")
+        return await asyncio.shield(self._exit)
+
+
+NewCarrier = Callable[["EngineSettings"], Carrier]
+
+
+def carrier_for(settings: EngineSettings, reserve: DescriptorReserve | None = None) -> Carrier:
+    """The carrier that `settings.isolation` names, not started yet; `reserve` is what its start may use."""
+    if settings.isolation == "process":
+        return ProcessCarrier(settings, reserve=reserve)
+    return ThreadCarrier(settings)
+
+
+def _resolve(future: asyncio.Future[EngineExit], status: EngineExit) -> None:
+    if not future.done():
+        future.set_result(status)

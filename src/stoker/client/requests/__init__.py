@@ -1,0 +1,1 @@
+"""Live requests from submission to their one terminal event."""

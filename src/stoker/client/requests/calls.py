@@ -1,0 +1,127 @@
+"""Questions to the engine that await a `Reply`.
+
+Owns the pairing by call id and what becomes of a question when the engine dies: it is asked again, unless
+the engine died on it too often, or its answer would be about the dead one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stoker.errors import EngineCrashedError, NotReadyError, error_from_info
+from stoker.ipc.messages import GetStatus, Reply, TextQuestion
+
+if TYPE_CHECKING:
+    from stoker.client.process.exit import Death
+    from stoker.errors import StokerError
+
+MAX_CRASHES = 2
+"""After the first a question is asked alone: the second is its own."""
+
+Question = TextQuestion | GetStatus
+
+
+@dataclass(slots=True)
+class _Call:
+    question: Question
+    answer: asyncio.Future[dict[str, Any]]
+    is_sent: bool = False
+    crashes: int = 0
+
+    @property
+    def is_about_status(self) -> bool:
+        """Whether the loop answers it by itself, without native code."""
+        return isinstance(self.question, GetStatus)
+
+
+class Calls:
+    """Every question that awaits its answer."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, _Call] = {}
+        self._ids = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<Calls waiting={len(self._calls)}>"
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def open(self, question: Question) -> asyncio.Future[dict[str, Any]]:
+        """Register `question` under an id of its own; `take_unsent` hands it out.
+
+        Returns:
+            The answer to come; it raises what the engine answered, or why there is no answer.
+        """
+        call_id = next(self._ids)
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = _Call(msgspec.structs.replace(question, call_id=call_id), answer)
+        answer.add_done_callback(lambda _: self._calls.pop(call_id, None))
+        return answer
+
+    def take_unsent(self, *, has_texts: bool) -> list[Question]:
+        """Questions that this engine has not been asked; they count as asked from here on.
+
+        A question about text that an engine has died on is asked while no other one about text is open.
+
+        Args:
+            has_texts: questions about text may be asked now; those about the status always may.
+        """
+        unsent = [call for call in self._open() if call.is_about_status and not call.is_sent]
+        if has_texts:
+            unsent += self._unsent_texts()
+        for call in unsent:
+            call.is_sent = True
+        return [call.question for call in unsent]
+
+    def _unsent_texts(self) -> list[_Call]:
+        texts = self._open_texts()
+        if suspects := [call for call in texts if call.crashes]:
+            return [] if any(call.is_sent for call in texts) else suspects[:1]
+        return [call for call in texts if not call.is_sent]
+
+    def in_flight(self) -> list[str]:
+        """Questions that the engine may be computing an answer to, for people."""
+        return [f"the question {call.question.call_id}" for call in self._open_texts() if call.is_sent]
+
+    def settle(self, reply: Reply) -> None:
+        """An answer arrived; one that nobody awaits is dropped."""
+        call = self._calls.get(reply.call_id)
+        if call is None or call.answer.done():
+            return
+        if reply.error is not None:
+            call.answer.set_exception(error_from_info(reply.error))
+        else:
+            call.answer.set_result(reply.value)
+
+    def bury(self, death: Death) -> None:
+        """The engine died: ask the next one again what can be asked again."""
+        for call in self._open():
+            if call.is_about_status:
+                call.answer.set_exception(NotReadyError("the engine is restarting", retry_after_s=1.0))
+                continue
+            call.crashes += call.is_sent and death.is_blamable
+            call.is_sent = False
+            if call.crashes >= MAX_CRASHES:
+                call.answer.set_exception(
+                    EngineCrashedError(
+                        f"the engine died {call.crashes} times on this call, last: {death.reason}",
+                        crashes=call.crashes,
+                    )
+                )
+
+    def fail_all(self, error: StokerError) -> None:
+        """Nobody will answer any more."""
+        for call in self._open():
+            call.answer.set_exception(error)
+
+    def _open_texts(self) -> list[_Call]:
+        return [call for call in self._open() if not call.is_about_status]
+
+    def _open(self) -> list[_Call]:
+        return [call for call in self._calls.values() if not call.answer.done()]

@@ -1,0 +1,226 @@
+"""The stream of one request: filled by the host, read by one consumer, bounded however slow that one is.
+
+Owns also how the events of a generation read as pieces of text.
+
+Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and of the notices
+(its place in the line, admitted, parked, paused, resumed) only the newest stays. Progress replaces progress,
+a place in the line the one before it; of admissions only the first is passed on. Nothing of the text is lost,
+and what waits is at most the request's own tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stoker.errors import error_from_info
+from stoker.ipc.messages import (
+    Admitted,
+    Delta,
+    Failed,
+    Finished,
+    Parked,
+    Paused,
+    PrefillProgress,
+    PromptEcho,
+    Queued,
+    Resumed,
+    StateReady,
+)
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import Timings, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+    from stoker.ipc.messages import Event
+    from stoker.ipc.request import GenerateRequest
+
+MAX_WAITING = 256
+
+Notice = Queued | Admitted | Parked | Paused | Resumed
+"""How a request stands between its tokens; true when it was sent."""
+
+StreamEvent = Notice | PrefillProgress | PromptEcho | StateReady | Delta | Finished
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A function that the model wants called; `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of one choice's text; the last of all carries `finish_reason`, `usage` and `timings`.
+
+    Of a conversation's answer, `text` is without `reasoning`, and without the `calls` that it makes.
+    """
+
+    text: str = ""
+    index: int = 0
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Deltas of one choice that will be read as one; joined only then, so that merging costs nothing."""
+
+    deltas: list[Delta]
+
+    def join(self) -> Delta:
+        if len(self.deltas) == 1:
+            return self.deltas[0]
+        last = self.deltas[-1]
+        return Delta(
+            request_id=last.request_id,
+            index=last.index,
+            text="".join(delta.text for delta in self.deltas),
+            token_ids=[token for delta in self.deltas for token in delta.token_ids],
+            logprobs=_join_logprobs(self.deltas),
+            finish_reason=last.finish_reason,
+            stop_text=last.stop_text,
+            mirostat_mu=last.mirostat_mu,
+        )
+
+
+def _join_logprobs(deltas: list[Delta]) -> list[TokenLogprob] | None:
+    parts = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return [logprob for part in parts for logprob in part] if parts else None
+
+
+class RequestStream:
+    """Async iterator over a request's events; the last is `Finished`, a `Failed` is raised.
+
+    Args:
+        request_id: of the request it belongs to.
+        on_abandon: called once when the consumer leaves before the end.
+    """
+
+    def __init__(self, request_id: str, on_abandon: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._on_abandon = on_abandon
+        self._waiting: deque[_Run | StreamEvent | Failed] = deque()
+        self._runs: dict[int, _Run] = {}  # the last waiting run of each choice
+        self._has_news = asyncio.Event()
+        self._is_admitted = False
+        self._is_ended = False  # the terminal event was pushed
+        self._is_over = False  # the consumer has read it, or has left
+
+    def __repr__(self) -> str:
+        return f"<RequestStream {self.request_id} waiting={len(self._waiting)} ended={self._is_ended}>"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the consumer has read the terminal event, or has left."""
+        return self._is_over
+
+    def push(self, event: Event) -> None:
+        """Add an event; what comes after the terminal one, or after the consumer left, is ignored."""
+        if self._is_ended or self._is_over:
+            return
+        match event:
+            case Delta():
+                self._push_delta(event)
+            case Queued() | PrefillProgress() if self._waiting and type(self._waiting[-1]) is type(event):
+                self._waiting[-1] = event
+            case Admitted() if self._is_admitted:
+                return  # of another choice, or of one that comes back: what the first one found counts
+            case Queued() | Admitted() | Parked() | Paused() | Resumed():
+                self._is_admitted |= type(event) is Admitted
+                self._push_notice(event)
+            case Finished() | Failed():
+                self._is_ended = True
+                self._waiting.append(event)
+            case PrefillProgress() | PromptEcho() | StateReady():
+                self._waiting.append(event)
+        self._has_news.set()
+
+    def _push_notice(self, notice: Notice) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            passing = (Notice, PrefillProgress)
+            self._waiting = deque(entry for entry in self._waiting if not isinstance(entry, passing))
+        self._waiting.append(notice)
+
+    def _push_delta(self, delta: Delta) -> None:
+        run = self._runs.get(delta.index)
+        if run is not None and len(self._waiting) >= MAX_WAITING:
+            run.deltas.append(delta)
+        else:
+            run = self._runs[delta.index] = _Run([delta])
+            self._waiting.append(run)
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        while not self._waiting:
+            if self._is_over:
+                raise StopAsyncIteration
+            self._has_news.clear()
+            await self._has_news.wait()
+        event = self._waiting.popleft()
+        match event:
+            case _Run():
+                if self._runs.get(event.deltas[0].index) is event:
+                    del self._runs[event.deltas[0].index]
+                return event.join()
+            case Failed():
+                self._is_over = True
+                raise error_from_info(event.error)
+            case Finished():
+                self._is_over = True
+        return event
+
+    async def aclose(self) -> None:
+        """Leave; a request that has not ended is cancelled in the engine. Idempotent."""
+        if not self._is_over:
+            self._is_over = True
+            self._waiting.clear()
+            self._has_news.set()
+            if not self._is_ended:
+                self._on_abandon(self.request_id)
+
+
+async def text_deltas(
+    request: GenerateRequest, events: AsyncIterator[StreamEvent]
+) -> AsyncGenerator[TextDelta, None]:
+    """The text of a request's stream."""
+    num_open = request.n
+    last: Delta | None = None
+    async for event in events:
+        match event:
+            case PromptEcho() if request.echo:
+                for index in range(request.n):
+                    yield TextDelta(text=event.text, index=index, logprobs=event.logprobs)
+            case Delta():
+                num_open -= event.finish_reason is not None
+                if num_open == 0:
+                    last = event  # it waits for the usage
+                else:
+                    yield _piece(event, None)
+            case Finished():
+                yield _piece(last, event)
+
+
+def _piece(delta: Delta | None, finished: Finished | None) -> TextDelta:
+    return TextDelta(
+        text=delta.text if delta else "",
+        index=delta.index if delta else 0,
+        token_ids=delta.token_ids if delta else [],
+        logprobs=delta.logprobs if delta else None,
+        finish_reason=delta.finish_reason if delta else FinishReason.LENGTH,  # no token was asked for
+        usage=finished.usage if finished else None,
+        timings=finished.timings if finished else None,
+    )

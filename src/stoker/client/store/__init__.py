@@ -1,0 +1,1 @@
+"""What of the client survives the program: suspended requests, the last models."""

@@ -1,0 +1,230 @@
+"""Worker processes behind one line of jobs: opened on demand, ended when idle, shared fairly between groups.
+
+Owns who is served next. Each place blocks a thread, so that event loops and plain callers are served alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from stoker.client.worker.place import Place
+from stoker.client.worker.process import RETRY_AFTER_S
+from stoker.errors import EngineError, NotReadyError, QueueFullError, StokerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.client.worker.jobs import Job
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much a pool may take.
+
+    Attributes:
+        limit_s: seconds of one job, some hundred times what an honest one takes.
+        max_bytes: memory of one job: a conversation of 32 MiB is laid out in less.
+        num_places: processes at most; each is started when those there are busy.
+        max_of_group: places that the jobs of one group may take at a time, so that others find one.
+        max_waiting: jobs of one group that may wait.
+        idle_s: seconds without a job after which a process is ended.
+    """
+
+    limit_s: float = 2.0
+    max_bytes: int = 512 * 1024**2
+    num_places: int = 4
+    max_of_group: int = 2
+    max_waiting: int = 64
+    idle_s: float = 300.0
+
+
+DEFAULT = Bounds()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Task(Generic[T]):
+    job: Job
+    answer: type[T]
+    group: str
+    future: Future[T]
+
+
+class WorkerPool:
+    """Does jobs in processes that can be ended. Safe to use from any thread and event loop.
+
+    Args:
+        bounds: how much it may take.
+    """
+
+    def __init__(self, bounds: Bounds = DEFAULT) -> None:
+        self.bounds = bounds
+        self._changed = threading.Condition()
+        self._waiting: list[_Task[Any]] = []
+        self._running: Counter[str] = Counter()  # by group
+        self._places: dict[Place, threading.Thread] = {}
+        self._is_closed = False
+        self._num_rests = 0
+
+    def __repr__(self) -> str:
+        return f"<WorkerPool {self.stats()}>"
+
+    def stats(self) -> dict[str, int]:
+        """Places that are open, jobs that run and that wait."""
+        with self._changed:
+            return {
+                "places": len(self._places),
+                "running": self._running.total(),
+                "waiting": len(self._waiting),
+            }
+
+    def pids(self) -> Sequence[int]:
+        """Ids of the processes that live."""
+        with self._changed:
+            return [place.pid for place in self._places if place.pid]
+
+    def warm(self) -> None:
+        """Start a process if there is none, without waiting for it: the first job finds it there."""
+        with self._changed:
+            if not self._places and not self._is_closed:
+                with contextlib.suppress(NotReadyError):  # the first job tries again, and hears of it
+                    self._open_place()
+
+    def submit(self, job: Job, answer: type[T], *, group: str = "") -> Future[T]:
+        """Have a job done; cancelling the future takes it out of the line.
+
+        Args:
+            job: what to do.
+            answer: type of the answer.
+            group: jobs that share their places, such as those of one caller.
+
+        Raises:
+            QueueFullError: as many jobs of the group wait as may.
+            NotReadyError: the pool is closed, or the machine refuses a thread.
+        """
+        task = _Task(job, answer, group, Future())
+        with self._changed:
+            if self._is_closed:
+                raise NotReadyError("the runtime is closed")
+            self._waiting = [other for other in self._waiting if not other.future.cancelled()]
+            num_waiting = sum(other.group == group for other in self._waiting)
+            if num_waiting >= self.bounds.max_waiting:
+                text = f"{num_waiting} requests wait for {job.label} or the like, no more are taken"
+                raise QueueFullError(text, retry_after_s=RETRY_AFTER_S)
+            self._waiting.append(task)
+            num_idle = len(self._places) - self._running.total()
+            if len(self._ready_tasks()) > num_idle and len(self._places) < self.bounds.num_places:
+                try:
+                    self._open_place()
+                except NotReadyError:
+                    if not self._places:  # else one of them does it
+                        self._waiting.remove(task)
+                        raise
+            self._changed.notify()
+        return task.future
+
+    def run(self, job: Job, answer: type[T], *, group: str = "") -> T:
+        """The answer to a job, waited for by blocking. Arguments and errors are those of `submit`.
+
+        Raises:
+            WorkLimitError: the job takes longer, or more memory, than it may.
+            WorkerLostError: the processes that did it ended.
+            NotReadyError: no process can be started.
+            StokerError: what the work itself raised.
+        """
+        return self.submit(job, answer, group=group).result()
+
+    async def answer(self, job: Job, answer: type[T], *, group: str = "") -> T:
+        """The answer to a job; arguments and errors are those of `run`."""
+        return await asyncio.wrap_future(self.submit(job, answer, group=group))
+
+    def rest(self) -> None:
+        """End the processes that have nothing to do; the next job starts one again."""
+        with self._changed:
+            self._num_rests += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End every process, and every job with NotReadyError. Idempotent; blocks for some milliseconds."""
+        with self._changed:
+            self._is_closed = True
+            waiting, self._waiting = self._waiting, []
+            places = dict(self._places)
+            for place in places:
+                place.close()
+            self._changed.notify_all()
+        for task in waiting:
+            if task.future.set_running_or_notify_cancel():
+                task.future.set_exception(NotReadyError("the runtime is closed"))
+        for thread in places.values():
+            thread.join()
+
+    # ------------------------------------------------------------ the line; the lock is held
+
+    def _open_place(self) -> None:
+        place = Place(self.bounds.limit_s, self.bounds.max_bytes)
+        thread = threading.Thread(target=self._serve, args=(place,), name="stoker-worker", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            text = f"no thread for templates and grammars can be started: {error}"
+            raise NotReadyError(text, retry_after_s=RETRY_AFTER_S) from error
+        self._places[place] = thread
+
+    def _ready_tasks(self) -> list[_Task[Any]]:
+        """Those that may be begun now: as many of each group as may run beside those that do."""
+        taken = Counter(self._running)
+        ready = []
+        for task in self._waiting:
+            if taken[task.group] < self.bounds.max_of_group:
+                taken[task.group] += 1
+                ready.append(task)
+        return ready
+
+    # ------------------------------------------------------------ the thread of a place
+
+    def _serve(self, place: Place) -> None:
+        with contextlib.suppress(NotReadyError):  # the job that comes tries again, and hears of it
+            place.start()
+        while (task := self._next(place)) is not None:
+            if task.future.set_running_or_notify_cancel():
+                _do(task, place)
+            with self._changed:
+                self._running -= Counter((task.group,))
+        place.end()
+
+    def _next(self, place: Place) -> _Task[Any] | None:
+        """Wait for a task that may be begun; None: none came for `idle_s` or until `rest` or `close`."""
+        with self._changed:
+            num_rests = self._num_rests
+            self._changed.wait_for(
+                lambda: self._is_closed or self._ready_tasks() or self._num_rests > num_rests,
+                self.bounds.idle_s,
+            )
+            ready = [] if self._is_closed else self._ready_tasks()
+            if not ready:
+                self._places.pop(place, None)
+                return None
+            self._waiting.remove(ready[0])
+            self._running[ready[0].group] += 1
+            return ready[0]
+
+
+def _do(task: _Task[Any], place: Place) -> None:
+    try:
+        task.future.set_result(place.do(task.job, task.answer))
+    except StokerError as error:
+        task.future.set_exception(error)
+    except Exception as error:  # a bug must neither end the place nor leave its caller waiting
+        log.exception("%r failed on a job", place)
+        task.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))

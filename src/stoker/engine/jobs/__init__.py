@@ -1,0 +1,1 @@
+"""Requests on the engine's side, and what prepares them before they are queued."""

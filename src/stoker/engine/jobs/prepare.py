@@ -1,0 +1,303 @@
+"""Turns a submitted request into a live one: tokens, sequences, decode state.
+
+Runs on the prep thread and touches nothing of the engine's; what is wrong with a request shows here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from stoker.backends.protocol.backend import Conditioning, Vocabulary
+from stoker.backends.protocol.scoring import ScoringLane
+from stoker.backends.protocol.vision import Vision
+from stoker.cache.namespace import DIGEST_BYTES, Namespace
+from stoker.engine.jobs.adapters import adapter_key, adapters_of
+from stoker.engine.jobs.candidates import ToScore, candidates_of, check_candidates
+from stoker.engine.jobs.images import pictured_prompt, refuse_pictures
+from stoker.engine.jobs.job import Choice, LiveRequest
+from stoker.engine.jobs.sources import check_source, refuse_unreadable
+from stoker.engine.jobs.text_bounds import QUICK_CHARS, TextBound, most_tokens
+from stoker.engine.jobs.texts import text_tokens
+from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from stoker.grammar.compiler import GrammarCompiler
+from stoker.ipc.messages import Submit
+from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Preempt, Priority, StateOutput
+from stoker.ipc.values import CacheMode, Tensor
+from stoker.kv.context_shift import note_dropped, replayed
+from stoker.kv.images import PictureSpan
+from stoker.kv.sequence import Sequence, SequenceKey
+from stoker.models.states.file import parse_state
+from stoker.sampling.generation import Generation
+from stoker.sampling.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class PrepContext:
+    """What preparing for a model takes: its tokenizer, its limits, the loop's scratch space.
+
+    Attributes:
+        model: its id.
+        fingerprint, state_layout: as in `Capabilities`.
+        cache_mode: what is kept of its finished work.
+        grammars: compiles constraints; None: it generates no text.
+        scores_pairs: it is a reranker.
+        vision: its projector; None: it takes no pictures.
+        decoder_start: as in `Capabilities`; with it a prompt is a source.
+        max_text_tokens: of a text that it reads at once; None: `n_ctx`.
+        adapters: fingerprints of its LoRA adapters, by name.
+    """
+
+    vocabulary: Vocabulary
+    n_vocab: int
+    n_ctx: int
+    workspace: Workspace
+    model: str = ""
+    fingerprint: str = ""
+    state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    cache_mode: CacheMode = CacheMode.BOTH
+    grammars: GrammarCompiler | None = None
+    scores_pairs: bool = False
+    vision: Vision | None = None
+    decoder_start: int | None = None
+    max_text_tokens: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+
+def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveRequest:
+    """Turn a submitted request into a live one: tokens, sequences, decode state.
+
+    Args:
+        submit: the request, with what was delivered before a restart.
+        context: of the model it asks for.
+        arrival_s: when the caller submitted it, on the engine's clock.
+
+    Raises:
+        ContextLengthError: the prompt leaves no room for a token.
+        InvalidRequestError: the prompt is empty or holds token ids the model does not have; the constraint
+            does not compile.
+        UnsupportedError: a document is to be scored by what is no reranker, or the model cannot give what is
+            asked for.
+    """
+    request = submit.request
+    _check_texts(request, context)
+    prompt, pictures = _prompt(request, context)
+    _check_length(request, prompt, context)
+    scored = candidates_of(request, context.vocabulary, context.model)
+    if scored is not None:
+        check_candidates(scored, len(prompt), context.n_ctx)
+    initial, namespace = _initial_state(request, context), _namespace(request, context)
+    scoring_namespace = namespace if request.cache else secrets.token_bytes(DIGEST_BYTES)
+    choices: dict[int, Choice] = {}
+    leader: Sequence | None = None
+    for index in range(request.n):
+        if submit.is_finished and submit.is_finished[index]:
+            continue
+        choice = _choice(submit, index, prompt, context)
+        choice.sequence.arrival_s, choice.sequence.pictures = arrival_s, pictures
+        choice.sequence.namespace, choice.sequence.initial_state = namespace, initial
+        choice.sequence.conditioning = msgspec.structs.replace(
+            choice.sequence.conditioning, namespace=scoring_namespace
+        )
+        if request.timeout_s is not None:
+            choice.sequence.deadline_s = arrival_s + request.timeout_s
+        choice.sequence.leader, leader = leader, leader or choice.sequence
+        choices[index] = choice
+    return LiveRequest(
+        request_id=submit.request_id,
+        request=request,
+        prompt=prompt,
+        prompt_text=_prompt_text(request, prompt, context.vocabulary) if request.echo else "",
+        choices=choices,
+        arrival_s=arrival_s,
+        num_generated=sum(len(tokens) for tokens in submit.generated),
+        num_dropped=_num_dropped(submit, prompt, context),
+        past={i: list(submit.generated[i]) for i, done in enumerate(submit.is_finished) if done},
+        mirostat_mu=dict(enumerate(submit.mirostat_mu)),
+        to_score=scored,
+        num_context=submit.num_context or _num_context(request, prompt, scored, context.n_ctx),
+    )
+
+
+def prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
+    """Token ids of a request's prompt; negative ones stand for parts of pictures.
+
+    Raises:
+        InvalidRequestError: the prompt is empty or holds token ids the model does not have.
+        UnsupportedError: it holds what the model does not take.
+    """
+    return _prompt(request, context)[0]
+
+
+def is_quick(request: GenerateRequest, context: PrepContext) -> bool:
+    """Whether preparing it takes some hundredths of a second at the most."""
+    constraint, grammars = request.constraint, context.grammars
+    is_compiled = constraint is None or grammars is None or grammars.has(constraint, request.cache_salt)
+    texts = [request.prompt if isinstance(request.prompt, str) else "", request.document or ""]
+    num_chars = sum(map(len, texts)) + sum(map(len, request.candidates))
+    return is_compiled and num_chars <= QUICK_CHARS and not request.pictures
+
+
+def arrival_of(submit: Submit) -> float:
+    """When the caller submitted it, on this process's clock."""
+    return time.monotonic() - submit.age_s
+
+
+def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> Choice:
+    request = submit.request
+    words = [token for token in prompt if token >= 0]  # nothing of a picture is ever repeated
+    source: list[int] = []
+    if context.decoder_start is not None:
+        source, prompt, words = prompt, [context.decoder_start], []
+    generation = Generation(request, index, context.vocabulary, words, context.workspace)
+    if request.constraint is not None and context.grammars is not None:
+        generation.constrain(context.grammars.state(request.constraint, request.cache_salt))
+    delivered = submit.generated[index] if submit.generated else []
+    asks_all = request.prompt_logprobs is not None and index == 0
+    if delivered:
+        generation.replay(delivered, submit.mirostat_mu[index] if submit.mirostat_mu else None)
+    sequence = Sequence(
+        key=SequenceKey(submit.request_id, index),
+        tokens=[*prompt, *delivered],
+        num_prompt=len(prompt),
+        shares=request.cache and context.cache_mode is not CacheMode.OFF and not source,
+        priority=request.priority,
+        num_wanted=request.max_tokens,
+        ends_if_preempted=request.preempt is Preempt.CANCEL,
+        is_to_embed=request.state_output is StateOutput.EMBED and not context.state_layout,
+        wants_prompt_logits=asks_all,
+        conditioning=Conditioning(
+            source=tuple(source),
+            adapters=adapters_of(request, context.adapters),
+            asked=tuple(prompt) if asks_all else (),
+            lane=_prompt_lane(request.priority),
+        ),
+    )
+    if request.context_shift and len(sequence.tokens) >= context.n_ctx:
+        tokens = replayed(prompt, delivered, context.n_ctx)
+        note_dropped(sequence, len(sequence.tokens) - len(tokens), context.n_ctx)
+        sequence.tokens = tokens
+    return Choice(sequence, generation)
+
+
+def _prompt_lane(priority: Priority) -> ScoringLane:
+    return ScoringLane.BACKGROUND_PROMPTS if priority is Priority.BACKGROUND else ScoringLane.PROMPTS
+
+
+def _num_dropped(submit: Submit, prompt: list[int], context: PrepContext) -> int:
+    """Tokens that shifts of the context have dropped so far, over all choices, those that have ended too."""
+    if not submit.request.context_shift:
+        return 0
+    delivered = submit.generated or [[]] * submit.request.n
+    finished = submit.is_finished or [False] * submit.request.n
+    num_dropped = 0
+    for tokens, is_finished in zip(delivered, finished, strict=True):
+        shifting = tokens[:-1] if is_finished else tokens  # after the last one nothing is to come
+        num_dropped += len(prompt) + len(shifting) - len(replayed(prompt, shifting, context.n_ctx))
+    return num_dropped
+
+
+def _check_texts(request: GenerateRequest, context: PrepContext) -> None:
+    """Refuse by its length what cannot fit, before it is tokenised."""
+    n_ctx = context.n_ctx if context.max_text_tokens is None else context.max_text_tokens
+    most, vocabulary = most_tokens(request, n_ctx), context.vocabulary
+    if not isinstance(request.prompt, str):
+        if len(request.prompt) > most:
+            raise ContextLengthError.over("the prompt", len(request.prompt), n_ctx)
+    elif request.document is not None:
+        pair = TextBound(n_ctx, n_ctx, "the query with its document", "documents")
+        pair.check((request.prompt, request.document), vocabulary)
+    else:
+        param = "prompt" if context.max_text_tokens is None else "input"
+        TextBound(n_ctx, most, param=param).check(request.prompt.split(IMAGE_MARKER), vocabulary)
+    for candidate in request.candidates:
+        TextBound(n_ctx, n_ctx, "a choice", "choices").check((candidate,), vocabulary)
+
+
+def _check_length(request: GenerateRequest, prompt: list[int], context: PrepContext) -> None:
+    if context.decoder_start is not None:
+        refuse_unreadable(request, context.model)
+        check_source(prompt, context.n_ctx)
+        return
+    if len(prompt) < context.n_ctx:
+        return
+    if request.context_shift and request.prompt_logprobs is None and request.state_output is None:
+        return
+    raise ContextLengthError.over("the prompt without its answer", len(prompt), context.n_ctx)
+
+
+def _num_context(request: GenerateRequest, prompt: list[int], scored: ToScore | None, n_ctx: int) -> int:
+    """Tokens of context that a choice of it may come to hold: prompt and answer, at most all there is."""
+    if scored is not None:
+        return len(prompt) + max(map(len, scored.texts), default=0)
+    if request.max_tokens is None:
+        return n_ctx
+    return min(n_ctx, len(prompt) + max(1, request.max_tokens))
+
+
+def _initial_state(request: GenerateRequest, context: PrepContext) -> list[Tensor] | None:
+    """The state to begin from (SPEC K5); a bad one is refused, never replaced by the model's own."""
+    if request.initial_state is None:
+        return None
+    if not context.state_layout:
+        raise InvalidRequestError(
+            f"{context.model} is no recurrent model: it has no state to begin from", param="state"
+        )
+    return parse_state(request.initial_state, context.state_layout)
+
+
+def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
+    """Digest of who may share what is computed for it (SPEC C1)."""
+    given = request.initial_state
+    state = "" if given is None else hashlib.blake2b(given, digest_size=32).hexdigest()
+    adapter = adapter_key(adapters_of(request, context.adapters), context.adapters)
+    return Namespace(context.fingerprint, adapter, initial_state=state, salt=request.cache_salt).digest
+
+
+def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], tuple[PictureSpan, ...]]:
+    """Token ids of the prompt, and where pictures stand among them."""
+    if context.vision is None:
+        refuse_pictures(request, context.model)
+    elif request.pictures or (isinstance(request.prompt, str) and IMAGE_MARKER in request.prompt):
+        return pictured_prompt(request, context.vocabulary, context.vision)
+    return _prompt_tokens(request, context), ()
+
+
+def _prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
+    vocabulary = context.vocabulary
+    if request.document is not None:
+        if not context.scores_pairs:
+            raise UnsupportedError(f"{context.model} is no reranker: it scores no documents", param="model")
+        tokens = vocabulary.pair(str(request.prompt), request.document)
+    elif not isinstance(request.prompt, str):
+        tokens = list(request.prompt)
+        check_tokens(tokens, context.n_vocab, "prompt")
+    else:
+        is_chat = request.is_chat and context.decoder_start is None  # a source ends with EOS
+        has_state = request.initial_state is not None
+        tokens = text_tokens(request.prompt, vocabulary, is_chat=is_chat, has_state=has_state)
+    if not tokens and vocabulary.bos_text:
+        tokens = vocabulary.tokenize(vocabulary.bos_text, add_special=False, parse_special=True)
+    if not tokens:
+        raise InvalidRequestError("the prompt is empty and the model has no BOS token", param="prompt")
+    return tokens
+
+
+def _prompt_text(request: GenerateRequest, prompt: list[int], vocabulary: Vocabulary) -> str:
+    if isinstance(request.prompt, str):
+        return request.prompt
+    return b"".join(map(vocabulary.special_piece, prompt)).decode("utf-8", "replace")
+
+
+def check_tokens(tokens: list[int], n_vocab: int, param: str) -> None:
+    """Raises InvalidRequestError for an id that the model does not have."""
+    for token in tokens:
+        if not 0 <= token < n_vocab:
+            raise InvalidRequestError(
+                f"token id {token} is outside the vocabulary of {n_vocab} tokens", param=param
+            )

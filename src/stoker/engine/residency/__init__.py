@@ -1,0 +1,1 @@
+"""Which models are in memory, and how they come and go."""

@@ -1,0 +1,173 @@
+"""Which models are served, where each is in its life, and who goes first (SPEC L1, R3, R8).
+
+Pure: the engine measures, loads and frees; this keeps the table of states and the orders that decisions
+follow. How much a model takes is `verdict`'s, carrying out is `stoker.engine.residency.residency`'s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from stoker.errors import ModelNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stoker.errors import ErrorInfo
+    from stoker.ipc.values import ModelSpec
+
+STORY_LENGTH = 16
+
+
+class ModelLife(StrEnum):
+    """Where a served model is (SPEC L1)."""
+
+    ABSENT = "absent"
+    DOWNLOADING = "downloading"
+    LOADING = "loading"
+    READY = "ready"
+    SUSPENDED = "suspended"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+_L = ModelLife
+MOVES = {
+    _L.ABSENT: frozenset({_L.DOWNLOADING, _L.LOADING, _L.FAILED}),
+    _L.DOWNLOADING: frozenset({_L.LOADING, _L.ABSENT, _L.FAILED}),
+    _L.LOADING: frozenset({_L.READY, _L.ABSENT, _L.SUSPENDED, _L.FAILED}),
+    _L.READY: frozenset({_L.SUSPENDED, _L.UNLOADING, _L.FAILED}),
+    _L.SUSPENDED: frozenset({_L.LOADING, _L.ABSENT, _L.FAILED}),
+    _L.UNLOADING: frozenset({_L.ABSENT, _L.READY, _L.FAILED}),
+    _L.FAILED: frozenset({_L.DOWNLOADING, _L.LOADING, _L.ABSENT}),
+}
+"""Every move there is; `unloading` goes back to `ready` where it is needed again before it has ended."""
+FRONT_MOVES = MOVES | {
+    _L.ABSENT: MOVES[_L.ABSENT] | {_L.SUSPENDED},
+    _L.READY: MOVES[_L.READY] | {_L.ABSENT},
+    _L.UNLOADING: MOVES[_L.UNLOADING] | {_L.SUSPENDED},
+}
+"""The same, with what only the front sees: an engine ends and its models with it, or leaves before it had
+loaded what the next one is to load; and where it unloads a model at once it says so in one word."""
+
+
+def is_move(before: ModelLife, after: ModelLife, table: Mapping[ModelLife, frozenset[ModelLife]]) -> bool:
+    """Whether the table has that move; to stay is none."""
+    return after is before or after in table[before]
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One served model.
+
+    Attributes:
+        spec: how it is to be loaded, as asked for.
+        is_pinned: it is never unloaded to make room.
+        is_asked: somebody asked for it by name, so it is loaded though no request needs it.
+        is_suspect: its last load ended an engine: the next is tried in a child process first.
+        may_evict: idle models may go for what was asked for.
+        keep_alive_s: how long it stays after its last request; negative: for good.
+        used_s: when it last had a request, or was loaded.
+        loaded_s: when it was loaded; how long that took.
+        has_served: a request ran on it since it was loaded.
+        size: what it takes by line; of one that is not loaded what it would, empty: not known.
+        degraded: what it was given less of than was asked for.
+        stage, fraction: how far a load has come.
+        reason: why it is not ready; error: with which it failed last.
+    """
+
+    spec: ModelSpec
+    life: ModelLife = ModelLife.ABSENT
+    is_pinned: bool = False
+    is_asked: bool = False
+    is_suspect: bool = False
+    may_evict: bool = True
+    keep_alive_s: float = 600.0
+    used_s: float = 0.0
+    loaded_s: float = 0.0
+    load_took_s: float = 0.0
+    has_served: bool = False
+    size: Mapping[str, int] = field(default_factory=dict)
+    degraded: tuple[str, ...] = ()
+    stage: str = ""
+    fraction: float = 0.0
+    reason: str = ""
+    error: ErrorInfo | None = None
+    story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
+
+    def __repr__(self) -> str:
+        return f"<Served {self.spec.id} {self.life}>"
+
+    @property
+    def size_bytes(self) -> int:
+        """All lines together."""
+        return sum(self.size.values())
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it takes memory and can compute."""
+        return self.life in {ModelLife.READY, ModelLife.UNLOADING}
+
+    def move(self, life: ModelLife, why: str = "") -> None:
+        """Go to another state.
+
+        Raises:
+            AssertionError: the table has no such move: a bug of ours, told with the story so far.
+        """
+        if life is self.life or not is_move(self.life, life, MOVES):
+            told = "; ".join(self.story)
+            raise AssertionError(f"{self!r} cannot become {life} ({why}); story: {told}")
+        self.life, self.reason = life, why
+        self.stage, self.fraction = "", 0.0
+        self.story.append(f"{life}: {why}" if why else life)
+
+    def due_s(self) -> float | None:
+        """When it has been idle for as long as it may (SPEC R8); None: it stays, or is busy elsewhere."""
+        if self.life is not ModelLife.READY or self.is_pinned or self.keep_alive_s < 0:
+            return None
+        if self.keep_alive_s == 0 and not self.has_served:
+            return None  # it was loaded for a request that is about to come
+        return self.used_s + self.keep_alive_s
+
+
+class Catalogue:
+    """Every served model, in the order they were made known."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, Served] = {}
+
+    def __repr__(self) -> str:
+        return f"<Catalogue {list(self._models.values())}>"
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(tuple(self._models.values()))
+
+    def know(self, spec: ModelSpec) -> Served:
+        """Serve it; one that is known already stays as it is."""
+        if spec.id not in self._models:
+            self._models[spec.id] = Served(spec, is_pinned=spec.is_pinned, keep_alive_s=spec.keep_alive_s)
+        return self._models[spec.id]
+
+    def find(self, model: str) -> Served | None:
+        """The model of that id, if it is served."""
+        return self._models.get(model)
+
+    def get(self, model: str) -> Served:
+        """The model of that id; raises ModelNotFoundError."""
+        served = self._models.get(model)
+        if served is None:
+            text = f"no model {model!r} is served; served: {', '.join(self._models) or 'none'}"
+            raise ModelNotFoundError(text, param="model")
+        return served
+
+    def in_memory(self) -> list[Served]:
+        """Those that take memory, the one unused for longest first (SPEC R3)."""
+        return sorted((s for s in self if s.is_in_memory), key=lambda s: s.used_s)
+
+    def overdue(self, now: float) -> list[Served]:
+        """Those that have been idle for as long as they may, if nobody uses them."""
+        return [s for s in self if (due_s := s.due_s()) is not None and due_s <= now]

@@ -1,0 +1,64 @@
+"""One load of a model, from the question what it takes to the model in memory (SPEC R4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from stoker.engine.inbox import LoadStop
+    from stoker.engine.residency.catalogue import Served
+    from stoker.ipc.values import ModelSpec
+    from stoker.models.memory_estimate.fit import Estimator, Offer
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load that goes on.
+
+    Attributes:
+        served: the model.
+        spec: how it is to be loaded, as asked for.
+        stop: told to the loader; set, the load is to end.
+        begun_s: when it was begun.
+        is_reload: the model is in memory already and stays until the new one is (SPEC L5).
+        estimator, fingerprint: what the file says; None before it was looked at.
+        offer: how it is loaded; None while it waits for room.
+        look_s: when to look for room again.
+        least_n_ctx: tokens of context that requests need which have begun on the model.
+        stage: what it is at: header, waiting (for room) or weights.
+    """
+
+    served: Served
+    spec: ModelSpec
+    stop: LoadStop
+    begun_s: float
+    is_reload: bool
+    estimator: Estimator | None = None
+    fingerprint: str = ""
+    offer: Offer | None = None
+    look_s: float = 0.0
+    least_n_ctx: int = 0
+    stage: str = ""
+
+    def __repr__(self) -> str:
+        return f"<Load {self.spec.id} {self.stage} {self.served.fraction:.0%}>"
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it is known what it takes, and not begun yet."""
+        return self.estimator is not None and self.offer is None
+
+    def told(self, stage: str, fraction: float) -> None:
+        """It has come so far."""
+        self.stage = stage
+        if not self.is_reload:
+            self.served.stage, self.served.fraction = stage, fraction
+
+    def is_like(self, other: Load) -> bool:
+        """Whether it would give the same model once more; how long it is kept makes no other one."""
+        spec, theirs = self.spec, other.spec
+        theirs = msgspec.structs.replace(theirs, keep_alive_s=spec.keep_alive_s, is_pinned=spec.is_pinned)
+        return theirs == spec and other.fingerprint == self.fingerprint

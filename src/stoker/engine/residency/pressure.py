@@ -1,0 +1,180 @@
+"""What is done about a shortage of memory and about heat (SPEC M3, M4, M6, M8).
+
+Owns the meters and the ladder of one engine. How much is too much and what comes first is policy
+(`stoker.machine.pressure`, `policy`, `heat`); this does it between two steps, and undoes it when it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from stoker.errors import TooHotError
+from stoker.ipc.messages import HeatMoved, PressureMoved, RungTaken
+from stoker.ipc.status import MemoryStatus
+from stoker.machine import allocator
+from stoker.machine.heat import Heat, HeatReading
+from stoker.machine.policy import Ladder, Rung
+from stoker.machine.pressure import Pressure, PressureMeter, Reading, fullest
+from stoker.scheduler.throttle import Throttle
+
+if TYPE_CHECKING:
+    from stoker.engine.prefixes.store import PrefixStore
+    from stoker.engine.residency.residency import Residency
+    from stoker.engine.runners.runners import Residents
+    from stoker.ipc.messages import Event
+    from stoker.machine.gauge import Sample
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_HEAT_S = 30.0
+
+
+class Relief:
+    """Follows memory and heat of one engine.
+
+    Args:
+        residents: the models in memory.
+        residency: which those are.
+        store: the prefix cache.
+        events: what happens is told here.
+    """
+
+    def __init__(
+        self, residents: Residents, residency: Residency, store: PrefixStore, events: list[Event]
+    ) -> None:
+        self._residents = residents
+        self._residency = residency
+        self._store = store
+        self._events = events
+        self._meter = PressureMeter()
+        self._ladder = Ladder()
+        self._reading: Reading | None = None
+        self._heat = HeatReading()
+
+    def __repr__(self) -> str:
+        return f"<Relief {self._reading} {self._heat} {self._ladder!r}>"
+
+    @property
+    def slows_down(self) -> bool:
+        """Whether work that somebody waits for gets half of the time only (SPEC M6)."""
+        return self._heat.level is Heat.CRITICAL
+
+    def measured(self, sample: Sample, now: float) -> bool:
+        """Take a sample in; at most one rung follows.
+
+        Returns:
+            Whether a rung was taken, so that the next sample should come soon.
+        """
+        self._note_pressure(sample)
+        self._note_heat(sample.heat)
+        move = self._ladder.decide(self._reading.level if self._reading else Pressure.NORMAL, now)
+        if move is not None:
+            freed_bytes = self._undo(move.rung) if move.is_undone else self._take(move.rung, now)
+            log.warning("memory ladder: %s%s", "undone: " if move.is_undone else "", move.rung)
+            rung = RungTaken(rung=move.rung, is_undone=move.is_undone, freed_bytes=freed_bytes)
+            self._events.append(rung)
+            self._residents.hold_back(self._throttle())
+        else:
+            self._repeat(now)
+        return move is not None and not move.is_undone
+
+    @property
+    def _is_short(self) -> bool:
+        return self._reading is not None and self._reading.level is Pressure.CRITICAL
+
+    def _repeat(self, now: float) -> None:
+        """What was in use when its rung was taken may go now."""
+        if self._ladder.is_taken(Rung.DROP_SNAPSHOTS):
+            self._store.hold(now)
+        if self._is_short and self._ladder.is_taken(Rung.UNLOAD_IDLE):
+            self._residency.unload_idle(now)
+
+    def _note_pressure(self, sample: Sample) -> None:
+        before, self._reading = self._reading, self._meter.update(sample)
+        if before is None or before.level is not self._reading.level:
+            reading = self._reading
+            if before is not None or reading.level is not Pressure.NORMAL:
+                moved = PressureMoved(
+                    level=reading.level, fraction=round(reading.fraction, 3), source=reading.source
+                )
+                self._events.append(moved)
+
+    def _note_heat(self, heat: HeatReading) -> None:
+        before, self._heat = self._heat, heat
+        if before.level is heat.level:
+            return
+        self._events.append(HeatMoved(level=heat.level, sensor=heat.sensor, celsius=heat.celsius))
+        self._residency.refusal = self._refusal() if heat.level.rank >= Heat.SERIOUS.rank else None
+        self._residents.hold_back(self._throttle())
+
+    def _refusal(self) -> TooHotError:
+        shown = (
+            "" if self._heat.celsius is None else f": {self._heat.sensor} shows {self._heat.celsius:.0f} °C"
+        )
+        return TooHotError(
+            f"the machine is too hot to load a model ({self._heat.level}{shown})",
+            retry_after_s=RETRY_AFTER_HEAT_S,
+            heat=self._heat.level,
+        )
+
+    def _throttle(self) -> Throttle:
+        """What the rungs that are taken, and heat, let run."""
+        is_hot = self._heat.level.rank >= Heat.SERIOUS.rank
+        is_taken = self._ladder.is_taken
+        return Throttle(
+            holds_background=is_hot or is_taken(Rung.PAUSE_BACKGROUND),
+            holds_all=is_taken(Rung.PARK_INTERACTIVE),
+            is_lowered=is_taken(Rung.LOWER_LIMITS),
+            keeps_nothing=is_taken(Rung.DROP_IDLE_CELLS),
+            reason="the machine is hot"
+            if is_hot and not is_taken(Rung.PAUSE_BACKGROUND)
+            else "memory is short",
+        )
+
+    def _take(self, rung: Rung, now: float) -> int:
+        """Carry a rung out; returns the bytes it gave back, as far as they are counted."""
+        match rung:
+            case Rung.TRIM_ALLOCATOR:
+                allocator.trim()
+            case Rung.DROP_SNAPSHOTS:
+                return self._store.hold(now)
+            case Rung.DROP_IDLE_CELLS:
+                for resident in self._residents:
+                    resident.drop_idle(now)
+            case Rung.UNLOAD_IDLE:
+                return self._residency.unload_idle(now)
+            case Rung.PARK_INTERACTIVE:
+                self._residency.is_barred = True
+                return self._residency.step_aside(now)
+            case Rung.LOWER_LIMITS | Rung.PAUSE_BACKGROUND:
+                pass  # the throttle follows what is taken
+        return 0
+
+    def _undo(self, rung: Rung) -> int:
+        """Allow again what it had taken away."""
+        match rung:
+            case Rung.DROP_SNAPSHOTS:
+                self._store.release()
+            case Rung.PARK_INTERACTIVE:
+                self._residency.is_barred = False
+            case _:
+                pass  # one-shots come back by use; the rest is the throttle's
+        return 0
+
+    def status(self, sample: Sample, lines: dict[str, int]) -> MemoryStatus:
+        """Memory as `sample` shows it now, and what is done about it; `lines` are the ledger's."""
+        level = self._reading.level if self._reading else Pressure.NORMAL
+        fraction, source = fullest(sample)
+        return MemoryStatus(
+            limit=sample.limit_bytes,
+            footprint=sample.footprint_bytes,
+            available=sample.available_bytes,
+            tier=sample.tier,
+            pressure=level,
+            pressure_fraction=round(fraction, 3),
+            pressure_source=source,
+            rungs=list(self._ladder.taken),
+            lines=lines,
+            heat=self._heat.level,
+        )

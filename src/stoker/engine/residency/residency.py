@@ -1,0 +1,530 @@
+"""Which models are in memory: loads them when they are needed, makes room, lets idle ones go (SPEC R1 to R8).
+
+Owns every served model's life in this engine and the one load that goes on at a time. Orders and states are
+`residency.catalogue`'s, how much fits `placement`'s, requests that wait for a model the lobby's; what
+runs on a model is its resident's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
+from stoker.engine.residency.catalogue import Catalogue, ModelLife, Served
+from stoker.engine.residency.loading import Load
+from stoker.engine.residency.placement import Placement, Room
+from stoker.engine.residency.swaps import Swaps
+from stoker.engine.runners import status as report
+from stoker.errors import ModelInUseError, StokerError
+from stoker.ipc.messages import KnowModel, LoadModel, ModelState, PinModel, Reply, UnloadModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from stoker.backends.protocol.backend import Backend
+    from stoker.backends.protocol.encoding import Encoder
+    from stoker.engine.inbox import LoadPost
+    from stoker.engine.residency.pending import Lobby
+    from stoker.engine.residency.workers import Workers
+    from stoker.engine.runners.runners import AnyResident, Residents
+    from stoker.ipc.messages import Event
+    from stoker.ipc.status import ModelStatus
+    from stoker.ipc.values import ModelSpec
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""When a model that could not be had is tried again for requests that have begun."""
+LOOK_AGAIN_S = 0.25
+"""How often a load that waits for room looks again."""
+ASKED_TO = "asked to"  # a model goes though nobody needs its room
+ModelCommand = KnowModel | LoadModel | UnloadModel | PinModel
+
+
+def _publish_later() -> None:
+    """Events leave at the end of the turn."""
+
+
+class Residency:
+    """Every served model of one engine.
+
+    Args:
+        workers: read headers and load, off the loop.
+        residents: the models in memory.
+        lobby: requests that wait for one.
+        placement: knows how much fits.
+        events: what happens is told here.
+
+    Attributes:
+        flush: publishes the events now: that a load begins must be known before it may crash.
+        refusal: why nothing may be loaded for now; None: it may (SPEC M6).
+        is_barred: loads wait, for want of memory (SPEC M4).
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        residents: Residents,
+        lobby: Lobby,
+        placement: Placement,
+        events: list[Event],
+    ) -> None:
+        self._workers = workers
+        self._residents = residents
+        self._lobby = lobby
+        self._placement = placement
+        self._events = events
+        self.flush: Callable[[], None] = _publish_later
+        self._catalogue = Catalogue()
+        self._load: Load | None = None
+        self._retry_s: dict[str, float] = {}
+        self._swaps = Swaps()
+        self._departed: list[tuple[AnyResident, Mapping[str, int]]] = []
+        self.refusal: StokerError | None = None
+        self.is_barred = False
+
+    def __repr__(self) -> str:
+        return f"<Residency {self._catalogue!r} {self._load!r}>"
+
+    # ------------------------------------------------------------ questions
+
+    def resident_for(self, model: str) -> AnyResident | None:
+        """Where a new request for that model goes; None: it waits until the model is there.
+
+        Raises:
+            ModelNotFoundError: no such model is served.
+        """
+        served = self._catalogue.get(model)
+        return self._residents.find(model) if served.life is ModelLife.READY else None
+
+    def max_queue(self, model: str) -> int:
+        """Requests that may wait for that model."""
+        return self._catalogue.get(model).spec.max_queue
+
+    def next_due_s(self, now: float) -> float | None:
+        """When there is something to tend to that nothing else announces."""
+        due = [at for s in self._catalogue if (at := s.due_s()) is not None and not self._leases(s)]
+        due += [now for s in self._catalogue if s.life is ModelLife.UNLOADING and self._is_free(s)]
+        if self._load is None:
+            due += [self._retry_s.get(s.spec.id, now) for s in self._catalogue if self._may_begin(s)]
+        elif not self._is_wanted(self._load.served):
+            due.append(now)
+        elif self._load.waits_for_room:
+            due.append(self._load.look_s)
+        return min(due, default=None)
+
+    def status(self, now: float) -> list[ModelStatus]:
+        """Every served model, for status pages."""
+        return [report.model_status(served, self._leases(served), now) for served in self._catalogue]
+
+    def _leases(self, served: Served) -> int:
+        """Requests that need it: on it, or on their way to it."""
+        resident = self._residents.find(served.spec.id)
+        return (resident.num_leases if resident else 0) + self._lobby.num_total(served.spec.id)
+
+    # ------------------------------------------------------------ commands
+
+    def command(self, command: ModelCommand, now: float) -> None:
+        """What the front wants of a model."""
+        match command:
+            case KnowModel(spec, is_suspect):
+                self._catalogue.know(spec).is_suspect = is_suspect
+            case LoadModel():
+                self._ask(command, now)
+            case UnloadModel(model):
+                self._unask(model, now)
+            case PinModel(model, is_pinned):
+                if (served := self._catalogue.find(model)) is not None:
+                    served.is_pinned = is_pinned
+                    if is_pinned:
+                        self._swaps.gone(model)
+                        self._stay(model)
+
+    def _ask(self, command: LoadModel, now: float) -> None:
+        served, spec = self._catalogue.know(command.spec), command.spec
+        if error := self._conflict(spec, spec.most_tokens):
+            self._tell(served, error)
+            return
+        served.keep_alive_s, served.is_pinned = spec.keep_alive_s, served.is_pinned or spec.is_pinned
+        if self._load is not None and self._load.served is served and served.spec != spec:
+            self._end_load(self._load, "it is to be loaded otherwise")
+        served.spec, served.is_asked, served.may_evict = spec, True, command.may_evict
+        served.is_suspect = command.is_suspect
+        served.used_s = now
+        self._retry_s.pop(spec.id, None)
+
+    def _conflict(self, spec: ModelSpec, n_ctx: int) -> StokerError | None:
+        """Why a model in memory cannot give way to `spec` with a context of `n_ctx` (0: the file's own) now.
+
+        A request that runs, waits or stands still there must not end for want of context that it had, nor go
+        on in another file. One that is not tokenised yet may come to hold all the context there is.
+        """
+        resident = self._residents.find(spec.id)
+        if resident is None:
+            return None
+        contexts = [*resident.contexts(), *(num or resident.n_ctx for num in self._lobby.contexts(spec.id))]
+        if resident.spec.path != spec.path and contexts:
+            text = f"{spec.id} is loaded from another file, which {_requests(len(contexts))} need"
+            return ModelInUseError(f"{text}; load it when they have ended", num_requests=len(contexts))
+        now_n_ctx = (resident.load.spec.most_tokens if resident.load else 0) or math.inf
+        unfit = [num for num in contexts if 0 < n_ctx < num]
+        if not unfit or n_ctx >= now_n_ctx:  # backends round up: as much again is enough for what ran on it
+            return None
+        return ModelInUseError(
+            f"{_requests(len(unfit))} on {spec.id} may come to hold up to {max(unfit)} tokens, for which a"
+            f" context (ctx_size) of {n_ctx} has no room; load it so when they have ended",
+            param="ctx_size",
+            num_requests=len(unfit),
+            n_ctx=max(unfit),
+        )
+
+    def _unask(self, model: str, now: float) -> None:
+        served = self._catalogue.find(model)
+        if served is None:
+            return
+        served.is_asked = False
+        if self._load is not None and self._load.served is served:
+            self._drop_load(self._load, ASKED_TO)  # it begins anew where requests need it
+        elif served.life is not ModelLife.READY:
+            self._tell(served)
+        if served.life is ModelLife.READY:
+            served.move(ModelLife.UNLOADING, ASKED_TO)
+            self._tell(served)
+            self._let_go(now)
+
+    def used(self, model: str, keep_alive_s: float | None, now: float) -> None:
+        """A request came for it; it may say how long the model is to stay (SPEC R8)."""
+        served = self._catalogue.get(model)
+        served.used_s, served.has_served, served.may_evict = now, True, True
+        served.keep_alive_s = served.spec.keep_alive_s if keep_alive_s is None else keep_alive_s
+        self.wanted(model)
+
+    def wanted(self, model: str) -> None:
+        """Somebody new waits for it: it is tried at once, though it could not be had a moment ago."""
+        self._retry_s.pop(model, None)
+
+    # ------------------------------------------------------------ a turn
+
+    def tend(self, now: float) -> None:
+        """Load, make room and let go, whatever is due; called each turn."""
+        self.free_departed()
+        for served in self._catalogue:
+            if served.is_in_memory and self._leases(served):
+                served.used_s = now
+        self._let_go(now)
+        if self._load is not None and not self._is_wanted(self._load.served):
+            self._drop_load(self._load, "nobody needs it any more")
+        if self._load is None:
+            self._begin_next(now)
+        elif self._load.waits_for_room and now >= self._load.look_s:
+            self._place(self._load, now)
+
+    def _let_go(self, now: float) -> None:
+        """Unload what nobody uses any more: asked to, to make room, or idle for as long as it may."""
+        for served in self._catalogue:
+            if served.life is ModelLife.UNLOADING and self._is_free(served):
+                self._unload(served, served.reason, now)
+        for served in self._catalogue.overdue(now):
+            if not self._leases(served):
+                self._unload(served, f"idle for {served.keep_alive_s:g} s", now)
+        for model, other in self._swaps.overdue(now):
+            self._unload(self._catalogue.get(model), f"gives way to {other}", now)
+
+    def _is_free(self, served: Served) -> bool:
+        """Whether nothing runs on it: those that wait for it again do not count."""
+        resident = self._residents.find(served.spec.id)
+        return resident is None or resident.num_leases + self._lobby.num_preparing(served.spec.id) == 0
+
+    def _is_wanted(self, served: Served) -> bool:
+        return served.is_asked or self._lobby.wants(served.spec.id)
+
+    def _begin_next(self, now: float) -> None:
+        wanted = [s for s in self._catalogue if self._may_begin(s)]
+        wanted = [s for s in wanted if self._retry_s.get(s.spec.id, now) <= now]
+        if not wanted:
+            return
+        served = min(wanted, key=self._urgency)
+        if self.refusal is not None:
+            self._refuse(served, self.refusal, now)
+            return
+        self._load = Load(served, served.spec, LoadStop(), now, is_reload=served.life is ModelLife.READY)
+        if not self._load.is_reload:
+            served.move(ModelLife.LOADING)
+        self._come_to(self._load, "header")
+        self._workers.size(self._load.stop, served.spec)
+
+    def _come_to(self, load: Load, stage: str) -> None:
+        """A load enters a stage; told at once, so that a crash in it is charged to it."""
+        load.told(stage, 0.0)
+        self._tell(load.served, stage=stage)
+        self.flush()
+
+    def _may_begin(self, served: Served) -> bool:
+        if self.is_barred:
+            return False
+        if served.life is ModelLife.READY:
+            return served.is_asked
+        return served.life in {ModelLife.ABSENT, ModelLife.FAILED} and self._is_wanted(served)
+
+    def _urgency(self, served: Served) -> tuple[bool, float]:
+        """People before background, then who has waited longest."""
+        waiting = self._lobby.waiting(served.spec.id)
+        has_people = served.is_asked or any(visitor.is_interactive for visitor in waiting)
+        return not has_people, min((v.arrival_s for v in waiting), default=served.used_s)
+
+    # ------------------------------------------------------------ a load
+
+    def post(self, post: LoadPost, now: float) -> None:
+        """What the loader says; of a load that was given up nothing is taken."""
+        load = self._load
+        if load is None or load.stop is not post.load:
+            if isinstance(post, Loaded):
+                post.backend.close()
+            return
+        match post:
+            case Sized(_, estimator, fingerprint):
+                load.estimator, load.fingerprint = estimator, fingerprint
+                if load.is_reload and self._is_the_same(load):
+                    self._load = None
+                    self._keep(load.served, None)
+                else:
+                    self._place(load, now)
+            case LoadMoved(_, stage, fraction) if not load.is_reload:  # that model is ready all the while
+                load.told(stage, fraction)
+                self._tell(load.served)
+            case Loaded(_, _, backend):
+                self._take_in(load, backend, now)
+            case LoadFailed(_, error):
+                log.warning("%s could not be loaded: %s", load.spec.id, error)
+                self._refuse(load.served, error, now)
+
+    def _is_the_same(self, load: Load) -> bool:
+        """Same file, same settings: there is nothing to do (SPEC R5)."""
+        resident = self._residents.find(load.spec.id)
+        return resident is not None and resident.load is not None and load.is_like(resident.load)
+
+    def _keep(self, served: Served, error: StokerError | None) -> None:
+        """The model stays as it was loaded before."""
+        resident, served.is_asked = self._residents.find(served.spec.id), False
+        if resident is not None and resident.load is not None:
+            served.spec = resident.load.spec
+        self._tell(served, error)
+
+    def _place(self, load: Load, now: float) -> None:
+        """Start it if there is room; else make some, wait for some, or refuse it."""
+        others = [s for s in self._catalogue.in_memory() if s is not load.served and not s.is_pinned]
+        idle = [s for s in others if not self._leases(s)]
+        busy = [s for s in others if self._leases(s)]
+        room = Room(
+            idle_bytes=sum(s.size_bytes for s in idle) if load.served.may_evict else 0,
+            busy_bytes=sum(s.size_bytes for s in busy) if load.served.may_evict else 0,
+        )
+        load.look_s = now + LOOK_AGAIN_S
+        load.least_n_ctx = self._least_context(load)
+        if load.is_reload and (error := self._conflict(load.spec, load.spec.most_tokens)):
+            self._refuse(load.served, error, now)
+            return
+        try:
+            offer, missing_bytes = self._placement.weigh(load, room)
+        except StokerError as error:
+            self._refuse(load.served, error, now)
+            return
+        if missing_bytes <= 0:
+            load.offer = offer
+            self._call_off(load.spec.id)
+            self._come_to(load, "weights")
+            self._workers.load(load.stop, offer.spec, is_suspect=load.served.is_suspect)
+            return
+        if load.stage != "waiting":
+            self._come_to(load, "waiting")
+        if self._departed:
+            return  # what they give back is not free yet
+        if self._placement.shed(missing_bytes, now):
+            load.look_s = now
+        elif not load.served.may_evict:
+            return  # what is stored is in use for now
+        elif idle:
+            self._unload(idle[0], f"gives way to {load.spec.id}", now)
+            load.look_s = now
+        elif going := self._swaps.choose(self._disturbable(busy, load, now), load.spec.id, load.begun_s, now):
+            self._make_yield(going, f"gives way to {load.spec.id}", now)
+
+    def _least_context(self, load: Load) -> int:
+        """Tokens of context that requests need which have begun on the model: it comes back with no less."""
+        resident = self._residents.find(load.spec.id)
+        known = [num or (resident.n_ctx if resident else 0) for num in self._lobby.contexts(load.spec.id)]
+        return max([*known, *(resident.contexts() if resident else [])], default=0)
+
+    def _disturbable(self, busy: list[Served], load: Load, now: float) -> list[Served]:
+        """Those that have to go for it: background is patient with models that people use (SPEC Q3, Q7)."""
+        is_for_people = not self._urgency(load.served)[0]
+        if is_for_people or now - load.begun_s >= load.spec.background_patience_s:
+            return busy
+        return [s for s in busy if not ((r := self._residents.find(s.spec.id)) and r.has_people)]
+
+    def _make_yield(self, served: Served, reason: str, now: float) -> None:
+        """It takes no newcomers until what runs on it has ended (SPEC R3)."""
+        if served.life is ModelLife.READY:
+            served.move(ModelLife.UNLOADING, reason)
+            self._tell(served)
+        resident = self._residents.find(served.spec.id)
+        if resident is not None:
+            self._lobby.come_back(resident.evacuate_waiting(reason, now))
+            self._events += resident.events  # before whatever the lobby will have to tell of them
+            resident.events.clear()
+
+    def _take_in(self, load: Load, backend: Backend | Encoder, now: float) -> None:
+        served, offer = load.served, load.offer
+        assert offer is not None, f"{load!r} was loaded without an offer"
+        if error := self._conflict(load.spec, backend.capabilities.n_ctx):  # of those that came meanwhile
+            backend.close()
+            self._refuse(served, error, now)
+            return
+        if load.is_reload:
+            self._free(served, "replaced", now)
+        self._load, served.is_asked, served.may_evict = None, False, True
+        served.is_suspect = False
+        resident = self._residents.add(load, backend)
+        if not load.is_reload:
+            served.move(ModelLife.READY)
+        served.size = self._placement.settle(offer, resident)
+        served.degraded = resident.degraded
+        served.used_s = served.loaded_s = now
+        served.load_took_s, served.error = now - load.begun_s, None
+        served.has_served = self._lobby.wants(load.spec.id)
+        self._tell(served)
+        self._let_in(resident)
+
+    def _let_in(self, resident: AnyResident) -> None:
+        for ask in self._lobby.let_in(resident):
+            self._workers.answer(ask, resident.prep)
+
+    def _refuse(self, served: Served, error: StokerError, now: float) -> None:
+        """It cannot be had: whoever waits for it hears why; what is in memory stays (SPEC R4)."""
+        if self._load is not None and self._load.served is served:
+            self._load.stop.set()
+            self._load = None
+            self._call_off(served.spec.id)
+        if served.life is ModelLife.READY:  # it was to be loaded otherwise
+            self._keep(served, error)
+            return
+        was_optional, served.is_asked = served.is_asked and not served.may_evict, False
+        served.may_evict = True  # requests may ask for more than a load that was only welcome
+        served.error = error.info()
+        if was_optional and served.life is ModelLife.LOADING:
+            served.move(ModelLife.ABSENT)
+        elif served.life is not ModelLife.FAILED:  # of one that has failed before, it may not even be begun
+            served.move(ModelLife.FAILED)
+        served.reason = error.message
+        self._retry_s[served.spec.id] = now + RETRY_S
+        self._tell(served, error)
+        for ask in self._lobby.turn_away(served.spec.id, error):
+            self._events.append(Reply(call_id=ask.call_id, error=error.info()))
+
+    def _drop_load(self, load: Load, why: str) -> None:
+        """Nobody needs it: it ends as soon as the native library asks whether to go on."""
+        self._end_load(load, why)
+        if load.is_reload:
+            self._keep(load.served, None)
+        else:
+            load.served.is_asked = False
+            self._tell(load.served)
+        self._call_off(load.spec.id)
+
+    def _end_load(self, load: Load, why: str) -> None:
+        self._load = None
+        load.stop.set()
+        if not load.is_reload:
+            load.served.move(ModelLife.ABSENT, why)
+
+    def _call_off(self, newcomer: str) -> None:
+        """Nobody has to make room for that model any more."""
+        for model in self._swaps.called_off(newcomer):
+            self._stay(model)
+
+    def _stay(self, model: str) -> None:
+        """It need not go any more."""
+        served, resident = self._catalogue.get(model), self._residents.find(model)
+        if served.life is ModelLife.UNLOADING and served.reason != ASKED_TO and resident is not None:
+            served.move(ModelLife.READY)
+            self._tell(served)
+            self._let_in(resident)
+
+    # ------------------------------------------------------------ going
+
+    def unload_idle(self, now: float) -> int:
+        """Let every idle model go that is not pinned (SPEC M4); returns the bytes that frees."""
+        going = [s for s in self._catalogue.in_memory() if not s.is_pinned]
+        return self._unload_all([s for s in going if not self._leases(s)], now)
+
+    def step_aside(self, now: float) -> int:
+        """Let every model go that is not pinned; what ran on it goes on later (SPEC M4)."""
+        if self._load is not None:
+            self._drop_load(self._load, "memory is short")
+        return self._unload_all([s for s in self._catalogue.in_memory() if not s.is_pinned], now)
+
+    def _unload_all(self, going: list[Served], now: float) -> int:
+        for served in going:
+            self._unload(served, "memory is short", now)
+        return sum(served.size_bytes for served in going)
+
+    def _unload(self, served: Served, why: str, now: float) -> None:
+        if self._load is not None and self._load.served is served:
+            self._end_load(self._load, why)  # a reload; where it is asked for, it begins anew
+        if served.life is ModelLife.READY:
+            served.move(ModelLife.UNLOADING, why)
+        self._free(served, why, now)
+        served.move(ModelLife.ABSENT, why)
+        self._tell(served)
+
+    def _free(self, served: Served, why: str, now: float) -> None:
+        """Give its memory back (SPEC R10); what ran on it waits for it in the lobby."""
+        self._swaps.gone(served.spec.id)
+        resident = self._residents.remove(served.spec.id)
+        if resident is None:
+            return
+        self._lobby.come_back(resident.evacuate(why, now))
+        while resident.has_unstored:
+            resident.rest(now)
+        self._events += resident.events
+        self._departed.append((resident, served.size))
+        self.free_departed()
+
+    def free_departed(self) -> None:
+        """Give back the memory of models that have gone, once no worker reads their vocabulary any more."""
+        departed, self._departed = self._departed, []
+        for resident, size in departed:
+            if self._workers.preparations.uses(resident.prep):
+                self._departed.append((resident, size))
+                continue
+            resident.close()
+            self._placement.release(size, resident.prep.fingerprint)
+
+    def close(self) -> None:
+        """The engine ends: a load that goes on ends with it."""
+        if self._load is not None:
+            self._load.stop.set()
+            self._load = None
+
+    # ------------------------------------------------------------ telling
+
+    def _tell(self, served: Served, error: StokerError | None = None, stage: str = "") -> None:
+        """Where a model is; `stage` is that of another load of one that is ready."""
+        resident = self._residents.find(served.spec.id) if served.life is ModelLife.READY else None
+        self._events.append(
+            ModelState(
+                model=served.spec.id,
+                state=served.life,
+                stage=served.stage or stage,
+                fraction=1.0 if resident is not None else served.fraction,
+                info=resident.info() if resident is not None and not stage else None,
+                error=None if error is None else error.info(),
+                reason=served.reason,
+            )
+        )
+
+
+def _requests(number: int) -> str:
+    return "1 request" if number == 1 else f"{number} requests"

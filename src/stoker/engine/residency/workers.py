@@ -1,0 +1,195 @@
+"""Slow work off the loop: tokenising requests, loading models, reading and writing prefix files.
+
+Workers hold no state of the engine. They get values, and post values back to the inbox; the loop decides what
+becomes of them. How requests are prepared beside each other is `preparations`'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from stoker.backends.fake.backend import estimator as fake_estimator
+from stoker.backends.fake.backend import load as load_fake
+from stoker.backends.fake.encoder import asks_for_encoder
+from stoker.backends.fake.encoder import estimator as fake_encoder_estimator
+from stoker.backends.fake.encoder import load as load_fake_encoder
+from stoker.backends.llama import load as load_llama
+from stoker.backends.llama.oneshot.encoder import load as load_encoder
+from stoker.backends.llama.opening import try_in_child
+from stoker.backends.llama.seq2seq.seq2seq import load as load_seq2seq
+from stoker.backends.protocol.backend import Backend, ModelClass
+from stoker.backends.protocol.encoding import Encoder
+from stoker.engine.inbox import (
+    Inbox,
+    Loaded,
+    LoadFailed,
+    LoadMoved,
+    LoadStop,
+    Posted,
+    Prepared,
+    PrepareFailed,
+    Sized,
+)
+from stoker.engine.jobs.preparations import Preparation, Preparations
+from stoker.engine.jobs.prepare import PrepContext, check_tokens, is_quick, prepare, prompt_tokens
+from stoker.engine.jobs.text_bounds import QUICK_CHARS, check_question
+from stoker.engine.residency.headers import Headers
+from stoker.errors import EngineError, NotReadyError, StokerError
+from stoker.ipc.messages import CountTokens, Detokenize, Reply, Submit, TextQuestion, Tokenize
+from stoker.ipc.values import ModelSpec
+from stoker.models.memory_estimate.draft import with_draft
+from stoker.models.memory_estimate.estimate import estimator
+
+FAKE_PREFIX = "fake:"
+TOLD_EVERY = 0.02
+"""How much further a load has to come to be told of again: loaders report each of hundreds of tensors."""
+
+
+class Workers:
+    """The preparing threads, the loader's, and one that reads headers: a load may take its time.
+
+    Args:
+        inbox: where results are posted.
+        cache_dir: verdicts on native code.
+        max_prepare_s: how long preparing one request may take.
+    """
+
+    def __init__(self, inbox: Inbox, cache_dir: Path, max_prepare_s: float) -> None:
+        self._inbox = inbox
+        self._cache_dir = cache_dir
+        self._headers = Headers()
+        self.preparations = Preparations(inbox, max_prepare_s)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
+        self._sizer = ThreadPoolExecutor(1, thread_name_prefix="stoker-sizer")
+
+    def __repr__(self) -> str:
+        return f"<Workers {self.preparations!r}, loader>"
+
+    def prepare(self, submit: Submit, context: PrepContext, arrival_s: float) -> Preparation:
+        """Tokenise a request; posts Prepared or PrepareFailed, unless it is given up."""
+
+        def failed(error: StokerError) -> Posted:
+            return PrepareFailed(submit.request_id, error, context)
+
+        def work() -> Posted:
+            return Prepared(prepare(submit, context, arrival_s), context)
+
+        return self.preparations.begin(work, failed, context, is_quick=is_quick(submit.request, context))
+
+    def answer(self, ask: TextQuestion, context: PrepContext) -> None:
+        """Answer a question about text; posts Reply."""
+
+        def work() -> Reply:
+            return Reply(call_id=ask.call_id, value=_answer(ask, context))
+
+        def failed(error: StokerError) -> Posted:
+            return Reply(call_id=ask.call_id, error=error.info())
+
+        self.preparations.begin(work, failed, context, is_quick=_size(ask) <= QUICK_CHARS)
+
+    def size(self, load: LoadStop, spec: ModelSpec) -> None:
+        """Look at a model's file; posts Sized or LoadFailed."""
+
+        def answer() -> Sized:
+            if spec.path.startswith(FAKE_PREFIX):
+                is_encoder = asks_for_encoder(spec.path)
+                fake = fake_encoder_estimator if is_encoder else fake_estimator
+                return Sized(load, fake(spec.path), "")
+            mark, header = self._headers.get(Path(spec.path))
+            found = estimator(header)
+            if spec.draft_path and spec.speculation.uses_model:
+                found = with_draft(found, estimator(self._headers.get(Path(spec.draft_path))[1]))
+            return Sized(load, found, mark)
+
+        self._post(self._sizer, answer, lambda error: LoadFailed(load, error))
+
+    def load(self, load: LoadStop, spec: ModelSpec, *, is_suspect: bool = False) -> None:
+        """Load a model; posts LoadMoved on the way, then Loaded or LoadFailed, soon where `load` is set.
+
+        A suspect, whose last load ended an engine, is tried in a child process first.
+        """
+        next_fraction = 0.0
+
+        def moved(fraction: float) -> None:
+            nonlocal next_fraction
+            if load.is_set():
+                raise NotReadyError(f"the load of {spec.id} was stopped at {fraction:.0%}")
+            if fraction >= min(1.0, next_fraction):
+                next_fraction = fraction + TOLD_EVERY
+                self._inbox.put(LoadMoved(load, "weights", fraction))
+
+        def answer() -> Loaded:
+            if is_suspect and not spec.path.startswith(FAKE_PREFIX):
+                try_in_child(self._headers.get(Path(spec.path))[1], moved, self._cache_dir)
+            return Loaded(load, spec.path, self._backend(spec, moved))
+
+        self._post(self._loader, answer, lambda error: LoadFailed(load, error))
+
+    def _backend(self, spec: ModelSpec, moved: Callable[[float], None]) -> Backend | Encoder:
+        if spec.path.startswith(FAKE_PREFIX):
+            is_encoder = asks_for_encoder(spec.path)
+            return load_fake_encoder(spec, moved) if is_encoder else load_fake(spec, moved)
+        _, header = self._headers.get(Path(spec.path))
+        if header.model_class is ModelClass.ENCODER:
+            return load_encoder(spec, moved, self._cache_dir, header)
+        if header.model_class is ModelClass.ENCODER_DECODER:
+            return load_seq2seq(spec, moved, self._cache_dir, header)
+        return load_llama(spec, moved, self._cache_dir, header)
+
+    def close(self) -> None:
+        """Drop what waits; wait for a load, and a little for what is being prepared."""
+        self.preparations.close()
+        self._sizer.shutdown(cancel_futures=True)
+        self._loader.shutdown(cancel_futures=True)
+
+    def _post(
+        self, pool: ThreadPoolExecutor, work: Callable[[], Posted], failed: Callable[[StokerError], Posted]
+    ) -> None:
+        def run() -> None:
+            try:
+                self._inbox.put(work())
+            except StokerError as error:
+                self._inbox.put(failed(error))
+            except Exception as error:  # noqa: BLE001 - a worker's bug must end one request, not the loop
+                self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
+
+        pool.submit(run)
+
+
+def _size(ask: TextQuestion) -> int:
+    """Characters, or token ids, that it brings."""
+    match ask:
+        case Tokenize():
+            return len(ask.text)
+        case Detokenize():
+            return len(ask.tokens)
+        case CountTokens():
+            return len(ask.request.prompt)
+
+
+def _answer(ask: TextQuestion, context: PrepContext) -> dict[str, Any]:
+    match ask:
+        case Tokenize():
+            return _tokens(ask, context)
+        case Detokenize():
+            return _text(ask, context)
+        case CountTokens(_, _, request):
+            check_question(num_chars=len(request.prompt), num_tokens=0)
+            return {"num_tokens": len(prompt_tokens(request, context))}
+
+
+def _tokens(ask: Tokenize, context: PrepContext) -> dict[str, Any]:
+    check_question(num_chars=len(ask.text), num_tokens=0)
+    vocabulary = context.vocabulary
+    tokens = vocabulary.tokenize(ask.text, add_special=ask.add_special, parse_special=ask.parse_special)
+    return {"tokens": tokens, "pieces": [vocabulary.special_piece(token) for token in tokens]}
+
+
+def _text(ask: Detokenize, context: PrepContext) -> dict[str, Any]:
+    check_question(num_chars=0, num_tokens=len(ask.tokens))
+    check_tokens(ask.tokens, context.n_vocab, "tokens")
+    pieces = map(context.vocabulary.special_piece, ask.tokens)
+    return {"text": b"".join(pieces).decode("utf-8", "replace")}

@@ -1,0 +1,1 @@
+"""What runs on one loaded model: its queue, its sequences, its one-shot work."""

@@ -1,0 +1,127 @@
+"""What a step's rows of logits mean for the requests they were computed for.
+
+A row becomes a token, prompt logprobs, progress or a state; who runs and what a step holds is the
+scheduler's business, how a token is drawn decode's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.errors import StokerError
+from stoker.ipc.messages import StateReady
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import TokenLogprob
+from stoker.sampling.logprobs import token_logprob
+
+if TYPE_CHECKING:
+    from stoker.backends.protocol.backend import Backend, Rows
+    from stoker.engine.jobs.job import LiveRequest
+    from stoker.engine.jobs.table import LiveRequests
+    from stoker.engine.threads.pace import Pace
+    from stoker.kv.sequence import Sequence
+    from stoker.sampling.generation import Drawn
+    from stoker.scheduler.plan import Planned, StepPlan
+    from stoker.scheduler.scheduler import Scheduler
+
+
+class Harvest:
+    """Digests the rows of one model's steps. Holds nothing between them."""
+
+    def __init__(self, backend: Backend, scheduler: Scheduler, live: LiveRequests, pace: Pace) -> None:
+        self._backend = backend
+        self._scheduler = scheduler
+        self._live = live
+        self._pace = pace
+        self._n_ctx = backend.capabilities.n_ctx
+
+    def __repr__(self) -> str:
+        return f"<Harvest of {self._backend!r}>"
+
+    def draw(self, plan: StepPlan, rows: Rows) -> None:
+        """Take what the step computed to the requests it was computed for."""
+        at = 0
+        for part in plan.parts:
+            num_rows = part.item.num_logits
+            live = self._live.get(part.sequence.key.request_id)
+            if live is not None and part.sequence.is_running:
+                try:
+                    self._digest(live, part, rows[at : at + num_rows])
+                except StokerError as error:
+                    self._live.fail(live, error, self._pace.now())
+            at += num_rows
+
+    def _digest(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
+        """What one sequence's rows mean for its request."""
+        sequence, start = part.sequence, part.item.start
+        if start < sequence.num_prompt:
+            if sequence.wants_prompt_logits:
+                self._note_prompt_logprobs(live, start, rows)
+            if live.request.return_progress and sequence is live.leader and live.first_token_s is None:
+                self._live.events.append(live.progress(sequence, self._pace.now()))
+        if sequence.num_pending > sequence.is_to_embed:
+            return
+        index = sequence.key.index
+        if live.request.max_tokens == 0:
+            if live.request.state_output is not None:
+                self._live.events.append(self._state_of(live, sequence))
+            self._live.end_choice(live, index, FinishReason.LENGTH, self._pace.now())
+            return
+        self._draw_tokens(live, part, rows)
+
+    def _draw_tokens(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
+        """The next token, and those after it that were computed ahead for as long as they are what is drawn.
+
+        What else was computed ahead is taken back, also where the request ends or fails on the way.
+        """
+        sequence, generation = part.sequence, live.choices[part.sequence.key.index].generation
+        num_ahead = sequence.num_ahead
+        draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
+        for row, guess in zip(rows[len(rows) - num_ahead - 1 :], (*draft, None), strict=True):
+            drawn = generation.advance(row)
+            if drawn.finish_reason is None and drawn.token_id == guess:
+                sequence.draw_ahead()
+                self._take(live, sequence, drawn)
+                continue
+            self._scheduler.take_back(sequence)
+            self._take(live, sequence, drawn)
+            return
+
+    def _take(self, live: LiveRequest, sequence: Sequence, drawn: Drawn) -> None:
+        """Append the drawn token; end the choice if it is its last, or if no further one would fit."""
+        now = self._pace.now()
+        index = sequence.key.index
+        if live.first_token_s is None:
+            live.first_token_s = now
+        sequence.tokens.append(drawn.token_id)
+        event = live.delta(index, drawn)
+        self._live.events.append(event)
+        if drawn.finish_reason is not None:
+            self._scheduler.retire(sequence, drawn.finish_reason, now)
+            self._live.finish_if_done(live, now)
+        elif len(sequence.tokens) >= self._n_ctx:
+            if live.request.context_shift:
+                live.num_dropped += self._scheduler.shift(sequence, self._n_ctx, now)
+            else:
+                self._live.end_choice(live, index, FinishReason.LENGTH, now)
+
+    def _state_of(self, live: LiveRequest, sequence: Sequence) -> StateReady:
+        """What the model has made of the prompt (SPEC K5, D8)."""
+        assert sequence.slot is not None, f"{sequence!r} does not run"
+        if sequence.is_to_embed:
+            tensors = [self._backend.last_hidden(sequence.slot, sequence.tokens)]
+            self._scheduler.completed(sequence)
+        else:
+            tensors = self._backend.read_state(sequence.slot)
+        return StateReady(request_id=live.request_id, num_tokens=sequence.num_computed, tensors=tensors)
+
+    def _note_prompt_logprobs(self, live: LiveRequest, start: int, rows: Rows) -> None:
+        noted, prompt, vocabulary = live.prompt_logprobs, live.prompt, self._backend.vocabulary
+        num_top = live.request.prompt_logprobs or 0
+        if not noted:
+            noted.append(TokenLogprob(prompt[0], vocabulary.special_piece(prompt[0]), None, []))
+        for at, row in enumerate(rows, start=start + 1):
+            if at == len(noted) and at < len(prompt):
+                noted.append(token_logprob(row, prompt[at], num_top, vocabulary))
+        if start + len(rows) == len(prompt):
+            self._live.events.append(live.echo())

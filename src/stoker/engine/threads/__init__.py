@@ -1,0 +1,1 @@
+"""How many threads a step uses, and how long steps take."""

@@ -1,0 +1,127 @@
+"""The pace of native steps: how long they take, and with how many threads they run (SPEC M7, L3).
+
+Joins the step clock (what the watchdog reads), the models' step-time models and the thread keeper, which is
+one for all models of the engine: they share the cores. Used on the loop's thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stoker.engine.threads.controller import ThreadKeeper
+
+if TYPE_CHECKING:
+    from stoker.backends.protocol.backend import Backend
+    from stoker.engine.threads.governor import Decision
+    from stoker.engine.threads.timer import StepClock
+    from stoker.scheduler.cost import StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A model that steps: its backend, what its steps cost, the most threads it was given."""
+
+    backend: Backend
+    cost: StepCost
+    max_threads: int
+
+
+class Pace:
+    """Surrounds every native step of one engine."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._runners: list[Runner] = []
+        self._keeper: ThreadKeeper | None = None
+
+    def __repr__(self) -> str:
+        return f"<Pace {self._clock!r} {self._keeper!r}>"
+
+    @property
+    def num_threads(self) -> int:
+        """What steps on the CPU use now; 0: no model computes there."""
+        return self._keeper.governor.num_threads if self._keeper else 0
+
+    @property
+    def reason(self) -> str:
+        """Why that is less than was given; empty if it is not."""
+        return self._keeper.governor.reason if self._keeper else ""
+
+    def now(self) -> float:
+        """The engine's clock, in seconds."""
+        return self._clock.now()
+
+    # ------------------------------------------------------------ models
+
+    def join(self, backend: Backend, cost: StepCost) -> Runner:
+        """A model was loaded; on a CPU its threads follow the machine from now on."""
+        runner = Runner(backend, cost, backend.num_threads)
+        cost.use_threads(backend.num_threads)
+        if backend.capabilities.computes_on_cpu:
+            self._runners.append(runner)
+            self._renew()
+        return runner
+
+    def leave(self, runner: Runner) -> None:
+        """A model goes."""
+        if runner in self._runners:
+            self._runners.remove(runner)
+            self._renew()
+
+    def _renew(self) -> None:
+        """The most threads may have changed: a keeper for that number, beginning with all of them."""
+        most = max((runner.max_threads for runner in self._runners), default=0)
+        if self._keeper is not None and self._keeper.governor.max_threads == most:
+            self._use(self._keeper.governor.num_threads)
+            return
+        self.close()
+        if most:
+            self._keeper = ThreadKeeper(most)
+            self._use(most)
+
+    def close(self) -> None:
+        """Give threads their cores back; idempotent."""
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
+    # ------------------------------------------------------------ steps
+
+    def begin(self, num_tokens: int) -> None:
+        """A native step over `num_tokens` starts."""
+        if self._keeper is not None:
+            self._follow(self._keeper.begin())
+        self._clock.begin(num_tokens)
+
+    def end(self, runner: Runner, num_tokens: int) -> float:
+        """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""
+        took_s = self._clock.end(num_tokens)
+        keeper = self._keeper
+        if keeper is None or not runner.backend.capabilities.computes_on_cpu:
+            runner.cost.learn(num_tokens, took_s)
+            return took_s
+        predicted_s = runner.cost.predict(num_tokens)
+        decision = keeper.end(runner.backend.num_threads, predicted_s)
+        if predicted_s is None or not keeper.governor.is_disturbed:
+            runner.cost.learn(num_tokens, took_s)
+        self._follow(decision)
+        return took_s
+
+    def abandon(self) -> None:
+        """It failed: its time says nothing."""
+        self._clock.abandon()
+        if self._keeper is not None:
+            self._keeper.abandon()
+
+    def _follow(self, decision: Decision | None) -> None:
+        if decision is not None:
+            self._use(decision.num_threads)
+
+    def _use(self, num_threads: int) -> None:
+        for runner in self._runners:
+            own = min(runner.max_threads, num_threads)
+            if own != runner.backend.num_threads:
+                runner.backend.set_threads(own)
+            if own != runner.cost.num_threads:  # of several runners of one backend, each has its own
+                runner.cost.use_threads(own)

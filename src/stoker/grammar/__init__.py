@@ -1,0 +1,1 @@
+"""Constraints on text, compiled to automata over tokens."""

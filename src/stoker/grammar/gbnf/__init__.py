@@ -1,0 +1,1 @@
+"""GBNF: notation, lexemes, rules."""

@@ -1,0 +1,1 @@
+"""The words that client and engine both speak, and how they travel."""

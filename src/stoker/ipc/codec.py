@@ -1,0 +1,109 @@
+"""Frames between the front and the engine process: a 4-byte little-endian length, then msgpack.
+
+Owns the encoding and its bound; whose socket the bytes travel on, and when, is the carrier's and the
+engine process's business. The decoder does no I/O, so both ends use the same one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+
+from stoker.errors import EngineError
+from stoker.ipc.messages import Command, Event
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+HEADER_BYTES = 4
+MAX_FRAME_BYTES = 256 * 1024**2
+"""Far over the largest honest frame (prompt logprobs of a full context are some 60 MiB)."""
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class WireError(EngineError):
+    """A frame is over its bound or cannot be decoded; details carry `size_bytes` and `max_bytes`."""
+
+    code = "wire_error"
+
+
+def encode_command(command: Command) -> bytes:
+    """One command as a frame.
+
+    Raises:
+        WireError: it is larger than MAX_FRAME_BYTES.
+    """
+    return _frame(_encoder.encode(command))
+
+
+def encode_events(events: Sequence[Event]) -> bytes:
+    """The events of one turn as a frame.
+
+    Raises:
+        WireError: they are larger than MAX_FRAME_BYTES.
+    """
+    return _frame(_encoder.encode(events))
+
+
+def _frame(body: bytes) -> bytes:
+    _check_size(len(body))
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
+
+
+def _check_size(size_bytes: int) -> None:
+    if size_bytes > MAX_FRAME_BYTES:
+        raise WireError(
+            f"a frame of {size_bytes} bytes is over the bound of {MAX_FRAME_BYTES}",
+            size_bytes=size_bytes,
+            max_bytes=MAX_FRAME_BYTES,
+        )
+
+
+class FrameDecoder(Generic[T]):
+    """Bytes in as they arrive, whole messages out."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+        self._pending = bytearray()
+
+    def __repr__(self) -> str:
+        return f"<FrameDecoder pending={len(self._pending)}>"
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """The messages that `data` completes; what is left over waits for more.
+
+        Raises:
+            WireError: a length is over the bound or a body is not such a message.
+        """
+        self._pending += data
+        while (body := self._take()) is not None:
+            try:
+                yield self._decoder.decode(body)
+            except msgspec.DecodeError as error:
+                raise WireError(f"a frame of {len(body)} bytes cannot be read: {error}") from error
+
+    def _take(self) -> bytes | None:
+        if len(self._pending) < HEADER_BYTES:
+            return None
+        size_bytes = int.from_bytes(self._pending[:HEADER_BYTES], "little")
+        _check_size(size_bytes)
+        end = HEADER_BYTES + size_bytes
+        if len(self._pending) < end:
+            return None
+        body = bytes(memoryview(self._pending)[HEADER_BYTES:end])
+        del self._pending[:end]
+        return body
+
+
+def command_decoder() -> FrameDecoder[Command]:
+    """Decoder of what the engine process receives."""
+    return FrameDecoder(msgspec.msgpack.Decoder(Command))
+
+
+def event_decoder() -> FrameDecoder[list[Event]]:
+    """Decoder of what the front receives."""
+    return FrameDecoder(msgspec.msgpack.Decoder(list[Event]))

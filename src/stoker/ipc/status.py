@@ -1,0 +1,190 @@
+"""What the engine says of itself when it is asked: slots, line, cells, prefix cache.
+
+Values only, as `/v1/runtime` and the metrics show them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stoker.ipc.request import Priority
+
+
+class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot: `state` is idle, prefill or decode; an idle slot may still hold reusable tokens.
+
+    `story` tells what happened to the sequence in it, oldest first, each with the seconds since.
+    """
+
+    id: int
+    state: str
+    model: str
+    num_tokens: int
+    request_id: str | None = None
+    priority: Priority | None = None
+    story: list[tuple[float, str]] = []
+
+
+class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence that waits, is parked or is paused.
+
+    Attributes:
+        index: which choice of the request.
+        position: place in the line, 0 is next; None: paused, so not in the line.
+        eta_s: estimated seconds until it runs; None: not known, or paused.
+        form: how a parked or paused one is kept: cells, snapshot or tokens.
+        story: as in `SlotStatus`.
+    """
+
+    request_id: str
+    priority: Priority
+    index: int = 0
+    model: str = ""
+    position: int | None = None
+    eta_s: float | None = None
+    num_tokens: int = 0
+    form: str | None = None
+    story: list[tuple[float, str]] = []
+
+
+class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefix cache now (SPEC C14).
+
+    Attributes:
+        num_entries: stored prefixes, in host memory or on disk.
+        ram_bytes, disk_bytes: what they take there; parked requests' states are counted apart.
+        ram_limit_bytes, disk_limit_bytes: what they may take; 0: the tier is off.
+        num_unsaved: stored prefixes that are not on disk yet.
+        disk_problem: why the disk tier is not used although it is wanted; empty: it is used.
+    """
+
+    num_entries: int = 0
+    ram_bytes: int = 0
+    ram_limit_bytes: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    num_ram: int = 0
+    num_disk: int = 0
+    num_unsaved: int = 0
+    disk_problem: str = ""
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model (SPEC L1, R3, R8).
+
+    Attributes:
+        state: absent, downloading, loading, ready, suspended, failed or unloading.
+        stage, fraction: how far a load has come.
+        bytes: what it takes by line: weights, kv, compute, ...; of one that is not loaded what it would.
+        is_pinned: it is never unloaded to make room.
+        leases: requests that run on it or wait for it; it is not unloaded while there are any.
+        keep_alive_s: how long it stays after its last request; negative: for good.
+        unload_in_s: seconds until it goes; None: it does not.
+        degraded: what it was given less of than was asked for.
+        reason: why it is not ready.
+    """
+
+    id: str
+    state: str
+    stage: str = ""
+    fraction: float = 0.0
+    bytes: dict[str, int] = {}
+    is_pinned: bool = False
+    leases: int = 0
+    keep_alive_s: float = 0.0
+    unload_in_s: float | None = None
+    degraded: list[str] = []
+    reason: str = ""
+
+
+class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory as it was last measured, in bytes (SPEC M1, M3, M4).
+
+    Attributes:
+        limit: the effective limit.
+        footprint: what the engine and its front hold.
+        available: what can be used now without swapping, inside every limit.
+        tier: ultra_low, low, standard or high.
+        pressure: normal, warning or critical; empty: not measured yet.
+        pressure_fraction, pressure_source: the worst source and how far it is.
+        rungs: rungs of the ladder that are taken, in order.
+        lines: the ledger: bytes by line, of all models together.
+        heat: nominal, fair, serious or critical.
+    """
+
+    limit: int = 0
+    footprint: int = 0
+    available: int = 0
+    tier: str = ""
+    pressure: str = ""
+    pressure_fraction: float = 0.0
+    pressure_source: str = ""
+    rungs: list[str] = []
+    lines: dict[str, int] = {}
+    heat: str = "nominal"
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `/v1/runtime` and the metrics show of the engine.
+
+    `num_threads` is what steps use now, `threads_reason` why that differs from what was asked for (empty: it
+    does not).
+    """
+
+    slots: list[SlotStatus]
+    queue: list[WaitStatus]
+    parked: list[WaitStatus]
+    paused: list[WaitStatus] = []
+    num_threads: int = 0
+    threads_reason: str = ""
+    counters: dict[str, float]
+    cache: CacheStatus = CacheStatus()
+    models: list[ModelStatus] = []
+    memory: MemoryStatus = MemoryStatus()
+    kv_cells_total: int
+    kv_cells_used: int
+
+
+class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether an engine serves, and where none does what is done about it.
+
+    Attributes:
+        state: that of `RuntimeStatus`, or failing (several starts in a row have failed; it is tried on),
+            closing (what runs is finished) or failed (no engine is started any more).
+        for_s: seconds since the engine's lifecycle came to where it is.
+        num_failed_starts: starts in a row that have failed.
+        next_start_s: seconds until the next start; None: it is under way, or none is to come.
+        reason: why there is no engine, or what the last start failed of.
+    """
+
+    state: str
+    for_s: float = 0.0
+    num_failed_starts: int = 0
+    next_start_s: float | None = None
+    reason: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it serves, or may do so without anybody's help."""
+        return self.state not in {"failing", "failed", "closed"}
+
+
+class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/v1/runtime` shows. `engine` is empty while no engine serves.
+
+    Attributes:
+        pid: the engine's process.
+        state: starting, serving, restarting, suspended or closed.
+        restarts: times the engine died unasked.
+        label: backend and device of the default model.
+        threads: CPU threads its steps use now; `engine.threads_reason` tells why not as many as asked for.
+        health: why it does not serve, and when the next start is.
+    """
+
+    pid: int
+    state: str
+    restarts: int
+    label: str
+    threads: int
+    engine: EngineStatus
+    health: EngineHealth

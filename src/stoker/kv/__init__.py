@@ -1,0 +1,1 @@
+"""KV cells and slots of one model: who holds what, and what moves (pure)."""

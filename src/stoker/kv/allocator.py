@@ -1,0 +1,372 @@
+"""Where sequences and their tokens' states are, and how room is made.
+
+Owns the slots and the count of cells, and says what the prefix cache keeps of them: of those that wait cells
+in their home slot while that costs nobody, else a snapshot while there is a budget for it, else their tokens
+(SPEC Q4); of those that have ended cells, then a snapshot (SPEC C6, C7). Who gives way to whom is the
+scheduler's to decide.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.cache.entry import EntryState
+from stoker.cache.index import MIN_TOKENS
+from stoker.ipc.values import CacheSource
+from stoker.kv.cells import CellPool
+from stoker.kv.ops import Begin, Drop, Export, Fork, Import, Trim
+from stoker.kv.prefix_source import Stock
+from stoker.kv.sequence import ParkForm
+from stoker.kv.slots import Placement, Reuse, SlotTable
+
+if TYPE_CHECKING:
+    from stoker.cache.entry import Entry
+    from stoker.cache.index import Hit
+    from stoker.cache.prefix_cache import PrefixCache
+    from stoker.cache.snapshot import Snapshot
+    from stoker.kv.limits import SchedulerLimits
+    from stoker.kv.ops import Effect
+    from stoker.kv.sequence import Sequence
+    from stoker.kv.slots import Slot
+
+GROWTH_CELLS = 64
+"""Cells beyond its own that each running sequence should find; fewer where the pool is small."""
+
+
+class Room:
+    """Slots, cells and stored states of one model.
+
+    Attributes:
+        now: the time of the turn, set by the scheduler.
+    """
+
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
+        self.limits = limits
+        self.stock = Stock(limits, cache)
+        self.slots = SlotTable(limits.num_slots, limits.num_sequences)
+        self.cells = CellPool(limits.num_cells)
+        self._late: list[Effect] = []
+
+    def __repr__(self) -> str:
+        return f"<Room {self.slots!r} {self.cells!r} {self.stock!r}>"
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The stored prefixes, of this model and others."""
+        return self.stock.cache
+
+    @property
+    def now(self) -> float:
+        """The time of the turn."""
+        return self.stock.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.stock.now = now
+
+    def fits(self, sequence: Sequence, placement: Placement, num_cells: int) -> bool:
+        """Whether it fits within so many cells beside those who run, with room to grow for each.
+
+        What is only kept is not counted; one alone always fits.
+        """
+        running = self.slots.running
+        if not running:
+            return True
+        idle = [slot for slot in self.slots.slots if slot.sequence is None]
+        kept = sum(self.cells.exclusive(slot.id) for slot in idle)
+        promised = self.cells.used - kept + sum(s.num_pending for s in running)
+        is_shared = placement.entry is None and self.slots[placement.source].sequence is not None
+        growth = sum(map(self._growth, (*running, sequence)))
+        wanted = len(sequence.tokens) - (placement.length if is_shared else 0)
+        return promised + wanted + growth <= num_cells
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Cells it should find beyond the tokens it has, lest those who come back park each other in turn."""
+        most = max(1, min(GROWTH_CELLS, self.cells.total // (4 * self.limits.num_slots)))
+        wanted = sequence.num_wanted
+        return most if wanted is None else min(most, max(1, wanted - sequence.num_generated))
+
+    def placement(self, sequence: Sequence) -> Placement | None:
+        """Where it would go: home, to its snapshot, or with the most of its tokens; None: all are busy."""
+        if sequence.home is not None:
+            return Placement(sequence.home, sequence.home, sequence.num_computed)
+        if sequence.form is ParkForm.SNAPSHOT:
+            vacant = self.slots.vacant()
+            return None if vacant is None else Placement(vacant.id, vacant.id, sequence.num_computed)
+        live = self.slots.source(self._reuse(sequence))
+        hit = self.stored(sequence, 0 if live is None else live[1])
+        if hit is None or not hit.entry.is_in_ram:
+            return self.slots.place(live)
+        vacant = self.slots.vacant()
+        return None if vacant is None else Placement(vacant.id, vacant.id, hit.num_tokens, hit.entry)
+
+    def num_available(self, sequence: Sequence) -> int:
+        """Tokens it would find if it got a slot now, or as soon as they are read."""
+        length = self._num_live(sequence)
+        hit = self.stored(sequence, length)
+        return length if hit is None else hit.num_tokens
+
+    def to_fetch(self, sequence: Sequence) -> Entry | None:
+        """The stored state that saves it the most, if that is on disk."""
+        hit = self.stored(sequence, self._num_live(sequence))
+        return None if hit is None or hit.entry.is_in_ram else hit.entry
+
+    def _num_live(self, sequence: Sequence) -> int:
+        live = self.slots.source(self._reuse(sequence))
+        return 0 if live is None else live[1]
+
+    def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
+        """A stored state that saves it more than cells do, and for which there is room."""
+        return self.stock.find(sequence, num_live, self._cells_at_hand())
+
+    def num_surplus(self) -> int:
+        """Cells held for nobody who runs, but for those kept last."""
+        return self.cells.used - self.cells.held(self.slots.in_use())
+
+    def num_storable(self) -> int:
+        """Cells of what has ended, but for the last, where a stored state can stand for them."""
+        guests = (slot.id for slot in self.slots.slots if slot.guest is not None)
+        num_kept = self.cells.used - self.cells.held([*self.slots.in_use(), *guests])
+        return num_kept if self.stock.can_store else 0
+
+    def _cells_at_hand(self) -> int:
+        """Free cells, and those held for nobody who runs or waits."""
+        idle = [slot for slot in self.slots.slots if slot.kept]
+        return self.cells.free + sum(self.cells.exclusive(slot.id) for slot in idle)
+
+    def _reuse(self, sequence: Sequence) -> Reuse:
+        limits = self.limits
+        return Reuse(sequence, limits.can_trim, limits.can_fork, limits.cache_mode.keeps_cells)
+
+    # ------------------------------------------------------------ coming and going
+
+    def seat(self, sequence: Sequence, placement: Placement, effects: list[Effect]) -> str:
+        """Give it the slot, with what is kept of it or shared with it; returns what happened in words."""
+        slot = self.slots[placement.slot]
+        if sequence.form is ParkForm.CELLS:
+            told = f"{sequence.num_computed} tokens still in their cells"
+        elif sequence.form is ParkForm.SNAPSHOT:
+            self._bring_back(sequence, slot, placement, effects)
+            told = f"{sequence.num_computed} tokens from their snapshot"
+        elif placement.entry is not None:
+            self._bring_back(sequence, slot, placement, effects)
+            told = f"{placement.length} tokens from {sequence.cache_source}"
+        else:
+            told = self._take_live(sequence, slot, placement, effects)
+        self.slots.occupy(slot, sequence, self.now)
+        return f"slot {slot.id}, {told}"
+
+    def _bring_back(
+        self, sequence: Sequence, slot: Slot, placement: Placement, effects: list[Effect]
+    ) -> None:
+        assert sequence.entry is not None, f"{sequence!r} has no state to bring back"
+        self._clear(slot, effects)
+        self.cells.extend(slot.id, placement.length)
+        sequence.num_computed = placement.length
+        sequence.is_importing = True
+        effects.append(Import(slot.id, sequence.entry, sequence, placement.length))
+
+    def _take_live(self, sequence: Sequence, slot: Slot, placement: Placement, effects: list[Effect]) -> str:
+        source = self.slots[placement.source]
+        if placement.length:
+            is_shared = source.sequence is not None
+            self.stock.note_source(sequence, CacheSource.SHARED if is_shared else CacheSource.LIVE)
+        if source is slot:
+            self._cut(slot, placement.length, effects)
+        else:
+            self._clear(slot, effects)
+            self.cells.fork(source.id, slot.id, placement.length)
+            effects.append(Fork(source.id, slot.id, placement.length))
+        sequence.num_computed = placement.length
+        if placement.length == 0 and sequence.initial_state is not None:
+            effects.append(Begin(slot.id, sequence))
+        return f"{placement.length} tokens reused"
+
+    def release(self, sequence: Sequence) -> None:
+        """It ends: what was computed of it stays for reuse until the cells are needed."""
+        kept = [] if sequence.is_importing else sequence.tokens[: sequence.num_computed]
+        if sequence.slot is not None:
+            slot = self.slots.vacate(sequence, kept, self.now)
+            if sequence.is_importing:  # it ends in the turn that admitted it: its state does not come
+                self.cells.drop(slot.id)
+                sequence.is_importing = False
+        elif sequence.home is not None:
+            self.slots.clear(sequence, kept)
+        sequence.form = None
+        self.stock.let_go(sequence)
+
+    def shift(self, sequence: Sequence, tokens: list[int], num_kept: int) -> None:
+        """A running sequence goes on with other tokens, the first `num_kept` as before (SPEC C12)."""
+        assert sequence.slot is not None, f"{sequence!r} does not run"
+        seq = sequence.slot
+        num_kept = num_kept if self.limits.can_trim else 0
+        self.cells.trim(seq, num_kept)
+        self._late.append(Trim(seq, num_kept) if num_kept else Drop(seq))
+        sequence.tokens, sequence.num_computed = tokens, num_kept
+        self.stock.begin_checkpoints(sequence)
+        if num_kept == 0 and sequence.initial_state is not None:
+            self._late.append(Begin(seq, sequence))
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Free the cells of a draft that was not drawn."""
+        assert sequence.slot is not None, f"{sequence!r} does not run"
+        self.cells.trim(sequence.slot, sequence.num_computed)
+        self._late.append(Trim(sequence.slot, sequence.num_computed))
+        sequence.num_ahead = 0
+
+    def take_late(self) -> list[Effect]:
+        """Effects of what happened since the last turn, to be carried out before anything else."""
+        late, self._late = self._late, []
+        return late
+
+    # ------------------------------------------------------------ making room
+
+    def evict_oldest(self, effects: list[Effect]) -> bool:
+        """Drop what the idle slot unused for longest keeps, stored if worth it; False: none keeps any."""
+        slot = self.slots.oldest_kept()
+        if slot is None:
+            return False
+        self._empty(slot, effects)
+        return True
+
+    def drop_copied(self, effects: list[Effect]) -> None:
+        """Free what idle slots keep and stored states stand for: attention walks over these cells."""
+        for slot in self.slots.slots:
+            if slot.kept and slot.has_copy:
+                self._empty(slot, effects)
+
+    def tidy(self, effects: list[Effect]) -> None:
+        """Drop what idle slots may not keep."""
+        for slot in self.slots.slots:
+            owner = slot.last
+            if slot.kept and owner is not None:
+                may_stay = owner.shares and self.limits.cache_mode.keeps_cells
+                if not may_stay:
+                    self._empty(slot, effects)
+
+    @property
+    def has_unstored(self) -> bool:
+        """Whether an idle slot keeps what nobody has looked at to be stored."""
+        return any(slot.kept and not slot.is_weighed for slot in self.slots.slots)
+
+    def store_kept(self, effects: list[Effect]) -> None:
+        """Store what one idle slot keeps, if it is worth it (SPEC C6)."""
+        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_weighed), None)
+        if slot is not None:
+            self._store(slot, effects)
+
+    def demote(self, guest: Sequence, effects: list[Effect], best: ParkForm = ParkForm.SNAPSHOT) -> None:
+        """Free a guest's cells: into a snapshot if it is worth one and the budget has room, else for good."""
+        slot = self.slots.clear(guest, [])
+        if guest.is_importing:
+            self._call_back(guest, effects)
+        else:
+            self._snapshot(guest, slot, effects, best)
+            effects.append(Drop(slot.id))
+        self.cells.drop(slot.id)
+
+    def _call_back(self, guest: Sequence, effects: list[Effect]) -> None:
+        """It was given this place in the same turn and its state is not there yet: it does not come."""
+        effects[:] = [e for e in effects if not (isinstance(e, Import) and e.sequence is guest)]
+        guest.is_importing = False
+        guest.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
+
+    def _snapshot(self, guest: Sequence, slot: Slot, effects: list[Effect], best: ParkForm) -> None:
+        entry = self.stock.park(guest) if best is ParkForm.SNAPSHOT else None
+        if entry is None:
+            guest.form, guest.num_computed = ParkForm.TOKENS, 0
+            return
+        guest.form, guest.entry = ParkForm.SNAPSHOT, entry
+        if entry.state is EntryState.PENDING:
+            effects.append(Export(slot.id, entry, guest))
+
+    # ------------------------------------------------------------ stored states
+
+    def leave_checkpoint(self, sequence: Sequence) -> None:
+        """Where a step has brought it to a place for one, its state is stored before it moves on."""
+        if sequence.slot is not None and (entry := self.stock.checkpoint(sequence)) is not None:
+            self._late.append(Export(sequence.slot, entry))
+
+    def _store(self, slot: Slot, effects: list[Effect]) -> None:
+        """Store what an idle slot keeps, if it may and is worth it."""
+        assert slot.last is not None, f"{slot!r} keeps what nobody left"
+        slot.is_weighed, slot.copy = True, None
+        entry = self.stock.store(slot.last, len(slot.kept))
+        if entry is not None:
+            slot.copy = entry
+            effects.append(Export(slot.id, entry))
+
+    # ------------------------------------------------------------ answers
+
+    def exported(self, entry: Entry, data: Snapshot) -> None:
+        """The answer to an Export."""
+        self.cache.filled(entry, data, self.now)
+
+    def not_exported(self, entry: Entry, sequence: Sequence | None) -> None:
+        """An Export failed: whoever parked on it goes on from its tokens.
+
+        One that was seated again in the same turn learns it from its Import, which is still to come.
+        """
+        if entry.state is EntryState.PENDING:
+            self.cache.failed(entry)
+        if sequence is not None and sequence.entry is entry and not sequence.is_importing:
+            self.lost(sequence)
+
+    def imported(self, sequence: Sequence) -> None:
+        """The answer to an Import: the backend has it."""
+        sequence.is_importing = False
+        self.stock.used(sequence)
+
+    def lost(self, sequence: Sequence) -> None:
+        """Its state could not be had: it goes on from its tokens."""
+        self.stock.lost(sequence)
+        sequence.is_importing = False
+        sequence.num_computed = 0
+        if sequence.slot is not None:
+            self.cells.drop(sequence.slot)
+            return
+        if sequence.home is not None:  # it was parked in the turn that brought it there
+            self.cells.drop(self.slots.clear(sequence, []).id)
+        sequence.form = ParkForm.TOKENS
+
+    # ------------------------------------------------------------ invariants
+
+    def check(self) -> None:
+        """Assert that slots, cells and states tell one story."""
+        self.cells.check()
+        self.cache.check()
+        for slot in self.slots.slots:
+            assert self.cells.length(slot.id) == slot.num_tokens, f"slot {slot.id} and its cells differ"
+            assert slot.sequence is None or slot.sequence.slot == slot.id, f"{slot!r}"
+            assert slot.guest is None or slot.guest.home == slot.id, f"{slot!r}"
+            assert slot.sequence is None or slot.guest is None, f"{slot!r} is busy and a home"
+            assert (slot.last is not None) == bool(slot.kept), f"{slot!r} keeps what nobody left"
+
+    def _empty(self, slot: Slot, effects: list[Effect]) -> None:
+        """Free what an idle slot keeps, stored first if it is worth it."""
+        if slot.kept:
+            if slot.is_unstored:
+                self._store(slot, effects)
+            slot.keep([])
+            self.cells.drop(slot.id)
+            effects.append(Drop(slot.id))
+
+    def _clear(self, slot: Slot, effects: list[Effect]) -> None:
+        """Make an idle slot ready for something new, also where an initial state was left without a token."""
+        if slot.kept:
+            self._empty(slot, effects)
+        elif not self.limits.can_trim:
+            effects.append(Drop(slot.id))
+
+    def _cut(self, slot: Slot, length: int, effects: list[Effect]) -> None:
+        """Keep the first tokens of an idle slot; if many more go, they are stored first."""
+        if length == 0:
+            self._clear(slot, effects)
+        elif length < len(slot.kept):
+            if slot.is_unstored and len(slot.kept) - length >= MIN_TOKENS:
+                self._store(slot, effects)
+            slot.keep(slot.kept[:length])
+            self.cells.trim(slot.id, length)
+            effects.append(Trim(slot.id, length))

@@ -1,0 +1,196 @@
+"""What is stored of one model's sequences, and which of it they go on from (SPEC C2, C6, C8).
+
+Owns the lease that a sequence has on a stored state: its own while it is parked, or another's that is read
+for it or put into its slot. Which entries there are, and which have to go, is the prefix cache's business.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.cache.entry import Entry, EntryState
+from stoker.cache.index import MIN_TOKENS
+from stoker.cache.keys import key_of
+from stoker.ipc.values import CacheSource
+from stoker.kv.checkpoints import Checkpoints
+from stoker.kv.prefix_statistics import Tally
+from stoker.kv.sequence import ParkForm
+
+if TYPE_CHECKING:
+    from stoker.cache.index import Hit
+    from stoker.cache.prefix_cache import PrefixCache
+    from stoker.kv.limits import SchedulerLimits
+    from stoker.kv.sequence import Sequence
+
+MIN_GAIN = 16
+"""Tokens more that a stored state has to save than cells at hand."""
+MAX_IMPORT = 64
+"""So many times as long as what is used of it may a state be: a copied token costs a hundredth."""
+
+
+class Stock:
+    """Stored states of one model.
+
+    Attributes:
+        now: the time of the turn, set by the room.
+        tally: what prompts cost and what was saved of it.
+    """
+
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.now = 0.0
+        self.tally = Tally()
+        self._asked: tuple[list[int], int, bytes] = ([], 0, b"")
+
+    def __repr__(self) -> str:
+        return f"<Stock {self.cache!r}>"
+
+    # ------------------------------------------------------------ going on from
+
+    def find(self, sequence: Sequence, num_live: int, num_cells: int) -> Hit | None:
+        """A stored state of at most `num_cells` tokens that saves more than `num_live` tokens in cells."""
+        mode = self.limits.cache_mode
+        if not (mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
+            return None
+        key, is_exact = self._key(sequence.tokens), not self.limits.can_trim
+        for hit in self.cache.hits(sequence.namespace, key, is_exact=is_exact):
+            if hit.num_tokens < num_live + MIN_GAIN:
+                return None
+            most = min(num_cells, hit.num_tokens * MAX_IMPORT)
+            if hit.entry.num_tokens <= most and self.cache.can_fetch(hit.entry):
+                return hit
+        return None
+
+    def _key(self, tokens: list[int]) -> bytes:
+        """The key of a whole prompt, remembered: an admission asks for it several times in a row."""
+        asked, length, key = self._asked
+        if asked is not tokens or length != len(tokens):  # tokens are only ever added to a list
+            key = key_of(tokens)
+            self._asked = tokens, len(tokens), key
+        return key
+
+    def take_up(self, sequence: Sequence, entry: Entry | None) -> None:
+        """Lease the state it is about to go on from, lest it goes before it is used; None: it needs none."""
+        if entry is None:
+            if sequence.form is not ParkForm.SNAPSHOT:
+                self.let_go(sequence)  # what it had fetched is superfluous by now
+            return
+        is_fetched = sequence.entry is entry
+        self.note_source(sequence, CacheSource.DISK if is_fetched else CacheSource.RAM)
+        self.cache.lease(entry, sequence.key)
+        if not is_fetched:
+            self.let_go(sequence)
+        sequence.entry = entry
+
+    @staticmethod
+    def num_to_import(sequence: Sequence) -> int:
+        """Cells its stored state takes while it is put back: all of it goes in before it is cut."""
+        return 0 if sequence.entry is None else sequence.entry.num_tokens
+
+    def let_go(self, sequence: Sequence) -> None:
+        """It needs its stored state no longer."""
+        entry, sequence.entry = sequence.entry, None
+        if entry is not None:
+            self.cache.settle(entry, sequence.key, self.now)
+
+    def used(self, sequence: Sequence) -> None:
+        """Its stored state is in its slot."""
+        if sequence.entry is not None:
+            self.cache.used(sequence.entry, self.now)
+        self.let_go(sequence)
+
+    def lost(self, sequence: Sequence) -> None:
+        """Its stored state could not be had; if it was to begin with it, nothing was saved."""
+        self.let_go(sequence)
+        if sequence.started_s == self.now:
+            self.tally.taken_back(sequence)
+            sequence.num_cached, sequence.cache_source = 0, None
+
+    def fetch(self, sequence: Sequence, entry: Entry) -> None:
+        """Have a state read from disk for it; it waits in the line until that has ended."""
+        self.let_go(sequence)
+        sequence.entry = entry
+        self.cache.fetch(entry, sequence.key)
+
+    @staticmethod
+    def is_fetching(sequence: Sequence) -> bool:
+        """Whether its state is still on its way from disk."""
+        return sequence.entry is not None and sequence.entry.state is EntryState.READING
+
+    @staticmethod
+    def note_source(sequence: Sequence, source: CacheSource) -> None:
+        """Remember where the first tokens it did not compute came from (SPEC C13)."""
+        if sequence.started_s is None:
+            sequence.cache_source = source
+
+    # ------------------------------------------------------------ keeping
+
+    def may_store(self, sequence: Sequence) -> bool:
+        """Whether its states may be kept for others."""
+        return self.can_store and sequence.shares
+
+    @property
+    def can_store(self) -> bool:
+        """Whether states are stored at all."""
+        limits = self.limits
+        return limits.cache_mode.keeps_snapshots and limits.can_export and self.cache.limits.ram_bytes > 0
+
+    def store(self, sequence: Sequence, num_tokens: int) -> Entry | None:
+        """An entry for its first tokens, to be filled; None: it may not, or is not worth its bytes."""
+        if not self.may_store(sequence):
+            return None
+        return self.cache.store(self._new_entry(sequence, num_tokens), self.now)
+
+    def can_park(self, sequence: Sequence) -> bool:
+        """Whether a state of what it has computed would be kept while it waits."""
+        size = self.cache.parked_bytes + self.limits.snapshot_bytes(sequence.num_computed)
+        is_worth_it = sequence.num_computed >= MIN_TOKENS and self.limits.can_export
+        return is_worth_it and size <= self.limits.park_bytes
+
+    def park(self, sequence: Sequence) -> Entry | None:
+        """An entry for what a parked sequence has computed, leased by it; None: its tokens have to do."""
+        if sequence.num_computed < MIN_TOKENS or not self.limits.can_export:
+            return None
+        new = self._new_entry(sequence, sequence.num_computed)
+        return self.cache.park(new, sequence.key, self.limits.park_bytes, self.now)
+
+    def begin_checkpoints(self, sequence: Sequence) -> None:
+        """A model that cannot go back leaves states behind on the way (SPEC C8)."""
+        if not self.limits.can_trim and (self.may_store(sequence) or sequence.is_to_embed):
+            sequence.checkpoints = Checkpoints.spread(sequence.num_prompt)
+
+    def mark(self, leader: Sequence, num_tokens: int) -> bool:
+        """Have a sequence leave its state where another will go on; False: it may not."""
+        if not self.may_store(leader):
+            return False
+        if leader.checkpoints is None:
+            leader.checkpoints = Checkpoints()
+        leader.checkpoints.mark(num_tokens)
+        return True
+
+    def checkpoint(self, sequence: Sequence) -> Entry | None:
+        """An entry for the state it is in now, to be filled before it moves on, if one belongs here."""
+        checkpoints, at = sequence.checkpoints, sequence.num_computed
+        if checkpoints is None or not checkpoints.is_at(at):
+            return None
+        if at < MIN_TOKENS or not self.may_store(sequence):
+            return None
+        new = self._new_entry(sequence, at)
+        entry = self.cache.store(new, self.now, is_wanted=checkpoints.is_marked(at))
+        if entry is not None:
+            for dropped in checkpoints.left(at):
+                self.cache.drop(sequence.namespace, key_of(sequence.tokens[:dropped]))
+        return entry
+
+    def _new_entry(self, sequence: Sequence, num_tokens: int) -> Entry:
+        return Entry(
+            namespace=sequence.namespace,
+            model=self.limits.model,
+            source=self.limits.source,
+            key=key_of(sequence.tokens[:num_tokens]),
+            size_bytes=self.limits.snapshot_bytes(num_tokens),
+            is_private=not (sequence.shares and self.limits.cache_mode.keeps_snapshots),
+            is_exact=not self.limits.can_trim,
+            is_background=sequence.is_background,
+        )

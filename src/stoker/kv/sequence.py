@@ -1,0 +1,236 @@
+"""One running completion: its tokens, where it stands, and how it got there.
+
+Owns the state table of a sequence (SPEC, ARCHITECTURE "Lifecycles"). Which slot, when and with whom is the
+scheduler's decision; what its text looks like is decode's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from stoker.backends.protocol.backend import PLAIN, Conditioning
+from stoker.ipc.request import FinishReason, Priority
+from stoker.ipc.values import CacheSource
+from stoker.kv.images import next_border, unseen
+
+if TYPE_CHECKING:
+    from stoker.cache.entry import Entry
+    from stoker.ipc.values import Tensor
+    from stoker.kv.checkpoints import Checkpoints
+    from stoker.kv.images import PictureSpan
+    from stoker.kv.prefix_wait import Following
+
+
+class SequenceState(StrEnum):
+    """Where a sequence stands."""
+
+    QUEUED = "queued"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PARKED = "parked"
+    PAUSED = "paused"
+    DONE = "done"
+
+
+_S = SequenceState
+MOVES: dict[SequenceState, frozenset[SequenceState]] = {
+    _S.QUEUED: frozenset({_S.PREFILL, _S.PAUSED, _S.DONE}),
+    _S.PREFILL: frozenset({_S.DECODE, _S.PARKED, _S.PAUSED, _S.DONE}),
+    _S.DECODE: frozenset({_S.PREFILL, _S.PARKED, _S.PAUSED, _S.DONE}),
+    _S.PARKED: frozenset({_S.PREFILL, _S.PAUSED, _S.DONE}),
+    _S.PAUSED: frozenset({_S.QUEUED, _S.PARKED, _S.DONE}),
+    _S.DONE: frozenset(),
+}
+
+STORY_LENGTH = 32
+"""Moves a sequence remembers: its arrival and the latest ones."""
+
+
+class ParkForm(StrEnum):
+    """What is kept of a sequence that gave its place up (SPEC Q4), the cheapest to go on from first."""
+
+    CELLS = "cells"
+    SNAPSHOT = "snapshot"
+    TOKENS = "tokens"
+
+
+class IllegalMoveError(AssertionError):
+    """A state was left by a way the table does not have: a bug of ours, told with the sequence's story."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKey:
+    """Names a sequence: choice `index` of request `request_id`."""
+
+    request_id: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}[{self.index}]"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what has been generated after it.
+
+    Attributes:
+        tokens: prompt and generated token ids; the last generated one is not computed yet.
+        num_prompt: how many of them are the prompt.
+        num_computed: how many the backend holds.
+        wants_prompt_logits: every prompt position asks for its row (prompt logprobs), so nothing is reused.
+        leader: the choice of the same request that prefills the shared prompt first (SPEC Q16).
+        arrival_s, deadline_s: on the engine's clock.
+        num_cached: prompt tokens that were not computed for this sequence at its first admission.
+        num_wanted: tokens it may generate at most; None: as many as fit.
+        ends_if_preempted: it is ended rather than parked (SPEC Q4).
+        slot: where it runs.
+        form: what is kept of it while it waits to go on; None: it runs or has not begun.
+        home: the slot that keeps its cells, for the form CELLS.
+        entry: the stored state it goes on from, leased by it: its own of the form SNAPSHOT, or another's that
+            is being read or put into its slot.
+        is_importing: its slot gets its tokens from `entry` before the next step, if all goes well.
+        namespace: who may share what is computed for it (SPEC C1).
+        shares: whether it uses what others computed, and they use its own (SPEC C10).
+        initial_state: what a recurrent model begins from; None: its own.
+        conditioning: what its tokens are computed with beside themselves.
+        pictures: where pictures stand among its tokens.
+        follows: who computes a prefix that it waits for (SPEC C4).
+        is_to_embed: what is wanted is the model's view of its last token, which is left to the backend.
+        meets_at: where a step of it ends, so that those who follow it go on together with it.
+        num_ahead: tokens of a draft that the backend holds beyond those computed, until they are drawn.
+        is_raised: somebody who waits for an answer follows it, so it is not background for now.
+        cache_source: where the cached tokens came from.
+        checkpoints: where it leaves states behind; None: its model can go back.
+        num_forgotten: generated tokens that a shift of the context dropped (SPEC C12).
+        num_preemptions: times it was parked or ended for somebody else.
+        started_s: when it first got a slot.
+        last_step_s: when it last was in a step, at first its arrival.
+        owed_since_s: the last step, or arrival, of background that waited over its patience and has not had a
+            token since (SPEC Q7); None: it is owed none.
+    """
+
+    key: SequenceKey
+    tokens: list[int]
+    num_prompt: int
+    priority: Priority = Priority.INTERACTIVE
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    wants_prompt_logits: bool = False
+    leader: Sequence | None = None
+    num_computed: int = 0
+    num_cached: int | None = None
+    num_wanted: int | None = None
+    ends_if_preempted: bool = False
+    slot: int | None = None
+    form: ParkForm | None = None
+    home: int | None = None
+    entry: Entry | None = None
+    is_importing: bool = False
+    namespace: bytes = b""
+    shares: bool = True
+    initial_state: list[Tensor] | None = None
+    conditioning: Conditioning = PLAIN
+    pictures: tuple[PictureSpan, ...] = ()
+    is_to_embed: bool = False
+    follows: Following | None = None
+    meets_at: int = 0
+    num_ahead: int = 0
+    is_raised: bool = False
+    cache_source: CacheSource | None = None
+    checkpoints: Checkpoints | None = None
+    num_forgotten: int = 0
+    num_preemptions: int = 0
+    started_s: float | None = None
+    last_step_s: float = 0.0
+    owed_since_s: float | None = None
+    state: SequenceState = SequenceState.QUEUED
+    finish_reason: FinishReason | None = None
+    story: list[tuple[float, str]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.key} {self.state} slot={self.slot} "
+            f"{self.num_computed}/{len(self.tokens)} of which prompt {self.num_prompt}>"
+        )
+
+    def move(self, state: SequenceState, now: float, why: str) -> None:
+        """Change state; raises IllegalMoveError with the story if the table has no such move."""
+        if state not in MOVES[self.state]:
+            told = "; ".join(f"{at:.3f} {what}" for at, what in self.story)
+            raise IllegalMoveError(f"{self!r} cannot become {state} ({why}); story: {told}")
+        self.state = state
+        self.tell(now, f"{state}: {why}")
+
+    def tell(self, now: float, what: str) -> None:
+        """Add a line to its story; of a long one the middle is forgotten."""
+        if len(self.story) == STORY_LENGTH:
+            del self.story[1]
+        self.story.append((now, what))
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute before the next draw."""
+        return len(self.tokens) - self.num_computed
+
+    def draw_ahead(self) -> None:
+        """The next token of the draft was drawn: it is computed already."""
+        assert self.num_ahead > 0, f"{self!r} has no draft"
+        self.num_ahead -= 1
+        self.num_computed += 1
+
+    @property
+    def num_in_reach(self) -> int:
+        """How many of them a step may carry: up to the next place where something is to happen."""
+        place = None if self.checkpoints is None else self.checkpoints.next_after(self.num_computed)
+        border = None
+        if self.pictures:
+            if self.awaits_picture:
+                return 0
+            border = next_border(self.pictures, self.num_computed)
+        places = [at for at in (place, border, self.meets_at) if at is not None and at > self.num_computed]
+        return min([self.num_pending, *(at - self.num_computed for at in places)])
+
+    @property
+    def unseen(self) -> list[PictureSpan]:
+        """Its pictures that are still to be computed and whose embeddings are not there yet."""
+        return unseen(self.pictures, self.conditioning.pictures, self.num_computed)
+
+    @property
+    def is_at_picture(self) -> bool:
+        """Whether its next token is a picture's; text before and after it is text as any other."""
+        return bool(self.pictures) and self.num_pending > 0 and self.tokens[self.num_computed] < 0
+
+    @property
+    def awaits_picture(self) -> bool:
+        """Whether its next token is a picture's, whose embeddings are not there yet."""
+        return bool(self.pictures) and any(span.start <= self.num_computed for span in self.unseen)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens drawn so far."""
+        return len(self.tokens) - self.num_prompt + self.num_forgotten
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it holds a slot."""
+        return self.slot is not None
+
+    @property
+    def is_background(self) -> bool:
+        """Whether nobody waits for it."""
+        return self.priority is Priority.BACKGROUND and not self.is_raised
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether it waited over its patience and has not had a token since."""
+        return self.owed_since_s is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for its leader to compute the prompt they share."""
+        leader = self.leader
+        if leader is None or leader.state is SequenceState.DONE:
+            return False
+        return leader.num_computed < leader.num_prompt

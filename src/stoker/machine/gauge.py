@@ -1,0 +1,275 @@
+"""Measuring memory and heat, once and then each second (SPEC M3, M6).
+
+Owns the sample and the thread that takes it. What a sample comes to is decided by `stoker.machine.pressure`
+and `stoker.machine.policy`, in the loop that gets it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from stoker.machine.alarm import CutWatch, StallTrigger
+from stoker.machine.groups import Group, limited_groups
+from stoker.machine.heat import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource, NoSensors
+from stoker.machine.policy import LONGEST_DESCENT_S
+from stoker.machine.pressure import Pressure, PressureMeter, is_ours_to_ease
+from stoker.machine.profile import profile_of
+from stoker.machine.tiers import Tier, effective_limit, tier_of
+
+EVERY_S = 1.0
+LINGER_S = LONGEST_DESCENT_S + LEAVE_AFTER_S
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Memory and heat at one moment, in bytes.
+
+    Attributes:
+        at_s: when, on the monotonic clock.
+        footprint_bytes: what the watched processes hold (RSS).
+        limit_bytes: the effective limit (SPEC M1), the tier's included.
+        available_bytes: what can be used now without swapping, inside every limit.
+        total_bytes: RAM of the machine.
+        system_available_bytes: what the machine has available, whatever limits this process has.
+        cgroup_used_bytes, cgroup_limit_bytes: working set and limit of the fullest control group; None where
+            no group has a limit.
+        psi_some_avg10: percent of the last 10 s in which somebody waited for memory; None: not known.
+        device_free_bytes, device_total_bytes: of the accelerator; None: there is none.
+        tier: that of the memory which machine, groups and user leave; its own limit is no part of that.
+        heat: what the sensors show; from a `Gauge` with hysteresis.
+        is_os_event: the kernel raised an alarm since the last sample.
+    """
+
+    at_s: float
+    footprint_bytes: int
+    limit_bytes: int
+    available_bytes: int
+    total_bytes: int
+    system_available_bytes: int
+    cgroup_used_bytes: int | None = None
+    cgroup_limit_bytes: int | None = None
+    psi_some_avg10: float | None = None
+    device_free_bytes: int | None = None
+    device_total_bytes: int | None = None
+    tier: Tier = Tier.HIGH
+    heat: HeatReading = field(default_factory=HeatReading)
+    is_os_event: bool = False
+
+
+DeviceReader = Callable[[], tuple[int, int] | None]
+"""Free and total bytes of the accelerator, or None where they are not known; called by the gauge's thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What is measured.
+
+    Attributes:
+        memory_limit: the user's own limit in bytes; None: not set.
+        pids: processes whose memory counts, with the children of the last one.
+        heat: where heat is read.
+        device: reads the accelerator's memory; None: there is none.
+        root: where `/proc` and `/sys` are found.
+    """
+
+    memory_limit: int | None = None
+    pids: tuple[int, ...] = field(default_factory=lambda: (os.getpid(),))
+    heat: HeatSource = field(default_factory=NoSensors)
+    device: DeviceReader | None = None
+    root: Path = Path("/")
+
+
+def measure(sources: Sources) -> Sample:
+    """Take one sample now; heat is as it is read, and OS events do not show.
+
+    Raises:
+        OSError, psutil.Error: the machine does not tell its memory.
+    """
+    return _sample(sources, limited_groups(sources.root))
+
+
+def _sample(sources: Sources, groups: Sequence[Group]) -> Sample:
+    system = psutil.virtual_memory()
+    footprint = footprint_of(sources.pids)
+    profile = replace(
+        profile_of(system.total, system.available, groups),
+        user_bytes=sources.memory_limit,
+    )
+    limit = effective_limit(profile)
+    fullest = max(groups, key=lambda group: group.fraction, default=None)
+    device = sources.device() if sources.device is not None else None
+    return Sample(
+        at_s=time.monotonic(),
+        footprint_bytes=footprint,
+        limit_bytes=limit,
+        available_bytes=min(profile.available_bytes, max(0, limit - footprint)),
+        total_bytes=system.total,
+        system_available_bytes=system.available,
+        cgroup_used_bytes=fullest.used_bytes if fullest else None,
+        cgroup_limit_bytes=fullest.limit_bytes if fullest else None,
+        psi_some_avg10=_read_psi(sources.root),
+        device_free_bytes=device[0] if device else None,
+        device_total_bytes=device[1] if device else None,
+        tier=tier_of(profile.effective_bytes),
+        heat=sources.heat.read(),
+    )
+
+
+def footprint_of(pids: Sequence[int]) -> int:
+    """Resident bytes of these processes and the children of the last one; one that is gone holds nothing."""
+    return sum(map(_resident, {*pids, *(_children(pids[-1]) if pids else ())}))
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _children(pid: int) -> list[int]:
+    """Direct and indirect children. The kernel's own lists spare reading every process of the machine."""
+    lists = list(Path(f"/proc/{pid}/task").glob("*/children"))
+    try:
+        if not lists:
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        found = [int(child) for path in lists for child in path.read_text(encoding="ascii").split()]
+    except (OSError, psutil.Error):
+        return []  # gone meanwhile
+    return found + [grandchild for child in found for grandchild in _children(child)]
+
+
+def _read_psi(root: Path) -> float | None:
+    """The `some avg10` of the machine's memory pressure stalls, 0 to 100."""
+    try:
+        lines = (root / "proc/pressure/memory").read_text(encoding="ascii").splitlines()
+        fields = dict(
+            pair.split("=") for line in lines if line.startswith("some ") for pair in line.split()[1:]
+        )
+        return float(fields["avg10"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+class Gauge:
+    """Samples in a thread of its own and posts what could change a decision.
+
+    That is: the first sample, each that `poke` asks for, OS events at once, and every one while pressure or
+    heat is not at its lowest and for `LINGER_S` after: so long the ladder may take to let go of what it took.
+    Otherwise an idle engine on an idle machine sleeps.
+
+    Args:
+        post: takes a sample; called by the gauge's thread, must not block.
+        sources: what is measured.
+        every_s: seconds between two samples.
+    """
+
+    def __init__(self, post: Callable[[Sample], None], sources: Sources, every_s: float = EVERY_S) -> None:
+        self._post = post
+        self._sources = sources
+        self._every_s = every_s
+        self._trigger = StallTrigger(sources.root)
+        self._cuts = CutWatch()
+        self._pressure = PressureMeter()
+        self._heat = HeatMeter()
+        self._is_first = True
+        self._restless_s = -math.inf
+        self._has_failed = False
+        self._is_poked = threading.Event()
+        self._is_closing = threading.Event()
+        ears, voice = os.pipe()
+        os.set_blocking(voice, False)
+        self._ears, self._voice = os.fdopen(ears, "rb", 0), os.fdopen(voice, "wb", 0)
+        self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
+
+    def __repr__(self) -> str:
+        state = "running" if self._thread.is_alive() else "stopped"
+        return f"<Gauge {state}, {self._trigger!r}>"
+
+    def start(self) -> None:
+        """Begin; the first sample is posted as soon as it is taken."""
+        self._thread.start()
+
+    def poke(self) -> None:
+        """Sample now and post it."""
+        self._is_poked.set()
+        self._wake()
+
+    def close(self) -> None:
+        """Stop and wait for the thread; nothing is posted afterwards. Nothing happens the second time."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._trigger.close()
+        self._voice.close()
+        self._ears.close()
+
+    def _wake(self) -> None:
+        """A full pipe takes no more, and wakes as well."""
+        if not self._voice.closed:
+            self._voice.write(b"\0")
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._ears, select.POLLIN)
+        if self._trigger.fd is not None:
+            poll.register(self._trigger.fd, select.POLLPRI)
+        is_stalled = False
+        while not self._is_closing.is_set():
+            next_s = time.monotonic() + self._every_s
+            self._take(is_stalled=is_stalled)
+            is_stalled = self._wait(poll, next_s)
+
+    def _wait(self, poll: select.poll, until_s: float) -> bool:
+        """Sleep until the next sample is due; whether the kernel's trigger ended it."""
+        ready = dict(poll.poll(max(0.0, until_s - time.monotonic()) * 1000))
+        if self._ears.fileno() in ready:
+            self._ears.read(4096)
+        stalls = ready.get(self._trigger.fd, 0) if self._trigger.fd is not None else 0
+        if stalls & (select.POLLERR | select.POLLNVAL) and self._trigger.fd is not None:
+            poll.unregister(self._trigger.fd)
+            self._trigger.close()
+            return False
+        return bool(stalls)
+
+    def _take(self, *, is_stalled: bool) -> None:
+        is_poked = self._is_poked.is_set()
+        self._is_poked.clear()
+        try:
+            groups = limited_groups(self._sources.root)
+            sample = _sample(self._sources, groups)
+        except (OSError, ValueError, psutil.Error) as error:
+            if not self._has_failed:
+                _log.warning("memory cannot be measured: %s", error)
+            self._has_failed = True
+            return
+        self._has_failed = False
+        is_event = self._cuts.has_risen(groups) or (is_stalled and is_ours_to_ease(sample))
+        heat = self._heat.update(sample.heat, sample.at_s)
+        sample = replace(sample, heat=heat, is_os_event=is_event)
+        could_matter = self._could_matter(sample)
+        if (is_poked or could_matter) and not self._is_closing.is_set():
+            self._post(sample)
+
+    def _could_matter(self, sample: Sample) -> bool:
+        """Whether this is the first sample, or the machine is not at rest, or was not a while ago."""
+        is_first, self._is_first = self._is_first, False
+        level = self._pressure.update(sample).level
+        if level is not Pressure.NORMAL or sample.heat.level is not Heat.NOMINAL:
+            self._restless_s = sample.at_s
+        return is_first or sample.at_s - self._restless_s <= LINGER_S

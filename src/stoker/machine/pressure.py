@@ -1,0 +1,134 @@
+"""How short memory is: normal, warning or critical (SPEC M3).
+
+Owns turning one sample after the other into a level, with its hysteresis. Pure: time comes with the sample.
+Measuring is the gauge's (`gauge`), what is done about it the ladder's (`policy`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.machine.gauge import Sample
+
+WARNING_FROM = 0.70
+CRITICAL_FROM = 0.85
+HYSTERESIS = 0.05
+EVENT_HOLD_S = 5.0
+"""How long an OS event counts: what it tells of may be over before the next sample could show it. Where later
+samples show a machine at rest it counts as a warning: nobody is parked for what is over already."""
+
+PSI_WARNING = 10.0
+"""Percent of time that somebody waited for memory: from a tenth on, people notice and steps take longer."""
+PSI_CRITICAL = 40.0
+"""systemd-oomd kills at 60 (its default limit): what can be given up has to be given up well before."""
+EASED_FROM = 0.5
+"""Stalls count in full only where some memory that we take part in is half full. Elsewhere somebody waits at
+a limit of their own, such as another container's, and nothing that we gave up would reach them."""
+
+
+class Pressure(StrEnum):
+    """How short memory is."""
+
+    NORMAL = "normal"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+    @property
+    def rank(self) -> int:
+        """0 for normal, more for worse."""
+        return list(Pressure).index(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a sample came to.
+
+    Attributes:
+        level: with hysteresis.
+        fraction: of the worst source, 0 to 1 and more.
+        source: footprint, system, cgroup, device, psi or event.
+    """
+
+    level: Pressure
+    fraction: float
+    source: str
+
+
+class PressureMeter:
+    """Follows the samples; each source is a fraction, the worst one counts."""
+
+    def __init__(self) -> None:
+        self._level = Pressure.NORMAL
+        self._event_s = -math.inf
+
+    def __repr__(self) -> str:
+        return f"<PressureMeter {self._level}>"
+
+    def update(self, sample: Sample) -> Reading:
+        """Take the next sample; its time must not be before the last one's."""
+        fraction, source = fullest(sample)
+        self._level = Pressure.CRITICAL if sample.is_os_event else self._settle(fraction)
+        if sample.is_os_event:
+            self._event_s = sample.at_s
+        elif sample.at_s - self._event_s >= EVENT_HOLD_S:
+            return Reading(self._level, fraction, source)
+        if self._level is Pressure.NORMAL:
+            return Reading(Pressure.WARNING, max(fraction, WARNING_FROM), "event")
+        return Reading(Pressure.CRITICAL, max(fraction, CRITICAL_FROM), "event")
+
+    def _settle(self, fraction: float) -> Pressure:
+        """The level of a fraction: one that holds already is left only `HYSTERESIS` lower."""
+        for level, mark in ((Pressure.CRITICAL, CRITICAL_FROM), (Pressure.WARNING, WARNING_FROM)):
+            if fraction >= mark - (HYSTERESIS if self._level.rank >= level.rank else 0.0):
+                return level
+        return Pressure.NORMAL
+
+
+def fullest(sample: Sample) -> tuple[float, str]:
+    """How far the worst source of a sample is, and which it is."""
+    return max(_fractions(sample))
+
+
+def is_ours_to_ease(sample: Sample) -> bool:
+    """Whether somebody who waits for memory may wait for some of ours."""
+    return max(fraction for fraction, _ in _filled(sample)) >= EASED_FROM
+
+
+def _fractions(sample: Sample) -> Iterator[tuple[float, str]]:
+    yield from _filled(sample)
+    if sample.device_free_bytes is not None and sample.device_total_bytes is not None:
+        yield 1.0 - _part(sample.device_free_bytes, sample.device_total_bytes), "device"
+    if sample.psi_some_avg10 is not None:
+        most = 100.0 if is_ours_to_ease(sample) else PSI_WARNING
+        yield psi_fraction(min(most, sample.psi_some_avg10)), "psi"
+
+
+def _filled(sample: Sample) -> Iterator[tuple[float, str]]:
+    yield _part(sample.footprint_bytes, sample.limit_bytes), "footprint"
+    yield 1.0 - _part(sample.system_available_bytes, sample.total_bytes), "system"
+    if sample.cgroup_used_bytes is not None and sample.cgroup_limit_bytes is not None:
+        yield _part(sample.cgroup_used_bytes, sample.cgroup_limit_bytes), "cgroup"
+
+
+def _part(size_bytes: int, of_bytes: int) -> float:
+    return size_bytes / of_bytes if of_bytes > 0 else 1.0
+
+
+def psi_fraction(some_avg10: float) -> float:
+    """Stalled time in percent as a fraction on the scale of the others.
+
+    Straight lines from nothing to `PSI_WARNING` at the warning mark, from there to `PSI_CRITICAL` at the
+    critical mark, and on to 1 where somebody waits for memory all the time.
+    """
+    marks = ((0.0, 0.0), (PSI_WARNING, WARNING_FROM), (PSI_CRITICAL, CRITICAL_FROM), (100.0, 1.0))
+    for (start, low), (end, high) in pairwise(marks):
+        if some_avg10 <= end:
+            return low + (high - low) * max(0.0, some_avg10 - start) / (end - start)
+    return 1.0

@@ -1,0 +1,1 @@
+"""Model files from a hub: references, downloads."""

@@ -1,0 +1,1 @@
+"""What a model will take in memory, by its header, and whether that fits."""

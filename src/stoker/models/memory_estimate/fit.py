@@ -1,0 +1,183 @@
+"""Whether a model fits, and what it is given less of so that it does (SPEC R1, R2).
+
+Owns the words for it (estimate, budget, offer) and the order in which a model is cut down. How much a model
+takes is an `Estimator`'s business, how much is free its caller's; nothing here measures or loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+
+import msgspec
+
+from stoker.errors import InsufficientMemoryError
+from stoker.ipc.values import ModelSpec
+
+SMALLEST_N_CTX = 2048
+_SLOTS = (4, 2, 1)
+_TIGHT_FRACTION = 10  # less than a tenth of the limit left over counts as tight
+
+
+class Verdict(StrEnum):
+    """How a model fits: as asked, barely, cut down, or not however it is cut down."""
+
+    FITS = "fits"
+    TIGHT = "tight"
+    DEGRADED = "degraded"
+    TOO_LARGE = "too_large"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a model takes in memory, loaded as its spec says.
+
+    Attributes:
+        lines: bytes by line of the ledger: weights, kv, compute, other.
+        n_ctx: cells it gets; of use where the spec leaves that to the model. 0: not known.
+        smaller_kv_types: what `kv_type` may be set to so that the same cells take less, largest first.
+    """
+
+    lines: Mapping[str, int]
+    n_ctx: int = 0
+    smaller_kv_types: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """All lines together."""
+        return sum(self.lines.values())
+
+
+Estimator = Callable[[ModelSpec], Estimate]
+"""What one model would take, for any way to load it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What there is for a model, in bytes.
+
+    Attributes:
+        free_bytes: what it could have now, with what the eviction of idle models would give.
+        limit_bytes: what models could ever have here.
+        margin_bytes: how much has to be left; 0: nothing.
+    """
+
+    free_bytes: int
+    limit_bytes: int
+    margin_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        """What a model may take now."""
+        return max(0, min(self.free_bytes, self.limit_bytes) - self.margin_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """What a model may take when there is nothing else."""
+        return max(0, self.limit_bytes - self.margin_bytes)
+
+    def is_tight(self, total_bytes: int) -> bool:
+        """Whether it leaves less than the margin once more, or less than a tenth of the limit."""
+        reserve = max(self.margin_bytes, self.limit_bytes // _TIGHT_FRACTION)
+        return self.room_bytes - total_bytes < reserve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """How a model can be had.
+
+    Attributes:
+        verdict: how it fits.
+        spec: as it is to be loaded; of a model that is too large the smallest form of it.
+        estimate: what that takes.
+        degraded: what it gets less of than was asked for, for people.
+    """
+
+    verdict: Verdict
+    spec: ModelSpec
+    estimate: Estimate
+    degraded: tuple[str, ...] = ()
+
+
+def weigh(spec: ModelSpec, estimate: Estimator, budget: Budget, least_n_ctx: int = 0) -> Offer:
+    """How `spec` can be had within `budget`, with a context of `least_n_ctx` tokens or more.
+
+    First the context is made shorter, then cells are quantised (with as long a context as then fits), then
+    there are fewer slots. Leaving layers on the host where an accelerator is short of memory would be the
+    last step (SPEC R2, partial offload): a spec has no field for it yet, so it is not offered.
+
+    Raises:
+        InsufficientMemoryError: it would fit the machine, but not now; details carry `needed` (of its
+            smallest form), `free` and `margin`, in bytes.
+    """
+    asked = estimate(spec)
+    if asked.total_bytes <= budget.room_bytes:
+        verdict = Verdict.TIGHT if budget.is_tight(asked.total_bytes) else Verdict.FITS
+        return Offer(verdict=verdict, spec=spec, estimate=asked)
+    for smaller in smaller_forms(spec, asked, least_n_ctx):
+        found = estimate(smaller)
+        if found.total_bytes <= budget.room_bytes:
+            return _offer(Verdict.DEGRADED, spec, asked, smaller, found)
+    least = smallest(spec, estimate, least_n_ctx)
+    needed = least.estimate.total_bytes
+    if needed > budget.most_bytes:
+        return least
+    raise InsufficientMemoryError(
+        f"{spec.id} needs {text_of(needed)} at the least; {text_of(budget.free_bytes)} can be had now,"
+        f" of which {text_of(budget.margin_bytes)} have to stay free",
+        needed=needed,
+        free=budget.free_bytes,
+        margin=budget.margin_bytes,
+    )
+
+
+def smallest(spec: ModelSpec, estimate: Estimator, least_n_ctx: int = 0) -> Offer:
+    """The form of `spec` that takes least, as what is offered where not even that fits."""
+    asked = estimate(spec)
+    forms = (spec, *smaller_forms(spec, asked, least_n_ctx))
+    smaller, least = min(((form, estimate(form)) for form in forms), key=lambda pair: pair[1].total_bytes)
+    return _offer(Verdict.TOO_LARGE, spec, asked, smaller, least)
+
+
+def smaller_forms(spec: ModelSpec, asked: Estimate, least_n_ctx: int = 0) -> Iterator[ModelSpec]:
+    """`spec` cut down in every way there is, what users miss least first; `asked` is its own estimate.
+
+    No form has a shorter context than `least_n_ctx`, unless `spec` has.
+    """
+    slots = (spec.num_slots, *(number for number in _SLOTS if number < spec.num_slots))
+    kv_types = (spec.kv_type, *asked.smaller_kv_types)
+    pools = tuple(cells for cells in _pools(spec, asked) if cells == spec.pool_cells or cells >= least_n_ctx)
+    for num_slots, kv_type, cells in product(slots, kv_types, pools):
+        sized = spec if cells == spec.pool_cells else spec.with_cells(cells)
+        smaller = msgspec.structs.replace(sized, num_slots=num_slots, kv_type=kv_type)
+        if smaller != spec:
+            yield smaller
+
+
+def _pools(spec: ModelSpec, asked: Estimate) -> Iterator[int]:
+    """Cells: what was asked for, then halves of it."""
+    yield spec.pool_cells
+    n_ctx = asked.n_ctx or spec.pool_cells
+    while n_ctx // 2 >= SMALLEST_N_CTX:
+        n_ctx //= 2
+        yield n_ctx
+
+
+def _offer(verdict: Verdict, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, found: Estimate) -> Offer:
+    phrases = []
+    if smaller.pool_cells != spec.pool_cells:
+        sizes = found.n_ctx or smaller.pool_cells, asked.n_ctx or spec.pool_cells
+        phrases.append(f"context {sizes[0]} instead of {sizes[1]}")
+    if smaller.kv_type != spec.kv_type:
+        phrases.append(f"{smaller.kv_type} cells instead of {spec.kv_type or '16-bit'} ones")
+    if smaller.num_slots != spec.num_slots:
+        noun = "slot" if smaller.num_slots == 1 else "slots"
+        phrases.append(f"{smaller.num_slots} {noun} instead of {spec.num_slots}")
+    return Offer(verdict=verdict, spec=smaller, estimate=found, degraded=tuple(phrases))
+
+
+def text_of(size_bytes: int) -> str:
+    """A size for people, in MiB."""
+    return f"{size_bytes / 2**20:.0f} MiB"

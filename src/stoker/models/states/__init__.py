@@ -1,0 +1,1 @@
+"""Initial states of recurrent models as files."""

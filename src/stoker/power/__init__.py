@@ -1,0 +1,1 @@
+"""Sleep of the machine."""

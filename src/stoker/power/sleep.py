@@ -1,0 +1,133 @@
+"""The machine's own sleep (SPEC L2): suspend before it, resume after it, on Linux with logind.
+
+Owns when which of the two happens and the lock that gives us the time for it. How one talks to logind is
+`logind`'s business, what suspending means the runtime's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.errors import MachineSetupError, StokerError
+
+if TYPE_CHECKING:
+    from stoker.power.logind import Logind, SleepLock
+
+log = logging.getLogger(__name__)
+
+WHY = "save the state of running requests"
+
+
+class Sleeper(Protocol):
+    """What can be put to sleep: a runtime."""
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it sleeps now."""
+        ...
+
+    async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
+        """Free everything; returns when it is done."""
+        ...
+
+    async def resume(self) -> None:
+        """Take everything back; returns when it serves again."""
+        ...
+
+
+class SleepWatch:
+    """Lets a runtime sleep and wake with the machine.
+
+    A runtime that somebody suspended before the machine slept stays suspended when it wakes.
+
+    Args:
+        runtime: what is suspended and resumed.
+        bus_address: of the bus that logind is on; None: the system's.
+    """
+
+    def __init__(self, runtime: Sleeper, bus_address: str | None = None) -> None:
+        self._runtime = runtime
+        self._bus_address = bus_address
+        self._lock: SleepLock | None = None
+        self._owes_resume = False
+
+    def __repr__(self) -> str:
+        return f"<SleepWatch lock={self._lock} owes_resume={self._owes_resume}>"
+
+    async def run(self) -> None:
+        """Follow the machine's sleep until cancelled; returns where nobody can tell of it."""
+        try:
+            from stoker.power.logind import Logind  # noqa: PLC0415 - Linux only
+        except ImportError as error:
+            log.debug("the machine's sleep is not followed: %s", error)
+            return
+        try:
+            async with Logind(self._bus_address) as logind:
+                await self._follow(logind)
+        except MachineSetupError as error:
+            log.debug("the machine's sleep is not followed: %s", error)
+        else:
+            log.warning("the system's bus is gone: the machine's sleep is not followed any more")
+        finally:
+            self._release()
+
+    async def _follow(self, logind: Logind) -> None:
+        """Act on each signal at once: a sleep must not wait for the end of a resume."""
+        acts: set[asyncio.Task[None]] = set()
+        try:
+            self._lock = await logind.hold_back_sleep(WHY)
+            async with aclosing(logind.sleeps()) as sleeps:
+                async for is_asleep in sleeps:
+                    act = asyncio.create_task(self._sleep() if is_asleep else self._wake())
+                    acts.add(act)
+                    act.add_done_callback(acts.discard)
+                    if not is_asleep:
+                        await self._hold_again(logind)
+            if self._owes_resume:
+                await self._wake()  # nobody will say when
+        finally:
+            for act in list(acts):
+                act.cancel()
+            await asyncio.gather(*acts, return_exceptions=True)
+
+    async def _hold_again(self, logind: Logind) -> None:
+        self._release()
+        try:
+            self._lock = await logind.hold_back_sleep(WHY)
+        except MachineSetupError as error:
+            log.warning("the next sleep of the machine will leave no time to save states: %s", error)
+
+    async def _sleep(self) -> None:
+        lock, self._lock = self._lock, None
+        self._owes_resume = self._owes_resume or not self._runtime.is_suspended
+        log.info("the machine is going to sleep: suspending")
+        try:
+            await self._runtime.suspend("sleep", grace_s=0.0)
+        except StokerError as error:
+            log.warning("could not suspend before the machine sleeps: %s", error)
+        except Exception:
+            log.exception("suspending before the machine sleeps failed")
+        finally:
+            if lock is not None:
+                lock.release()
+
+    async def _wake(self) -> None:
+        if not self._owes_resume:
+            log.info("the machine woke; it was suspended before and stays so")
+            return
+        log.info("the machine woke: resuming")
+        try:
+            await self._runtime.resume()
+        except StokerError as error:
+            log.warning("could not resume after the machine woke: %s", error)
+        except Exception:
+            log.exception("resuming after the machine woke failed")
+        self._owes_resume = self._runtime.is_suspended
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

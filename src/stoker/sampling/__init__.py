@@ -1,0 +1,7 @@
+"""From rows of logits to text: one `Generation` a choice, built on samplers, stop strings and UTF-8."""
+
+from stoker.sampling.generation import Drawn, Generation
+from stoker.sampling.logprobs import token_logprob
+from stoker.sampling.workspace import Workspace
+
+__all__ = ["Drawn", "Generation", "Workspace", "token_logprob"]

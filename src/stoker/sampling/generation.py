@@ -1,0 +1,196 @@
+"""Decode state of one choice: which tokens it has, what they say and when it ends.
+
+The sampler draws, the assembler makes text of bytes, the gate finds stop strings; this module orders them
+and decides the finish reason (SPEC D4). Slots, cells and events are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from stoker.backends.protocol.backend import Rows, Vocabulary
+from stoker.grammar.matcher import ConstraintState
+from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.values import TokenLogprob
+from stoker.sampling.detokenize import TextAssembler
+from stoker.sampling.dry import DryPenalty
+from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, LogitEdit
+from stoker.sampling.logprobs import token_logprob
+from stoker.sampling.penalties import RepeatPenalty
+from stoker.sampling.sampler import Sampler
+from stoker.sampling.stops import StopGate
+from stoker.sampling.workspace import Workspace
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """One token and what it changed.
+
+    Attributes:
+        token_id: the token; one that ends the generation is reported but adds no text.
+        text: what may be delivered now, often less or more than the token's own text.
+        logprob: under the raw logits, if the request asks.
+        finish_reason: set on the last token.
+        stop_text: the stop string that ended the generation.
+        mirostat_mu: sampler state after the token, if mirostat is on.
+    """
+
+    token_id: int
+    text: str
+    logprob: TokenLogprob | None
+    finish_reason: FinishReason | None
+    stop_text: str | None
+    mirostat_mu: float | None
+
+
+class Generation:
+    """One choice of a request. Built on any thread, used by one thread at a time.
+
+    Args:
+        request: what the caller asked for.
+        index: which of its `n` choices.
+        vocabulary: the model's tokenizer.
+        prompt: token ids of the prompt, which penalties look back over.
+        workspace: buffers of the model, used by `advance`.
+
+    Attributes:
+        tokens: ids generated so far, one that ended the generation included.
+        finish_reason: why it ended, None while it runs.
+        stop_text: the stop string that ended it.
+
+    Raises:
+        InvalidRequestError: a setting that only the vocabulary shows to be wrong.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        vocabulary: Vocabulary,
+        prompt: Sequence[int],
+        workspace: Workspace,
+    ) -> None:
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_text: str | None = None
+        self._request = request
+        self._index = index
+        self._vocabulary = vocabulary
+        self._workspace = workspace
+        self._ends = frozenset(vocabulary.eog_tokens)
+        self._assembler = TextAssembler()
+        self._gate = StopGate(request.stop)
+        self._constraint: ConstraintState | None = None
+        self._spelled = frozenset(text.encode() for text in request.spelled)
+        edits = [
+            *_bans(request, vocabulary, workspace),
+            *_penalties(request, vocabulary, prompt, workspace),
+        ]
+        self._sampler = Sampler(request.sampling, index, edits, workspace)
+
+    def __repr__(self) -> str:
+        return (
+            f"Generation(index={self._index}, num_tokens={len(self.tokens)}, finish={self.finish_reason}, "
+            f"{self._assembler!r}, {self._gate!r}, {self._sampler!r})"
+        )
+
+    def constrain(self, constraint: ConstraintState) -> None:
+        """Hold it to a constraint, its own from here on; before its first token."""
+        assert not self.tokens, f"constrained after it began: {self!r}"
+        self._constraint = constraint
+        self._sampler.add_edit(constraint)
+
+    def advance(self, row: Rows) -> Drawn:
+        """Draw the next token.
+
+        Args:
+            row: raw logits, float32 (n_vocab,); may be overwritten.
+
+        Raises:
+            StepFailedError: logits that are not numbers.
+            InvalidRequestError: the request forbids every token.
+        """
+        assert self.finish_reason is None, f"advanced after its end: {self!r}"
+        num_top = self._request.logprobs
+        is_raw_kept = num_top is not None and self._sampler.edits_logits
+        raw = self._workspace.keep_raw(row) if is_raw_kept else row
+        token = self._sampler.draw(row)
+        logprob = None if num_top is None else token_logprob(raw, token, num_top, self._vocabulary)
+        text = self._accept(token)
+        return Drawn(token, text, logprob, self.finish_reason, self.stop_text, self._sampler.mirostat_mu)
+
+    def replay(self, tokens: Sequence[int], mirostat_mu: float | None) -> None:
+        """Take over tokens that an interrupted run has delivered; the state is as if they were drawn here.
+
+        Args:
+            tokens: all ids delivered, from the first.
+            mirostat_mu: `Drawn.mirostat_mu` of the last of them.
+        """
+        for token in tokens:
+            self._accept(token)
+        self._sampler.restore(mirostat_mu)
+
+    def flush(self) -> str:
+        """The text still held, when the generation is ended from outside; nothing is held afterwards."""
+        return self._gate.flush() + self._assembler.flush()
+
+    def close(self) -> None:
+        """Free native memory now instead of with the object; idempotent. It cannot advance afterwards."""
+        self._sampler.close()
+
+    def _accept(self, token: int) -> str:
+        """Move on by one token; returns the text that it lets through."""
+        self.tokens.append(token)
+        self._sampler.accept(token)
+        if token in self._ends:
+            self.finish_reason = FinishReason.STOP
+            return self.flush()
+        text = self._assembler.push(self._piece(token))
+        if len(self.tokens) > self._request.min_tokens:
+            text, self.stop_text = self._gate.push(text)
+        if self.stop_text is not None:
+            self.finish_reason = FinishReason.STOP
+        elif self._constraint is not None and self._constraint.is_complete:
+            self.finish_reason = FinishReason.STOP
+            text += self.flush()
+        elif len(self.tokens) == self._request.max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+            text += self.flush()
+        return text
+
+    def _piece(self, token: int) -> bytes:
+        """The bytes it adds to the text; a control token adds its own where the request spells it."""
+        piece = self._vocabulary.piece(token)
+        if (
+            not piece
+            and self._spelled
+            and (spelled := self._vocabulary.special_piece(token)) in self._spelled
+        ):
+            return spelled
+        return piece
+
+
+def _bans(request: GenerateRequest, vocabulary: Vocabulary, workspace: Workspace) -> list[LogitEdit]:
+    edits: list[LogitEdit] = []
+    biases = dict(request.sampling.logit_bias)
+    if request.ignore_eos:
+        biases |= dict.fromkeys(vocabulary.eog_tokens, float("-inf"))
+    if biases:
+        edits.append(LogitBias(biases, workspace.num_vocab))
+    if request.min_tokens and not request.ignore_eos:
+        edits.append(EarlyEndBan(vocabulary.eog_tokens, request.min_tokens))
+    return edits
+
+
+def _penalties(
+    request: GenerateRequest, vocabulary: Vocabulary, prompt: Sequence[int], workspace: Workspace
+) -> list[LogitEdit]:
+    edits: list[LogitEdit] = []
+    sampling = request.sampling
+    if RepeatPenalty.can_act(sampling):
+        edits.append(RepeatPenalty(sampling, prompt))
+    if DryPenalty.can_act(sampling):
+        tails = workspace.breakers.tails(vocabulary, sampling.dry_sequence_breakers)
+        edits.append(DryPenalty(sampling, prompt, tails))
+    return edits

@@ -1,0 +1,228 @@
+"""Fields that every generating route takes: sampling, limits, class, streaming; and what they become.
+
+Names are those of OpenAI, llama-server and vLLM; ranges are checked by `stoker.ipc.request`, types here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from stoker.base64_text import from_base64
+from stoker.errors import InvalidRequestError
+from stoker.ipc.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    Preempt,
+    Priority,
+    Sampling,
+    check_range,
+)
+from stoker.server.inbound.body import Body, Many, Name, Named
+from stoker.server.inbound.security import salt_of
+from stoker.server.openai.constraints import ConstraintFields
+from stoker.settings import parse_keep_alive
+
+# Wide enough for every range of `stoker.ipc.request`, narrow enough to be a machine's number.
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+_BREAKERS = 64
+# OpenAI's; the library takes more, as llama.cpp does. Ranges of further fields are `stoker.ipc.request`'s.
+_RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
+_MAX_BIAS = 100.0
+
+
+class StreamOptions(Body):
+    """What a stream says besides its text."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(Body):
+    """The samplers (SPEC D1); absent and null mean the default."""
+
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = Field(None, validation_alias=AliasChoices("typical_p", "typical"))
+    mirostat: Int | None = Field(None, validation_alias=AliasChoices("mirostat", "mirostat_mode"))
+    mirostat_tau: float | None = Field(None, validation_alias=AliasChoices("mirostat_tau", "mirostat_ent"))
+    mirostat_eta: float | None = Field(None, validation_alias=AliasChoices("mirostat_eta", "mirostat_lr"))
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int | None = None
+    dry_penalty_last_n: Int | None = None
+    dry_sequence_breakers: Many[str] | None = Field(None, max_length=_BREAKERS)
+    repeat_penalty: float | None = Field(
+        None, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
+    )
+    repeat_last_n: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Named[float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
+    seed: Int | None = None
+
+    def to_sampling(self, n_vocab: int) -> Sampling:
+        """The sampling they describe for a vocabulary of `n_vocab` tokens.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        given = self.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+        for name, (low, high) in _RANGES.items():
+            if name in given:
+                check_range(name, given[name], low, high)
+        given["logit_bias"] = _logit_bias(self.logit_bias or {}, n_vocab)
+        if self.dry_sequence_breakers is not None:
+            given["dry_sequence_breakers"] = tuple(self.dry_sequence_breakers)
+        return Sampling(**given)
+
+
+def _logit_bias(given: dict[str, float], n_vocab: int) -> dict[int, float]:
+    """Keys are token ids in decimal, as JSON has no other keys than strings."""
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < n_vocab):  # noqa: PLR2004 - 2**31 has ten digits
+            raise InvalidRequestError(
+                f"logit_bias has the key {key[:40]!r}; keys are token ids from 0 to {n_vocab - 1}",
+                param="logit_bias",
+            )
+        check_range("logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
+        bias[int(key)] = value
+    return bias
+
+
+class InlineState(Body):
+    """A recurrent model's state in the request itself: a safetensors file in base64."""
+
+    data: str
+
+
+def state_bytes(state: str | InlineState | None) -> str | bytes | None:
+    """The id of a saved state, or the bytes of an inline one. Raises InvalidRequestError."""
+    return decoded(state.data, "state") if isinstance(state, InlineState) else state
+
+
+def decoded(text: str, param: str) -> bytes:
+    """The bytes of base64. Raises InvalidRequestError."""
+    try:
+        return from_base64(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"{param} is not base64: {error}", param=param) from None
+
+
+class LoraEntry(Body):
+    """A LoRA adapter as llama-server has it named: by its place among the model's, or by its name."""
+
+    id: Int | str
+    scale: float | None = None
+
+
+class GenerationFields(SamplingFields, ConstraintFields):
+    """What all generating routes share."""
+
+    model: Name | None = None
+    min_tokens: Int | None = None
+    n: Int | None = None
+    stop: str | Many[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    timeout_s: float | None = None
+    service_tier: Literal["auto", "default", "priority", "flex", "scale"] | None = None
+    preempt: Literal["park", "cancel"] | None = None
+    return_progress: bool | None = None
+    cache: bool | None = Field(None, validation_alias=AliasChoices("cache", "cache_prompt"))
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
+    context_shift: bool | None = None
+    speculate: bool | None = None
+    state: str | InlineState | None = None
+    keep_alive: float | str | None = None
+    lora: str | Named[float] | Many[LoraEntry] | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def refuse_unsupported(self) -> None:
+        """Refuse fields that would change the answer and are not served; all of these are."""
+
+    def common(self, n_vocab: int, key_digest: str) -> dict[str, Any]:
+        """Keyword arguments of a `GenerateRequest` that come from these fields.
+
+        Args:
+            n_vocab: tokens of the model's vocabulary.
+            key_digest: of the caller's API key, which its salt is bound to; empty: none is asked for.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        self.refuse_unsupported()
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {
+            "min_tokens": self.min_tokens,
+            "n": self.n,
+            "ignore_eos": self.ignore_eos,
+            "timeout_s": self.timeout_s,
+            "return_progress": self.return_progress,
+            "cache": self.cache,
+            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
+            "context_shift": self.context_shift,
+            "speculate": self.speculate,
+            "keep_alive_s": keep_alive_seconds(self.keep_alive),
+            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
+            "preempt": None if self.preempt is None else Preempt(self.preempt),
+            "constraint": self.constraint(),
+            "adapters": _adapters(self.lora),
+        }
+        kept = {name: value for name, value in given.items() if value is not None}
+        return {"sampling": self.to_sampling(n_vocab), "stop": stop, **kept}
+
+
+def _adapters(
+    lora: str | dict[str, float] | list[LoraEntry] | None,
+) -> tuple[tuple[str | int, float | None], ...] | None:
+    """Adapters by name or place, each with the scale that was given (SPEC K6)."""
+    match lora:
+        case None:
+            return None
+        case str(name):
+            return ((name, None),)
+        case dict():
+            return tuple(lora.items())
+        case _:
+            return tuple((entry.id, entry.scale) for entry in lora)
+
+
+def tier_of(priority: Priority) -> str:
+    """The `service_tier` of a request's class: `priority` is served as `default` is, so it is called that."""
+    return "flex" if priority is Priority.BACKGROUND else "default"
+
+
+def keep_alive_seconds(keep_alive: float | str | None) -> float | None:
+    """Seconds of a number or of a text like `10m`; negative: for good (SPEC R8).
+
+    Raises:
+        InvalidRequestError: it is no time.
+    """
+    try:
+        seconds = parse_keep_alive(keep_alive)
+    except ValueError as error:
+        raise InvalidRequestError(f"keep_alive: {error}", param="keep_alive") from None
+    return float(seconds) if isinstance(seconds, int | float) else None
+
+
+def check_logprobs(name: str, count: int | None) -> None:
+    """Refuse a count of alternatives over the limit, under the name the caller used.
+
+    Raises:
+        InvalidRequestError: out of range.
+    """
+    if count is not None:
+        check_range(name, count, 0, MAX_LOGPROBS)

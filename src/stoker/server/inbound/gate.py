@@ -1,0 +1,151 @@
+"""The outermost layer of the server: what every request passes and every answer carries.
+
+A pure ASGI middleware (a wrapped `send` costs a microsecond a token, a BaseHTTPMiddleware a task). It gives
+each request its id, applies `security`, refuses a body that declares too much and turns an escaped exception
+into the one error shape. Routes are reached only through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+
+from stoker.errors import CallerError, ErrorInfo
+from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
+from stoker.server.inbound.security import Identity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from stoker.server.inbound.bodies import IncomingBodies
+    from stoker.server.inbound.origins import Origins, Visit
+    from stoker.server.inbound.security import Access, HostList
+
+log = logging.getLogger(__name__)
+
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+_NO_CONTENT = 204
+_UNIDENTIFIED = Identity(refusal="no key is read on this path")
+
+
+class Gate:
+    """ASGI middleware around the whole application.
+
+    Args:
+        app: what is guarded.
+        hosts: names the server may be called by.
+        origins: whose pages may call it.
+        access: tells who sends a request; asked on every path but health and readiness.
+        bodies: of requests, for the routes; they find it in the request's state.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        hosts: HostList,
+        origins: Origins,
+        access: Access,
+        bodies: IncomingBodies,
+    ) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._origins = origins
+        self._access = access
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check, pass on, and answer what nobody below answered."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        state["bodies"] = self._bodies
+        answer = _Answer(send, _id_headers(scope, request_id))
+        try:
+            visit = self._visit(scope)
+            answer.add(visit.headers)
+            if visit.is_preflight:  # which carries no key
+                await Response(status_code=_NO_CONTENT)(scope, receive, answer.send)
+                return
+            state["identity"] = self._identity(scope, visit)
+            state["key_digest"] = state["identity"].key_digest
+            await self._app(scope, receive, answer.send)
+        except CallerError as error:
+            await answer.fail(scope, error.info())
+        except Exception:
+            log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            await answer.fail(scope, INTERNAL_ERROR)
+
+    def _visit(self, scope: Scope) -> Visit:
+        """Whether its Host and Origin are let in; raises where they are not."""
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value)
+        self._hosts.check(headers.get(b"host", []))
+        return self._origins.visit(scope["method"], scope["scheme"], headers)
+
+    def _identity(self, scope: Scope, visit: Visit) -> Identity:
+        """Who sends it, or raise; a page of another origin is no program of this machine."""
+        identity = _UNIDENTIFIED
+        if scope["path"] not in _OPEN_PATHS:
+            keys = [*_header(scope, b"authorization"), None], [*_header(scope, b"x-api-key"), None]
+            client = "" if visit.is_foreign else (scope.get("client") or ("",))[0]
+            identity = self._access.identify(keys[0][0], keys[1][0], client)
+        self._bodies.check_declared(_header(scope, b"content-length"))
+        return identity
+
+
+class _Answer:
+    """One answer on its way out: adds headers with the request id, knows whether it has begun."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self._has_begun = False
+
+    def add(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Send further headers with its beginning."""
+        self._headers.extend(headers)
+
+    async def send(self, message: Message) -> None:
+        if not self._has_begun and message["type"] == "http.response.start":
+            self._has_begun = True
+            message["headers"] = [*message.get("headers", []), *self._headers]
+        await self._send(message)
+
+    async def fail(self, scope: Scope, info: ErrorInfo) -> None:
+        """Answer with an error if nothing was sent; afterwards all that can be done is to cut the answer."""
+        if not self._has_begun:
+            await error_response(info, scope)(scope, _nothing, self.send)
+
+
+def _id_headers(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+    """The id by the names that clients of the two vendors look for."""
+    headers = [(b"x-request-id", request_id)]
+    return [*headers, (b"request-id", request_id)] if is_messages_path(scope["path"]) else headers
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _header(scope: Scope, name: bytes) -> list[bytes]:
+    return [value for key, value in scope["headers"] if key == name]
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own id if it is a sane one, else a new one."""
+    given = _header(scope, b"x-request-id")
+    if len(given) == 1 and _SANE_ID.fullmatch(given[0]):
+        return given[0]
+    return f"req-{uuid.uuid4().hex}".encode()

@@ -1,0 +1,1 @@
+"""Stoker's own API: models, requests, scores, states, probes."""

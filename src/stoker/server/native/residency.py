@@ -1,0 +1,96 @@
+"""POST /v1/runtime/models/load, unload and pin, /v1/runtime/suspend and resume (SPEC R3, L2, I4)."""
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.ipc.values import ModelInfo, Reach
+from stoker.server.context import ServerContext
+from stoker.server.fields import keep_alive_seconds
+from stoker.server.inbound.body import described, read_body
+from stoker.server.inbound.disconnect import while_connected
+from stoker.server.native.residency_body import (
+    LoadModelRequest,
+    ModelRequest,
+    PinModelRequest,
+    SuspendRequest,
+)
+from stoker.server.streaming.generation import Caller
+
+
+def router(context: ServerContext) -> APIRouter:
+    """Which models are in memory, and whether anything is; for operators."""
+    routes = APIRouter(tags=["runtime"])
+    runtime = context.runtime
+
+    @routes.post("/v1/runtime/models/load", openapi_extra=described(LoadModelRequest))
+    async def load(request: Request) -> Response:
+        """Load a model; answers when it is ready. A caller who leaves no longer wants it."""
+        caller = Caller.of(request)
+        caller.require_operator()
+        body = await read_body(request, LoadModelRequest)
+        context.require_ready()
+        loading = runtime.load_model(
+            _named(context, body.model),
+            keep_alive_s=keep_alive_seconds(body.keep_alive),
+            n_ctx=body.ctx_size,
+            num_slots=body.slots,
+            reach=Reach.HUB if caller.key_digest or context.settings.allow_downloads else Reach.LOCAL,
+        )
+        return _json(_loaded(await while_connected(loading, request.receive)))
+
+    @routes.post("/v1/runtime/models/unload", openapi_extra=described(ModelRequest))
+    async def unload(request: Request) -> Response:
+        """Free a model or stop loading it; it stays served and is loaded when a request needs it."""
+        Caller.of(request).require_operator()
+        model = _named(context, (await read_body(request, ModelRequest)).model)
+        await runtime.unload_model(model)
+        return _json({"id": model, "state": "absent"})
+
+    @routes.post("/v1/runtime/models/pin", openapi_extra=described(PinModelRequest))
+    async def pin(request: Request) -> Response:
+        """Never unload a model to make room, or with `"pinned": false` no longer so."""
+        Caller.of(request).require_operator()
+        body = await read_body(request, PinModelRequest)
+        model = _named(context, body.model)
+        await runtime.pin_model(model, is_pinned=body.pinned)
+        return _json({"id": model, "pinned": body.pinned})
+
+    @routes.post("/v1/runtime/suspend", openapi_extra=described(SuspendRequest))
+    async def suspend(request: Request) -> Response:
+        """Save what runs and free everything; answers when that is done, or a resume came first."""
+        Caller.of(request).require_operator()
+        body = await read_body(request, SuspendRequest)
+        await runtime.suspend(body.reason, grace_s=body.grace_s)
+        return _json({"suspended": runtime.is_suspended})
+
+    @routes.post("/v1/runtime/resume")
+    async def resume(request: Request) -> Response:
+        """Load what was loaded and let every request go on; answers when it serves again."""
+        Caller.of(request).require_operator()
+        await runtime.resume()
+        return _json({"suspended": runtime.is_suspended})
+
+    return routes
+
+
+def _named(context: ServerContext, model: str) -> str:
+    """The id that "default" stands for; other names as they are."""
+    return context.runtime.resolve(model).id if model == "default" else model
+
+
+def _loaded(info: ModelInfo) -> dict[str, object]:
+    return {
+        "id": info.id,
+        "state": "ready",
+        "label": info.label,
+        "n_ctx": info.n_ctx,
+        "num_slots": info.num_slots,
+        "bytes": info.memory_bytes,
+        "degraded": info.degraded,
+    }
+
+
+def _json(document: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")

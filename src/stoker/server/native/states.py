@@ -1,0 +1,198 @@
+"""/v1/states: states of recurrent models, saved, uploaded, listed and deleted; a prompt's embedding by state.
+
+With API keys a state belongs to the key that made it. What the routes do is `stoker.tasks.states`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.errors import UnsupportedError
+from stoker.server.fields import InlineState, decoded
+from stoker.server.headers import header_fields
+from stoker.server.inbound.body import described, read_body
+from stoker.server.inbound.disconnect import while_connected
+from stoker.server.native.states_body import (
+    EmbeddingUsage,
+    SaveStateRequest,
+    StateEmbeddingAnswer,
+    StateEmbeddingRequest,
+    prompt_of,
+)
+from stoker.server.openai.chat_body import turns_of
+from stoker.tasks.embed import ENCODER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.server.context import ServerContext
+    from stoker.tasks.states import SavedState, StateEmbedding
+
+BINARY = "application/octet-stream"
+FINISHED: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False}
+"""How turns are laid out of which none is to be answered."""
+
+
+def router(context: ServerContext) -> APIRouter:
+    """The routes of states and of one prompt's embedding by state."""
+    routes = APIRouter(tags=["states"])
+    states = _StateRoutes(context)
+    body = described(SaveStateRequest)
+    routes.post("/v1/states", openapi_extra=body)(states.save)
+    routes.get("/v1/states")(states.list)
+    routes.get("/v1/states/{state_id}")(states.get)
+    routes.get("/v1/states/{state_id}/content")(states.content)
+    routes.delete("/v1/states/{state_id}")(states.delete)
+    inputs = described(StateEmbeddingRequest)
+    routes.post("/v1/states/embeddings", openapi_extra=inputs)(states.embed)
+    return routes
+
+
+class _StateRoutes:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def save(self, request: Request) -> Response:
+        """Keep a state: of a prompt or a conversation, or a safetensors file.
+
+        The file comes as `data` in base64, or as the body itself with the type application/octet-stream and
+        `model` and `name` in the query.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() == BINARY:
+            return await self._upload(request)
+        body = await read_body(request, SaveStateRequest)
+        source = body.source()
+        self._context.require_ready()
+        states, owner = self._context.runtime.states, request.state.key_digest
+        info = states.recurrent("default" if body.model is None else body.model)
+        if source in {"data", "file"}:
+            sent, file = body.data, body.file or ""
+            given = states.dropped(file) if sent is None else await asyncio.to_thread(decoded, sent, "data")
+            saved = await states.put(given, model=info.id, name=body.name, owner=owner)
+            return _json(_saved(saved))
+        own = await asyncio.to_thread(body.fields, owner)
+        fields = {**own, **header_fields(request), "model": info.id}
+        prompt: str | tuple[int, ...]
+        if body.messages is not None:
+            turns = await asyncio.to_thread(turns_of, body.messages, info.id)
+            how = {"model": info.id, "template_args": FINISHED, "owner": owner}
+            prompt = (await self._context.runtime.prepare_chat(turns, **how)).prompt
+            fields["is_chat"] = True
+        else:
+            prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")
+        work = states.save(prompt, name=body.name, owner=owner, **fields)
+        return _json(_saved(await while_connected(work, request.receive)))
+
+    async def _upload(self, request: Request) -> Response:
+        async with self._context.bodies.received(request.receive) as received:
+            data = bytes(received)
+        self._context.require_ready()
+        model, name = request.query_params.get("model", "default"), request.query_params.get("name")
+        owner = request.state.key_digest
+        return _json(
+            _saved(await self._context.runtime.states.put(data, model=model, name=name, owner=owner))
+        )
+
+    async def list(self, request: Request) -> Response:
+        """Every saved state of the caller, the newest first."""
+        found = await self._context.runtime.states.list(request.state.key_digest)
+        return _json({"object": "list", "data": [_saved(state) for state in found]})
+
+    async def get(self, request: Request, state_id: str) -> Response:
+        """What is known of a saved state."""
+        return _json(_saved(await self._context.runtime.states.get(state_id, request.state.key_digest)))
+
+    async def content(self, request: Request, state_id: str) -> Response:
+        """The state as a safetensors file."""
+        data = await self._context.runtime.states.content(state_id, request.state.key_digest)
+        name = {"Content-Disposition": f'attachment; filename="{state_id}.safetensors"'}
+        return Response(data, headers=name, media_type=BINARY)
+
+    async def delete(self, request: Request, state_id: str) -> Response:
+        """Forget a saved state."""
+        await self._context.runtime.states.delete(state_id, request.state.key_digest)
+        return _json({"id": state_id, "object": "state.deleted", "deleted": True})
+
+    async def embed(self, request: Request) -> Response:
+        """The recurrent state of one prompt, or its last hidden state, with the shape."""
+        body = await read_body(request, StateEmbeddingRequest)
+        (found,) = await embedded_by_state(self._context, request, body, most=1)
+        data = await asyncio.to_thread(body.encoded, found)
+        usage = usage_of(found.usage.prompt_tokens)
+        return await json_later(StateEmbeddingAnswer(found.model, found.shape, data, usage))
+
+
+async def embedded_by_state(
+    context: ServerContext, request: Request, body: StateEmbeddingRequest, most: int | None = None
+) -> Sequence[StateEmbedding]:
+    """The states that the body's prompts leave, at most `most` of them.
+
+    Raises:
+        UnsupportedError: the model is an encoder, which has none.
+        StokerError: a request was refused or failed.
+    """
+    context.require_ready()
+    info = context.runtime.resolve(body.model)
+    if info.model_class == ENCODER:
+        raise UnsupportedError(
+            f'{info.id} is an encoder: it has no state; leave "kind" out for vectors of texts', param="kind"
+        )
+    owner = request.state.key_digest
+    own = await asyncio.to_thread(body.fields, owner)  # which decodes a state of megabytes
+    fields = {**own, **header_fields(request), "model": info.id, "owner": owner}
+    prompts = body.inputs(info.n_vocab, most)
+
+    async def work() -> list[StateEmbedding]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(context.runtime.states.embed(prompt, **fields)) for prompt in prompts]
+        return [task.result() for task in tasks]
+
+    return await while_connected(_unwrapped(work()), request.receive)
+
+
+async def initial_state(
+    context: ServerContext, request: Request, state: str | InlineState | None, model: str
+) -> dict[str, Any]:
+    """The keyword argument of a `GenerateRequest` that a body's `state` is; none without one.
+
+    Raises:
+        InvalidRequestError: there is no such state, or it is no good.
+        UnsupportedError: the model has none to begin from.
+    """
+    if state is None:
+        return {}
+    given = state if isinstance(state, str) else await asyncio.to_thread(decoded, state.data, "state")
+    states = context.runtime.states
+    return {"initial_state": await states.given(given, model=model, owner=request.state.key_digest)}
+
+
+async def _unwrapped(work: Any) -> Any:
+    """What ended the first of several tasks, and not a group of one."""
+    try:
+        return await work
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def usage_of(num_tokens: int) -> EmbeddingUsage:
+    """What embedding so many tokens is counted as: nothing is generated."""
+    return EmbeddingUsage(num_tokens, num_tokens)
+
+
+def _saved(state: SavedState) -> dict[str, Any]:
+    return {"object": "state", **msgspec.structs.asdict(state)}
+
+
+def _json(document: Any) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+async def json_later(document: Any) -> Response:
+    """A response of many numbers, written off the loop."""
+    return await asyncio.to_thread(_json, document)

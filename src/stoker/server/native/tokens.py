@@ -1,0 +1,74 @@
+"""POST /tokenize, /detokenize and /apply-template."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stoker.server.context import ServerContext
+from stoker.server.inbound.body import described, read_body
+from stoker.server.native.tokens_body import DetokenizeRequest, TokenizeRequest
+from stoker.server.openai.chat import prepared_chat
+from stoker.server.openai.chat_body import Conversation
+from stoker.server.openai.completion_body import check_tokens
+
+
+def router(context: ServerContext) -> APIRouter:
+    """Text, tokens and templates of the served models."""
+    routes = APIRouter(tags=["tokens"])
+
+    @routes.post("/tokenize", openapi_extra=described(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, with their pieces on request."""
+        body = await read_body(request, TokenizeRequest)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
+        tokens, pieces = await context.runtime.tokenize(
+            body.content, model=info.id, add_special=body.add_special, parse_special=body.parse_special
+        )
+        return await asyncio.to_thread(_tokens, tokens, pieces if body.with_pieces else None)
+
+    @routes.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await read_body(request, DetokenizeRequest)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
+        if body.tokens:
+            check_tokens(body.tokens, info.n_vocab, "tokens")
+        return _json({"content": await context.runtime.detokenize(body.tokens, model=info.id)})
+
+    @routes.post("/apply-template", openapi_extra=described(Conversation))
+    async def apply_template(request: Request) -> Response:
+        """The prompt that a conversation becomes."""
+        body = await read_body(request, Conversation)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
+        plan = await prepared_chat(context, request, body, info)
+        return _json({"prompt": plan.prompt})
+
+    return routes
+
+
+def _json(document: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+def _tokens(tokens: Sequence[int], pieces: Sequence[bytes] | None) -> Response:
+    """The ids, each with its piece where there are some."""
+    if pieces is None:
+        return _json({"tokens": tokens})
+    pairs = zip(tokens, pieces, strict=True)
+    return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """The piece as text, or its bytes where they are no text of their own."""
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(piece)

@@ -1,0 +1,218 @@
+"""The body of /v1/chat/completions and of /apply-template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from stoker.chat.conversation import NO_TOOLS, ToolOffer
+from stoker.chat.reasoning import reasoning_of
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.constraint import Constraint
+from stoker.ipc.request import MAX_TOKENS, check_range
+from stoker.server.fields import GenerationFields, Int, check_logprobs
+from stoker.server.inbound.body import Body, Many, Name, Named
+from stoker.server.openai.constraints import ResponseFormat
+from stoker.server.openai.functions import call_id, function_offer, tool_call
+from stoker.tasks.chat import offer_of_functions
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_RESERVED_ARGS = frozenset({"messages", "model", "options", "self", "tools"})
+
+
+_PICTURES = frozenset({"image_url", "input_image"})
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+class ContentPart(Body):
+    """A piece of a message: text or a picture."""
+
+    type: str
+    text: str | None = None
+    image_url: str | Named[Any] | None = None
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Many[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Many[Named[Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+    reasoning_content: str | None = None
+    reasoning: Any = None  # the same where it is text; some gateways send an object
+
+    def to_template(self, where: str, model: str) -> dict[str, Any]:
+        """What the chat template gets.
+
+        Args:
+            where: path of this message in the body, for errors.
+            model: name of the model, for errors.
+
+        Raises:
+            UnsupportedError: a part is neither text nor a picture.
+            InvalidRequestError: a text part without text, or a turn without content.
+        """
+        optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        if self.role == "assistant":
+            optional["reasoning_content"] = reasoning_of(dict(self)) or None
+            if self.function_call is not None:
+                optional["tool_calls"] = [tool_call(self.function_call, f"{where}.function_call")]
+        elif self.role == "function":
+            optional["tool_call_id"] = call_id(self.name or "")
+        if self.content is None and not (optional["tool_calls"] or optional.get("reasoning_content")):
+            raise InvalidRequestError(f"{where}.content: a {self.role} message needs content", param=where)
+        content = self._content(f"{where}.content", model)
+        turn: dict[str, Any] = {"role": _ROLES.get(self.role, self.role), "content": content}
+        return turn | {name: value for name, value in optional.items() if value is not None}
+
+    def _content(self, where: str, model: str) -> str | list[dict[str, Any]]:
+        """Text, or the parts as `stoker.images.turns` joins them."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return [_part(part, f"{where}.{i}", model) for i, part in enumerate(self.content)]
+
+
+def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
+    if part.type in _PICTURES:
+        return {"type": part.type, "image_url": part.image_url}
+    if part.type not in ("text", "input_text"):
+        raise UnsupportedError(
+            f"{where}: the model {model} takes no part of type {part.type[:40]!r}", param=where
+        )
+    if part.text is None:
+        raise InvalidRequestError(f"{where}.text is missing", param=f"{where}.text")
+    return {"type": "text", "text": part.text}
+
+
+def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
+    """The messages as the template gets them. Raises what `Message.to_template` raises."""
+    return [message.to_template(f"messages.{index}", model) for index, message in enumerate(messages)]
+
+
+class Conversation(Body):
+    """Messages and what the template is told besides."""
+
+    messages: Many[Message] = Field(min_length=1)
+    model: Name | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Named[Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    tools: Many[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: Many[Any] | None = None
+    function_call: Any = None
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether the caller offers functions in the form that was before tools, and reads calls in it."""
+        return bool(self.functions)
+
+    def offer(self) -> ToolOffer:
+        """The tools and what is to be done with them; none where the model may call none.
+
+        Tools that are no functions are left out; the answer's headers name them.
+
+        Raises:
+            InvalidRequestError, UnsupportedError: naming the field.
+        """
+        if self.functions:
+            if self.tools:
+                text = "functions and tools cannot be offered together: functions are the old form of tools"
+                raise InvalidRequestError(text, param="functions")
+            return function_offer(self.functions, self.function_call)
+        if self.tool_choice == "none":
+            return NO_TOOLS
+        is_parallel = self.parallel_tool_calls is not False
+        return offer_of_functions(self.tools, self.tool_choice, is_parallel=is_parallel)
+
+    def turns(self, model: str) -> list[dict[str, Any]]:
+        """The messages as the template gets them; see `turns_of`."""
+        return turns_of(self.messages, model)
+
+    def template_args(self) -> dict[str, Any]:
+        """Further template variables.
+
+        Raises:
+            InvalidRequestError: one of them has a name that is taken.
+        """
+        given: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            given |= {"reasoning_effort": self.reasoning_effort}
+            given |= {"enable_thinking": self.reasoning_effort != "none"}
+        if self.enable_thinking is not None:
+            given["enable_thinking"] = self.enable_thinking
+        given |= self.chat_template_kwargs or {}
+        for name in ("add_generation_prompt", "continue_final_message"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
+        if taken := _RESERVED_ARGS.intersection(given):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", param="chat_template_kwargs"
+            )
+        return given
+
+
+class ChatRequest(Conversation, GenerationFields):
+    """A chat completion to make."""
+
+    max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
+    max_completion_tokens: Int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    response_format: ResponseFormat | None = None
+
+    def check_last_turns(self) -> None:
+        """Refuse two assistant messages at the end, unless a field says whether the last one is continued.
+
+        Raises:
+            InvalidRequestError: there are two, and no field says so.
+        """
+        roles = [(message.role, bool(message.tool_calls)) for message in self.messages[-2:]]
+        is_said = self.add_generation_prompt is not None or self.continue_final_message is not None
+        if roles == [("assistant", False)] * 2 and not is_said:
+            text = (
+                "messages: the last two are both the assistant's: set continue_final_message to continue the"
+                " last one, or add_generation_prompt to begin a new turn"
+            )
+            raise InvalidRequestError(text, param="messages")
+
+    def constraint(self) -> Constraint | None:
+        """What the answer has to match: a format, or what a further field says; not both."""
+        made = super().constraint()
+        wanted = self.response_format.constraint() if self.response_format else None
+        if made is not None and wanted is not None:
+            text = f"response_format and {made.param} cannot be asked for together"
+            raise InvalidRequestError(text, param="response_format")
+        return made if wanted is None else wanted
+
+    def token_limit(self) -> int | None:
+        """Tokens to generate at most; the newer name wins.
+
+        Raises:
+            InvalidRequestError: there may be none.
+        """
+        for name in ("max_completion_tokens", "max_tokens"):
+            if (limit := getattr(self, name)) is not None:
+                check_range(name, limit, 1, MAX_TOKENS)
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report for each token; None: no logprobs.
+
+        Raises:
+            InvalidRequestError: out of range, or alternatives without `logprobs`.
+        """
+        check_logprobs("top_logprobs", self.top_logprobs)
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0

@@ -1,0 +1,308 @@
+"""An answer as OpenAI's Responses API writes it: typed events, or one response object.
+
+`ResponseBuilder` is pure: events of the answer in, JSON objects out. The writers around it read the stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stoker.chat.answer import WholeAnswer
+from stoker.chat.answer_events import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallCut,
+    CallEnded,
+    Content,
+    Reasoning,
+)
+from stoker.ipc.messages import Delta, Finished, PrefillProgress
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import Usage
+from stoker.server.streaming.typed_events import progress_fields, typed_frames
+from stoker.tasks.chat import ChoiceReaders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from stoker.chat.answer import AnswerForm
+    from stoker.chat.answer_events import AnswerEvent
+    from stoker.client.requests.stream import StreamEvent
+    from stoker.errors import ErrorInfo
+
+    Json = dict[str, Any]
+
+_INCOMPLETE = {
+    FinishReason.LENGTH: "max_output_tokens",
+    FinishReason.CANCELLED: "cancelled",
+    FinishReason.PREEMPTED: "preempted",
+}
+_ID_DIGITS = 24
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """Identity of one response.
+
+    Attributes:
+        id: `resp_...`.
+        model: id of the model that answers.
+        created: seconds since the epoch.
+        echo: what the object repeats of the request.
+        namespaces: by the name that the model knows a function by: its namespace, and its name there.
+    """
+
+    id: str
+    model: str
+    created: int
+    echo: dict[str, Any]
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+class ResponseBuilder:
+    """Builds one response; the output items follow one another, each whole before the next begins.
+
+    Args:
+        head: of the response.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, head: ResponseHead, clock: Callable[[], float]) -> None:
+        self._head = head
+        self._clock = clock
+        self._completed_s: int | None = None
+        self._output: list[Json] = []
+        self._sequence = 0
+        self._open: Json | None = None  # the item being written, the last of the output
+        self._status = "in_progress"
+        self._reason: str | None = None
+        self._error: Json | None = None
+        self._usage: Json | None = None
+
+    def begin(self) -> list[Json]:
+        """The first events."""
+        return [self._whole("response.created"), self._whole("response.in_progress")]
+
+    def progress(self, event: PrefillProgress) -> Json:
+        """How much of the prompt is computed; no event of OpenAI's, sent where it was asked for."""
+        return self._numbered("response.prefill_progress", prompt_progress=progress_fields(event))
+
+    def add(self, events: Iterable[AnswerEvent]) -> list[Json]:
+        """What these add."""
+        written: list[Json] = []
+        for event in events:
+            match event:
+                case Content(text):
+                    written += self._text("message", "output_text", text)
+                case Reasoning(text):
+                    written += self._text("reasoning", "reasoning_text", text)
+                case CallBegan():
+                    written += self._open_call(event)
+                case CallArguments(_, fragment):
+                    written.append(self._arguments(fragment))
+                case CallEnded():
+                    written += self._close("completed")
+                case CallBroken() | CallCut():
+                    written += self._close("incomplete")
+        return written
+
+    def end(self, reason: FinishReason | None, usage: Usage, num_reasoning_tokens: int = 0) -> list[Json]:
+        """The last events."""
+        self._reason = None if reason is None else _INCOMPLETE.get(reason)
+        self._status = "incomplete" if self._reason else "completed"
+        self._completed_s = None if self._reason else int(self._clock())
+        self._usage = _usage(usage, num_reasoning_tokens)
+        closing = self._close(self._status)
+        return [*closing, self._whole(f"response.{self._status}")]
+
+    def fail(self, info: ErrorInfo) -> list[Json]:
+        """The last events of a response that failed after it began."""
+        self._status = "failed"
+        self._error = {"code": "server_error", "message": info.message}
+        return [*self._close("incomplete"), self._whole("response.failed")]
+
+    def response(self) -> Json:
+        """The response object as it stands."""
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "completed_at": self._completed_s,
+            "status": self._status,
+            "error": self._error,
+            "incomplete_details": {"reason": self._reason} if self._reason else None,
+            "model": self._head.model,
+            "output": list(self._output),
+            **self._head.echo,
+            "usage": self._usage,
+        }
+
+    # ------------------------------------------------------------ items
+
+    def _text(self, kind: str, part: str, text: str) -> list[Json]:
+        written: list[Json] = []
+        if self._open is None or self._open["type"] != kind:
+            item: Json = {"id": self._item_id(kind), "type": kind, "status": "in_progress", "content": []}
+            if kind == "message":
+                item["role"] = "assistant"
+            else:
+                item["summary"] = []
+            written = self._open_item(item)
+            item["content"] = [_part(part, "")]
+            written.append(self._event("response.content_part.added", content_index=0, part=_part(part, "")))
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        extra: Json = {"logprobs": []} if part == "output_text" else {}
+        return [*written, self._event(f"response.{part}.delta", content_index=0, delta=text, **extra)]
+
+    def _open_call(self, event: CallBegan) -> list[Json]:
+        namespace, name = self._head.namespaces.get(event.name, ("", event.name))
+        item = {
+            "id": self._item_id("function_call"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": event.id,
+            "name": name,
+            "arguments": "",
+        }
+        return self._open_item(item | ({"namespace": namespace} if namespace else {}))
+
+    def _arguments(self, fragment: str) -> Json:
+        assert self._open is not None, "arguments of a call that has not begun"
+        self._open["arguments"] += fragment
+        return self._event("response.function_call_arguments.delta", delta=fragment)
+
+    def _item_id(self, kind: str) -> str:
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        index = len(self._output)
+        digest = hashlib.sha256(f"{self._head.id}\n{index}".encode()).hexdigest()
+        return f"{prefix}_{digest[:_ID_DIGITS]}"
+
+    def _open_item(self, item: Json) -> list[Json]:
+        closing = self._close("completed")
+        self._output.append(item)
+        self._open = item
+        added = self._numbered("response.output_item.added", output_index=self._last, item=dict(item))
+        return [*closing, added]
+
+    def _close(self, status: str) -> list[Json]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = status
+        about = {"item_id": item["id"], "output_index": self._last}
+        if item["type"] == "function_call":
+            done = {**about, "name": item["name"], "arguments": item["arguments"]}
+            written = [self._numbered("response.function_call_arguments.done", **done)]
+        else:
+            part = item["content"][0]
+            extra: Json = {"logprobs": []} if part["type"] == "output_text" else {}
+            about |= {"content_index": 0}
+            written = [
+                self._numbered(f"response.{part['type']}.done", **about, text=part["text"], **extra),
+                self._numbered("response.content_part.done", **about, part=dict(part)),
+            ]
+        return [
+            *written,
+            self._numbered("response.output_item.done", output_index=self._last, item=dict(item)),
+        ]
+
+    @property
+    def _last(self) -> int:
+        return len(self._output) - 1
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        assert self._open is not None
+        return self._numbered(kind, item_id=self._open["id"], output_index=self._last, **fields)
+
+    def _whole(self, kind: str) -> Json:
+        return self._numbered(kind, response=self.response())
+
+    def _numbered(self, kind: str, **fields: Any) -> Json:
+        numbered = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return numbered
+
+
+def _part(kind: str, text: str) -> Json:
+    return {"type": kind, "text": text} | (
+        {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    )
+
+
+def _usage(usage: Usage, num_reasoning_tokens: int) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class ResponseChunks:
+    """A response as server-sent events; `clock` gives seconds since the epoch."""
+
+    def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
+        self._builder = ResponseBuilder(head, clock)
+        self._readers = ChoiceReaders(form, head.id)
+        self._reason: FinishReason | None = None
+        self._usage = Usage()
+        self._has_begun = False
+
+    def write(self, _prompt: int, event: StreamEvent) -> bytes:
+        """Frames of one event; empty if it shows nothing."""
+        objects = self._begin()
+        if isinstance(event, Delta):
+            objects += self._builder.add(self._readers.read(event))
+            self._reason = self._readers.finish_reason(event) or self._reason
+        elif isinstance(event, PrefillProgress):
+            objects.append(self._builder.progress(event))
+        elif isinstance(event, Finished):
+            self._usage = event.usage
+        return typed_frames(objects)
+
+    def end(self) -> bytes:
+        """Frames after the last event."""
+        last = self._builder.end(self._reason, self._usage, self._readers.num_reasoning_tokens)
+        return typed_frames([*self._begin(), *last])
+
+    def fail(self, info: ErrorInfo) -> bytes:
+        """Frames of an error after the stream began."""
+        return typed_frames([*self._begin(), *self._builder.fail(info)])
+
+    def _begin(self) -> list[Json]:
+        objects = [] if self._has_begun else self._builder.begin()
+        self._has_begun = True
+        return objects
+
+
+class WholeResponse:
+    """A response as one object; `clock` gives seconds since the epoch."""
+
+    def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
+        self._builder = ResponseBuilder(head, clock)
+        self._readers = ChoiceReaders(form, head.id)
+        self._answer = WholeAnswer()
+        self._reason: FinishReason | None = None
+        self._usage = Usage()
+
+    def add(self, _prompt: int, event: StreamEvent) -> None:
+        """Take in one event."""
+        if isinstance(event, Delta):
+            self._answer.add(self._readers.read(event))
+            self._reason = self._readers.finish_reason(event) or self._reason
+        elif isinstance(event, Finished):
+            self._usage = event.usage
+
+    def whole(self) -> bytes:
+        """The answer's body."""
+        self._builder.add(self._answer.events())
+        self._builder.end(self._reason, self._usage, self._readers.num_reasoning_tokens)
+        return msgspec.json.encode(self._builder.response())

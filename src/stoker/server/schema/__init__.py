@@ -1,1 +1,0 @@
-"""Bodies that come in (pydantic) and answers that go out (msgspec)."""

@@ -1,0 +1,1 @@
+"""A request's events on their way to an HTTP client."""

@@ -1,0 +1,1 @@
+"""Guessed tokens: found, verified in one step, and how many pay."""

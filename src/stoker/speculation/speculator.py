@@ -1,0 +1,237 @@
+"""Drafts: guessed tokens that a step computes beside the last one drawn (SPEC D9).
+
+Owns whose next tokens are guessed, by what, and the tally of it. How far to guess is `scheduler.wager`'s to
+say, what repeats `decode.speculate`'s; that only what the request would have drawn anyway becomes a token is
+`harvest`'s business. Nobody gives way for a draft: there is one only where a sequence runs alone, and only in
+cells that are free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.backends.protocol.backend import ModelClass, PlanItem
+from stoker.ipc.values import Speculation
+from stoker.kv.sequence import SequenceState
+from stoker.scheduler.plan import Planned, StepPlan
+from stoker.speculation.draft_length import Odds, Wager
+from stoker.speculation.prompt_lookup import SuffixIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stoker.backends.protocol.backend import Backend
+    from stoker.engine.jobs.table import LiveRequests
+    from stoker.kv.sequence import Sequence
+    from stoker.scheduler.scheduler import Scheduler
+    from stoker.speculation.prompt_lookup import Match
+
+FOLLOW = 0.2
+"""How quickly the time of a guess by a draft model is learned anew."""
+MODEL_ODDS = (0.75, 0.75)
+"""What is assumed of a draft model."""
+FIRST_ODDS = ((0.5, 0.75), (0.65, 0.85), (0.8, 0.9), (0.9, 0.95))
+"""What is assumed of repeats of up to 4, 8, 16 and more tokens."""
+MOST_WATCHED = 8
+"""Guesses of one place that are followed where nothing was bet on them."""
+
+
+class Subject:
+    """The sequence that runs alone: what it repeats, and how often such a repeat went on."""
+
+    def __init__(self, sequence: Sequence, odds: tuple[Odds, ...]) -> None:
+        self.sequence = sequence
+        self.index = SuffixIndex(sequence.tokens)
+        *repeats, of_model = [each.copy() for each in odds]
+        self.repeats, self.of_model = tuple(repeats), of_model
+        self._watched: dict[int, tuple[list[int], int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Subject {self.sequence.key} {self.index!r} {self.repeats} {self.of_model}>"
+
+    def watch(self, kind: int, match: Match) -> None:
+        """Nothing is bet on this repeat: see how far it goes anyway, unless one of its kind is watched."""
+        if kind not in self._watched:
+            self._watched[kind] = self.index.continuation(match, MOST_WATCHED), 0
+
+    def watched(self, token: int) -> list[tuple[int, int, bool]]:
+        """A token was drawn: of each guess that ends here its kind, how many were right, if it missed."""
+        ended = []
+        for kind, (guess, num_before) in list(self._watched.items()):
+            is_missed = guess[num_before] != token
+            num_right = num_before + (not is_missed)
+            if is_missed or num_right == len(guess):
+                ended.append((kind, num_right, is_missed))
+                del self._watched[kind]
+            else:
+                self._watched[kind] = guess, num_right
+        return ended
+
+    def watch_none(self) -> None:
+        """Something was bet: what comes is noted by that."""
+        self._watched.clear()
+
+
+class Speculator:
+    """Extends the steps of one model by drafts where that pays.
+
+    Args:
+        mode: what the model was loaded with.
+        now: the engine's clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        scheduler: Scheduler,
+        live: LiveRequests,
+        mode: Speculation,
+        now: Callable[[], float],
+    ) -> None:
+        limits = backend.capabilities
+        can_take_back = limits.can_trim and limits.model_class is ModelClass.DECODER
+        self._looks_up = can_take_back and mode.looks_up
+        self._drafter = backend.drafter if can_take_back and mode.uses_model else None
+        self._n_ctx, self._n_vocab = limits.n_ctx, limits.n_vocab
+        self._most = min(limits.n_batch, limits.num_sequences) - 1  # rows that a context has room for anyway
+        self._ends = frozenset(backend.vocabulary.eog_tokens)
+        self._scheduler = scheduler
+        self._live = live
+        self._wager = Wager(scheduler.cost)
+        self._now = now
+        self._odds = tuple(Odds(*rates) for rates in (*FIRST_ODDS, MODEL_ODDS))
+        self._subject: Subject | None = None
+        self._bet: tuple[Odds, ...] = ()
+        self._guessing_s = 0.0
+        self._guess_s: float | None = None
+        self.num_drafted_total = 0
+        self.num_accepted_total = 0
+
+    def __repr__(self) -> str:
+        return f"<Speculator {self.num_accepted_total} of {self.num_drafted_total} drawn, {self._wager!r}>"
+
+    def stats(self) -> dict[str, float]:
+        """Draft tokens that steps computed, and those of them that were drawn."""
+        return {
+            "num_drafted_total": self.num_drafted_total,
+            "num_accepted_total": self.num_accepted_total,
+        }
+
+    # ------------------------------------------------------------ before the step
+
+    def extended(self, plan: StepPlan) -> StepPlan:
+        """The step with a draft, where one pays."""
+        self._bet, self._guessing_s = (), 0.0
+        can_guess = self._looks_up or self._drafter is not None
+        subject = self._subject_of(plan) if can_guess else None
+        if subject is None:
+            return plan
+        draft = self._repeated(subject) or self._modelled(subject)
+        if not draft:
+            return plan
+        part = plan.parts[0]
+        tokens = [*part.item.tokens, *draft]
+        item = PlanItem(part.item.seq, part.item.start, tokens, len(tokens))
+        return StepPlan((Planned(part.sequence, item),))
+
+    def _subject_of(self, plan: StepPlan) -> Subject | None:
+        """The sequence of a step that decodes alone."""
+        if len(self._scheduler.slots.running) != 1 or len(plan.parts) != 1:
+            return None
+        sequence = plan.parts[0].sequence
+        live = self._live.get(sequence.key.request_id)
+        if sequence.state is not SequenceState.DECODE or live is None or not live.request.speculate:
+            return None
+        subject = self._subject
+        if subject is None or subject.index.tokens is not sequence.tokens:
+            subject = self._subject = Subject(sequence, self._odds)
+        return subject
+
+    def _repeated(self, subject: Subject) -> list[int]:
+        """What followed the last tokens before."""
+        match = subject.index.match() if self._looks_up else None
+        if match is None:
+            return []
+        kind = min(max((match.length - 1).bit_length() - 2, 0), len(FIRST_ODDS) - 1)
+        odds = subject.repeats[kind]
+        count = self._wager.num_worth(odds, self._num_possible(subject.sequence))
+        if not count:
+            subject.watch(kind, match)
+            return []
+        subject.watch_none()
+        self._bet = odds, self._odds[kind]
+        return self._drawable(subject.index.continuation(match, count))
+
+    def _modelled(self, subject: Subject) -> list[int]:
+        """What the draft model says."""
+        sequence, odds = subject.sequence, subject.of_model
+        if self._drafter is None or sequence.pictures:
+            return []
+        count = self._wager.num_worth(odds, self._num_possible(sequence), self._guess_s or 0.0)
+        if not count:
+            return []
+        begun_s = self._now()
+        draft = self._drafter.guess(sequence.tokens, count, sequence.conditioning.namespace)
+        if not draft:
+            return []  # it still reads
+        self._guessing_s = self._now() - begun_s
+        each_s = self._guessing_s / len(draft)
+        self._guess_s = each_s if self._guess_s is None else self._guess_s + FOLLOW * (each_s - self._guess_s)
+        self._bet = odds, self._odds[-1]
+        return self._drawable(draft)
+
+    def _num_possible(self, sequence: Sequence) -> int:
+        """Guesses that fit: rows, free cells, the context, and the tokens it still wants."""
+        num_tokens = len(sequence.tokens)
+        most = min(self._most, self._scheduler.cells.free - 1, self._n_ctx - num_tokens - 1)
+        if sequence.num_wanted is not None:
+            most = min(most, sequence.num_wanted - sequence.num_generated - 1)
+        return most
+
+    def _drawable(self, draft: list[int]) -> list[int]:
+        """Up to a token that ends the text; what stands for a picture is no token."""
+        for at, token in enumerate(draft):
+            if not 0 <= token < self._n_vocab or token in self._ends:
+                return draft[:at]
+        return draft
+
+    # ------------------------------------------------------------ after it
+
+    def learn(self, plan: StepPlan, took_s: float) -> None:
+        """What became of the step's draft, if it had one."""
+        subject, part = self._subject, plan.parts[0]
+        if subject is None or part.sequence is not subject.sequence:
+            return
+        num_drafted = len(part.item.tokens) - 1
+        if not num_drafted:
+            self._pass(subject)
+            self._observe(subject, part.item.start + 1)
+        elif self._bet:
+            num_drawn = len(subject.sequence.tokens) - part.item.start - 1
+            num_accepted = min(max(num_drawn - 1, 0), num_drafted)
+            has_ended = subject.sequence.state is SequenceState.DONE
+            self._settle(num_drafted, num_accepted, took_s + self._guessing_s)
+            for odds in self._bet:
+                odds.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)
+        if subject.sequence.state is SequenceState.DONE:
+            self._subject = None
+
+    def _observe(self, subject: Subject, place: int) -> None:
+        """A plain step drew the token there: guesses that were only watched teach the odds for nothing."""
+        tokens = subject.sequence.tokens
+        if place >= len(tokens):
+            return
+        for kind, num_right, is_missed in subject.watched(tokens[place]):
+            for odds in (subject.repeats[kind], self._odds[kind]):
+                odds.note(num_right, is_missed=is_missed)
+
+    def _pass(self, subject: Subject) -> None:
+        if subject.sequence.num_generated > 1 and len(self._scheduler.slots.running) <= 1:
+            self._wager.stepped()
+            for odds in (self._odds[-1], subject.of_model):  # those of repeats are watched
+                odds.fade()
+
+    def _settle(self, num_drafted: int, num_accepted: int, took_s: float) -> None:
+        self._wager.settle(num_drafted, num_accepted + 1, took_s)
+        self.num_drafted_total += num_drafted
+        self.num_accepted_total += num_accepted

@@ -1,0 +1,1 @@
+"""What callers ask for above one request: a chat, embeddings, a ranking, a choice."""

@@ -1,0 +1,268 @@
+"""Conversations: from messages and tools to one request, and from its text to answers (SPEC D7).
+
+Owns what the library and the HTTP routes have in common there: the prompt, the form of the answer, how the
+form is kept with the request, and one reader a choice. Templates and parsing are `stoker.chat`'s, the process
+that they run in `stoker.client.worker`'s, what an answer looks like on the wire is the server's.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from stoker.chat.answer import AnswerForm, AnswerReader, WholeCall
+from stoker.chat.answer_events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallCut,
+    CallEnded,
+    Content,
+    Reasoning,
+)
+from stoker.chat.conversation import NO_TOOLS, Layout, ToolOffer
+from stoker.chat.layout import Conversation
+from stoker.chat.tools.constraints import MAX_FORCED_CALLS
+from stoker.chat.tools.tools import ChoiceMode, LeftOut, checked_choice, checked_toolset
+from stoker.client.requests.stream import TextDelta, ToolCall
+from stoker.client.worker.jobs import RenderChat
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.images.turns import Given, Illustrated, illustrated
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.messages import Delta
+from stoker.ipc.request import FinishReason
+from stoker.ipc.values import ModelInfo
+
+log = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+PLAIN = AnswerForm()
+"""Nothing is looked for in the text; it is content as it comes."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(AnswerForm).decode
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """A conversation ready to be run.
+
+    Attributes:
+        prompt: for the model.
+        form: how its text is to be read.
+        images: what its markers stand for, in their order.
+        left_out: tools that the model is not told of.
+    """
+
+    prompt: str
+    form: AnswerForm
+    _layout: Layout
+    images: tuple[Given, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+
+    def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a `GenerateRequest`: `given`, by their names, with what the conversation adds.
+
+        Raises:
+            InvalidRequestError: a call is forced, and a constraint is given that is no format of the answer.
+        """
+        stop = given.get("stop") or ()
+        return {
+            **given,
+            "is_chat": True,
+            "stop": ((stop,) if isinstance(stop, str) else tuple(stop)) + self._layout.stops,
+            "spelled": self._layout.control_tokens,
+            "constraint": self._constraint(given.get("constraint")),
+            "note": b"" if self.form == PLAIN else _encode(self.form),
+        }
+
+    def _constraint(self, asked: Constraint | None) -> Constraint | None:
+        """What the answer has to match, behind its reasoning: a forced call, or what is asked for.
+
+        A format is that of a text, and an answer that is a call has none: clients send both together.
+        """
+        if self._layout.constraint is not None:
+            if asked is not None and not asked.is_format:
+                text = f"tool_choice forces a call: {asked.param} cannot be asked for with it"
+                raise InvalidRequestError(text, param="tool_choice")
+            kind, source = self._layout.constraint
+            asked = Constraint(kind=ConstraintKind(kind), source=source, asked_as="tools")
+        if asked is None or self.form.tags is None:
+            return asked
+        opener = "" if self.form.is_reasoning else self.form.tags.opener
+        return msgspec.structs.replace(asked, reasoning_start=opener, reasoning_end=self.form.tags.closer)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatDraft:
+    """A conversation that has yet to be laid out.
+
+    Attributes:
+        model: name of the model.
+        conversation: what its prompt is made of.
+    """
+
+    model: str
+    conversation: Conversation
+    _seen: Illustrated
+
+    @property
+    def job(self) -> RenderChat:
+        """What is left to a worker process."""
+        return RenderChat(model=self.model, conversation=self.conversation)
+
+    def plan(self, layout: Layout) -> ChatPlan:
+        """The plan, once the conversation is laid out.
+
+        Raises:
+            InvalidRequestError: the template left a picture out.
+        """
+        self._seen.check(layout.prompt, self.model)
+        left_out = self.conversation.offer.left_out
+        return ChatPlan(layout.prompt, layout.form, layout, self._seen.images, left_out)
+
+
+def drafted_chat(
+    info: ModelInfo,
+    messages: Messages,
+    offer: ToolOffer = NO_TOOLS,
+    template_args: Mapping[str, Any] | None = None,
+) -> ChatDraft:
+    """The draft of a model's answer to `messages`; it takes longer the larger they are.
+
+    Args:
+        info: of the model.
+        messages: in OpenAI's form; contents as text or parts.
+        offer: of tools.
+        template_args: further variables of the model's chat template; with `continue_final_message` true the
+            last turn, which has to be the assistant's, is continued, with false it is not (None: it is).
+
+    Raises:
+        InvalidRequestError: a picture in the messages is malformed.
+        UnsupportedError: there are pictures and the model reads none, or what an encoder-decoder without a
+            template would read is no conversation.
+    """
+    seen = illustrated(messages, info)
+    if not info.takes_conversations:
+        text = f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt"
+        raise UnsupportedError(text, param="messages")
+    if not info.chat_template:
+        _say_fallback(info.id)
+    conversation = Conversation(
+        messages=seen.messages,
+        offer=offer,
+        template=info.chat_template,
+        bos_text=info.bos_text,
+        eos_text=info.eos_text,
+        args=dict(template_args or {}),
+    )
+    return ChatDraft(info.id, conversation, seen)
+
+
+@lru_cache(maxsize=64)
+def _say_fallback(model: str) -> None:
+    """Warn once for each model."""
+    log.warning("%s brings no chat template; falling back to ChatML", model)
+
+
+def offer_of(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
+    """The tools a caller offers, in OpenAI's form, and what is to be done with them.
+
+    Every tool has to be a function.
+
+    Raises:
+        InvalidRequestError, UnsupportedError: naming the field.
+    """
+    checked_toolset(tools).require_all()
+    return offer_of_functions(tools, tool_choice, is_parallel=is_parallel)
+
+
+def offer_of_functions(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
+    """As `offer_of`, but tools that are no functions are left out, unless the choice forces one.
+
+    Raises:
+        InvalidRequestError, UnsupportedError: naming the field.
+    """
+    found = checked_toolset(tools)
+    choice = checked_choice(tool_choice, found.tools, found.left_out)
+    if choice.mode is ChoiceMode.NONE:
+        return NO_TOOLS
+    return ToolOffer(found.tools, choice, MAX_FORCED_CALLS if is_parallel else 1, found.left_out)
+
+
+def form_of(note: bytes) -> AnswerForm:
+    """The form that a request's `note` keeps; one that cannot be read is plain."""
+    try:
+        return _decode(note) if note else PLAIN
+    except (msgspec.DecodeError, TypeError):  # another version wrote it
+        return PLAIN
+
+
+class ChoiceReaders:
+    """The readers of one answer's choices.
+
+    Args:
+        form: what to look for in the text.
+        seed: the answer's id, which the ids of calls are made from.
+    """
+
+    def __init__(self, form: AnswerForm, seed: str) -> None:
+        self._form = form
+        self._seed = seed
+        self._readers: dict[int, AnswerReader] = {}
+        self.num_reasoning_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"ChoiceReaders({len(self._readers)} choices)"
+
+    def read(self, delta: Delta | TextDelta) -> list[AnswerEvent]:
+        """What the delta adds to its choice; with the last one, all that was held back."""
+        reader = self._readers.get(delta.index)
+        if reader is None:
+            reader = self._readers[delta.index] = AnswerReader(self._form, self._seed, delta.index)
+        if reader.is_reasoning:
+            self.num_reasoning_tokens += len(delta.token_ids)
+        events = reader.feed(delta.text)
+        return [*events, *reader.finish()] if delta.finish_reason is not None else events
+
+    def finish_reason(self, delta: Delta | TextDelta) -> FinishReason | None:
+        """Why the choice ended: an answer that stopped and holds calls ended for their sake (SPEC D4)."""
+        reader = self._readers.get(delta.index)
+        if delta.finish_reason is FinishReason.STOP and reader is not None and reader.num_calls:
+            return FinishReason.TOOL_CALLS
+        return delta.finish_reason
+
+
+async def chat_deltas(deltas: AsyncIterator[TextDelta], form: AnswerForm) -> AsyncGenerator[TextDelta, None]:
+    """The deltas of an answer with reasoning and calls told apart from its text; calls come whole."""
+    readers = ChoiceReaders(form, secrets.token_hex(8))
+    begun: dict[int, WholeCall] = {}  # the call that each choice is writing
+    async for delta in deltas:
+        text, reasoning, calls = "", "", []
+        for event in readers.read(delta):
+            match event:
+                case Content(piece):
+                    text += piece
+                case Reasoning(piece):
+                    reasoning += piece
+                case CallBegan(_, own_id, name):
+                    begun[delta.index] = WholeCall(own_id, name)
+                case CallArguments(_, fragment):
+                    begun[delta.index].arguments += fragment
+                case CallEnded():
+                    call = begun.pop(delta.index)
+                    calls.append(ToolCall(call.id, call.name, call.arguments))
+                case CallBroken(_, source) | CallCut(_, source):
+                    begun.pop(delta.index, None)
+                    text += source
+        yield msgspec.structs.replace(
+            delta, text=text, reasoning=reasoning, calls=calls, finish_reason=readers.finish_reason(delta)
+        )

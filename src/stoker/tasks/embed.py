@@ -1,0 +1,165 @@
+"""Vectors of texts for callers (SPEC K2): many texts at once, normalised, cut to fewer numbers.
+
+Owns which model embeds and which generates. A text travels as any request does, so classes, deadlines, bounds
+and restarts hold for it; how many are under way at once is `tensor_call`'s, computing the engine's.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.values import ModelInfo, Tensor, Usage
+from stoker.tasks.fields import request_of
+from stoker.tasks.tensor_call import Engine, tensors_of
+
+__all__ = ["Embeddings", "Text", "TextEmbeddings", "require_embedding", "require_generation"]
+
+Text = str | Sequence[int]
+ENCODER, ENCODER_DECODER = "encoder", "encoder-decoder"
+_VECTOR = "embedding"
+_RANK = "rank"
+
+
+class TextEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors of texts, in their order: each little-endian float32."""
+
+    model: str
+    vectors: list[bytes]
+    usage: Usage
+
+    def floats(self) -> list[list[float]]:
+        """The same as numbers."""
+        return [floats_of(vector).tolist() for vector in self.vectors]
+
+
+class Embeddings:
+    """See the module. Holds nothing between calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"<Embeddings of {self._engine!r}>"
+
+    async def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        model: str = "default",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        **fields: Any,
+    ) -> TextEmbeddings:
+        """The vectors of one text or of several.
+
+        Args:
+            texts: text or token ids, or a sequence of them.
+            model: a served encoder.
+            normalize: scale each to length 1; one of zeros stays as it is.
+            dimensions: keep so many numbers of each, the first ones; None: all.
+            fields: of `GenerateRequest`, by name; `timeout_s` is for all texts together.
+
+        Raises:
+            UnsupportedError: the model gives no vectors of texts.
+            InvalidRequestError: a field or a token id is out of range.
+            ContextLengthError: a text is longer than the model takes.
+            StokerError: a request failed; the others are cancelled.
+        """
+        info = self._engine.resolve(model)
+        require_embedding(info)
+        _check_dimensions(dimensions, info)
+        wanted = {"temperature": 0.0, **fields, "model": info.id}
+        requests = [_request(text, wanted) for text in _several(texts)]
+        found = await tensors_of(self._engine, requests)
+        vectors = [_vector_of(tensor, info) for tensor, _ in found]
+        return TextEmbeddings(
+            model=info.id,
+            vectors=[_finished(vector, dimensions, normalize=normalize) for vector in vectors],
+            usage=Usage(prompt_tokens=sum(usage.prompt_tokens for _, usage in found)),
+        )
+
+
+# ---------------------------------------------------------------- which model does what
+
+_ASK_STATE = 'of other models "kind": "state" gives the state that a prompt leaves'
+
+
+def require_embedding(info: ModelInfo) -> None:
+    """Raises UnsupportedError where a model gives no vectors of texts (SPEC K2, K3), as far as is known."""
+    what = f"{info.id} is {info.class_text}"
+    if info.model_class == ENCODER_DECODER:
+        raise UnsupportedError(
+            f"{what}: what its encoder makes of a text is for its decoder to read, and no vector of the text",
+            param="model",
+        )
+    if info.model_class not in {ENCODER, ""}:
+        raise UnsupportedError(f"{what}, no encoder: {_ASK_STATE}", param="kind")
+    if info.pooling == _RANK:
+        raise UnsupportedError(f"{info.id} is a reranker: it scores, it gives no vectors", param="model")
+
+
+def require_generation(request: GenerateRequest, info: ModelInfo) -> None:
+    """Raises UnsupportedError where a request asks an encoder for anything but a vector (SPEC K2).
+
+    Better here than in the engine: the model need not be loaded for it.
+    """
+    if info.model_class == ENCODER and request.state_output not in {StateOutput.EMBED, StateOutput.SCORE}:
+        raise UnsupportedError(
+            f"{info.id} is an encoder ({info.architecture}): it embeds texts and generates none",
+            param="model",
+        )
+
+
+# ---------------------------------------------------------------- texts and vectors
+
+
+def floats_of(vector: bytes) -> array.array[float]:
+    """The numbers of a little-endian float32 vector."""
+    numbers = array.array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _several(texts: Text | Sequence[Text]) -> list[Text]:
+    if isinstance(texts, str) or (texts and isinstance(texts[0], int)):
+        return [texts]  # type: ignore[list-item] # one list of token ids
+    return list(texts)  # type: ignore[arg-type] # several
+
+
+def _request(text: Text, fields: dict[str, Any]) -> GenerateRequest:
+    request = request_of(text, dict(fields))
+    return msgspec.structs.replace(request, max_tokens=0, n=1, state_output=StateOutput.EMBED)
+
+
+def _vector_of(tensor: Tensor, info: ModelInfo) -> bytes:
+    if tensor.name != _VECTOR:  # a model whose class nobody knew before it was loaded
+        raise UnsupportedError(f"{info.id} is no encoder: {_ASK_STATE}", param="kind")
+    return tensor.data
+
+
+def _check_dimensions(dimensions: int | None, info: ModelInfo) -> None:
+    most = info.n_embd or sys.maxsize
+    if dimensions is not None and not 1 <= dimensions <= most:
+        raise InvalidRequestError(
+            f"dimensions is {dimensions}; vectors of {info.id} have {info.n_embd} numbers", param="dimensions"
+        )
+
+
+def _finished(vector: bytes, dimensions: int | None, *, normalize: bool) -> bytes:
+    """The vector as the caller wants it; scaled last, so that a cut one has length 1 as well."""
+    numbers = floats_of(vector)[:dimensions]
+    length = math.hypot(*numbers) if normalize else 0.0
+    if length:
+        numbers = array.array("f", (number / length for number in numbers))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()

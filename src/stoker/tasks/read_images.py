@@ -1,0 +1,263 @@
+"""Reading pictures: a question about them, answered as JSON that is checked (SPEC V4).
+
+Owns the form of the question, the schema's two uses (it constrains the answer and checks it) and the one
+retry. Pictures are `stoker.images`' business; how an answer comes about is that of who gives it: a runtime
+here, a server for the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from jsonschema import exceptions, validators
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+from stoker.client.requests.stream import StreamEvent, text_deltas
+from stoker.errors import InvalidRequestError, ReadingError
+from stoker.images.image import ImageReport, images_of
+from stoker.images.intake import Intake
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.values import ModelInfo
+from stoker.tasks.chat import ChatPlan, chat_deltas
+from stoker.tasks.fields import request_of
+
+__all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "Question", "Reader", "Reading", "Told", "read_with"]
+
+DEFAULT_ASK = "Read this report as JSON."
+MAX_TOKENS = 1024
+"""Of an answer that does not say; twice as many where the first one was cut off."""
+_RETRY_TEMPERATURE = 0.5
+_SEEDS = (1, 2)
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_MAX_REASON_CHARS = 200
+_GIVEN_UP = {FinishReason.CANCELLED, FinishReason.PREEMPTED}
+
+Schema = Mapping[str, Any] | bool
+ImageLike = Any
+"""What `Image` takes, or an Image."""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read.
+
+    Attributes:
+        value: the answer as JSON values; where no form was asked for and it is no JSON, its text.
+        text: the answer as it came.
+        images: what became of each picture.
+        attempts: how often it was asked, 1 or 2.
+    """
+
+    value: Any
+    text: str
+    images: tuple[ImageReport, ...] = ()
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """How to ask this time.
+
+    Attributes:
+        sampling: fields of `Sampling`.
+        max_tokens: of the answer.
+    """
+
+    sampling: Mapping[str, Any]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An answer; `is_cut`: there was no room for all of it."""
+
+    text: str
+    images: tuple[ImageReport, ...] = ()
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked and what the answer has to be.
+
+    Attributes:
+        ask: the question; None: the usual one, which asks for a JSON object.
+        schema: JSON Schema of the answer; None: any JSON object for the usual question, else any text.
+        max_tokens: of the answer.
+
+    Raises:
+        InvalidRequestError: the schema is none.
+    """
+
+    ask: str | None = None
+    schema: Schema | None = None
+    max_tokens: int = MAX_TOKENS
+    _validator: Any = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        schema: Any = self.schema
+        if schema is None:
+            if self.ask is not None:
+                return
+            schema = {"type": "object"}
+        kind = validators.validator_for(schema, default=validators.validator_for({"$schema": _DRAFT}))
+        try:
+            kind.check_schema(schema)
+        except exceptions.SchemaError as error:
+            at = "/".join(map(str, error.path)) or "its top"
+            text = f"the schema is wrong at {at}: {error.message[:_MAX_REASON_CHARS]}"
+            raise InvalidRequestError(text, param="schema") from None
+        # An empty registry: what a schema refers to is in it, or nowhere. Nothing is fetched.
+        object.__setattr__(self, "_validator", kind(schema, registry=Registry()))
+
+    @property
+    def text(self) -> str:
+        """What is asked; it stands on a line of its own behind the pictures."""
+        return f"\n{DEFAULT_ASK if self.ask is None else self.ask}"
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer is held to while it is written. Raises InvalidRequestError over a limit."""
+        if self.schema is not None:
+            source = json.dumps(self.schema, ensure_ascii=False)
+            return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source)
+        return Constraint(kind=ConstraintKind.JSON_OBJECT) if self._validator is not None else None
+
+    def value(self, text: str) -> Any:
+        """The answer as JSON values. Raises ValueError that says why it is not what was asked for."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if self._validator is None:
+                return text
+            raise ValueError(f"it is no JSON: {error}") from None
+        if self._validator is not None:
+            try:
+                problem = exceptions.best_match(self._validator.iter_errors(value))
+            except (Unresolvable, RecursionError) as error:  # where a reference leads shows only here
+                raise InvalidRequestError(f"the schema cannot be used: {error}", param="schema") from None
+            if problem is not None:
+                at = "/".join(map(str, problem.path)) or "its top"
+                raise ValueError(f"at {at}: {problem.message[:_MAX_REASON_CHARS]}")
+        return value
+
+
+async def read_with(question: Question, answer: Callable[[Attempt], Awaitable[Told]]) -> Reading:
+    """Ask, and once more where the answer is not what was asked for.
+
+    The first time the likeliest tokens are taken, the second time they are drawn.
+
+    Raises:
+        ReadingError: neither answer was; it carries the last one's text.
+        StokerError: what `answer` raised.
+    """
+    reason, told, max_tokens = "", Told(""), question.max_tokens
+    for number, seed in enumerate(_SEEDS):
+        sampling = {"temperature": _RETRY_TEMPERATURE if number else 0.0, "seed": seed}
+        told = await answer(Attempt(sampling, max_tokens))
+        try:
+            value = question.value(told.text)
+        except ValueError as error:
+            reason = f"cut off after {max_tokens} tokens" if told.is_cut else str(error)
+            max_tokens *= 2 if told.is_cut else 1
+        else:
+            return Reading(value=value, text=told.text, images=told.images, attempts=number + 1)
+    raise ReadingError(
+        f"what was read is not of the form that was asked for, in {len(_SEEDS)} attempts: {reason}",
+        text=told.text,
+        attempts=len(_SEEDS),
+    )
+
+
+class Engine(Protocol):
+    """What reading takes of a runtime."""
+
+    @property
+    def images(self) -> Intake:
+        """Takes in pictures."""
+        ...
+
+    def resolve(self, model: str | None) -> ModelInfo:
+        """The served model of that name."""
+        ...
+
+    async def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, model: str = "default"
+    ) -> ChatPlan:
+        """What a conversation asks of the model."""
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
+        """The events of a request."""
+        ...
+
+
+class Reader:
+    """Reads pictures with a runtime. Holds nothing between calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"<Reader of {self._engine!r}>"
+
+    async def read(
+        self,
+        images: ImageLike | Sequence[ImageLike],
+        question: Question,
+        model: str = "default",
+        **fields: Any,
+    ) -> Reading:
+        """Read one picture, or several that belong together.
+
+        Args:
+            images: paths, bytes, data URIs, Pillow images or `Image`s.
+            question: what is asked.
+            model: a served vision model.
+            fields: of `GenerateRequest` and `Sampling`, by name.
+
+        Raises:
+            UnsupportedError: the model reads no pictures.
+            InvalidRequestError: a picture is not taken; `param` names it.
+            ReadingError: the answer is not what was asked for, or was cancelled.
+            StokerError: a request failed.
+        """
+        if fields.get("n", 1) != 1:
+            raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
+        info = self._engine.resolve(model)
+        pictures = images_of(images)
+        if not pictures:
+            raise InvalidRequestError("there are no pictures to read", param="images")
+        turn = {"role": "user", "content": [*pictures, question.text]}
+        plan = await self._engine.prepare_chat([turn], model=info.id)
+        taken = await self._engine.images.take(plan.images)
+        given = plan.fields({"constraint": question.constraint, **fields, "model": info.id})
+        given["pictures"] = tuple(one.picture for one in taken)
+        reports = tuple(one.report for one in taken)
+
+        async def answer(attempt: Attempt) -> Told:
+            how = {"max_tokens": attempt.max_tokens, **attempt.sampling, **given}
+            return await self._told(request_of(plan.prompt, how), plan, reports)
+
+        return await read_with(question, answer)
+
+    async def _told(self, request: GenerateRequest, plan: ChatPlan, images: tuple[ImageReport, ...]) -> Told:
+        parts, is_cut = [], False
+        async with (
+            aclosing(self._engine.stream(request)) as events,
+            aclosing(text_deltas(request, events)) as pieces,
+            aclosing(chat_deltas(pieces, plan.form)) as deltas,
+        ):
+            async for delta in deltas:
+                parts.append(delta.text)
+                is_cut = is_cut or delta.finish_reason is FinishReason.LENGTH
+                if delta.finish_reason in _GIVEN_UP:  # somebody wanted that; nothing is asked again
+                    told = f"the answer was not finished: {delta.finish_reason}"
+                    raise ReadingError(told, text="".join(parts), attempts=1)
+        return Told("".join(parts).strip(), images, is_cut)

@@ -1,0 +1,126 @@
+"""Documents in the order of what they have to say to a query (SPEC K4), by a cross-encoder.
+
+Owns which model scores and what a score is. A pair of query and document travels as any request does, so
+classes, deadlines, bounds and restarts hold for it; computing is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.values import ModelInfo, Usage
+from stoker.tasks.embed import ENCODER, floats_of
+from stoker.tasks.fields import request_of
+from stoker.tasks.tensor_call import Engine, tensors_of
+
+__all__ = ["RankedDocument", "Ranking", "Reranking", "require_reranking"]
+
+_RANK = "rank"
+
+
+class RankedDocument(msgspec.Struct, frozen=True):
+    """One document's place.
+
+    Attributes:
+        index: of the document as it was given.
+        score: an output of the model's classifier, as it is: any number, the higher the better. Where a
+            model was trained with a sigmoid, 1 / (1 + exp(-score)) is its probability; callers apply that.
+    """
+
+    index: int
+    score: float
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """Documents by their score, the best first; equal ones as they were given."""
+
+    model: str
+    results: list[RankedDocument]
+    usage: Usage
+
+
+class Reranking:
+    """See the module. Holds nothing between calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"<Reranking of {self._engine!r}>"
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        model: str = "default",
+        top_n: int | None = None,
+        output: int = 0,
+        **fields: Any,
+    ) -> Ranking:
+        """The documents by what they have to say to the query.
+
+        Args:
+            query: what is asked.
+            documents: texts; each is scored alone, whatever stands beside it.
+            model: a served reranker.
+            top_n: tell of so many only, the best ones; None: of all.
+            output: which output of the classifier is the score. llama.cpp takes the first; of a model with
+                the classes "irrelevant, relevant" that is the wrong end, and 1 is wanted.
+            fields: of `GenerateRequest`, by name; `timeout_s` is for all documents together.
+
+        Raises:
+            UnsupportedError: the model scores nothing.
+            InvalidRequestError: a field is out of range.
+            ContextLengthError: a document with the query is longer than the model takes.
+            StokerError: a request failed; the others are cancelled.
+        """
+        info = self._engine.resolve(model)
+        require_reranking(info)
+        if top_n is not None and top_n < 1:
+            raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
+        wanted = {"temperature": 0.0, **fields, "model": info.id}
+        found = await tensors_of(self._engine, [_request(query, each, wanted) for each in documents])
+        scored = [
+            RankedDocument(at, _score(floats_of(tensor.data), output, info.id))
+            for at, (tensor, _) in enumerate(found)
+        ]
+        return Ranking(
+            model=info.id,
+            results=sorted(scored, key=lambda document: -document.score)[:top_n],
+            usage=Usage(prompt_tokens=sum(usage.prompt_tokens for _, usage in found)),
+        )
+
+
+def require_reranking(info: ModelInfo) -> None:
+    """Raises UnsupportedError where a model scores no pairs (SPEC K4), as far as is known before its load."""
+    what = f"{info.id} is {info.class_text}"
+    if info.model_class not in {ENCODER, ""}:
+        raise UnsupportedError(
+            f"{what}: documents are scored by an encoder that was trained to", param="model"
+        )
+    if info.model_class == ENCODER and info.pooling != _RANK:
+        raise UnsupportedError(
+            f"{info.id} is an encoder without a classifier (pooling {info.pooling or 'unknown'}):"
+            " it gives vectors of texts and scores none",
+            param="model",
+        )
+
+
+def _score(outputs: Sequence[float], output: int, model: str) -> float:
+    if not 0 <= output < len(outputs):
+        raise InvalidRequestError(
+            f"output is {output}; the classifier of {model} has {len(outputs)}, counted from 0",
+            param="output",
+        )
+    return outputs[output]
+
+
+def _request(query: str, document: str, fields: dict[str, Any]) -> GenerateRequest:
+    wanted = {"max_tokens": 0, "n": 1, "state_output": StateOutput.SCORE, "document": document}
+    return request_of(query, {**fields, **wanted})

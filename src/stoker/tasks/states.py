@@ -1,0 +1,270 @@
+"""States of recurrent models for callers (SPEC K5, D8): made of a prompt, uploaded, kept, and begun from.
+
+Owns what an id, a path or bytes mean and which model may begin from them. Files are `models.state_store`'s,
+their format `models.state_file`'s; whether names and shapes fit the model is the engine's to check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from stoker.client.requests.stream import StreamEvent
+from stoker.errors import EngineError, InvalidRequestError, StateNotFoundError, UnsupportedError
+from stoker.ipc.messages import Finished, StateReady
+from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.values import ModelInfo, Tensor, Usage
+from stoker.models.states.file import MAX_STATE_BYTES, check_state, dump_state
+from stoker.models.states.store import SavedState, StateStore, check_name
+from stoker.tasks.fields import request_of
+
+__all__ = ["GivenState", "Prompt", "SavedState", "StateEmbedding", "States"]
+
+GivenState = str | Path | bytes
+"""The id of a saved state, a safetensors file or its bytes."""
+Prompt = str | Sequence[int]
+RECURRENT = "recurrent"
+_STATE_SUFFIX = ".state"
+_STATELESS = {
+    "encoder": "it goes over a text as a whole and leaves no state; it gives vectors without this kind",
+    "encoder-decoder": "what its encoder makes of a text is for its decoder to read, no state of the text",
+}
+
+
+class StateEmbedding(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model made of a prompt, little-endian float32, row-major.
+
+    Of a recurrent model the state of every layer, `shape` beginning with the number of layers; of another
+    its last hidden state, `shape` being its width alone.
+    """
+
+    model: str
+    shape: tuple[int, ...]
+    data: bytes
+    usage: Usage
+
+
+class Engine(Protocol):
+    """What making a state takes of the runtime."""
+
+    def resolve(self, model: str | None) -> ModelInfo:
+        """The served model of that name."""
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
+        """The events of a request."""
+        ...
+
+
+class States:
+    """See the module.
+
+    `owner` sets callers apart: nobody sees another's states. The empty one is everybody.
+
+    Args:
+        folder: where saved states lie; need not exist.
+        engine: the runtime whose models make them.
+    """
+
+    def __init__(self, folder: Path, engine: Engine) -> None:
+        self._folder = folder
+        self._engine = engine
+        self._store = StateStore(folder)
+
+    def __repr__(self) -> str:
+        return f"<States in {self._folder}>"
+
+    async def save(
+        self, prompt: Prompt | GenerateRequest, *, name: str | None = None, owner: str = "", **fields: Any
+    ) -> SavedState:
+        """Let a recurrent model read a prompt and keep its state.
+
+        Args:
+            prompt: text, token ids or a whole request; `state` among its fields begins from another state.
+            name: what to call it; None: it gets a name.
+            owner: see the class.
+            fields: of `GenerateRequest`, by name, and `state`.
+
+        Raises:
+            UnsupportedError: the model has no recurrent state.
+            InvalidRequestError: the name is no good or taken, or the request is.
+            StokerError: the request failed.
+        """
+        if name is not None:
+            check_name(name)
+        request = await self.request(prompt, owner=owner, **fields)
+        info = self.recurrent(request.model)
+        ready, _ = await self._ready(request, StateOutput.SAVE)
+        data = dump_state(ready.tensors, {})
+        return await asyncio.to_thread(
+            self._store.save, data, model=info.id, num_tokens=ready.num_tokens, name=name, owner=owner
+        )
+
+    async def embed(
+        self, prompt: Prompt | GenerateRequest, *, owner: str = "", **fields: Any
+    ) -> StateEmbedding:
+        """The recurrent state after a prompt, or the last hidden state where a model has none (SPEC D8).
+
+        Arguments and errors are those of `save`, but any decoder will do.
+        """
+        request = await self.request(prompt, owner=owner, **fields)
+        info = self._engine.resolve(request.model)
+        _require_state(info)
+        ready, finished = await self._ready(request, StateOutput.EMBED)
+        shape, data = _stacked(ready.tensors)
+        return StateEmbedding(model=info.id, shape=shape, data=data, usage=finished.usage)
+
+    async def put(
+        self, state: Path | bytes, *, model: str = "default", name: str | None = None, owner: str = ""
+    ) -> SavedState:
+        """Keep a safetensors file for a recurrent model.
+
+        Raises:
+            UnsupportedError: the model has no recurrent state.
+            InvalidRequestError: the file or the name is no good, or the name is taken.
+        """
+        info = self.recurrent(model)
+        data = await self.given(state, model=info.id)
+        return await asyncio.to_thread(self._store.save, data, model=info.id, name=name, owner=owner)
+
+    async def list(self, owner: str = "") -> list[SavedState]:
+        """Every saved state, the newest first."""
+        return await asyncio.to_thread(self._store.list, owner)
+
+    async def get(self, state_id: str, owner: str = "") -> SavedState:
+        """One of them. Raises StateNotFoundError."""
+        return await asyncio.to_thread(self._store.get, state_id, owner)
+
+    async def content(self, state_id: str, owner: str = "") -> bytes:
+        """Its safetensors file. Raises StateNotFoundError, InvalidRequestError where it is damaged."""
+        return await asyncio.to_thread(self._store.load, state_id, owner)
+
+    async def delete(self, state_id: str, owner: str = "") -> None:
+        """Forget one. Raises StateNotFoundError."""
+        await asyncio.to_thread(self._store.delete, state_id, owner)
+
+    def dropped(self, name: str) -> Path:
+        """The file that the owner of this machine laid into the folder of states itself.
+
+        Raises:
+            InvalidRequestError: `name` leads elsewhere or to nothing.
+        """
+        folder = self._folder.resolve()
+        with suppress(OSError, ValueError):  # a name that no file can have
+            path = (self._folder / name).resolve()
+            if path.parent == folder and path.is_file():
+                return path
+        raise InvalidRequestError(
+            f"{name[:200]!r} is no file in the folder of states; upload it as `data`", param="file"
+        )
+
+    def recurrent(self, model: str) -> ModelInfo:
+        """The served model of that name, if it can begin from a state.
+
+        Raises:
+            UnsupportedError: it cannot; says what it is.
+        """
+        info = self._engine.resolve(model)
+        if info.model_class != RECURRENT:
+            raise UnsupportedError(
+                f"{info.id} is {info.class_text}: it has no recurrent state to begin from or to save",
+                param="state",
+            )
+        return info
+
+    async def request(
+        self,
+        prompt: Prompt | GenerateRequest,
+        *,
+        state: GivenState | None = None,
+        owner: str = "",
+        **fields: Any,
+    ) -> GenerateRequest:
+        """A request of these fields that begins from `state`. Raises what `given` raises."""
+        request = request_of(prompt, fields)
+        if state is None:
+            return request
+        initial = await self.given(state, model=request.model, owner=owner)
+        return msgspec.structs.replace(request, initial_state=initial)
+
+    async def given(self, state: GivenState, *, model: str = "default", owner: str = "") -> bytes:
+        """The safetensors file that `state` means, for a request to this model.
+
+        Raises:
+            UnsupportedError: the model has no recurrent state.
+            InvalidRequestError: there is no such state, it is damaged or another model's; `param` is `state`.
+        """
+        info = self.recurrent(model)
+        return await asyncio.to_thread(self._read, state, info.id, owner)
+
+    def _read(self, state: GivenState, model: str, owner: str) -> bytes:
+        match state:
+            case str():
+                return self._saved(state, model, owner)
+            case Path():
+                data = _file_bytes(state)
+            case _:
+                data = bytes(state)
+        check_state(data)
+        return data
+
+    def _saved(self, state_id: str, model: str, owner: str) -> bytes:
+        try:
+            found = self._store.get(state_id, owner)
+            if found.model != model:
+                raise InvalidRequestError(
+                    f"the state {state_id!r} is one of {found.model}, not of {model}", param="state"
+                )
+            return self._store.load(state_id, owner)
+        except StateNotFoundError as error:
+            raise InvalidRequestError(error.message, param="state") from None
+
+    async def _ready(self, request: GenerateRequest, output: StateOutput) -> tuple[StateReady, Finished]:
+        request = msgspec.structs.replace(request, max_tokens=0, n=1, state_output=output)
+        ready: StateReady | None = None
+        async with aclosing(self._engine.stream(request)) as events:
+            async for event in events:
+                match event:
+                    case StateReady():
+                        ready = event
+                    case Finished() if ready is not None:
+                        return ready, event
+        raise EngineError("the request ended without the state that it asked for")
+
+
+def _require_state(info: ModelInfo) -> None:
+    """Raises UnsupportedError where a prompt leaves nothing behind that could be embedded by."""
+    if info.model_class in _STATELESS:
+        raise UnsupportedError(
+            f"{info.id} is {info.class_text}: {_STATELESS[info.model_class]}", param="kind"
+        )
+
+
+def _stacked(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], bytes]:
+    """One array of a state: the matrices of all layers, or the one tensor there is.
+
+    What a layer keeps of its last inputs says little of the prompt, and has another shape.
+    """
+    layers = [tensor for tensor in tensors if tensor.name.endswith(_STATE_SUFFIX)]
+    if not layers:
+        assert len(tensors) == 1, f"{len(tensors)} tensors of which none is a state"
+        return tensors[0].shape, tensors[0].data
+    assert len({tensor.shape for tensor in layers}) == 1, "layers of several shapes"
+    return (len(layers), *layers[0].shape), b"".join(tensor.data for tensor in layers)
+
+
+def _file_bytes(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise InvalidRequestError(f"there is no state file {path}", param="state")
+        with path.open("rb") as file:
+            return file.read(MAX_STATE_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot read the state file {path}: {error.strerror}", param="state"
+        ) from None
