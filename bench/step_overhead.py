@@ -30,16 +30,17 @@ from stoker.backends.llama.binding import llama
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.engine.process import EventWriter
-from stoker.ipc.messages import Failed, Finished, LoadModel, ModelState, Shutdown, Submit
+from stoker.ipc.commands import LoadModel, Shutdown, Submit
+from stoker.ipc.events import Failed, Finished, ModelState
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec
 from stoker.sampling.generation import Generation
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from stoker.ipc.messages import Event
+    from stoker.ipc.events import Event
 
 NUM_ROWS = 8
 NUM_TOKENS = 160

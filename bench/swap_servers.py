@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from bench.errors import BenchError
 from bench.machine import binary_version
 from bench.peers import LlamaServer, StokerServer, llama_flags
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.models.memory_estimate.estimate import estimator_of
 from stoker.models.memory_estimate.fit import smaller_forms
 

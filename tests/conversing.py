@@ -16,8 +16,8 @@ from random import Random
 
 from stoker import GenerateRequest, Runtime, Sampling
 from stoker.errors import RequestNotFoundError
-from stoker.ipc.messages import Delta, Finished
-from stoker.ipc.values import Usage
+from stoker.ipc.events import Delta, Finished
+from stoker.ipc.usage import Usage
 
 EQUAL_WITHIN = 0.05
 """SPEC's Equal: a first difference is allowed where the reference's two best logits are this near."""

@@ -10,8 +10,9 @@ import msgspec
 from stoker.backends.fake.encoder import N_EMBD, vector_of
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError, ModelNotFoundError, QueueFullError
-from stoker.ipc.messages import Finished, Queued, StateReady
-from stoker.ipc.values import ModelInfo, Tensor, Timings, Usage
+from stoker.ipc.events import Finished, Queued, StateReady
+from stoker.ipc.model import ModelInfo
+from stoker.ipc.usage import Tensor, Timings, Usage
 from stoker.tasks.states import States
 
 ENCODER_INFO = ModelInfo(

@@ -8,8 +8,8 @@ import stepping
 from stoker.cache.disk.tier import Read, Remove, Write
 from stoker.cache.entry import Entry
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.ipc.model import CacheMode, Policy
 from stoker.ipc.request import FinishReason, Priority
-from stoker.ipc.values import CacheMode, Policy
 from stoker.kv.sequence import ParkForm, SequenceKey, SequenceState
 from stoker.machine.ledger import Ledger
 from stoker.scheduler.scheduler import Scheduler

@@ -10,23 +10,20 @@ from stoker.backends.fake.backend import load as load_fake
 from stoker.engine.inbox import Inbox, Measured
 from stoker.engine.loop import EngineLoop
 from stoker.engine.threads.timer import StepClock
-from stoker.ipc.messages import (
+from stoker.ipc.commands import GetStatus, KnowModel, LoadModel, Submit
+from stoker.ipc.events import (
     Admitted,
     Delta,
     Failed,
     Finished,
-    GetStatus,
-    KnowModel,
-    LoadModel,
     ModelState,
     Parked,
     PromptEcho,
     Reply,
     RungTaken,
-    Submit,
 )
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec
 from stoker.machine.gauge import Sample
 from stoker.machine.heat import Heat, HeatReading
 from stoker.machine.pressure import Pressure

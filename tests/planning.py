@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.chat.layout import lay_out
-from stoker.ipc.values import ModelInfo
+from stoker.ipc.model import ModelInfo
 from stoker.tasks.chat import ChatPlan, drafted_chat
 
 

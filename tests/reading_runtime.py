@@ -8,9 +8,9 @@ from encoding_runtime import ENCODER_INFO
 from planning import planned_chat
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
-from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 from stoker.settings import EngineSettings
 
 READER_INFO = msgspec.structs.replace(ENCODER_INFO, id="reader", model_class="decoder", has_vision=True)

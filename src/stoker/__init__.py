@@ -3,8 +3,9 @@
 from stoker import sync
 from stoker.errors import StokerError
 from stoker.images import Image
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
-from stoker.ipc.values import ModelInfo, Timings, TokenLogprob, Usage
+from stoker.ipc.usage import Timings, TokenLogprob, Usage
 from stoker.runtime import Runtime, RuntimeStatus, TextDelta
 from stoker.settings import EngineSettings
 from stoker.tasks.read_images import Reading

@@ -15,7 +15,7 @@ from pydantic import Field
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from stoker.ipc.values import Usage
+    from stoker.ipc.usage import Usage
     from stoker.sync import Runtime
 
 PREFIX = "stoker/"

@@ -25,10 +25,11 @@ from stoker.client.status import overview
 from stoker.client.store.kept import KeptRequest
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
-from stoker.ipc.messages import ModelState, Tokenize
+from stoker.ipc.commands import Tokenize
+from stoker.ipc.events import ModelState
+from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import EngineHealth, ModelStatus, RuntimeStatus
-from stoker.ipc.values import ModelInfo, Reach
 from stoker.settings import EngineSettings
 from stoker.tasks import texts
 from stoker.tasks.chat import ChatPlan, chat_deltas, drafted_chat, offer_of

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from stoker.client.requests.stream import StreamEvent
-    from stoker.ipc.messages import ModelState
+    from stoker.ipc.events import ModelState
+    from stoker.ipc.model import ModelInfo
     from stoker.ipc.request import GenerateRequest
     from stoker.ipc.status import ModelStatus
-    from stoker.ipc.values import ModelInfo
     from stoker.runtime import KeptRequest, Message, RuntimeEvent, RuntimeStatus, TextDelta
     from stoker.settings import EngineSettings
     from stoker.tasks.choose import Choices

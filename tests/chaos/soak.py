@@ -13,9 +13,9 @@ from stoker import FinishReason, GenerateRequest, Runtime, Sampling
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
-from stoker.ipc.messages import Delta, Failed, Finished, Parked
+from stoker.ipc.events import Delta, Failed, Finished, Parked
 from stoker.ipc.request import Preempt, Priority
-from stoker.ipc.values import Usage
+from stoker.ipc.usage import Usage
 from stoker.sampling.generation import Generation
 from stoker.sampling.workspace import Workspace
 

@@ -14,8 +14,8 @@ import pytest
 
 from stoker import FinishReason, GenerateRequest, Runtime, Sampling
 from stoker.errors import EngineCrashedError
-from stoker.ipc.messages import Delta, Finished
-from stoker.ipc.values import TokenLogprob
+from stoker.ipc.events import Delta, Finished
+from stoker.ipc.usage import TokenLogprob
 
 FAKE = "fake:eog_period=0,step_delay_s=0.01"
 ABORTING = "fake:eog_period=0,step_delay_s=0.01,abort_tokens=7"

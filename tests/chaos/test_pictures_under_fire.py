@@ -18,7 +18,7 @@ from stoker import GenerateRequest, Runtime, Sampling
 from stoker.client.requests.stream import StreamEvent
 from stoker.errors import EngineCrashedError, NotReadyError
 from stoker.ipc.constraint import Constraint, ConstraintKind
-from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import IMAGE_MARKER, Picture
 from stoker.ipc.status import EngineStatus
 

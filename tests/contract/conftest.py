@@ -10,7 +10,7 @@ import pytest
 
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.llama import LlamaBackend, load
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from tiny_models import TINY, write_llama
 
 NUM_CELLS = 512  # llama.cpp rounds to multiples of 256

@@ -12,7 +12,7 @@ from stoker.backends.llama import LlamaBackend, load
 from stoker.backends.llama.binding import llama
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, PlanItem
 from stoker.errors import ModelFileError, PoolFullError, StepFailedError, UnsupportedError
-from stoker.ipc.values import AdapterSpec, ModelSpec
+from stoker.ipc.model import AdapterSpec, ModelSpec
 from tiny_adapters import EMBEDDINGS, TinyAdapter, write_adapter, write_merged
 from tiny_models import WIDTH, write_llama, write_mamba
 

@@ -17,7 +17,7 @@ from stoker.backends.llama.binding import device_names, llama
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.protocol.backend import BatchPlan, ModelClass, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import (
     EngineError,
     ModelFileError,
@@ -27,7 +27,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelClass, ModelSpec
 from tiny_models import write_bert
 
 OpenLlama = Callable[[Path], LlamaBackend]

@@ -18,7 +18,7 @@ from stoker.backends.llama.draft import SLICE_TOKENS
 from stoker.backends.llama.seq2seq.seq2seq import load as load_seq2seq
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, PlanItem
 from stoker.backends.protocol.scoring import ScoringLane
-from stoker.ipc.values import ModelSpec, Speculation
+from stoker.ipc.model import ModelSpec, Speculation
 
 A, B = b"a" * 32, b"b" * 32
 PROMPT = tuple(range(40, 80)) * 5  # of the tiny models' vocabulary, over several calls of 64 tokens

@@ -8,7 +8,7 @@ from stoker.backends.llama import load
 from stoker.backends.llama.draft import SLICE_TOKENS
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.ipc.values import AdapterSpec, ModelSpec, Speculation
+from stoker.ipc.model import AdapterSpec, ModelSpec, Speculation
 from stoker.models.memory_estimate.draft import with_draft
 from stoker.models.memory_estimate.estimate import estimator_of
 

@@ -12,9 +12,10 @@ import pytest
 from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.llama import LlamaBackend
 from stoker.backends.llama.binding import llama
-from stoker.backends.protocol.backend import BatchPlan, ModelClass, PlanItem, Rows
+from stoker.backends.protocol.backend import BatchPlan, PlanItem, Rows
 from stoker.errors import StepFailedError, UnsupportedError
-from stoker.ipc.values import Tensor
+from stoker.ipc.model import ModelClass
+from stoker.ipc.usage import Tensor
 from tiny_models import TINY, WINDOW, write_mamba
 
 TestedBackend = FakeBackend | LlamaBackend

@@ -8,8 +8,8 @@ import stepping
 from stepping import CELL_BYTES
 from stoker.backends.fake.backend import FakeBackend
 from stoker.cache.prefix_cache import CacheLimits
+from stoker.ipc.model import CacheMode, Policy
 from stoker.ipc.request import Priority
-from stoker.ipc.values import CacheMode, Policy
 from stoker.kv.sequence import SequenceState
 from stoker.scheduler.aging import ONE_STEP_IN
 

@@ -6,23 +6,10 @@ import pytest
 
 from memory_stand_in import MIB, OWN_MIB, ByHand, Clock, Gate, Machines
 from stoker.engine.inbox import Loaded
-from stoker.engine.residency.catalogue import FRONT_MOVES, ModelLife, is_move
-from stoker.ipc.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    LoadModel,
-    ModelState,
-    Pause,
-    PinModel,
-    Reply,
-    RequestEvent,
-    Resume,
-    Tokenize,
-    UnloadModel,
-)
+from stoker.ipc.commands import Cancel, LoadModel, Pause, PinModel, Resume, Tokenize, UnloadModel
+from stoker.ipc.events import Failed, Finished, ModelState, Reply, RequestEvent
+from stoker.ipc.model import CLIENT_MODEL_MOVES, ModelLife, ModelSpec, is_move
 from stoker.ipc.request import FinishReason, Priority
-from stoker.ipc.values import ModelSpec
 from stoker.machine.heat import Heat
 from stoker.machine.pressure import Pressure
 
@@ -173,7 +160,7 @@ class Day:
         for event in self.machine.events[self._num_seen :]:
             if isinstance(event, ModelState):
                 before = self._lives.get(event.model, ModelLife.ABSENT)
-                assert is_move(before, ModelLife(event.state), FRONT_MOVES), f"{before}, then {event}"
+                assert is_move(before, ModelLife(event.state), CLIENT_MODEL_MOVES), f"{before}, then {event}"
                 self._lives[event.model] = ModelLife(event.state)
             if isinstance(event, RequestEvent):
                 assert event.request_id not in self._ended, f"{event} after the end"

@@ -15,8 +15,8 @@ from stoker.backends.llama.binding import device_names, label, start
 from stoker.backends.llama.oneshot import encoder
 from stoker.backends.llama.seq2seq import seq2seq
 from stoker.backends.llama.smoke.smoke import verdict_of
-from stoker.backends.protocol.backend import BatchPlan, Conditioning, ModelClass, PlanItem
-from stoker.ipc.values import ModelSpec
+from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
+from stoker.ipc.model import ModelClass, ModelSpec
 from stoker.models.gguf.header import read_header
 
 _FIRST_TOKEN = 5  # past the special ones

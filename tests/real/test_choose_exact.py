@@ -13,7 +13,7 @@ from reference import Reference, log_softmax
 from stoker import Runtime
 from stoker.backends.llama import load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.sampling.choose import Likelihoods
 from tiny_models import write_llama, write_rwkv7
 

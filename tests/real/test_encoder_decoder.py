@@ -16,8 +16,8 @@ from stoker.backends.llama.seq2seq.seq2seq import STEP_TOKENS, load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import ContextLengthError, StepFailedError, UnsupportedError
 from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import Priority
-from stoker.ipc.values import ModelSpec
 from t5_reference import T5Reference
 from tiny_models import write_t5
 

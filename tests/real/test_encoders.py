@@ -11,7 +11,7 @@ import minilm
 from bert_reference import BertReference, cosine
 from stoker.backends.llama.oneshot.encoder import MAX_TEXTS, load
 from stoker.errors import UnsupportedError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from tiny_models import BERT_CONTEXT_LENGTH, WIDTH, write_bert, write_llama
 
 TEXTS = ["a", "hello", "the quick brown fox jumps", "0123456789", "one, two, three!", "", "z" * 20]

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.models.memory_estimate.estimate import estimator_of
 from stoker.models.memory_estimate.fit import Estimate
 from tiny_models import TINY, write_bert, write_llama, write_t5

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import MODEL
 from stoker import GenerateRequest, Runtime, Sampling
-from stoker.ipc.messages import Delta, Finished, Parked, Paused, Queued
+from stoker.ipc.events import Delta, Finished, Parked, Paused, Queued
 from stoker.ipc.request import Priority
 
 NUM_TOKENS = 64

@@ -12,9 +12,10 @@ from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.slots import Resident
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepClock
-from stoker.ipc.messages import Delta, Finished, Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Delta, Finished
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec
 from stoker.kv.sequence import ParkForm, SequenceState
 from stoker.machine.ledger import Ledger
 

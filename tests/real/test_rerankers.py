@@ -12,7 +12,7 @@ from llama_cpp import llama_cpp as native
 from bert_reference import BertReference
 from real_models import RERANKER
 from stoker.backends.llama.oneshot.encoder import LIKE_ALONE_TOKENS, calls_of, load
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.runtime import Runtime
 from stoker.tasks.rerank import Reranking
 from tiny_models import write_bert

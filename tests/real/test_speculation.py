@@ -12,10 +12,11 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.runners.slots import Resident
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepClock
+from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
-from stoker.ipc.messages import Delta, Submit
+from stoker.ipc.events import Delta
+from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec, Speculation
 from stoker.kv.sequence import ParkForm
 from stoker.machine.ledger import Ledger
 from stoker.speculation.draft_length import Wager

@@ -16,8 +16,8 @@ from stoker.backends.llama.vision.vision import Vision
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, Placed, PlanItem, Rows
 from stoker.client.models.projector_specs import projector_by_model
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
+from stoker.ipc.model import ModelSpec, ProjectorSpec
 from stoker.ipc.request import Picture
-from stoker.ipc.values import ModelSpec, ProjectorSpec
 from stoker.models.gguf.header import read_header
 from stoker.models.store import ModelStore
 from tiny_models import write_llama

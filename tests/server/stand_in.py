@@ -16,7 +16,7 @@ from stoker.chat.conversation import NO_TOOLS, prepared_turn
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.store.kept import KeptRequest
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
-from stoker.ipc.messages import (
+from stoker.ipc.events import (
     Admitted,
     Delta,
     Finished,
@@ -28,9 +28,10 @@ from stoker.ipc.messages import (
     Resumed,
     StateReady,
 )
+from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
-from stoker.ipc.values import ModelInfo, Reach, Tensor, Timings, TokenLogprob, Usage
+from stoker.ipc.usage import Tensor, Timings, TokenLogprob, Usage
 from stoker.tasks.chat import ChatPlan, drafted_chat
 from stoker.tasks.states import States
 

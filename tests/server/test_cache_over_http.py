@@ -9,9 +9,9 @@ import pytest
 from stand_in import HOLD, delta
 
 from stoker.errors import QueueFullError
-from stoker.ipc.messages import Admitted, Finished, Queued
+from stoker.ipc.events import Admitted, Finished, Queued
 from stoker.ipc.request import MAX_SALT_CHARS, FinishReason
-from stoker.ipc.values import CacheSource, Timings, Usage
+from stoker.ipc.usage import CacheSource, Timings, Usage
 from stoker.server.inbound.security import KeyRing, salt_of
 from stoker.server.streaming import sse
 from stoker.server.streaming.generation import total_usage

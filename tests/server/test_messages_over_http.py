@@ -11,9 +11,9 @@ import pytest
 import stand_in
 from stand_in import FINISHED, HOLD, INFO, delta
 
-from stoker.ipc.messages import Admitted, PrefillProgress, Queued
+from stoker.ipc.events import Admitted, PrefillProgress, Queued
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import CacheSource
+from stoker.ipc.usage import CacheSource
 
 HELLO = [{"role": "user", "content": "Hi"}]
 ASK = {"model": "default", "max_tokens": 99, "messages": HELLO}

@@ -16,9 +16,9 @@ from stoker.cli.main import app as commands
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.store.kept import KeptRequest
 from stoker.errors import AuthenticationError
+from stoker.ipc.model import Reach
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import EngineStatus, ModelStatus
-from stoker.ipc.values import Reach
 from stoker.runtime import Runtime
 from stoker.server.app import create_app, server_context
 from stoker.server.inbound.security import Access, KeyRing, is_loopback

@@ -12,7 +12,7 @@ import stand_in
 from openai.types.responses import Response
 from stand_in import FINISHED, INFO, delta
 
-from stoker.ipc.messages import Admitted, PrefillProgress
+from stoker.ipc.events import Admitted, PrefillProgress
 from stoker.ipc.request import FinishReason
 
 STOP = delta("", finish_reason=FinishReason.STOP)

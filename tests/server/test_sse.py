@@ -12,7 +12,7 @@ import pytest
 from stand_in import FINISHED, HOLD, delta
 
 from stoker.errors import ModelTooLargeError
-from stoker.ipc.messages import Parked, Paused, PrefillProgress, Queued, Resumed
+from stoker.ipc.events import Parked, Paused, PrefillProgress, Queued, Resumed
 from stoker.ipc.request import FinishReason
 from stoker.server.streaming import delivery
 

@@ -10,7 +10,7 @@ from stand_in import FINISHED, HOLD, delta
 
 from stoker.client.store.kept import KeptRequest
 from stoker.errors import NotReadyError, StepFailedError
-from stoker.ipc.messages import Paused, Queued
+from stoker.ipc.events import Paused, Queued
 from stoker.ipc.request import FinishReason
 from stoker.server.sleep import SleepSwitch
 

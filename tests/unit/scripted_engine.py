@@ -25,37 +25,40 @@ from stoker.errors import (
     QueueFullError,
     RequestTimeoutError,
 )
-from stoker.ipc.messages import (
-    Admitted,
+from stoker.ipc.commands import (
     Cancel,
-    Delta,
     Detokenize,
-    Event,
-    Failed,
-    Finished,
     GetStatus,
-    Goodbye,
-    Heartbeat,
-    Hello,
     LoadModel,
-    ModelState,
     Pause,
-    Paused,
-    Preparing,
-    PromptEcho,
-    Queued,
-    Reply,
     Resume,
-    Resumed,
     Shutdown,
     Submit,
     Suspend,
     Tokenize,
     UnloadModel,
 )
+from stoker.ipc.events import (
+    Admitted,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    ModelState,
+    Paused,
+    Preparing,
+    PromptEcho,
+    Queued,
+    Reply,
+    Resumed,
+)
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import EngineStatus
-from stoker.ipc.values import ModelInfo, Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 from stoker.settings import EngineSettings
 
 NUM_SLOTS = 8

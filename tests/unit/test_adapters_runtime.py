@@ -15,9 +15,9 @@ from scripted_engine import model_info
 
 from stoker import GenerateRequest, Runtime, Sampling
 from stoker.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
-from stoker.ipc.messages import Delta, Parked
+from stoker.ipc.events import Delta, Parked
+from stoker.ipc.model import AdapterSpec
 from stoker.ipc.request import Priority
-from stoker.ipc.values import AdapterSpec
 from stoker.tasks.fields import adapted
 
 FAKE = "fake:eog_period=0"

@@ -9,7 +9,7 @@ from scripted_engine import request
 from stoker.client.requests.admission import MAX_RETRY_S, Admission, num_waiting
 from stoker.client.requests.replay import LiveRequest, Replay
 from stoker.errors import QueueFullError
-from stoker.ipc.messages import Admitted, Delta, Parked, Paused, Queued
+from stoker.ipc.events import Admitted, Delta, Parked, Paused, Queued
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority
 
 PERSON = request()

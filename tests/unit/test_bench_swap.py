@@ -40,7 +40,7 @@ from bench.workloads.swap import Swap
 from bench_stand_in import StandIn, serving
 
 from stoker.errors import InsufficientMemoryError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.models.memory_estimate import fit as verdict
 from stoker.models.memory_estimate.estimate import estimator_of
 

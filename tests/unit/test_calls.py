@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.client.process.exit import Death
 from stoker.client.requests.calls import Calls, Question
-from stoker.ipc.messages import GetStatus, Tokenize
+from stoker.ipc.commands import GetStatus, Tokenize
 
 DEATH = Death("ended with signal 11", is_blamable=True)
 

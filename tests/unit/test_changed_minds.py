@@ -8,7 +8,7 @@ import pytest
 
 from stoker import Runtime
 from stoker.errors import NotReadyError
-from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import GenerateRequest, Sampling
 
 SLOW = "fake:eog_period=0,load_s=0.3"

@@ -20,10 +20,11 @@ from stoker.client.requests.stream import TextDelta, ToolCall
 from stoker.client.store.file import KeptFile, KeptFolder
 from stoker.client.store.requests import Keeper
 from stoker.errors import InvalidRequestError
+from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
-from stoker.ipc.messages import Submit
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.values import ModelInfo, Usage
+from stoker.ipc.usage import Usage
 from stoker.tasks.chat import PLAIN, chat_deltas, form_of, offer_of
 
 FAKE = "fake:eog_period=0"

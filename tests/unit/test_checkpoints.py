@@ -6,8 +6,9 @@ import pytest
 from test_single_flight import STEM, Machine
 
 from stoker.cache.keys import key_of
+from stoker.ipc.model import CacheMode
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import CacheMode, CacheSource
+from stoker.ipc.usage import CacheSource
 from stoker.kv.checkpoints import INTERVAL, MAX_SPREAD, Checkpoints
 
 

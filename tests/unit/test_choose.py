@@ -18,9 +18,10 @@ from stoker.engine.runners.slots import Resident
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepClock
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
-from stoker.ipc.messages import Delta, Failed, Finished, StateReady, Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Delta, Failed, Finished, StateReady
+from stoker.ipc.model import ModelInfo, ModelSpec
 from stoker.ipc.request import MAX_CANDIDATES, FinishReason, GenerateRequest, Priority, Sampling, StateOutput
-from stoker.ipc.values import ModelInfo, ModelSpec
 from stoker.machine.ledger import Ledger
 from stoker.runtime import Runtime
 from stoker.sampling.choose import Likelihoods, negative_log_likelihood

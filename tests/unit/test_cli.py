@@ -26,9 +26,9 @@ from stoker.cli.commands.reader import TerminalReader
 from stoker.cli.main import app
 from stoker.engine.threads.cores import BusyProcess, CoreUse
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
-from stoker.ipc.messages import Delta, Finished, ModelState, PrefillProgress
+from stoker.ipc.events import Delta, Finished, ModelState, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 from stoker.models.hub import hub
 from stoker.server import serve
 from stoker.settings import EngineSettings, ServerSettings

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from stoker.cli.commands import plan
 from stoker.cli.main import app
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.machine import profile
 from stoker.machine.profile import MemoryProfile
 from stoker.models.gguf.header import read_header

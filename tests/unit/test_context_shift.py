@@ -15,9 +15,10 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.errors import ContextLengthError
-from stoker.ipc.messages import Admitted, Delta, Failed, Finished, LoadModel, ModelState, Shutdown, Submit
+from stoker.ipc.commands import LoadModel, Shutdown, Submit
+from stoker.ipc.events import Admitted, Delta, Failed, Finished, ModelState
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec
 from stoker.kv.context_shift import NUM_KEPT, num_dropped, num_kept, replayed, shifted
 from stoker.settings import EngineSettings
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
-from stoker.ipc.values import Policy
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost

@@ -18,22 +18,20 @@ from stoker.errors import (
     QueueFullError,
     UnsupportedError,
 )
-from stoker.ipc.messages import (
+from stoker.ipc.commands import LoadModel, Shutdown, Submit
+from stoker.ipc.events import (
     Admitted,
     Delta,
     Failed,
     Finished,
-    LoadModel,
     ModelState,
     Paused,
     Queued,
     Resumed,
-    Shutdown,
     StateReady,
-    Submit,
 )
+from stoker.ipc.model import ModelSpec, Policy
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling, StateOutput
-from stoker.ipc.values import ModelSpec, Policy
 from stoker.kv.sequence import SequenceState
 from stoker.scheduler.throttle import Throttle
 from stoker.settings import EngineSettings

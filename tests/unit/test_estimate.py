@@ -12,7 +12,7 @@ import pytest
 from gguf_files import HEADS, SHARED_HEADS, WIDTH, TinyModel
 
 from stoker.errors import ModelFileError, UnsupportedError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import SPARE_SEQUENCES, estimator, estimator_of, num_sequences
 from stoker.models.memory_estimate.layers import read_layers

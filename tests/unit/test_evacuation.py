@@ -8,22 +8,10 @@ import pytest
 
 from memory_stand_in import GREEDY, Gate
 from stoker.engine.residency.residency import RETRY_S
-from stoker.ipc.messages import (
-    Cancel,
-    Delta,
-    Failed,
-    Finished,
-    Goodbye,
-    LoadModel,
-    Parked,
-    Pause,
-    PromptEcho,
-    Resume,
-    Submit,
-    Suspend,
-)
+from stoker.ipc.commands import Cancel, LoadModel, Pause, Resume, Submit, Suspend
+from stoker.ipc.events import Delta, Failed, Finished, Goodbye, Parked, PromptEcho
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
-from stoker.ipc.values import CacheSource
+from stoker.ipc.usage import CacheSource
 
 ORDER = "eog_period=0,weights_mib=100"
 STORY = "a long story " * 12

@@ -13,7 +13,7 @@ import pytest
 from stoker import GenerateRequest, Runtime
 from stoker.client.event_bus import MAX_WAITING, EventBus, RuntimeEvent
 from stoker.errors import ModelLoadError, NotReadyError
-from stoker.ipc.messages import (
+from stoker.ipc.events import (
     Admitted,
     Failed,
     Finished,
@@ -24,7 +24,7 @@ from stoker.ipc.messages import (
     Queued,
     RungTaken,
 )
-from stoker.ipc.values import CacheSource, Timings, Usage
+from stoker.ipc.usage import CacheSource, Timings, Usage
 
 
 @pytest.fixture

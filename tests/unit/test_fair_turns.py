@@ -14,9 +14,9 @@ from stoker.engine.runners.runners import Residents
 from stoker.engine.runners.turns import SHARE_OF_STEP, Contender, FairTurns
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepClock
-from stoker.ipc.messages import Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
-from stoker.ipc.values import ModelSpec
 from stoker.machine.ledger import Ledger
 from stoker.scheduler.cost import StepCost
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from stoker.backends.fake.backend import FakeBackend, FakeFaults, load
 from stoker.backends.fake.vocabulary import BOS, EOS, IM_END, IM_START, FakeVocabulary
-from stoker.backends.protocol.backend import BatchPlan, ModelClass, PlanItem, Rows
+from stoker.backends.protocol.backend import BatchPlan, PlanItem, Rows
 from stoker.errors import ModelFileError, PoolFullError, StepFailedError, UnsupportedError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelClass, ModelSpec
 
 
 def step(backend: FakeBackend, *parts: tuple[int, list[int]]) -> Rows:
@@ -81,7 +81,7 @@ def test_an_ordered_abort_kills_the_process() -> None:
     code = (
         "from stoker.backends.fake.backend import load\n"
         "from stoker.backends.protocol.backend import BatchPlan, PlanItem\n"
-        "from stoker.ipc.messages import ModelSpec\n"
+        "from stoker.ipc.model import ModelSpec\n"
         "backend = load(ModelSpec(id='m', path='fake:abort_tokens=7+9'))\n"
         "backend.step(BatchPlan((PlanItem(0, 0, [65], 1),)))\n"
         "print('alive', flush=True)\n"

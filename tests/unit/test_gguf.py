@@ -14,8 +14,8 @@ from gguf_files import CHAT_TEMPLATE, HEADS, TOKENS, WIDTH, write_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ModelFileError, UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES

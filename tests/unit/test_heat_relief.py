@@ -3,7 +3,8 @@
 import pytest
 
 from memory_stand_in import Clock
-from stoker.ipc.messages import Admitted, Failed, Finished, HeatMoved, Parked, Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Admitted, Failed, Finished, HeatMoved, Parked
 from stoker.ipc.request import GenerateRequest, Priority
 from stoker.machine.heat import Heat
 from stoker.machine.policy import CALM_S, Rung

@@ -30,24 +30,21 @@ from stoker.errors import (
     RequestNotFoundError,
     RequestTimeoutError,
 )
-from stoker.ipc.messages import (
+from stoker.ipc.commands import GetStatus, LoadModel, Submit, Tokenize
+from stoker.ipc.events import (
     Delta,
     Event,
     Failed,
     Finished,
-    GetStatus,
     Heartbeat,
-    LoadModel,
     ModelState,
     Paused,
     PromptEcho,
     Queued,
     Resumed,
-    Submit,
-    Tokenize,
 )
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority
-from stoker.ipc.values import ModelSpec
 from stoker.settings import EngineSettings
 
 MODEL = ModelSpec(id="m", path="good")

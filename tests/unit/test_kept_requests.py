@@ -18,18 +18,10 @@ from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder
 from stoker.client.store.last_models import LastModels
 from stoker.client.store.requests import ENDED_KEPT_S, MAX_ENDED, Keeper
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
-from stoker.ipc.messages import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    PromptEcho,
-    Queued,
-    RequestEvent,
-    Submit,
-)
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Delta, Event, Failed, Finished, PromptEcho, Queued, RequestEvent
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import Timings, TokenLogprob, Usage
+from stoker.ipc.usage import Timings, TokenLogprob, Usage
 
 FAKE = "fake:eog_period=0,step_delay_s=0.003"
 ASKED = GenerateRequest(prompt="hello", model="fake", max_tokens=40, n=2, sampling=Sampling(seed=5))

@@ -3,7 +3,8 @@
 import pytest
 
 from stoker.engine.inbox import Closed
-from stoker.ipc.messages import Cancel, Failed, Finished, Pause, Paused, Queued, Resume, Resumed, Shutdown
+from stoker.ipc.commands import Cancel, Pause, Resume, Shutdown
+from stoker.ipc.events import Failed, Finished, Paused, Queued, Resumed
 from stoker.ipc.request import FinishReason, Priority
 
 BIG = "eog_period=0,weights_mib=400"

@@ -9,29 +9,23 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.errors import PoolFullError
-from stoker.ipc.messages import (
+from stoker.ipc.commands import Cancel, Detokenize, GetStatus, LoadModel, Shutdown, Submit, Tokenize
+from stoker.ipc.events import (
     Admitted,
-    Cancel,
     Delta,
-    Detokenize,
     Failed,
     Finished,
-    GetStatus,
     Goodbye,
     Hello,
-    LoadModel,
     ModelState,
     PrefillProgress,
     PromptEcho,
     Queued,
     Reply,
-    Shutdown,
     StateReady,
-    Submit,
-    Tokenize,
 )
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Preempt, Priority, Sampling, StateOutput
-from stoker.ipc.values import ModelSpec
 from stoker.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0.0)

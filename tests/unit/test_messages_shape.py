@@ -14,9 +14,9 @@ from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
 from stoker.chat.tools.formats import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, QueueFullError, UnsupportedError
-from stoker.ipc.messages import Admitted, Delta, Finished, PrefillProgress
+from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 from stoker.server.anthropic.body import CountTokensRequest, MessagesRequest
 from stoker.server.anthropic.writer import PING, MessageChunks, MessageHead, WholeMessage
 from stoker.server.errors import is_messages_path, messages_error

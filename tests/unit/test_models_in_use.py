@@ -9,9 +9,10 @@ import pytest
 from memory_stand_in import MIB
 from stoker import Runtime
 from stoker.errors import ModelInUseError
-from stoker.ipc.messages import Failed, LoadModel, ModelState, Pause, Paused
+from stoker.ipc.commands import LoadModel, Pause
+from stoker.ipc.events import Failed, ModelState, Paused
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec
 from stoker.models.memory_estimate.fit import Budget, Estimate, Verdict, weigh
 
 CODE = ModelInUseError.code

@@ -6,7 +6,8 @@ import pytest
 
 from memory_stand_in import GREEDY
 from stoker.backends.fake.vision import NUM_TOKENS
-from stoker.ipc.messages import Cancel, Delta, Failed, Finished, Pause, Resume, Submit
+from stoker.ipc.commands import Cancel, Pause, Resume, Submit
+from stoker.ipc.events import Delta, Failed, Finished
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Picture, Priority, Sampling
 from stoker.scheduler.bursts import PLAIN_STEPS
 

@@ -7,8 +7,8 @@ from stoker import Runtime
 from stoker.backends.llama import load
 from stoker.client.models.catalogue import SpecChanges
 from stoker.errors import ContextLengthError
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import ModelSpec
 from stoker.models.memory_estimate.fit import Budget, Estimate, weigh
 from tiny_models import write_llama
 

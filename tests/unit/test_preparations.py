@@ -16,17 +16,8 @@ from stoker.engine.jobs.text_bounds import (
     QUICK_CHARS,
     SHIFTED_CONTEXTS,
 )
-from stoker.ipc.messages import (
-    Cancel,
-    Detokenize,
-    Failed,
-    Finished,
-    PrefillProgress,
-    Queued,
-    Reply,
-    Submit,
-    Tokenize,
-)
+from stoker.ipc.commands import Cancel, Detokenize, Submit, Tokenize
+from stoker.ipc.events import Failed, Finished, PrefillProgress, Queued, Reply
 from stoker.ipc.request import FinishReason, GenerateRequest, StateOutput
 
 N_CTX = 2048

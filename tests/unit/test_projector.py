@@ -9,7 +9,7 @@ import pytest
 
 from stoker.client.models.projector_specs import projector_by_model
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator_of
 from stoker.models.projector import Pairing, pairing_of, read_projector

@@ -1,7 +1,7 @@
 """What the engine does about a shortage of memory, rung by rung, and that it ends."""
 
 from memory_stand_in import MIB, Clock, Gate
-from stoker.ipc.messages import Delta, Failed, Finished, Parked, PressureMoved, RungTaken
+from stoker.ipc.events import Delta, Failed, Finished, Parked, PressureMoved, RungTaken
 from stoker.ipc.request import Priority
 from stoker.machine import allocator
 from stoker.machine.policy import LADDER, Rung

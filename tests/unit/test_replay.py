@@ -8,7 +8,8 @@ from scripted_engine import request
 from stoker.client.process.exit import Death
 from stoker.client.requests.replay import MAX_CHARGES, LiveRequest, Replay
 from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
-from stoker.ipc.messages import (
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import (
     Admitted,
     Delta,
     Failed,
@@ -21,10 +22,9 @@ from stoker.ipc.messages import (
     Queued,
     RequestEvent,
     Resumed,
-    Submit,
 )
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 
 CRASH = Death("crashed", is_blamable=True)
 KILL = Death("killed", is_blamable=False)

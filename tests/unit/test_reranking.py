@@ -19,9 +19,10 @@ from stoker.engine.runners.oneshot import EncoderResident
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepClock
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
-from stoker.ipc.messages import Failed, Finished, StateReady, Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Failed, Finished, StateReady
+from stoker.ipc.model import ModelSpec, Policy
 from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
-from stoker.ipc.values import ModelSpec, Policy
 from stoker.runtime import Runtime
 from stoker.tasks.rerank import Reranking, require_reranking
 from stoker.tasks.tensor_call import MAX_IN_FLIGHT

@@ -2,10 +2,10 @@
 
 import pytest
 
-from stoker.engine.residency.catalogue import MOVES, STORY_LENGTH, Catalogue, ModelLife, Served
+from stoker.engine.residency.catalogue import STORY_LENGTH, Catalogue, Served
 from stoker.engine.residency.swaps import FINISH_S, STAY_S, SWAP_AFTER_S, Swaps
 from stoker.errors import ModelNotFoundError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import MODEL_MOVES, ModelLife, ModelSpec
 
 
 def served(name="m", life=ModelLife.READY, **fields):
@@ -23,7 +23,7 @@ def test_only_the_moves_of_the_table_are_made(life):
     """SPEC L1: one transition table."""
     for other in ModelLife:
         model = served(life=life)
-        if other in MOVES[life]:
+        if other in MODEL_MOVES[life]:
             model.move(other, "why")
             assert (model.life, model.reason) == (other, "why")
         else:
@@ -34,10 +34,10 @@ def test_only_the_moves_of_the_table_are_made(life):
 
 def test_every_state_can_be_left_and_reached():
     """SPEC L1: no dead ends; in memory comes only what was loaded."""
-    assert set(MOVES) == set(ModelLife)
-    assert all(MOVES.values())
-    assert set().union(*MOVES.values()) == set(ModelLife)
-    assert {life for life, to in MOVES.items() if ModelLife.READY in to} == {
+    assert set(MODEL_MOVES) == set(ModelLife)
+    assert all(MODEL_MOVES.values())
+    assert set().union(*MODEL_MOVES.values()) == set(ModelLife)
+    assert {life for life, to in MODEL_MOVES.items() if ModelLife.READY in to} == {
         ModelLife.LOADING,
         ModelLife.UNLOADING,
     }

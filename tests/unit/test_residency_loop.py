@@ -5,20 +5,8 @@ import pytest
 
 from memory_stand_in import MIB, OWN_MIB
 from stoker.errors import ModelLoadError
-from stoker.ipc.messages import (
-    Cancel,
-    Failed,
-    Finished,
-    LoadModel,
-    ModelState,
-    Pause,
-    Paused,
-    PinModel,
-    Queued,
-    Resume,
-    Submit,
-    UnloadModel,
-)
+from stoker.ipc.commands import Cancel, LoadModel, Pause, PinModel, Resume, Submit, UnloadModel
+from stoker.ipc.events import Failed, Finished, ModelState, Paused, Queued
 from stoker.ipc.request import FinishReason, GenerateRequest
 
 BIG = "eog_period=0,weights_mib=400"

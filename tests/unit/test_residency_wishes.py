@@ -8,17 +8,8 @@ import pytest
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.runners.slots import Resident
 from stoker.errors import ModelLoadError
-from stoker.ipc.messages import (
-    Cancel,
-    Detokenize,
-    ModelState,
-    Pause,
-    Reply,
-    Resume,
-    Resumed,
-    Tokenize,
-    UnloadModel,
-)
+from stoker.ipc.commands import Cancel, Detokenize, Pause, Resume, Tokenize, UnloadModel
+from stoker.ipc.events import ModelState, Reply, Resumed
 from stoker.ipc.request import StateOutput
 
 BIG = "eog_period=0,weights_mib=400"

@@ -13,9 +13,9 @@ from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
 from stoker.chat.tools.formats import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stoker.ipc.messages import Admitted, Delta, Finished, PrefillProgress
+from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 from stoker.server.openai.chat_body import ChatRequest
 from stoker.server.openai.responses_body import MAX_ECHO_CHARS, ResponsesRequest
 from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead, WholeResponse

@@ -15,8 +15,8 @@ from stoker.errors import (
     ModelNotFoundError,
     StokerError,
 )
-from stoker.ipc.messages import ModelState
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.events import ModelState
+from stoker.ipc.model import ModelSpec
 
 CRASH = Death("SIGSEGV", is_blamable=True, said="ASSERT(n > 0) failed")
 

@@ -21,7 +21,7 @@ from stoker.errors import (
     RequestNotFoundError,
     StokerError,
 )
-from stoker.ipc.messages import Delta, Finished, ModelState, Paused, Resumed
+from stoker.ipc.events import Delta, Finished, ModelState, Paused, Resumed
 
 FAKE = "fake:eog_period=0"
 

@@ -4,8 +4,8 @@ import pytest
 
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.errors import QueueFullError
+from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason, Priority
-from stoker.ipc.values import Policy
 from stoker.kv.limits import SchedulerLimits
 from stoker.kv.ops import Drop, Fork, Trim
 from stoker.kv.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState

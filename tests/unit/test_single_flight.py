@@ -11,8 +11,9 @@ from stoker.cache.disk.tier import Read, Write
 from stoker.cache.keys import key_of
 from stoker.cache.prefix_cache import CacheLimits
 from stoker.errors import InvalidRequestError
+from stoker.ipc.model import CacheMode
 from stoker.ipc.request import FinishReason, Priority
-from stoker.ipc.values import CacheMode, CacheSource
+from stoker.ipc.usage import CacheSource
 from stoker.kv import prefix_source as stock
 from stoker.kv.ops import Schedule
 from stoker.kv.sequence import ParkForm, SequenceKey, SequenceState

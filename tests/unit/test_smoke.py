@@ -16,7 +16,7 @@ from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.opening import try_in_child
 from stoker.backends.llama.smoke import smoke
 from stoker.errors import LoadCrashedError, ModelFileError, ModelLoadError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.models.gguf.header import read_header
 from stoker.native_crash import MAX_CHARS, native_text
 from tiny_models import write_llama

@@ -11,10 +11,11 @@ from stoker.engine.runners.slots import Resident
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepClock
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
+from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
-from stoker.ipc.messages import Delta, Failed, Finished, Submit
+from stoker.ipc.events import Delta, Failed, Finished
+from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec, Speculation
 from stoker.kv.sequence import ParkForm, Sequence, SequenceKey
 from stoker.machine.ledger import Ledger
 from stoker.speculation.draft_length import Odds, Wager

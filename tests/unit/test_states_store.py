@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from stoker.errors import InvalidRequestError, MachineSetupError, StateNotFoundError
 from stoker.ipc.request import Priority
-from stoker.ipc.values import Tensor
+from stoker.ipc.usage import Tensor
 from stoker.models.states import file as state_file
 from stoker.models.states.file import MAX_HEADER_BYTES, check_state, dump_state, parse_state, read_header
 from stoker.models.states.store import StateStore

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import pytest
 from gguf_files import write_tiny
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ModelFileError, ModelNotFoundError, UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.models import store as store_module
 from stoker.models.store import DEFAULT_ID, ModelStore, embedded_default
 

@@ -24,19 +24,11 @@ from stoker.cache.prefix_cache import MAX_ENTRIES
 from stoker.engine.inbox import DiskFound, Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.engine.prefixes.store import PrefixStore
-from stoker.ipc.messages import (
-    Delta,
-    Finished,
-    LoadModel,
-    ModelState,
-    PrefillProgress,
-    Shutdown,
-    Submit,
-    UnloadModel,
-)
+from stoker.ipc.commands import LoadModel, Shutdown, Submit, UnloadModel
+from stoker.ipc.events import Delta, Finished, ModelState, PrefillProgress
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import Priority
 from stoker.ipc.status import CacheStatus
-from stoker.ipc.values import ModelSpec
 
 FAKE = "fake:eog_period=0"
 RECURRENT = f"{FAKE},recurrent=1"

@@ -8,7 +8,7 @@ import pytest
 
 from stoker.client.requests.stream import MAX_WAITING, RequestStream
 from stoker.errors import QueueFullError
-from stoker.ipc.messages import (
+from stoker.ipc.events import (
     Admitted,
     Delta,
     Event,
@@ -21,7 +21,7 @@ from stoker.ipc.messages import (
     Resumed,
 )
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import CacheSource, Timings, TokenLogprob, Usage
+from stoker.ipc.usage import CacheSource, Timings, TokenLogprob, Usage
 
 FINISHED = Finished(request_id="r", usage=Usage(completion_tokens=3), timings=Timings())
 

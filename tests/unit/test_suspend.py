@@ -21,8 +21,9 @@ from stoker.errors import (
     NotReadyError,
     RequestTimeoutError,
 )
-from stoker.ipc.messages import Finished, GetStatus, Paused, Resumed, Tokenize
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.commands import GetStatus, Tokenize
+from stoker.ipc.events import Finished, Paused, Resumed
+from stoker.ipc.model import ModelSpec
 from stoker.settings import EngineSettings
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from stoker.ipc.messages import Cancel, Failed, Finished, PinModel, UnloadModel
+from stoker.ipc.commands import Cancel, PinModel, UnloadModel
+from stoker.ipc.events import Failed, Finished
 from stoker.ipc.request import Priority, Sampling
 
 BIG = "eog_period=0,weights_mib=400"

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from stoker.errors import InsufficientMemoryError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 from stoker.models.memory_estimate.fit import Budget, Estimate, Verdict, smaller_forms, smallest, weigh
 
 MIB = 2**20

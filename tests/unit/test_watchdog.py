@@ -12,7 +12,7 @@ from stoker.client.process.lifecycle import EngineState, Lifecycle
 from stoker.client.process.transport import EngineExit
 from stoker.client.process.watchdog import Backoff, Watchdog
 from stoker.engine.threads.timer import UNMEASURED_STEP_S, StepClock
-from stoker.ipc.messages import Heartbeat
+from stoker.ipc.events import Heartbeat
 
 FINE = Heartbeat(step_s=0.0, step_limit_s=5.0)
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from stoker.errors import QueueFullError, error_from_info
 from stoker.ipc import codec as wire
 from stoker.ipc.codec import WireError, command_decoder, encode_command, encode_events, event_decoder
-from stoker.ipc.messages import Cancel, Command, Delta, Event, Failed, Hello, LoadModel, Reply, Submit
+from stoker.ipc.commands import Cancel, Command, LoadModel, Submit
+from stoker.ipc.events import Delta, Event, Failed, Hello, Reply
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
-from stoker.ipc.values import ModelSpec, TokenLogprob
+from stoker.ipc.usage import TokenLogprob
 
 EVENTS: list[Event] = [
     Hello(7),

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from stoker.ipc.messages import ModelState, PrefillProgress
+    from stoker.ipc.events import ModelState, PrefillProgress
 
 LONG_PROMPT_TOKENS = 64  # a shorter one is read before a bar can be
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stoker.cli.activity import Activity
-from stoker.ipc.messages import Delta, Finished, PrefillProgress
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.events import Delta, Finished, PrefillProgress
+from stoker.ipc.usage import Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

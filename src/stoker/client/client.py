@@ -24,11 +24,11 @@ from stoker.client.store.requests import Keeper
 from stoker.client.supervisor import EngineHost
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
-from stoker.engine.residency.catalogue import ModelLife
 from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutError
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.ipc.constraint import NativeGrammar
+from stoker.ipc.model import ModelLife
 from stoker.ipc.status import EngineHealth
 from stoker.tasks.embed import require_generation
 from stoker.tasks.fields import adapted, sealed
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from stoker.client.worker.jobs import RenderChat
     from stoker.ipc.constraint import Constraint
-    from stoker.ipc.messages import ModelState
+    from stoker.ipc.events import ModelState
     from stoker.ipc.request import GenerateRequest
     from stoker.ipc.status import ModelStatus
     from stoker.settings import EngineSettings

@@ -15,21 +15,17 @@ from stoker.client.process.exit import Death
 from stoker.client.requests.calls import Calls, Question
 from stoker.client.requests.table import Requests
 from stoker.ipc.codec import WireError
-from stoker.ipc.messages import (
-    Command,
+from stoker.ipc.commands import Command, LoadModel, PinModel, Submit, UnloadModel
+from stoker.ipc.events import (
     Event,
     Goodbye,
     Heartbeat,
     HeatMoved,
     Hello,
-    LoadModel,
     ModelState,
-    PinModel,
     PressureMoved,
     Reply,
     RungTaken,
-    Submit,
-    UnloadModel,
 )
 
 if TYPE_CHECKING:

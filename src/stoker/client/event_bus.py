@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.ipc.messages import (
+from stoker.ipc.events import (
     Failed,
     Finished,
     HeatMoved,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.errors import NotReadyError
-from stoker.ipc.messages import GetStatus
+from stoker.ipc.commands import GetStatus
 from stoker.ipc.status import EngineStatus, RuntimeStatus
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from stoker.client.requests.calls import Question
 from stoker.client.requests.table import EventSink, Requests
 from stoker.client.watcher import Keeper, Nobody, Watcher
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
-from stoker.ipc.messages import GetStatus, Shutdown, Submit
+from stoker.ipc.commands import GetStatus, Shutdown, Submit
+from stoker.ipc.model import ModelSpec
 from stoker.ipc.status import EngineHealth
-from stoker.ipc.values import ModelSpec
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from stoker.ipc.messages import MachineEvent, ModelState, RequestEvent, Submit
+    from stoker.ipc.commands import Submit
+    from stoker.ipc.events import MachineEvent, ModelState, RequestEvent
 
 
 class Watcher(Protocol):

@@ -19,7 +19,8 @@ from stoker.cache.snapshot import Snapshot
 from stoker.engine.jobs.job import LiveRequest
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.errors import StokerError
-from stoker.ipc.messages import Command, Reply
+from stoker.ipc.commands import Command
+from stoker.ipc.events import Reply
 from stoker.machine.gauge import Sample
 from stoker.models.memory_estimate.fit import Estimator
 

@@ -36,21 +36,15 @@ from stoker.engine.runners.runners import AnyResident, Residents
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepClock
 from stoker.errors import NotReadyError, StokerError
-from stoker.ipc.messages import (
+from stoker.ipc.commands import (
     Cancel,
     CountTokens,
     Detokenize,
-    Event,
-    Failed,
     GetStatus,
-    Goodbye,
-    Heartbeat,
-    Hello,
     KnowModel,
     LoadModel,
     Pause,
     PinModel,
-    Reply,
     Resume,
     Shutdown,
     Submit,
@@ -59,6 +53,7 @@ from stoker.ipc.messages import (
     Tokenize,
     UnloadModel,
 )
+from stoker.ipc.events import Event, Failed, Goodbye, Heartbeat, Hello, Reply
 from stoker.ipc.status import EngineStatus
 from stoker.kv.sequence import SequenceState
 from stoker.machine import allocator

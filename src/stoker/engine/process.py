@@ -24,7 +24,7 @@ from stoker.native_crash import prepare_to_crash
 
 if TYPE_CHECKING:
     from stoker.engine.inbox import Inbox
-    from stoker.ipc.messages import Event, Heartbeat
+    from stoker.ipc.events import Event, Heartbeat
     from stoker.settings import EngineSettings
 
 HEARTBEAT_S = READ_EVERY_S

@@ -13,8 +13,8 @@ from typing import Any
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.images.image import Image, images_of
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import IMAGE_MARKER
-from stoker.ipc.values import ModelInfo
 
 READY, NEEDS_PROJECTOR, BROKEN = "ready", "needs_projector", "broken"
 _LINKED = frozenset({"image_url", "input_image"})

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import msgspec
 
 from stoker.errors import EngineError
-from stoker.ipc.messages import Command, Event
+from stoker.ipc.commands import Command
+from stoker.ipc.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
 from stoker.cache.index import MIN_TOKENS
-from stoker.ipc.values import CacheSource
+from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import CellPool
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, Trim
 from stoker.kv.prefix_source import Stock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stoker.ipc.values import CacheMode, Policy
+from stoker.ipc.model import CacheMode, Policy
 from stoker.scheduler.budget import StepPolicy
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stoker.cache.entry import Entry, EntryState
 from stoker.cache.index import MIN_TOKENS
 from stoker.cache.keys import key_of
-from stoker.ipc.values import CacheSource
+from stoker.ipc.usage import CacheSource
 from stoker.kv.checkpoints import Checkpoints
 from stoker.kv.prefix_statistics import Tally
 from stoker.kv.sequence import ParkForm

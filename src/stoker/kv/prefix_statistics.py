@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.ipc.values import CacheSource
+from stoker.ipc.usage import CacheSource
 
 if TYPE_CHECKING:
     from stoker.kv.sequence import Sequence

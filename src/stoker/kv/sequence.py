@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from stoker.backends.protocol.backend import PLAIN, Conditioning
 from stoker.ipc.request import FinishReason, Priority
-from stoker.ipc.values import CacheSource
+from stoker.ipc.usage import CacheSource
 from stoker.kv.images import next_border, unseen
 
 if TYPE_CHECKING:
     from stoker.cache.entry import Entry
-    from stoker.ipc.values import Tensor
+    from stoker.ipc.usage import Tensor
     from stoker.kv.checkpoints import Checkpoints
     from stoker.kv.images import PictureSpan
     from stoker.kv.prefix_wait import Following

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ModelFileError, UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.models.gguf.header import read_tables
 from stoker.models.gguf.tensor_types import NOT_WEIGHTS
 from stoker.models.memory_estimate.layers import read_layers

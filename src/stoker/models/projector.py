@@ -11,9 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ModelFileError, StokerError, UnsupportedError
-from stoker.ipc.values import ProjectorSpec
+from stoker.ipc.model import ModelClass, ProjectorSpec
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_tables
 

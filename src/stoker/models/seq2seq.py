@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import UnsupportedError
+from stoker.ipc.model import ModelClass
 
 if TYPE_CHECKING:
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.models.gguf.header import GgufHeader
 
 STEP_TOKENS = 8

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import ErrorInfo, ModelNotFoundError, StokerError
+from stoker.ipc.model import ModelClass
 from stoker.models import shards
 from stoker.models.gguf.header import read_header
 

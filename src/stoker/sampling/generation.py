@@ -13,7 +13,7 @@ import msgspec
 from stoker.backends.protocol.backend import Rows, Vocabulary
 from stoker.grammar.matcher import ConstraintState
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.values import TokenLogprob
+from stoker.ipc.usage import TokenLogprob
 from stoker.sampling.detokenize import TextAssembler
 from stoker.sampling.dry import DryPenalty
 from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, LogitEdit

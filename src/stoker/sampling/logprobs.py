@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from stoker.backends.protocol.backend import Rows, Vocabulary
-from stoker.ipc.values import TokenLogprob
+from stoker.ipc.usage import TokenLogprob
 from stoker.sampling.ranking import largest
 
 

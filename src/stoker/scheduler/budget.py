@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.ipc.values import Policy
+from stoker.ipc.model import Policy
 from stoker.scheduler.bursts import Bursts
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from stoker.errors import StokerError
-from stoker.ipc.messages import Delta, Finished
+from stoker.ipc.events import Delta, Finished
 from stoker.server.status_metrics import StatusCollector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stoker.ipc.messages import Event
+    from stoker.ipc.events import Event
     from stoker.ipc.status import ModelStatus
     from stoker.runtime import RuntimeStatus
 

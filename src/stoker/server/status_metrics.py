@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stoker.ipc.values import CacheSource
+from stoker.ipc.usage import CacheSource
 from stoker.server.native.status_body import models_now
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass, PlanItem
-from stoker.ipc.values import Speculation
+from stoker.backends.protocol.backend import PlanItem
+from stoker.ipc.model import ModelClass, Speculation
 from stoker.kv.sequence import SequenceState
 from stoker.scheduler.plan import Planned, StepPlan
 from stoker.speculation.draft_length import Odds, Wager

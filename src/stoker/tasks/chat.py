@@ -36,9 +36,9 @@ from stoker.client.worker.jobs import RenderChat
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.images.turns import Given, Illustrated, illustrated
 from stoker.ipc.constraint import Constraint, ConstraintKind
-from stoker.ipc.messages import Delta
+from stoker.ipc.events import Delta
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import ModelInfo
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
-from stoker.ipc.values import ModelInfo, Usage
+from stoker.ipc.usage import Usage
 from stoker.tasks.embed import ENCODER, ENCODER_DECODER, floats_of
 from stoker.tasks.fields import request_of
 from stoker.tasks.tensor_call import Engine, tensors_of

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from stoker.errors import InvalidRequestError
+from stoker.ipc.model import AdapterSpec, ModelInfo
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.ipc.values import AdapterSpec, ModelInfo
 
 
 def request_of(prompt: str | Sequence[int] | GenerateRequest, fields: dict[str, Any]) -> GenerateRequest:

@@ -23,8 +23,8 @@ from stoker.errors import InvalidRequestError, ReadingError
 from stoker.images.image import ImageReport, images_of
 from stoker.images.intake import Intake
 from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.values import ModelInfo
 from stoker.tasks.chat import ChatPlan, chat_deltas
 from stoker.tasks.fields import request_of
 

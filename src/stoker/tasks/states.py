@@ -16,9 +16,10 @@ import msgspec
 
 from stoker.client.requests.stream import StreamEvent
 from stoker.errors import EngineError, InvalidRequestError, StateNotFoundError, UnsupportedError
-from stoker.ipc.messages import Finished, StateReady
+from stoker.ipc.events import Finished, StateReady
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
-from stoker.ipc.values import ModelInfo, Tensor, Usage
+from stoker.ipc.usage import Tensor, Usage
 from stoker.models.states.file import MAX_STATE_BYTES, check_state, dump_state
 from stoker.models.states.store import SavedState, StateStore, check_name
 from stoker.tasks.fields import request_of

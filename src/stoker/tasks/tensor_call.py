@@ -15,9 +15,10 @@ import msgspec
 
 from stoker.client.requests.stream import StreamEvent
 from stoker.errors import EngineError, QueueFullError, RequestTimeoutError
-from stoker.ipc.messages import Finished, StateReady
+from stoker.ipc.events import Finished, StateReady
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest
-from stoker.ipc.values import ModelInfo, Tensor, Usage
+from stoker.ipc.usage import Tensor, Usage
 
 MAX_IN_FLIGHT = 64
 """Texts of one call that are under way at once."""

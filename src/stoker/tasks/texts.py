@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stoker.ipc.messages import CountTokens, Detokenize, TextQuestion, Tokenize
+from stoker.ipc.commands import CountTokens, Detokenize, TextQuestion, Tokenize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,14 +34,7 @@ from stoker.backends.fake.history import (
 from stoker.backends.fake.scoring import FakeScoring
 from stoker.backends.fake.vision import FakeVision, seen_tokens
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
-from stoker.backends.protocol.backend import (
-    PLAIN,
-    BatchPlan,
-    Capabilities,
-    Conditioning,
-    ModelClass,
-    PlanItem,
-)
+from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Conditioning, PlanItem
 from stoker.backends.protocol.lengths import Lengths
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import (
@@ -51,6 +44,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
+from stoker.ipc.model import ModelClass
 from stoker.models.memory_estimate.fit import Estimate
 
 if TYPE_CHECKING:
@@ -58,7 +52,8 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Buffer, Drafter, Placed, Rows
     from stoker.backends.protocol.vision import Vision
-    from stoker.ipc.values import AdapterSpec, ModelSpec, Tensor
+    from stoker.ipc.model import AdapterSpec, ModelSpec
+    from stoker.ipc.usage import Tensor
     from stoker.models.memory_estimate.fit import Estimator
 
 _MAGIC = b"STKF"

@@ -16,16 +16,17 @@ import numpy as np
 from stoker.backends.fake.backend import FakeFaults
 from stoker.backends.fake.history import FakeHistory, hidden_of
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
-from stoker.backends.protocol.backend import Capabilities, ModelClass
+from stoker.backends.protocol.backend import Capabilities
 from stoker.backends.protocol.encoding import check_texts
 from stoker.errors import ModelFileError, ModelLoadError, StepFailedError
+from stoker.ipc.model import ModelClass
 from stoker.models.memory_estimate.fit import Estimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.backends.protocol.backend import Rows
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.models.memory_estimate.fit import Estimator
 
 N_EMBD = 8

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stoker.ipc.values import Tensor
+from stoker.ipc.usage import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

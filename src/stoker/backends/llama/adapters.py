@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.llama.model import LlamaModel
     from stoker.backends.llama.passes import AdapterSet
-    from stoker.ipc.values import AdapterSpec
+    from stoker.ipc.model import AdapterSpec
     from stoker.models.gguf.header import GgufHeader
 
 

@@ -23,16 +23,10 @@ from stoker.backends.llama.recurrent import RecurrentStates
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision.vision import BLIND, Eyes, open_eyes
-from stoker.backends.protocol.backend import (
-    PLAIN,
-    BatchPlan,
-    Capabilities,
-    Conditioning,
-    ModelClass,
-    PlanItem,
-)
+from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Conditioning, PlanItem
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import num_sequences
@@ -43,7 +37,8 @@ if TYPE_CHECKING:
     from stoker.backends.llama.text.vocabulary import LlamaVocabulary
     from stoker.backends.llama.vision.vision import Vision
     from stoker.backends.protocol.backend import Buffer, Rows
-    from stoker.ipc.values import ModelSpec, Tensor
+    from stoker.ipc.model import ModelSpec
+    from stoker.ipc.usage import Tensor
     from stoker.models.gguf.header import GgufHeader
 
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)

@@ -14,7 +14,7 @@ import numpy as np
 
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import ModelLoadError
-from stoker.ipc.values import Tensor
+from stoker.ipc.usage import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,32 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
 from stoker.backends.protocol.scoring import Scoring, ScoringLane
+from stoker.ipc.model import ModelClass
 
 if TYPE_CHECKING:  # the front imports this module and computes nothing
     import numpy as np
     import numpy.typing as npt
 
     from stoker.backends.protocol.vision import Vision
-    from stoker.ipc.values import Tensor
+    from stoker.ipc.usage import Tensor
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Rows: TypeAlias = "npt.NDArray[np.float32]"
-
-
-class ModelClass(StrEnum):
-    """Class of a model by its GGUF metadata (SPEC K1)."""
-
-    DECODER = "decoder"
-    ENCODER = "encoder"
-    ENCODER_DECODER = "encoder-decoder"
-    RECURRENT = "recurrent"
-    HYBRID = "hybrid"
 
 
 class PlanItem(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from rich.table import Table
 from stoker.cli.options import AsJson, Config, engine_settings
 
 if TYPE_CHECKING:
-    from stoker.ipc.values import ModelSpec, ProjectorSpec
+    from stoker.ipc.model import ModelSpec, ProjectorSpec
     from stoker.models.memory_estimate.fit import Budget, Estimate
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
@@ -127,7 +127,7 @@ def _why_too_large(least: Estimate, budget: Budget) -> str:
 
 
 def _spec(settings: EngineSettings, model: str | None, mmproj: Path | None) -> ModelSpec:
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.models.seq2seq import slots_of
     from stoker.models.store import ModelStore
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.errors import InvalidRequestError, StokerError
+from stoker.ipc.model import AdapterSpec
 from stoker.ipc.request import MAX_ADAPTER_SCALE
-from stoker.ipc.values import AdapterSpec
 from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
 from stoker.models.store import FAKE_PREFIX
 

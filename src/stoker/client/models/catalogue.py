@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.client.models.specs import Served, served
-from stoker.engine.residency.catalogue import ModelLife
 from stoker.errors import ModelNotFoundError, OperatorOnlyError
-from stoker.ipc.messages import ModelState
+from stoker.ipc.events import ModelState
+from stoker.ipc.model import ModelClass, ModelLife, Reach
 from stoker.ipc.status import ModelStatus
-from stoker.ipc.values import Reach
 from stoker.models.hub.downloads import Downloads
 from stoker.models.hub.reference import is_reference
 from stoker.models.seq2seq import check_one_slot
@@ -26,7 +24,7 @@ from stoker.models.store import ModelStore, is_fake
 if TYPE_CHECKING:
     from stoker.client.supervisor import EngineHost
     from stoker.client.watcher import Watcher
-    from stoker.ipc.values import ModelInfo, ModelSpec
+    from stoker.ipc.model import ModelInfo, ModelSpec
     from stoker.machine.tiers import TierDefaults
     from stoker.settings import EngineSettings
 

@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stoker.engine.residency.catalogue import ModelLife
 from stoker.errors import ModelInUseError, ModelNotFoundError, NotReadyError, error_from_info
-from stoker.ipc.messages import LoadModel, PinModel, UnloadModel
+from stoker.ipc.commands import LoadModel, PinModel, UnloadModel
+from stoker.ipc.model import ModelLife
 
 if TYPE_CHECKING:
     from stoker.client.models.registry import Roster
     from stoker.errors import StokerError
-    from stoker.ipc.messages import ModelState
-    from stoker.ipc.values import ModelInfo, ModelSpec
+    from stoker.ipc.events import ModelState
+    from stoker.ipc.model import ModelInfo, ModelSpec
 
 Tell = Callable[[LoadModel | UnloadModel | PinModel], bool]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from stoker.ipc.values import ProjectorSpec
+    from stoker.ipc.model import ProjectorSpec
     from stoker.models.store import ModelFile
 
 

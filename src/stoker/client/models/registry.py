@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.engine.residency.catalogue import FRONT_MOVES, STORY_LENGTH, ModelLife, is_move
+from stoker.engine.residency.catalogue import STORY_LENGTH
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelNotFoundError, error_from_info
-from stoker.ipc.messages import KnowModel, LoadModel
+from stoker.ipc.commands import KnowModel, LoadModel
+from stoker.ipc.model import CLIENT_MODEL_MOVES, ModelInfo, ModelLife, is_move
 from stoker.ipc.status import ModelStatus
-from stoker.ipc.values import ModelInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from stoker.client.process.exit import Death
-    from stoker.ipc.messages import ModelState
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.events import ModelState
+    from stoker.ipc.model import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -394,14 +394,14 @@ class Roster:
 
     def _follow(self, entry: Entry, to: ModelLife) -> None:
         """Take over the state that the engine reports; a move that is not in the table is logged as a bug."""
-        if not is_move(entry.state, to, FRONT_MOVES):
+        if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
             told = "; ".join(entry.story)
             log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, told)
         self._set(entry, to)
 
     def _move(self, entry: Entry, to: ModelLife) -> None:
         """Raises AssertionError where the table has no such move: a bug of ours, told with the story."""
-        if not is_move(entry.state, to, FRONT_MOVES):
+        if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
             told = "; ".join(entry.story)
             raise AssertionError(f"{entry.spec.id} is {entry.state} and cannot become {to}; story: {told}")
         self._set(entry, to)

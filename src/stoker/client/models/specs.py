@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
-from stoker.backends.protocol.backend import ModelClass
 from stoker.client.models.adapter_specs import adapters_by_model
 from stoker.client.models.projector_specs import projector_by_model
 from stoker.client.models.registry import bare_info
 from stoker.errors import InvalidRequestError
-from stoker.ipc.values import AdapterSpec, CacheMode, ModelInfo, ModelSpec, Policy, ProjectorSpec, Speculation
+from stoker.ipc.model import (
+    AdapterSpec,
+    CacheMode,
+    ModelClass,
+    ModelInfo,
+    ModelSpec,
+    Policy,
+    ProjectorSpec,
+    Speculation,
+)
 from stoker.machine.profile import read_profile
 from stoker.machine.tiers import DEFAULTS, TierDefaults, tier_of
 from stoker.models.projector import Pairing, pairing_of

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING
 from stoker.client.process.exit import Death, OomCounter, judge
 from stoker.client.process.watchdog import Watchdog
 from stoker.errors import MachineSetupError
-from stoker.ipc.messages import Delta, Suspend
+from stoker.ipc.commands import Suspend
+from stoker.ipc.events import Delta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.client.models.registry import Roster
     from stoker.client.process.transport import Carrier
-    from stoker.ipc.messages import Command, Event, Heartbeat, RequestEvent
+    from stoker.ipc.commands import Command
+    from stoker.ipc.events import Event, Heartbeat, RequestEvent
 
 log = logging.getLogger(__name__)
 

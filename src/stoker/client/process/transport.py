@@ -28,7 +28,8 @@ from stoker.ipc.codec import encode_command, event_decoder
 
 if TYPE_CHECKING:
     from stoker.engine.inbox import Inbox
-    from stoker.ipc.messages import Command, Event
+    from stoker.ipc.commands import Command
+    from stoker.ipc.events import Event
     from stoker.settings import EngineSettings
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stoker.ipc.messages import Heartbeat
+    from stoker.ipc.events import Heartbeat
 
 FRONT_STALL_S = 1.0
 """A check this late means that the front itself stood still, and says nothing about the engine."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.errors import EngineCrashedError, NotReadyError, error_from_info
-from stoker.ipc.messages import GetStatus, Reply, TextQuestion
+from stoker.ipc.commands import GetStatus, TextQuestion
+from stoker.ipc.events import Reply
 
 if TYPE_CHECKING:
     from stoker.client.process.exit import Death

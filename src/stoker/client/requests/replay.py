@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
-from stoker.ipc.messages import (
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import (
     Admitted,
     Delta,
     Failed,
@@ -38,10 +39,9 @@ from stoker.ipc.messages import (
     Queued,
     RequestEvent,
     Resumed,
-    Submit,
 )
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

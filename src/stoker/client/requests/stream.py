@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.errors import error_from_info
-from stoker.ipc.messages import (
+from stoker.ipc.events import (
     Admitted,
     Delta,
     Failed,
@@ -32,12 +32,12 @@ from stoker.ipc.messages import (
     StateReady,
 )
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import Timings, TokenLogprob, Usage
+from stoker.ipc.usage import Timings, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-    from stoker.ipc.messages import Event
+    from stoker.ipc.events import Event
     from stoker.ipc.request import GenerateRequest
 
 MAX_WAITING = 256

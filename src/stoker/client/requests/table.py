@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from stoker.client.requests.admission import Admission, num_waiting
 from stoker.client.requests.replay import LiveRequest, Replay
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
-from stoker.ipc.messages import Cancel, Delta, Failed, Finished, Pause, RequestEvent, Resume
+from stoker.ipc.commands import Cancel, Pause, Resume
+from stoker.ipc.events import Delta, Failed, Finished, RequestEvent
 
 if TYPE_CHECKING:
     from stoker.client.models.registry import Roster
     from stoker.client.process.exit import Death
     from stoker.errors import ErrorInfo, StokerError
-    from stoker.ipc.messages import Submit
+    from stoker.ipc.commands import Submit
     from stoker.ipc.request import GenerateRequest
 
 EventSink = Callable[[RequestEvent], None]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.ipc.messages import Delta, Failed, Finished, PromptEcho, RequestEvent, StateReady
+from stoker.ipc.events import Delta, Failed, Finished, PromptEcho, RequestEvent, StateReady
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from stoker.ipc.request import FinishReason
-    from stoker.ipc.values import TokenLogprob
+    from stoker.ipc.usage import TokenLogprob
 
 Shown = PromptEcho | StateReady | Delta | Finished | Failed
 """What stays true after it was shown; places in a line and pauses do not."""

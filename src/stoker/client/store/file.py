@@ -24,7 +24,7 @@ import msgspec
 
 from stoker.client.requests.transcript import Shown
 from stoker.errors import StokerError
-from stoker.ipc.messages import Submit
+from stoker.ipc.commands import Submit
 from stoker.private import make_folder
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from stoker.client.requests.transcript import Transcript
 from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder
 from stoker.client.store.kept import KeptRequest
 from stoker.errors import InvalidRequestError, KeptRequestDamagedError, RequestNotFoundError
-from stoker.ipc.messages import Failed, Finished, RequestEvent
+from stoker.ipc.events import Failed, Finished, RequestEvent
 from stoker.ipc.request import GenerateRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stoker.ipc.messages import Submit
+    from stoker.ipc.commands import Submit
 
 log = logging.getLogger(__name__)
 

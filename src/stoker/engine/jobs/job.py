@@ -10,9 +10,10 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from stoker.engine.jobs.candidates import ToScore
-from stoker.ipc.messages import Admitted, Delta, Finished, PrefillProgress, PromptEcho, Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress, PromptEcho
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.values import CacheSource, Timings, TokenLogprob, Usage
+from stoker.ipc.usage import CacheSource, Timings, TokenLogprob, Usage
 from stoker.kv.sequence import Sequence, SequenceState
 from stoker.sampling.generation import Drawn, Generation
 

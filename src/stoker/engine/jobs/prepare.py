@@ -26,9 +26,10 @@ from stoker.engine.jobs.text_bounds import QUICK_CHARS, TextBound, most_tokens
 from stoker.engine.jobs.texts import text_tokens
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.grammar.compiler import GrammarCompiler
-from stoker.ipc.messages import Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.model import CacheMode
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Preempt, Priority, StateOutput
-from stoker.ipc.values import CacheMode, Tensor
+from stoker.ipc.usage import Tensor
 from stoker.kv.context_shift import note_dropped, replayed
 from stoker.kv.images import PictureSpan
 from stoker.kv.sequence import Sequence, SequenceKey

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.ipc.messages import Event, Failed
+from stoker.ipc.events import Event, Failed
 from stoker.ipc.request import FinishReason
 from stoker.kv.sequence import SequenceState
 

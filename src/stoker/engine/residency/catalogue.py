@@ -9,55 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from stoker.errors import ModelNotFoundError
+from stoker.ipc.model import MODEL_MOVES, ModelLife, is_move
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stoker.errors import ErrorInfo
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
 
 STORY_LENGTH = 16
-
-
-class ModelLife(StrEnum):
-    """Where a served model is (SPEC L1)."""
-
-    ABSENT = "absent"
-    DOWNLOADING = "downloading"
-    LOADING = "loading"
-    READY = "ready"
-    SUSPENDED = "suspended"
-    UNLOADING = "unloading"
-    FAILED = "failed"
-
-
-_L = ModelLife
-MOVES = {
-    _L.ABSENT: frozenset({_L.DOWNLOADING, _L.LOADING, _L.FAILED}),
-    _L.DOWNLOADING: frozenset({_L.LOADING, _L.ABSENT, _L.FAILED}),
-    _L.LOADING: frozenset({_L.READY, _L.ABSENT, _L.SUSPENDED, _L.FAILED}),
-    _L.READY: frozenset({_L.SUSPENDED, _L.UNLOADING, _L.FAILED}),
-    _L.SUSPENDED: frozenset({_L.LOADING, _L.ABSENT, _L.FAILED}),
-    _L.UNLOADING: frozenset({_L.ABSENT, _L.READY, _L.FAILED}),
-    _L.FAILED: frozenset({_L.DOWNLOADING, _L.LOADING, _L.ABSENT}),
-}
-"""Every move there is; `unloading` goes back to `ready` where it is needed again before it has ended."""
-FRONT_MOVES = MOVES | {
-    _L.ABSENT: MOVES[_L.ABSENT] | {_L.SUSPENDED},
-    _L.READY: MOVES[_L.READY] | {_L.ABSENT},
-    _L.UNLOADING: MOVES[_L.UNLOADING] | {_L.SUSPENDED},
-}
-"""The same, with what only the front sees: an engine ends and its models with it, or leaves before it had
-loaded what the next one is to load; and where it unloads a model at once it says so in one word."""
-
-
-def is_move(before: ModelLife, after: ModelLife, table: Mapping[ModelLife, frozenset[ModelLife]]) -> bool:
-    """Whether the table has that move; to stay is none."""
-    return after is before or after in table[before]
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +81,7 @@ class Served:
         Raises:
             AssertionError: the table has no such move: a bug of ours, told with the story so far.
         """
-        if life is self.life or not is_move(self.life, life, MOVES):
+        if life is self.life or not is_move(self.life, life, MODEL_MOVES):
             told = "; ".join(self.story)
             raise AssertionError(f"{self!r} cannot become {life} ({why}); story: {told}")
         self.life, self.reason = life, why

@@ -10,7 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from stoker.engine.inbox import LoadStop
     from stoker.engine.residency.catalogue import Served
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.models.memory_estimate.fit import Estimator, Offer
 
 

@@ -13,22 +13,11 @@ import msgspec
 
 from stoker.engine.jobs.prepare import arrival_of
 from stoker.errors import InsufficientMemoryError, RequestTimeoutError, TooHotError
-from stoker.ipc.messages import (
-    Cancel,
-    Delta,
-    Failed,
-    Finished,
-    Pause,
-    Paused,
-    Preparing,
-    Queued,
-    Resume,
-    Resumed,
-    Submit,
-)
+from stoker.ipc.commands import Cancel, Pause, Resume, Submit
+from stoker.ipc.events import Delta, Failed, Finished, Paused, Preparing, Queued, Resumed
 from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.status import WaitStatus
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 from stoker.kv.sequence import ParkForm
 
 if TYPE_CHECKING:
@@ -38,7 +27,8 @@ if TYPE_CHECKING:
     from stoker.engine.residency.workers import Workers
     from stoker.engine.runners.runners import AnyResident
     from stoker.errors import StokerError
-    from stoker.ipc.messages import Event, TextQuestion
+    from stoker.ipc.commands import TextQuestion
+    from stoker.ipc.events import Event
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.residency.loading import Load
     from stoker.engine.runners.runners import AnyResident
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.machine.gauge import Sample
     from stoker.machine.ledger import Ledger
     from stoker.models.memory_estimate.fit import Offer

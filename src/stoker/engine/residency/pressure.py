@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from stoker.errors import TooHotError
-from stoker.ipc.messages import HeatMoved, PressureMoved, RungTaken
+from stoker.ipc.events import HeatMoved, PressureMoved, RungTaken
 from stoker.ipc.status import MemoryStatus
 from stoker.machine import allocator
 from stoker.machine.heat import Heat, HeatReading
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stoker.engine.prefixes.store import PrefixStore
     from stoker.engine.residency.residency import Residency
     from stoker.engine.runners.runners import Residents
-    from stoker.ipc.messages import Event
+    from stoker.ipc.events import Event
     from stoker.machine.gauge import Sample
 
 log = logging.getLogger(__name__)

@@ -12,13 +12,15 @@ import math
 from typing import TYPE_CHECKING
 
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
-from stoker.engine.residency.catalogue import Catalogue, ModelLife, Served
+from stoker.engine.residency.catalogue import Catalogue, Served
 from stoker.engine.residency.loading import Load
 from stoker.engine.residency.placement import Placement, Room
 from stoker.engine.residency.swaps import Swaps
 from stoker.engine.runners import status as report
 from stoker.errors import ModelInUseError, StokerError
-from stoker.ipc.messages import KnowModel, LoadModel, ModelState, PinModel, Reply, UnloadModel
+from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel
+from stoker.ipc.events import ModelState, Reply
+from stoker.ipc.model import ModelLife
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,9 +31,9 @@ if TYPE_CHECKING:
     from stoker.engine.residency.pending import Lobby
     from stoker.engine.residency.workers import Workers
     from stoker.engine.runners.runners import AnyResident, Residents
-    from stoker.ipc.messages import Event
+    from stoker.ipc.events import Event
+    from stoker.ipc.model import ModelSpec
     from stoker.ipc.status import ModelStatus
-    from stoker.ipc.values import ModelSpec
 
 log = logging.getLogger(__name__)
 

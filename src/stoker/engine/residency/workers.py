@@ -20,7 +20,7 @@ from stoker.backends.llama import load as load_llama
 from stoker.backends.llama.oneshot.encoder import load as load_encoder
 from stoker.backends.llama.opening import try_in_child
 from stoker.backends.llama.seq2seq.seq2seq import load as load_seq2seq
-from stoker.backends.protocol.backend import Backend, ModelClass
+from stoker.backends.protocol.backend import Backend
 from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import (
     Inbox,
@@ -38,8 +38,9 @@ from stoker.engine.jobs.prepare import PrepContext, check_tokens, is_quick, prep
 from stoker.engine.jobs.text_bounds import QUICK_CHARS, check_question
 from stoker.engine.residency.headers import Headers
 from stoker.errors import EngineError, NotReadyError, StokerError
-from stoker.ipc.messages import CountTokens, Detokenize, Reply, Submit, TextQuestion, Tokenize
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.commands import CountTokens, Detokenize, Submit, TextQuestion, Tokenize
+from stoker.ipc.events import Reply
+from stoker.ipc.model import ModelClass, ModelSpec
 from stoker.models.memory_estimate.draft import with_draft
 from stoker.models.memory_estimate.estimate import estimator
 

@@ -17,9 +17,10 @@ import numpy as np
 from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
 from stoker.engine.runners.queue import TextLine
 from stoker.errors import RequestTimeoutError, StepFailedError, StokerError
-from stoker.ipc.messages import Event, Failed, Paused, Queued, Resumed, StateReady, Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Event, Failed, Paused, Queued, Resumed, StateReady
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import Tensor
+from stoker.ipc.usage import Tensor
 from stoker.kv.sequence import Sequence, SequenceState
 from stoker.sampling.choose import Likelihoods
 from stoker.scheduler.cost import StepCost

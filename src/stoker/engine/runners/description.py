@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
-from stoker.ipc.values import ModelInfo
+from stoker.ipc.model import ModelClass, ModelInfo
 from stoker.kv.limits import SchedulerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stoker.backends.protocol.backend import Backend
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
 
 PROMPT_ROWS_BYTES = 128 * 2**20
 """What the logits of one prompt slice may take, when prompt logprobs are asked."""

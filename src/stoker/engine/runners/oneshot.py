@@ -25,10 +25,11 @@ from stoker.errors import (
     StokerError,
     UnsupportedError,
 )
-from stoker.ipc.messages import Event, Failed, Paused, Queued, Resumed, StateReady
+from stoker.ipc.events import Event, Failed, Paused, Queued, Resumed, StateReady
+from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason, StateOutput
 from stoker.ipc.status import SlotStatus, WaitStatus
-from stoker.ipc.values import Policy, Tensor
+from stoker.ipc.usage import Tensor
 from stoker.kv.sequence import SequenceState
 from stoker.sampling.workspace import Workspace
 from stoker.scheduler.cost import StepCost
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.job import LiveRequest
     from stoker.engine.residency.loading import Load
     from stoker.engine.threads.pace import Pace
-    from stoker.ipc.messages import Submit
+    from stoker.ipc.commands import Submit
+    from stoker.ipc.model import ModelInfo, ModelSpec
     from stoker.ipc.request import Priority
-    from stoker.ipc.values import ModelInfo, ModelSpec
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.throttle import Throttle
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.errors import StokerError
-from stoker.ipc.messages import StateReady
+from stoker.ipc.events import StateReady
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import TokenLogprob
+from stoker.ipc.usage import TokenLogprob
 from stoker.sampling.logprobs import token_logprob
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.engine.runners.oneshot import EncoderResident
 from stoker.engine.runners.slots import Resident
 from stoker.engine.runners.turns import Contender, FairTurns
+from stoker.ipc.model import ModelClass
 from stoker.scheduler.aging import ONE_STEP_IN
 from stoker.scheduler.throttle import Throttle
 

@@ -30,10 +30,11 @@ from stoker.errors import (
 )
 from stoker.grammar.compiler import GrammarCompiler
 from stoker.grammar.tokenizer import GrammarTokenizer
-from stoker.ipc.messages import Event, Parked, Paused, Queued, Resumed, Submit
+from stoker.ipc.commands import Submit
+from stoker.ipc.events import Event, Parked, Paused, Queued, Resumed
+from stoker.ipc.model import ModelInfo, ModelSpec
 from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.status import SlotStatus, WaitStatus
-from stoker.ipc.values import ModelInfo, ModelSpec
 from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.sampling.workspace import Workspace

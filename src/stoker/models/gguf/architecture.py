@@ -5,8 +5,8 @@ Lists what the bundled llama.cpp can run as a language model; anything else is r
 
 from __future__ import annotations
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import UnsupportedError
+from stoker.ipc.model import ModelClass
 
 _DECODERS = frozenset(
     """

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
+from stoker.ipc.model import ModelClass
 from stoker.models.gguf import recurrent_checks
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.hyperparameters import MAX_WIDTH, Hyperparameters

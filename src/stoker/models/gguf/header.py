@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
+from stoker.ipc.model import ModelClass
 from stoker.models import shards
 from stoker.models.gguf import checks as gguf_checks
 from stoker.models.gguf import vocabulary_checks

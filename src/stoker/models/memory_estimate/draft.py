@@ -9,7 +9,7 @@ import msgspec
 from stoker.models.memory_estimate.fit import Estimate
 
 if TYPE_CHECKING:
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.models.memory_estimate.fit import Estimator
 
 DRAFT_BATCH = 64

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
 from stoker.errors import UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
@@ -25,7 +25,7 @@ from stoker.models.memory_estimate.widths import Widths, read_widths
 from stoker.models.seq2seq import num_cells
 
 if TYPE_CHECKING:
-    from stoker.ipc.values import AdapterSpec, ModelSpec
+    from stoker.ipc.model import AdapterSpec, ModelSpec
     from stoker.models.gguf.header import GgufHeader, TensorInfo
 
 MAX_SEQUENCES = 255  # llama_max_parallel_sequences(), less the one that others are moved through

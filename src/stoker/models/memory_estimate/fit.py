@@ -14,7 +14,7 @@ from itertools import product
 import msgspec
 
 from stoker.errors import InsufficientMemoryError
-from stoker.ipc.values import ModelSpec
+from stoker.ipc.model import ModelSpec
 
 SMALLEST_N_CTX = 2048
 _SLOTS = (4, 2, 1)

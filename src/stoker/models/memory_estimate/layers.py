@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.backend import ModelClass
+from stoker.ipc.model import ModelClass
 from stoker.models.gguf.bounded_file import GgufArray
 
 if TYPE_CHECKING:

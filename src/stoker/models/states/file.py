@@ -16,7 +16,7 @@ import msgspec
 import safetensors
 
 from stoker.errors import InvalidRequestError
-from stoker.ipc.values import Tensor
+from stoker.ipc.usage import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ from stoker.server.native.states import json_later
 from stoker.tasks.choose import Choosing, require_choosing
 
 if TYPE_CHECKING:
-    from stoker.ipc.values import ModelInfo
+    from stoker.ipc.model import ModelInfo
     from stoker.server.context import ServerContext
 
 

@@ -5,7 +5,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.ipc.values import ModelInfo, Reach
+from stoker.ipc.model import ModelInfo, Reach
 from stoker.server.context import ServerContext
 from stoker.server.fields import keep_alive_seconds
 from stoker.server.inbound.body import described, read_body

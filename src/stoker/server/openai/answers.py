@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from stoker.images import ImageReport
-from stoker.ipc.values import CacheSource, Timings, Usage
+from stoker.ipc.usage import CacheSource, Timings, Usage
 from stoker.server.openai.logprobs import ChatLogprobs, TextLogprobs
 
 FINGERPRINT = f"stoker-{version('stoker')}"

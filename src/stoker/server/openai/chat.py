@@ -11,8 +11,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest
-from stoker.ipc.values import ModelInfo
 from stoker.server.fields import tier_of
 from stoker.server.headers import (
     IGNORED_HEADER,

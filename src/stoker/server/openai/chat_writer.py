@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from stoker.chat.answer import WholeAnswer
 from stoker.chat.answer_events import CallArguments, CallBegan, Content, Reasoning
-from stoker.ipc.messages import Delta, Finished, PrefillProgress
+from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason
 from stoker.server.openai.answers import (
     Call,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stoker.chat.answer import AnswerForm
     from stoker.chat.answer_events import AnswerEvent
     from stoker.client.requests.stream import StreamEvent
-    from stoker.ipc.values import TokenLogprob
+    from stoker.ipc.usage import TokenLogprob
 
 _CHUNK = "chat.completion.chunk"
 _WHOLE = "chat.completion"

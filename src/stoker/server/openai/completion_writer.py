@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from stoker.ipc.messages import Delta, Finished, PrefillProgress, PromptEcho
+from stoker.ipc.events import Delta, Finished, PrefillProgress, PromptEcho
 from stoker.server.openai.answers import TextChoice
 from stoker.server.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from stoker.server.streaming.head import Head, Totals, closing, progress, whole
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stoker.client.requests.stream import StreamEvent
-    from stoker.ipc.values import TokenLogprob
+    from stoker.ipc.usage import TokenLogprob
 
 _OBJECT = "text_completion"
 

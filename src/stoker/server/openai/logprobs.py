@@ -15,7 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from stoker.ipc.values import TokenLogprob
+    from stoker.ipc.usage import TokenLogprob
 
 LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 

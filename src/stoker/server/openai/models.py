@@ -6,7 +6,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from stoker.ipc.values import ModelInfo
+from stoker.ipc.model import ModelInfo
 from stoker.server.context import ServerContext
 
 

@@ -22,9 +22,9 @@ from stoker.chat.answer_events import (
     Content,
     Reasoning,
 )
-from stoker.ipc.messages import Delta, Finished, PrefillProgress
+from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason
-from stoker.ipc.values import Usage
+from stoker.ipc.usage import Usage
 from stoker.server.streaming.typed_events import progress_fields, typed_frames
 from stoker.tasks.chat import ChoiceReaders
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 from starlette.responses import Response
 
 from stoker.client.requests.stream import Notice
-from stoker.ipc.messages import Admitted, Finished, Queued
-from stoker.ipc.values import Usage
+from stoker.ipc.events import Admitted, Finished, Queued
+from stoker.ipc.usage import Usage
 from stoker.server.inbound.disconnect import while_connected
 from stoker.server.streaming.generation import total_usage
 from stoker.server.streaming.sse import GRACE_S, LOADING_GRACE_S, Ending, EventStream, comment
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from stoker.client.requests.stream import StreamEvent
-    from stoker.ipc.values import CacheSource
+    from stoker.ipc.usage import CacheSource
     from stoker.server.inbound.origin_rules import Origins
 
 POSITION_HEADER = "X-Stoker-Queue-Position"

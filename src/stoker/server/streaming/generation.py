@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.errors import OperatorOnlyError
-from stoker.ipc.values import Usage
+from stoker.ipc.usage import Usage
 from stoker.server.context import LiveRequest
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET, UnsetType
 
-from stoker.ipc.values import Timings, Usage
+from stoker.ipc.usage import Timings, Usage
 from stoker.server.openai.answers import (
     Answer,
     ChatChoice,
@@ -27,7 +27,7 @@ from stoker.server.streaming.sse import frame
 
 if TYPE_CHECKING:
     from stoker.images import ImageReport
-    from stoker.ipc.messages import Finished, PrefillProgress
+    from stoker.ipc.events import Finished, PrefillProgress
 
     _Choices = list[ChatChunkChoice] | list[TextChoice]
 

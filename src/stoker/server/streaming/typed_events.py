@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from stoker.ipc.messages import PrefillProgress
+from stoker.ipc.events import PrefillProgress
 
 _encode = msgspec.json.Encoder().encode
 

@@ -25,9 +25,10 @@ from stoker.backends.llama.binding import capture_log, error_text, label, llama
 from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.protocol.backend import BatchPlan, Capabilities, ModelClass, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, Capabilities, PlanItem
 from stoker.backends.protocol.encoding import check_texts
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from stoker.backends.llama.binding import LogLine
     from stoker.backends.llama.text.vocabulary import LlamaVocabulary
     from stoker.backends.protocol.backend import Rows
-    from stoker.ipc.values import ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.models.gguf.header import GgufHeader
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
-from stoker.ipc.values import Tensor
+from stoker.ipc.usage import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,8 +22,9 @@ from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.seq2seq.source import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.protocol.backend import BatchPlan, Conditioning, ModelClass, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import ModelLoadError, StokerError, UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.models.gguf.header import read_header
 from stoker.models.seq2seq import STEP_TOKENS, check_one_slot, num_cells
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.backends.protocol.backend import Rows
-    from stoker.ipc.values import ModelSpec, Tensor
+    from stoker.ipc.model import ModelSpec
+    from stoker.ipc.usage import Tensor
     from stoker.models.gguf.header import GgufHeader
 
 _NO_TOKEN = -1

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from stoker.backends.llama.model import LlamaModel
     from stoker.backends.protocol.backend import Rows
     from stoker.backends.protocol.vision import Layout
+    from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Picture
-    from stoker.ipc.values import ModelSpec
     from stoker.models.gguf.header import GgufHeader
 
 log = logging.getLogger(__name__)

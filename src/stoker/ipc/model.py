@@ -1,10 +1,58 @@
-"""Values that messages carry and rooms share: what a model is asked to be and is, counts, times, tensors."""
+"""A model as client and engine speak of it: what is asked for, what it is, where it is in its life."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
+
+
+class ModelClass(StrEnum):
+    """Class of a model by its GGUF metadata (SPEC K1)."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_DECODER = "encoder-decoder"
+    RECURRENT = "recurrent"
+    HYBRID = "hybrid"
+
+
+class ModelLife(StrEnum):
+    """Where a served model is (SPEC L1)."""
+
+    ABSENT = "absent"
+    DOWNLOADING = "downloading"
+    LOADING = "loading"
+    READY = "ready"
+    SUSPENDED = "suspended"
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+_L = ModelLife
+MODEL_MOVES = {
+    _L.ABSENT: frozenset({_L.DOWNLOADING, _L.LOADING, _L.FAILED}),
+    _L.DOWNLOADING: frozenset({_L.LOADING, _L.ABSENT, _L.FAILED}),
+    _L.LOADING: frozenset({_L.READY, _L.ABSENT, _L.SUSPENDED, _L.FAILED}),
+    _L.READY: frozenset({_L.SUSPENDED, _L.UNLOADING, _L.FAILED}),
+    _L.SUSPENDED: frozenset({_L.LOADING, _L.ABSENT, _L.FAILED}),
+    _L.UNLOADING: frozenset({_L.ABSENT, _L.READY, _L.FAILED}),
+    _L.FAILED: frozenset({_L.DOWNLOADING, _L.LOADING, _L.ABSENT}),
+}
+"""Every move there is; `unloading` goes back to `ready` where it is needed again before it has ended."""
+CLIENT_MODEL_MOVES = MODEL_MOVES | {
+    _L.ABSENT: MODEL_MOVES[_L.ABSENT] | {_L.SUSPENDED},
+    _L.READY: MODEL_MOVES[_L.READY] | {_L.ABSENT},
+    _L.UNLOADING: MODEL_MOVES[_L.UNLOADING] | {_L.SUSPENDED},
+}
+"""The same, with what only the client sees: an engine ends and its models with it, or leaves before it had
+loaded what the next one is to load; and where it unloads a model at once it says so in one word."""
+
+
+def is_move(before: ModelLife, after: ModelLife, table: Mapping[ModelLife, frozenset[ModelLife]]) -> bool:
+    """Whether the table has that move; to stay is none."""
+    return after is before or after in table[before]
 
 
 class Policy(StrEnum):
@@ -63,18 +111,6 @@ class Speculation(StrEnum):
     def uses_model(self) -> bool:
         """Whether a draft model is asked, if there is one."""
         return self in {Speculation.DRAFT, Speculation.AUTO}
-
-
-class CacheSource(StrEnum):
-    """Where a request's cached tokens came from (SPEC C13).
-
-    Cells of an ended request, a snapshot in host memory or on disk, or cells of a request that still ran.
-    """
-
-    LIVE = "live"
-    RAM = "ram"
-    DISK = "disk"
-    SHARED = "shared"
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,52 +267,3 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     def takes_conversations(self) -> bool:
         """Whether turns can be laid out for it; an encoder-decoder cannot read the usual layout."""
         return self.chat_template is not None or self.model_class != "encoder-decoder"
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token with its natural-log probability under the raw logits.
-
-    `top` holds (token id, bytes, logprob) best first, as many as were asked for.
-    A first prompt token has logprob None.
-    """
-
-    token_id: int
-    token_bytes: bytes
-    logprob: float | None
-    top: list[tuple[int, bytes, float]]
-
-
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request, over all its choices.
-
-    Attributes:
-        cached_tokens: prompt tokens that were not computed for this request.
-        cache_source: where they came from; None: there were none.
-        dropped_tokens: what a context shift dropped (SPEC C12).
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    cache_source: CacheSource | None = None
-    dropped_tokens: int = 0
-
-
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a request spent (SPEC O2), as the engine saw it, and how often others took its place.
-
-    `decode_s` is from the first token to the end, time spent parked included.
-    """
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    num_preemptions: int = 0
-
-
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """A named array of little-endian float32, row-major."""
-
-    name: str
-    shape: tuple[int, ...]
-    data: bytes

@@ -1,0 +1,168 @@
+"""What the client tells the engine. A frame on the wire is one msgpack list of these.
+
+How a frame travels is the transport's (`stoker.client.process.transport`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stoker.ipc.model import ModelSpec
+from stoker.ipc.request import GenerateRequest
+
+
+class KnowModel(msgspec.Struct, frozen=True, tag=True):
+    """Serve `spec` from now on; it is loaded as soon as a request needs it.
+
+    Attributes:
+        is_suspect: its last load ended an engine: the next one is tried in a child process first.
+    """
+
+    spec: ModelSpec
+    is_suspect: bool = False
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
+    """Serve `spec` and load it now; answered by `ModelState` events, last `ready`, `failed` or `absent`.
+
+    The same file with the same settings is not loaded again (SPEC R5); another takes the place of the one of
+    that id once it is in (SPEC L5).
+
+    Attributes:
+        may_evict: idle models may go for it; else it stays absent where it does not fit beside them.
+        is_suspect: as in `KnowModel`.
+    """
+
+    spec: ModelSpec
+    may_evict: bool = True
+    is_suspect: bool = False
+
+
+class UnloadModel(msgspec.Struct, frozen=True, tag=True):
+    """Free a model as soon as nothing runs on it, or stop loading it (SPEC R3).
+
+    Answered by `ModelState` with `unloading` and `absent`. The model stays served: requests that come
+    meanwhile have it loaded again. An unknown id is ignored.
+    """
+
+    model: str
+
+
+class PinModel(msgspec.Struct, frozen=True, tag=True):
+    """Never unload a model to make room, or no longer so (SPEC R3)."""
+
+    model: str
+    is_pinned: bool
+
+
+class Suspend(msgspec.Struct, frozen=True, tag=True):
+    """Stop at the next step, save what was computed for up to `save_s`, free everything, exit (SPEC L2).
+
+    No request gets a terminal event: the front keeps them for the next engine. The last event is `Goodbye`.
+    """
+
+    save_s: float
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run a request. After a restart `generated` and `mirostat_mu` carry what was delivered of each choice.
+
+    Attributes:
+        generated: token ids delivered, one list a choice; empty for a new request.
+        is_finished: for each choice, whether it has already ended (such a choice is not run again).
+        mirostat_mu: sampler state after the last delivered token, one a choice.
+        age_s: seconds since the caller submitted it (deadlines count from there).
+        num_context: as in `Admitted`, of one that was admitted before; 0: it was not.
+        is_paused: it enters paused and waits for `Resume`.
+    """
+
+    request_id: str
+    request: GenerateRequest
+    generated: list[list[int]] = []
+    is_finished: list[bool] = []
+    mirostat_mu: list[float | None] = []
+    age_s: float = 0.0
+    is_paused: bool = False
+    num_context: int = 0
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Take a request out of its slot or the line until `Resume`; an unknown id is ignored (SPEC Q17).
+
+    Answered by `Paused` for a request that was not paused before.
+    """
+
+    request_id: str
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """Let a paused request back in the line, before newcomers of its class; answered by `Resumed`."""
+
+    request_id: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request; a finished or unknown id is ignored. The terminal event carries `cancelled`."""
+
+    request_id: str
+
+
+class Tokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for the token ids of a text; answered by `Reply` with `{"tokens": [...], "pieces": [bytes]}`."""
+
+    call_id: int
+    model: str
+    text: str
+    add_special: bool = True
+    parse_special: bool = True
+
+
+class Detokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Ask for the text of token ids; answered by `Reply` with `{"text": str}`."""
+
+    call_id: int
+    model: str
+    tokens: list[int]
+
+
+class CountTokens(msgspec.Struct, frozen=True, tag=True):
+    """Ask how many tokens a request's prompt has; answered by `Reply` with `{"num_tokens": int}`.
+
+    Pictures count with the places they take. Nothing is computed.
+    """
+
+    call_id: int
+    model: str
+    request: GenerateRequest
+
+
+TextQuestion = Tokenize | Detokenize | CountTokens
+"""What the vocabulary of one model answers."""
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for an `EngineStatus`; answered by `Reply` with `{"status": ...}`."""
+
+    call_id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop intake, drain for `drain_s`, cancel what is left, free everything, exit (SPEC L4)."""
+
+    drain_s: float = 0.0
+
+
+Command = (
+    KnowModel
+    | LoadModel
+    | UnloadModel
+    | PinModel
+    | Submit
+    | Cancel
+    | Pause
+    | Resume
+    | TextQuestion
+    | GetStatus
+    | Suspend
+    | Shutdown
+)

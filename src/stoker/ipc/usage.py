@@ -1,0 +1,68 @@
+"""What a request took and gave back in numbers: tokens, seconds, probabilities, tensors."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class CacheSource(StrEnum):
+    """Where a request's cached tokens came from (SPEC C13).
+
+    Cells of an ended request, a snapshot in host memory or on disk, or cells of a request that still ran.
+    """
+
+    LIVE = "live"
+    RAM = "ram"
+    DISK = "disk"
+    SHARED = "shared"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token with its natural-log probability under the raw logits.
+
+    `top` holds (token id, bytes, logprob) best first, as many as were asked for.
+    A first prompt token has logprob None.
+    """
+
+    token_id: int
+    token_bytes: bytes
+    logprob: float | None
+    top: list[tuple[int, bytes, float]]
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request, over all its choices.
+
+    Attributes:
+        cached_tokens: prompt tokens that were not computed for this request.
+        cache_source: where they came from; None: there were none.
+        dropped_tokens: what a context shift dropped (SPEC C12).
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    cache_source: CacheSource | None = None
+    dropped_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds a request spent (SPEC O2), as the engine saw it, and how often others took its place.
+
+    `decode_s` is from the first token to the end, time spent parked included.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A named array of little-endian float32, row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    data: bytes
