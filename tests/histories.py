@@ -68,7 +68,7 @@ def make_options(random, cell_bytes):
     }
 
 
-class Shelf:
+class ModelLookup:
     """A disk that answers when it likes, and now and then has lost what it held."""
 
     def __init__(self, cache, random):
@@ -136,7 +136,7 @@ class Machine(stepping.Machine):
         limits = CacheLimits(ram_bytes=options.pop("ram_bytes"), disk_bytes=options.pop("disk_bytes"))
         settings = {"num_slots": 3, "max_queue": 1000, "target_step_s": 0.012}
         super().__init__(backend, limits, **settings | options)
-        self.shelf = Shelf(self.cache, random)
+        self.shelf = ModelLookup(self.cache, random)
         self.paused_at = {}
 
     @property

@@ -9,7 +9,7 @@ from unittest import mock
 from stoker.backends.fake.backend import load as load_fake
 from stoker.engine.inbox import Inbox, Measured
 from stoker.engine.loop import EngineLoop
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.ipc.commands import GetStatus, KnowModel, LoadModel, Submit
 from stoker.ipc.events import (
     Admitted,
@@ -45,7 +45,7 @@ class Clock:
     def __init__(self, monkeypatch, *, is_still=False):
         self.ahead_s = 0.0
         self._still_s = time.monotonic() if is_still else None
-        monkeypatch.setattr(StepClock, "now", staticmethod(self.now))
+        monkeypatch.setattr(StepTimer, "now", staticmethod(self.now))
         monkeypatch.setattr(
             "stoker.engine.residency.pending.arrival_of", lambda submit: self.now() - submit.age_s
         )
@@ -232,7 +232,7 @@ class Machine:
         free = max(0, limit - footprint - self.others_mib * MIB)
         told = free if self.part is None else int(limit * (1 - self.part))
         return Sample(
-            at_s=StepClock.now(),
+            at_s=StepTimer.now(),
             footprint_bytes=footprint,
             limit_bytes=max(limit, footprint * 2) if self.part is not None and self.loop else limit,
             available_bytes=free,
@@ -295,7 +295,7 @@ class Machine:
     def climb(self, clock, to, level=Pressure.CRITICAL):
         """Samples of a machine that is that short of memory, a second apart, until that rung is taken."""
         for _ in range(20):
-            if self.loop._relief._ladder.is_taken(to):
+            if self.loop._pressure_handler._ladder.is_taken(to):
                 return
             clock.pass_(1)
             self.feel(level)
@@ -306,7 +306,7 @@ class Machine:
         for _ in range(400):
             clock.pass_(1)
             self.feel(Pressure.NORMAL)
-            if not self.loop._relief._ladder.taken:
+            if not self.loop._pressure_handler._ladder.taken:
                 return
         raise AssertionError(f"no end: {self.rungs()}")
 
@@ -332,7 +332,7 @@ class Machine:
             self._await_post(wait_s)
             is_called = not self.inbox._items.empty()
             self.turn()
-            is_idle = wait_s == 0 and not is_called and not self.loop._residents.has_work
+            is_idle = wait_s == 0 and not is_called and not self.loop._runners.has_work
             num_idle = num_idle + 1 if is_idle and len(self.events) == num_events else 0
             assert num_idle < MOST_IDLE_TURNS, f"the loop spins: {self.loop!r} {self.residency!r}"
         raise AssertionError(f"not reached; last: {self.events[-8:]}")
@@ -343,7 +343,7 @@ class Machine:
             time.sleep(0.0005)
         is_due = wait_s is not None and wait_s <= PATIENCE_S
         assert is_due or not self.inbox._items.empty(), (
-            f"the loop sleeps and nothing comes: {self.loop!r} {self.residency!r} {self.loop._lobby!r}"
+            f"the loop sleeps and nothing comes: {self.loop!r} {self.residency!r} {self.loop._pending!r}"
         )
 
     def run(self, *names):
@@ -366,7 +366,7 @@ class Machine:
         self.loop._workers.close()
         self.loop._store.close()
         self.residency.free_departed()
-        self.loop._residents.close(self.loop._workers.preparations.uses)
+        self.loop._runners.close(self.loop._workers.preparations.uses)
         self.loop._pace.close()
 
     # ------------------------------------------------------------ what was told
@@ -392,9 +392,9 @@ class Machine:
         """What was told of a model that became ready, the last time."""
         return [e.info for e in self.of(ModelState) if e.model == model and e.info][-1]
 
-    def resident(self, model):
+    def runner(self, model):
         """The model in memory, or None."""
-        return self.loop._residents.find(model)
+        return self.loop._runners.find(model)
 
     def rungs(self):
         """The moves of the ladder: the rung's name, with a minus where it was undone."""

@@ -90,7 +90,7 @@ class Machine:
 
     def carry_out(self, turn):
         """What the resident does with it."""
-        carry_out(turn.effects, self.backend, self.scheduler.room)
+        carry_out(turn.effects, self.backend, self.scheduler.allocator)
 
     def tend_disk(self):
         """There is none."""

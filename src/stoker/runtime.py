@@ -16,7 +16,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
-from stoker.client.client import Front
+from stoker.client.client import Client
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.models.catalogue import SpecChanges
 from stoker.client.process.suspend import GRACES_S
@@ -35,7 +35,7 @@ from stoker.tasks import texts
 from stoker.tasks.chat import ChatPlan, chat_deltas, drafted_chat, offer_of
 from stoker.tasks.choose import Choices, Choosing
 from stoker.tasks.embed import Embeddings, Text, TextEmbeddings
-from stoker.tasks.read_images import MAX_TOKENS, ImageLike, Question, Reader, Reading, Schema
+from stoker.tasks.read_images import MAX_TOKENS, ImageLike, ImageReader, Question, Reading, Schema
 from stoker.tasks.rerank import Ranking, Reranking
 from stoker.tasks.states import GivenState, States
 
@@ -72,13 +72,13 @@ class Runtime:
         if model is not None:
             settings = settings.replace(models=(str(model), *settings.models))
         self._settings = settings
-        self._front = Front(settings, lambda state: self.on_load(state))  # noqa: PLW0108 - it may be set later
+        self._client = Client(settings, lambda state: self.on_load(state))  # noqa: PLW0108 - it may be set later
         self.takes_up = True
         self.states = States(settings.states_dir, self)
         self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
 
     def __repr__(self) -> str:
-        return f"<Runtime {self._front.host!r}>"
+        return f"<Runtime {self._client.supervisor!r}>"
 
     # ------------------------------------------------------------ life
 
@@ -93,16 +93,16 @@ class Runtime:
             MachineError: no model could be loaded, for want of memory or for heat.
             MachineSetupError: the engine process does not come up.
         """
-        await self._front.start()
+        await self._client.start()
         if self.takes_up:
-            await self._front.take_up()
+            await self._client.take_up()
 
     async def close(self) -> None:
         """Let running requests finish for `drain_s`, end the rest, free everything. Idempotent.
 
         Where it is suspended, and of requests without a client, all is kept for the next start.
         """
-        await self._front.close()
+        await self._client.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -121,16 +121,16 @@ class Runtime:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken; while the engine restarts they are, and wait for it."""
-        return (host := self._front.host) is not None and host.is_taking
+        return (host := self._client.supervisor) is not None and host.is_taking
 
     @property
     def models(self) -> list[ModelInfo]:
         """Every served model, the default first."""
-        return self._front.host.roster.infos() if self._front.host else []
+        return self._client.supervisor.registry.infos() if self._client.supervisor else []
 
     def health(self) -> EngineHealth:
         """Whether an engine serves, or what is done about it; asks no engine, and never raises."""
-        return self._front.health()
+        return self._client.health()
 
     async def ended(self) -> None:
         """Until nothing is served any more, after `close`.
@@ -139,7 +139,7 @@ class Runtime:
             NotReadyError: not started.
             EngineError: it ended unasked, by a fault of ours; only another program can serve again.
         """
-        await self._front.running().ended()
+        await self._client.running().ended()
 
     def resolve(self, model: str | None) -> ModelInfo:
         """The served model of that name; None and "default" mean the first.
@@ -148,7 +148,7 @@ class Runtime:
             ModelNotFoundError: it is not served.
             NotReadyError: it has not been loaded yet.
         """
-        return self._front.running().roster.resolve(model)
+        return self._client.running().registry.resolve(model)
 
     async def status(self) -> RuntimeStatus:
         """The engine and everything it holds now.
@@ -156,16 +156,16 @@ class Runtime:
         Raises:
             NotReadyError: not started.
         """
-        return await overview(self._front.running())
+        return await overview(self._client.running())
 
     @property
     def images(self) -> Intake:
         """Takes in the pictures of requests."""
-        return self._front.images
+        return self._client.images
 
     def stats(self) -> dict[str, int]:
         """What this side of the engine holds now."""
-        return self._front.stats()
+        return self._client.stats()
 
     # ------------------------------------------------------------ models
 
@@ -192,7 +192,7 @@ class Runtime:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
         changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=n_ctx, num_slots=num_slots)
-        return await self._front.shelf.load(model, changes, reach)
+        return await self._client.lookup.load(model, changes, reach)
 
     async def unload_model(self, model: str) -> None:
         """Free a served model, or stop its load or download; the next request for it loads it again.
@@ -200,7 +200,7 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        await self._front.shelf.unload(model)
+        await self._client.lookup.unload(model)
 
     async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
         """Never unload a model to make room, or no longer so.
@@ -208,18 +208,18 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        self._front.running().loads.pin(model, is_pinned=is_pinned)
+        self._client.running().loads.pin(model, is_pinned=is_pinned)
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and download as it was last heard of; needs no engine."""
-        return self._front.model_states()
+        return self._client.model_states()
 
     # ------------------------------------------------------------ sleep
 
     @property
     def is_suspended(self) -> bool:
         """Whether the engine is away, or leaving, and every request waits for `resume`."""
-        return (host := self._front.host) is not None and host.is_suspended
+        return (host := self._client.supervisor) is not None and host.is_suspended
 
     async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
         """Save what was computed, free everything, keep every request and its stream (SPEC L2).
@@ -233,8 +233,8 @@ class Runtime:
         """
         if grace_s is None:
             grace_s = GRACES_S.get(reason, self._settings.suspend_grace_s)
-        await self._front.running().suspend(grace_s)
-        self._front.workers.rest()
+        await self._client.running().suspend(grace_s)
+        self._client.workers.rest()
 
     async def resume(self) -> None:
         """Load what was loaded and let every request go on; returns when the engine serves. Idempotent.
@@ -243,18 +243,18 @@ class Runtime:
             NotReadyError: not started, or closed.
             MachineSetupError: the engine process does not come up.
         """
-        await self._front.running().wake()
+        await self._client.running().wake()
 
     def kept(self) -> list[KeptRequest]:
         """Requests that a former program left when it ended while suspended; they have no client here.
 
         They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
         """
-        return self._front.keeper.kept()
+        return self._client.keeper.kept()
 
     def owner_of(self, request_id: str) -> str:
         """The `owner` that a live or kept request was given; empty: none, or there is no such request."""
-        return self._front.keeper.owner_of(request_id)
+        return self._client.keeper.owner_of(request_id)
 
     async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
         """The stream of a kept request from its first delta on; leaving it does not end the request.
@@ -267,13 +267,13 @@ class Runtime:
             RequestNotFoundError: there is none, or it is somebody else's.
             StokerError: the request failed.
         """
-        async with aclosing(self._front.attach(request_id, owner)) as events:
+        async with aclosing(self._client.attach(request_id, owner)) as events:
             async for event in events:
                 yield event
 
     async def events(self) -> AsyncGenerator[RuntimeEvent, None]:
         """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones."""
-        async with aclosing(self._front.bus.subscribe(self._front.snapshot)) as events:
+        async with aclosing(self._client.bus.subscribe(self._client.snapshot)) as events:
             async for event in events:
                 yield event
 
@@ -301,7 +301,7 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        async with aclosing(self._front.stream(request, request_id, names, owner)) as events:
+        async with aclosing(self._client.stream(request, request_id, names, owner)) as events:
             async for event in events:
                 yield event
 
@@ -369,7 +369,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._front.running().cancel(request_id)
+        self._client.running().cancel(request_id)
 
     async def pause_request(self, request_id: str) -> None:
         """Let a live request stand still, its place and text kept, until `resume_request`. Idempotent.
@@ -379,7 +379,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._front.running().pause(request_id)
+        self._client.running().pause(request_id)
 
     async def resume_request(self, request_id: str) -> None:
         """Let a paused request go on where it stood, before newcomers of its class. Idempotent.
@@ -387,7 +387,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._front.running().resume(request_id)
+        self._client.running().resume(request_id)
 
     # ------------------------------------------------------------ text
 
@@ -406,10 +406,10 @@ class Runtime:
         """Read a picture, or several that belong together, as JSON that is checked (SPEC V4).
 
         `ask` is the question (None: to read a report), `schema` a JSON Schema of the answer; fields and
-        errors are those of `Reader.read`.
+        errors are those of `ImageReader.read`.
         """
         question = Question(ask, schema, fields.pop("max_tokens", MAX_TOKENS))
-        return await Reader(self).read(images, question, **fields)
+        return await ImageReader(self).read(images, question, **fields)
 
     async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
         """Documents for a query, the best first; fields and errors are those of `Reranking.rerank`."""
@@ -429,7 +429,7 @@ class Runtime:
         """
         how = {"add_special": add_special, "parse_special": parse_special}
         question = Tokenize(call_id=0, model=self.resolve(model).id, text=text, **how)
-        return await texts.tokenize(self._front.running(), question)
+        return await texts.tokenize(self._client.running(), question)
 
     async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """The text of token ids.
@@ -437,7 +437,7 @@ class Runtime:
         Raises:
             StokerError: the model is not served or has no such token.
         """
-        return await texts.detokenize(self._front.running(), tokens, self.resolve(model).id)
+        return await texts.detokenize(self._client.running(), tokens, self.resolve(model).id)
 
     async def count_tokens(self, request: GenerateRequest) -> int:
         """How many tokens the prompt of a request has, its pictures included; nothing is computed.
@@ -445,7 +445,7 @@ class Runtime:
         Raises:
             StokerError: the model is not served, or does not take such a prompt.
         """
-        return await texts.count_tokens(self._front.running(), request, self.resolve(request.model).id)
+        return await texts.count_tokens(self._client.running(), request, self.resolve(request.model).id)
 
     def plan_chat(
         self,
@@ -460,7 +460,7 @@ class Runtime:
         Blocks until the model's template, which runs in a process of its own, has laid it out.
         """
         draft = drafted_chat(self.resolve(model), messages, offer, template_args)
-        return draft.plan(self._front.lay_out(draft.job).result())
+        return draft.plan(self._client.lay_out(draft.job).result())
 
     async def prepare_chat(
         self,
@@ -488,7 +488,7 @@ class Runtime:
         """
         info = self.resolve(model)
         draft = await asyncio.to_thread(drafted_chat, info, messages, offer, template_args)
-        return draft.plan(await asyncio.wrap_future(self._front.lay_out(draft.job, owner)))
+        return draft.plan(await asyncio.wrap_future(self._client.lay_out(draft.job, owner)))
 
     def render_chat(
         self,

@@ -167,7 +167,7 @@ class Crowd:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._host = runtime._front.host
+        self._host = runtime._client.supervisor
         self._submit, self._host.submit = self._host.submit, self._tapped
         self._moved = asyncio.Condition()
         self._news = asyncio.Event()
@@ -179,7 +179,7 @@ class Crowd:
         self.stray_events: list[str] = []
 
     def _tapped(self, request_id, request, sink) -> None:
-        """What `EngineHost.submit` does, with an ear at the request's sink."""
+        """What `EngineSupervisor.submit` does, with an ear at the request's sink."""
 
         def heard(event) -> None:
             if self.ends[request_id]:

@@ -16,7 +16,7 @@ from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError
 from stoker.grammar.compiler import compile_grammar
 from stoker.grammar.gbnf.gbnf import parse_gbnf
-from stoker.grammar.gbnf.notation import Chars, Choice, Ref, Repeat, Sequence
+from stoker.grammar.gbnf.notation import Alternatives, Chars, Concatenation, Ref, Repeat
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind
 
@@ -229,9 +229,9 @@ def _ends(node, text, start, table, wanted):
         case Ref(name):
             wanted.add((name, start))
             return table.get((name, start), set())
-        case Choice(options):
+        case Alternatives(options):
             return {end for option in options for end in _ends(option, text, start, table, wanted)}
-        case Sequence(items):
+        case Concatenation(items):
             places = {start}
             for item in items:
                 places = {end for at in places for end in _ends(item, text, at, table, wanted)}

@@ -170,9 +170,9 @@ class Day:
 
     def _check_requests(self):
         loop = self.machine.loop
-        places = [*loop._lobby._visitors]
-        for resident in loop._residents:
-            places += [each if isinstance(each, str) else each.request_id for each in resident._live]
+        places = [*loop._pending._visitors]
+        for runner in loop._runners:
+            places += [each if isinstance(each, str) else each.request_id for each in runner._live]
         assert len(places) == len(set(places)), f"in two places: {places}"
         assert set(places) == set(self.wants) - self._ended
 
@@ -188,13 +188,13 @@ class Day:
     def _check_models(self):
         machine, expected = self.machine, {}
         for served in machine.residency._catalogue:
-            resident = machine.resident(served.spec.id)
-            assert served.is_in_memory == (resident is not None), f"{served!r} {list(served.story)}"
-            if resident is None:
+            runner = machine.runner(served.spec.id)
+            assert served.is_in_memory == (runner is not None), f"{served!r} {list(served.story)}"
+            if runner is None:
                 continue
-            assert not resident.backend._is_closed
-            resident.scheduler.check()
-            resident.backend.check()
+            assert not runner.backend._is_closed
+            runner.scheduler.check()
+            runner.backend.check()
             for line, size_bytes in served.size.items():
                 expected[line] = expected.get(line, 0) + size_bytes
         departed = machine.residency._departed  # a worker still reads their vocabulary
@@ -207,7 +207,7 @@ class Day:
         }
         assert sum(expected.values()) <= (LIMIT_MIB - OWN_MIB) * MIB
         waiting = [b for b in self._gate.backends[self._num_open :] if not b[1]._is_closed]
-        assert len(waiting) <= len(list(machine.loop._residents)) + len(departed) + self._num_posted
+        assert len(waiting) <= len(list(machine.loop._runners)) + len(departed) + self._num_posted
 
     # ------------------------------------------------------------ the end
 

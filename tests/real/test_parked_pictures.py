@@ -16,9 +16,9 @@ from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, Pla
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.runners.apply_ops import carry_out
-from stoker.engine.runners.slots import Resident
+from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.model import ModelSpec, ProjectorSpec
@@ -39,7 +39,7 @@ STAGES = ("encode", "prefill", "decode")
 
 
 @pytest.fixture(scope="module")
-def resident(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlotRunner]:
     """The model on this thread; steps of so few tokens that a picture takes several, and short slices."""
     folder = tmp_path_factory.mktemp("seeing")
     spec = ModelSpec(
@@ -51,19 +51,19 @@ def resident(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
         num_threads=1,
         projector=ProjectorSpec(path=str(write_projector(folder / "p.gguf"))),
     )
-    pace, run = Pace(StepClock(60.0)), SlicedEncode.run
-    resident = Resident(spec, load(spec, cache_dir=folder), pace, PrefixCache(CacheLimits(), Ledger()))
+    pace, run = Pace(StepTimer(60.0)), SlicedEncode.run
+    runner = SlotRunner(spec, load(spec, cache_dir=folder), pace, PrefixCache(CacheLimits(), Ledger()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlicedEncode, "run", lambda encode, _: run(encode, NOW))
-        yield resident
-    resident.close()
+        yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="module")
-def expected(resident: Resident) -> dict[tuple[int, ...], list[int]]:
+def expected(runner: SlotRunner) -> dict[tuple[int, ...], list[int]]:
     """The answers about the three pictures, by their order; nobody uses the cells yet."""
     orders = itertools.permutations(range(len(PICTURES)))
-    return {order: computed(resident.backend, in_order(order)) for order in orders}
+    return {order: computed(runner.backend, in_order(order)) for order in orders}
 
 
 def in_order(order: tuple[int, ...]) -> tuple[Picture, ...]:
@@ -72,7 +72,7 @@ def in_order(order: tuple[int, ...]) -> tuple[Picture, ...]:
 
 
 def run(
-    resident: Resident, pictures: tuple[Picture, ...], form: ParkForm | None = None, stage: str = ""
+    runner: SlotRunner, pictures: tuple[Picture, ...], form: ParkForm | None = None, stage: str = ""
 ) -> tuple[list[int], int]:
     """Tokens of the answer, and how often it was parked: at that stage, after some turns each time."""
     prompt = IMAGE_MARKER.join(TEXTS)
@@ -86,29 +86,29 @@ def run(
         cache=False,
         speculate=False,
     )
-    live = prepare(Submit(request_id="r", request=request), resident.prep, 0.0)
+    live = prepare(Submit(request_id="r", request=request), runner.prep, 0.0)
     sequence = live.choices[0].sequence
-    resident.accept(live, 0.0)
+    runner.accept(live, 0.0)
     num_parked, num_turns = 0, 0
     while sequence.state is not SequenceState.DONE:
-        is_there = sequence.is_running and num_turns >= EVERY and is_at(resident, sequence, stage)
+        is_there = sequence.is_running and num_turns >= EVERY and is_at(runner, sequence, stage)
         if form is not None and is_there and num_parked < MOST:
             num_parked, num_turns = num_parked + 1, 0
-            park(resident, sequence, form)
-        turn(resident)
+            park(runner, sequence, form)
+        turn(runner)
         num_turns += 1
-    events, resident.events[:] = list(resident.events), []
+    events, runner.events[:] = list(runner.events), []
     (finished,) = [event for event in events if isinstance(event, Finished) and event.request_id == "r"]
     assert finished.timings.num_preemptions == num_parked
     deltas = [event for event in events if isinstance(event, Delta) and event.request_id == "r"]
     return [token for delta in deltas for token in delta.token_ids], num_parked
 
 
-def is_at(resident: Resident, sequence: Sequence, stage: str) -> bool:
+def is_at(runner: SlotRunner, sequence: Sequence, stage: str) -> bool:
     """Whether it is in the middle of it."""
     match stage:
         case "encode":
-            return resident._sight._gallery.is_encoding and bool(sequence.unseen)
+            return runner._image_steps._image_encoder.is_encoding and bool(sequence.unseen)
         case "prefill":
             return any(span.start < sequence.num_computed < span.end for span in sequence.pictures)
         case "decode":
@@ -116,10 +116,10 @@ def is_at(resident: Resident, sequence: Sequence, stage: str) -> bool:
     return False
 
 
-def park(resident: Resident, sequence: Sequence, form: ParkForm) -> None:
+def park(runner: SlotRunner, sequence: Sequence, form: ParkForm) -> None:
     """Out of its slot in that form; a visitor, with a picture too, uses the cells meanwhile."""
-    scheduler = resident.scheduler
-    carry_out(scheduler.park(sequence, form, 0.0).effects, resident.backend, scheduler.room)
+    scheduler = runner.scheduler
+    carry_out(scheduler.park(sequence, form, 0.0).effects, runner.backend, scheduler.allocator)
     scheduler.pause(sequence, 0.0)
     visit = GenerateRequest(
         prompt=f"Visit {IMAGE_MARKER}",
@@ -129,18 +129,18 @@ def park(resident: Resident, sequence: Sequence, form: ParkForm) -> None:
         ignore_eos=True,
         pictures=(picture_of(9),),
     )
-    visitor = prepare(Submit(request_id="visitor", request=visit), resident.prep, 0.0)
-    resident.accept(visitor, 0.0)
+    visitor = prepare(Submit(request_id="visitor", request=visit), runner.prep, 0.0)
+    runner.accept(visitor, 0.0)
     while visitor.choices:
-        turn(resident)
+        turn(runner)
     scheduler.resume(sequence, 0.0)
 
 
-def turn(resident: Resident) -> None:
+def turn(runner: SlotRunner) -> None:
     """One step, and a slice."""
-    resident.schedule(0.0)
-    resident.step(0.0)
-    resident.scheduler.check()
+    runner.schedule(0.0)
+    runner.step(0.0)
+    runner.scheduler.check()
 
 
 def computed(backend: LlamaBackend, pictures: tuple[Picture, ...]) -> list[int]:
@@ -172,20 +172,20 @@ def computed(backend: LlamaBackend, pictures: tuple[Picture, ...]) -> list[int]:
 
 
 def test_each_of_three_pictures_is_seen_in_its_place(
-    resident: Resident, expected: dict[tuple[int, ...], list[int]]
+    runner: SlotRunner, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     """SPEC V2: all six orders give what embeddings in these places give, and no two the same."""
     for order, answer in expected.items():
-        assert run(resident, in_order(order))[0] == answer, order
+        assert run(runner, in_order(order))[0] == answer, order
     assert len(set(map(tuple, expected.values()))) == len(expected)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("form", ParkForm)
 def test_parked_at_any_stage_the_answer_is_the_undisturbed_one(
-    resident: Resident, expected: dict[tuple[int, ...], list[int]], form: ParkForm, stage: str
+    runner: SlotRunner, expected: dict[tuple[int, ...], list[int]], form: ParkForm, stage: str
 ) -> None:
     """SPEC Q4, V3: pictures wait with their request, whatever becomes of its cells."""
-    answer, num_parked = run(resident, PICTURES, form, stage)
+    answer, num_parked = run(runner, PICTURES, form, stage)
     assert num_parked >= 2
     assert answer == expected[0, 1, 2]

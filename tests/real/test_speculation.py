@@ -9,9 +9,9 @@ from stoker.backends.llama import load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
-from stoker.engine.runners.slots import Resident
+from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta
@@ -19,7 +19,7 @@ from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import GenerateRequest, Sampling
 from stoker.kv.sequence import ParkForm
 from stoker.machine.ledger import Ledger
-from stoker.speculation.draft_length import Wager
+from stoker.speculation.draft_length import DraftLength
 
 LIST = "- apples, 3 kg\n- pears, 4 kg\n- flour, 1 kg\n- butter, 250 g\n- sugar, 2 kg\n"
 PROMPT = f"The shopping list:\n{LIST}\nThe same list again:\n- apples,"
@@ -37,7 +37,7 @@ REQUESTS = {
 }
 
 
-class EagerWager(Wager):
+class EagerWager(DraftLength):
     """Guesses wherever something repeats, in drafts of changing lengths."""
 
     num_asked = 0
@@ -49,7 +49,7 @@ class EagerWager(Wager):
 
 
 @pytest.fixture(scope="module")
-def resident(tmp_path_factory):
+def runner(tmp_path_factory):
     """One model on this thread."""
     spec = ModelSpec(
         id="smol",
@@ -61,43 +61,43 @@ def resident(tmp_path_factory):
     )
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stoker.speculation.speculator.Wager", EagerWager)
-        resident = Resident(spec, backend, Pace(StepClock(60.0)), PrefixCache(CacheLimits(), Ledger()))
-    yield resident
-    resident.close()
+        patch.setattr("stoker.speculation.speculator.DraftLength", EagerWager)
+        runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), PrefixCache(CacheLimits(), Ledger()))
+    yield runner
+    runner.close()
 
 
-def run(resident, park_every=0, form=ParkForm.CELLS, **fields):
+def run(runner, park_every=0, form=ParkForm.CELLS, **fields):
     """A request to its end: its deltas put together by choice; and how many guessed tokens were drawn."""
     known = {"prompt": PROMPT, "model": "smol", "max_tokens": NUM_TOKENS, "ignore_eos": True, "cache": False}
     submit = Submit(request_id="r", request=GenerateRequest(**known | fields))
-    live = prepare(submit, resident.prep, 0.0)
+    live = prepare(submit, runner.prep, 0.0)
     sequences = [choice.sequence for choice in live.choices.values()]
-    before = resident.stats()["num_accepted_total"]
-    resident.accept(live, 0.0)
+    before = runner.stats()["num_accepted_total"]
+    runner.accept(live, 0.0)
     num_turns = 0
-    while resident.has_work:
-        resident.schedule(0.0)
-        resident.step(0.0)
+    while runner.has_work:
+        runner.schedule(0.0)
+        runner.step(0.0)
         num_turns += 1
         if park_every and num_turns % park_every == 0 and sequences[0].is_running:
-            resident._carry_out(resident.scheduler.park(sequences[0], form, 0.0), 0.0)
+            runner._carry_out(runner.scheduler.park(sequences[0], form, 0.0), 0.0)
     answers = {index: ([], "", []) for index in range(submit.request.n)}
-    for event in resident.events:
+    for event in runner.events:
         if isinstance(event, Delta):
             tokens, text, logprobs = answers[event.index]
             noted = logprobs + [msgspec.to_builtins(each) for each in event.logprobs or []]
             answers[event.index] = (tokens + event.token_ids, text + event.text, noted)
-    resident.events.clear()
-    resident.scheduler.check()
-    return answers, resident.stats()["num_accepted_total"] - before
+    runner.events.clear()
+    runner.scheduler.check()
+    return answers, runner.stats()["num_accepted_total"] - before
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_text_is_the_same_to_the_bit_with_guessed_tokens(resident, name):
+def test_a_text_is_the_same_to_the_bit_with_guessed_tokens(runner, name):
     """SPEC D9: tokens, text and log-probabilities; on a CPU a row does not depend on those beside it."""
-    plain, none = run(resident, speculate=False, **REQUESTS[name])
-    quick, num_accepted = run(resident, **REQUESTS[name])
+    plain, none = run(runner, speculate=False, **REQUESTS[name])
+    quick, num_accepted = run(runner, **REQUESTS[name])
     assert none == 0
     assert num_accepted > 5
     assert quick == plain
@@ -106,23 +106,23 @@ def test_a_text_is_the_same_to_the_bit_with_guessed_tokens(resident, name):
 @pytest.mark.parametrize(
     "form", [ParkForm.CELLS, *(pytest.param(f, marks=pytest.mark.slow) for f in list(ParkForm)[1:])]
 )
-def test_parked_between_drafts_it_is_still_the_same(resident, form):
+def test_parked_between_drafts_it_is_still_the_same(runner, form):
     """SPEC D9, Q4: in every form."""
-    plain, _ = run(resident, speculate=False, **REQUESTS["greedy"])
-    quick, num_accepted = run(resident, park_every=3, form=form, **REQUESTS["greedy"])
+    plain, _ = run(runner, speculate=False, **REQUESTS["greedy"])
+    quick, num_accepted = run(runner, park_every=3, form=form, **REQUESTS["greedy"])
     assert num_accepted > 5
     assert quick == plain
 
 
 @pytest.mark.parametrize("num_kept", [40, 70])
-def test_a_draft_after_a_prompt_whose_logits_were_asked_has_its_own_rows(resident, num_kept):
+def test_a_draft_after_a_prompt_whose_logits_were_asked_has_its_own_rows(runner, num_kept):
     """SPEC D9, D6: the prompt's came from another context, which knows nothing of who has its cells now."""
-    backend, prompt, more, draft = resident.backend, [*range(1000, 1070)], [7, 8, 9], [500, 501, 502]
+    backend, prompt, more, draft = runner.backend, [*range(1000, 1070)], [7, 8, 9], [500, 501, 502]
 
     def rows(seq, start, tokens, num_rows):
         return backend.step(BatchPlan((PlanItem(seq, start, tokens, num_rows),))).copy()
 
-    resident.drop_idle(0.0)
+    runner.drop_idle(0.0)
     own, other = backend.capabilities.num_sequences - 2, backend.capabilities.num_sequences - 1
     backend.condition(own, Conditioning(asked=tuple(prompt)))
     rows(own, 0, prompt, len(prompt))

@@ -12,7 +12,7 @@ import pytest
 
 from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker.backends.llama.backend import LlamaBackend, load
-from stoker.backends.llama.vision.vision import Vision
+from stoker.backends.llama.vision.vision import LlamaVision
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, Placed, PlanItem, Rows
 from stoker.client.models.projector_specs import projector_by_model
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
@@ -59,13 +59,13 @@ def backend(folder: Path) -> Iterator[LlamaBackend]:
 
 
 @pytest.fixture
-def vision(backend: LlamaBackend) -> Vision:
+def vision(backend: LlamaBackend) -> LlamaVision:
     """The projector that is beside it."""
     assert backend.vision is not None
     return backend.vision
 
 
-def in_slices(vision: Vision, picture: Picture, budget_s: float = NOW) -> tuple[Rows, int]:
+def in_slices(vision: LlamaVision, picture: Picture, budget_s: float = NOW) -> tuple[Rows, int]:
     """What an encode in slices gives, and of how many."""
     encoding, count = vision.begin(picture), 1
     while not encoding.run(budget_s):
@@ -93,7 +93,7 @@ def places(num_tokens: int) -> list[int]:
 # ------------------------------------------------------------ embeddings
 
 
-def test_a_picture_becomes_what_its_weights_make_of_it(vision: Vision) -> None:
+def test_a_picture_becomes_what_its_weights_make_of_it(vision: LlamaVision) -> None:
     """SPEC V1: patches, attention and projector as computed in numpy; no resampling at its own size."""
     picture = picture_of(1)
     found, expected = vision.encode(picture), embeddings_in_numpy(projector_weights(), picture)
@@ -102,14 +102,14 @@ def test_a_picture_becomes_what_its_weights_make_of_it(vision: Vision) -> None:
     assert np.abs(found - vision.encode(picture_of(2))).max() > 0.1 * np.abs(expected).max()
 
 
-def test_slices_change_nothing(vision: Vision) -> None:
+def test_slices_change_nothing(vision: LlamaVision) -> None:
     """SPEC V3: an encode cut after each operation gives the bits of one at once."""
     rows, count = in_slices(vision, picture_of(1))
     assert count > 20
     assert np.array_equal(rows, vision.encode(picture_of(1)))
 
 
-def test_nothing_is_computed_between_slices(vision: Vision) -> None:
+def test_nothing_is_computed_between_slices(vision: LlamaVision) -> None:
     """SPEC V3: its thread waits; it is gone when the encode is over."""
     encoding = vision.begin(picture_of(1))
     assert not encoding.run(NOW)
@@ -120,7 +120,7 @@ def test_nothing_is_computed_between_slices(vision: Vision) -> None:
     assert not worker.is_alive()
 
 
-def test_steps_between_slices_see_nothing_of_it(backend: LlamaBackend, vision: Vision) -> None:
+def test_steps_between_slices_see_nothing_of_it(backend: LlamaBackend, vision: LlamaVision) -> None:
     """SPEC V3: rows of others are to the bit what they are without it, and so are the embeddings."""
     tokens = list(range(10, 30))
     alone = read(backend, 0, [[token] for token in tokens])
@@ -137,7 +137,7 @@ def test_steps_between_slices_see_nothing_of_it(backend: LlamaBackend, vision: V
 
 
 @pytest.mark.parametrize("num_slices", [0, 1, 7])
-def test_an_encode_that_is_given_up_leaves_the_next_one_right(vision: Vision, num_slices: int) -> None:
+def test_an_encode_that_is_given_up_leaves_the_next_one_right(vision: LlamaVision, num_slices: int) -> None:
     """SPEC V3, Q6: cancelled before it began, early and on its way; twice is once."""
     before = vision.encode(picture_of(1))
     encoding = vision.begin(picture_of(2))
@@ -150,7 +150,9 @@ def test_an_encode_that_is_given_up_leaves_the_next_one_right(vision: Vision, nu
     assert np.array_equal(vision.encode(picture_of(1)), before)
 
 
-def test_a_projector_that_fails_says_so_and_goes_on(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_projector_that_fails_says_so_and_goes_on(
+    vision: LlamaVision, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SPEC V3: a typed error of this picture alone."""
     with monkeypatch.context() as patch:
         patch.setattr(vision._library, "mtmd_encode_chunk", lambda *_: 1)
@@ -159,7 +161,7 @@ def test_a_projector_that_fails_says_so_and_goes_on(vision: Vision, monkeypatch:
     assert len(vision.encode(picture_of(1))) == NUM_TOKENS
 
 
-def test_a_picture_of_any_shape_takes_what_was_said(vision: Vision) -> None:
+def test_a_picture_of_any_shape_takes_what_was_said(vision: LlamaVision) -> None:
     """SPEC V3: counted without encoding."""
     for width, height in ((16, 16), (40, 12), (9, 300)):
         picture = picture_of(1, width, height)
@@ -167,7 +169,7 @@ def test_a_picture_of_any_shape_takes_what_was_said(vision: Vision) -> None:
         assert vision.layout(picture) == (NUM_TOKENS,)
 
 
-def test_another_number_of_threads_gives_the_same(vision: Vision) -> None:
+def test_another_number_of_threads_gives_the_same(vision: LlamaVision) -> None:
     """SPEC M7: from the next encode on; half as many as steps have, whose threads wait meanwhile."""
     before = vision.encode(picture_of(1))
     vision.set_threads(4)
@@ -212,7 +214,7 @@ def test_closing_gives_up_what_is_under_way(folder: Path) -> None:
 # ------------------------------------------------------------ in a sequence
 
 
-def test_a_picture_in_slices_of_any_size_reads_the_same(backend: LlamaBackend, vision: Vision) -> None:
+def test_a_picture_in_slices_of_any_size_reads_the_same(backend: LlamaBackend, vision: LlamaVision) -> None:
     """SPEC V3, Q14: embeddings prefilled at once, in parts and one at a time give the same row to the bit."""
     head, tail, rows = [10, 11, 12], [20, 21], vision.encode(picture_of(1))
     backend.condition(0, Conditioning(pictures=(Placed(len(head), rows),)))
@@ -227,7 +229,7 @@ def test_a_picture_in_slices_of_any_size_reads_the_same(backend: LlamaBackend, v
     assert np.array_equal(found[0], found[2])
 
 
-def test_a_picture_beside_other_rows_reads_the_same(backend: LlamaBackend, vision: Vision) -> None:
+def test_a_picture_beside_other_rows_reads_the_same(backend: LlamaBackend, vision: LlamaVision) -> None:
     """SPEC V3: pictures of two sequences and a decode row in one step, with rows in the plan's order."""
     rows = [vision.encode(picture_of(seed)) for seed in (1, 2)]
     ids, alone = places(NUM_TOKENS), []
@@ -286,7 +288,7 @@ def test_a_model_whose_projector_is_another_models_serves_text(folder: Path, tmp
         assert backend.capabilities.pairing == "broken"
         assert read(backend, 0, [[10, 11]]).size
         with pytest.raises(ModelLoadError, match="mismatch between text model"):
-            Vision.open(foreign, backend._model, 1)
+            LlamaVision.open(foreign, backend._model, 1)
 
 
 @pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=needs_reader)])

@@ -157,7 +157,7 @@ async def test_a_line_at_its_bound_refuses_at_once_whatever_the_engine_does(serv
         waiting = await fill(group, http, job, 3)
         waiting |= await fill(group, http, person, 3)
         longest_ms = [await refused(http, person, 20)]
-        engine = server.call(lambda: server.runtime._front.host.pid)
+        engine = server.call(lambda: server.runtime._client.supervisor.pid)
         os.kill(engine, signal.SIGSTOP)
         longest_ms += [await refused(http, job, 20), await refused(http, person, 20)]
         os.kill(engine, signal.SIGCONT)

@@ -22,7 +22,7 @@ from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.ipc.request import IMAGE_MARKER as HERE
 from stoker.server.anthropic.body import MessagesRequest
-from stoker.server.openai.chat_body import Conversation
+from stoker.server.openai.chat_body import ConversationFields
 from stoker.server.openai.responses_body import ResponsesRequest
 
 SEEING = msgspec.structs.replace(INFO, has_vision=True)
@@ -160,7 +160,9 @@ def test_a_template_is_applied_with_places_for_pictures(web):
 def bodies() -> list[Any]:
     """Bodies of requests that are still in memory, and requests that keep their bytes."""
     found = [
-        one for one in gc.get_objects() if isinstance(one, Conversation | MessagesRequest | ResponsesRequest)
+        one
+        for one in gc.get_objects()
+        if isinstance(one, ConversationFields | MessagesRequest | ResponsesRequest)
     ]
     return found + [one for one in gc.get_objects() if isinstance(one, Request) and hasattr(one, "_body")]
 

@@ -7,7 +7,7 @@ import pytest
 from scripted_engine import request
 
 from stoker.client.requests.admission import MAX_RETRY_S, Admission, num_waiting
-from stoker.client.requests.replay import LiveRequest, Replay
+from stoker.client.requests.replay import Replay, RequestRecord
 from stoker.errors import QueueFullError
 from stoker.ipc.events import Admitted, Delta, Parked, Paused, Queued
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority
@@ -20,7 +20,7 @@ def replay_of(*request_ids: str, asked: GenerateRequest = PERSON) -> Replay:
     """A replay with requests that an engine has in its line."""
     replay = Replay()
     for request_id in request_ids:
-        replay.add(LiveRequest(request_id, asked, 0.0))
+        replay.add(RequestRecord(request_id, asked, 0.0))
     replay.release(0.0)
     for request_id in request_ids:
         replay.record(Queued(request_id, 0))
@@ -55,9 +55,9 @@ def test_held_sent_and_queued_requests_wait() -> None:
     """Q11: whatever has no slot yet, wherever it is."""
     replay = replay_of("queued", "admitted")
     admit(replay, "admitted")
-    replay.add(LiveRequest("sent", PERSON, 0.0))
+    replay.add(RequestRecord("sent", PERSON, 0.0))
     replay.release(0.0)
-    replay.add(LiveRequest("held", PERSON, 0.0))
+    replay.add(RequestRecord("held", PERSON, 0.0))
     assert waiting(replay) == 3
 
 
@@ -90,7 +90,7 @@ def test_free_slots_take_waiting_requests_at_once() -> None:
 def test_each_model_has_its_own_line() -> None:
     """Q11, Q13: requests of another one do not count."""
     replay = replay_of("a", "b")
-    replay.add(LiveRequest("other", msgspec.structs.replace(PERSON, model="x"), 0.0))
+    replay.add(RequestRecord("other", msgspec.structs.replace(PERSON, model="x"), 0.0))
     assert (waiting(replay), num_waiting(replay, "x", 0)) == (2, 1)
 
 

@@ -204,9 +204,9 @@ def test_the_budget_holds_one_model_whole_and_no_form_of_another_beside_it(model
     for wrong_bytes in (-smallest_bytes // 3, 0, smallest_bytes // 3):
         most_bytes = told.limit_bytes - OWN_BYTES - wrong_bytes
 
-        def budget(taken_bytes: int, most_bytes: int = most_bytes) -> verdict.Budget:
+        def budget(taken_bytes: int, most_bytes: int = most_bytes) -> verdict.MemoryBudget:
             free_bytes = most_bytes - taken_bytes
-            return verdict.Budget(
+            return verdict.MemoryBudget(
                 free_bytes=free_bytes, limit_bytes=most_bytes, margin_bytes=told.margin_bytes
             )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from stoker.client.process.exit import Death
+from stoker.client.process.exit import EngineExit
 from stoker.client.requests.calls import Calls, Question
 from stoker.ipc.commands import GetStatus, Tokenize
 
-DEATH = Death("ended with signal 11", is_blamable=True)
+DEATH = EngineExit("ended with signal 11", is_blamable=True)
 
 
 def text(question: str) -> Tokenize:

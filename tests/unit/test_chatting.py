@@ -18,7 +18,7 @@ from stoker.chat.reasoning import THINK
 from stoker.chat.tools.formats import HERMES
 from stoker.client.requests.stream import TextDelta, ToolCall
 from stoker.client.store.file import KeptFile, KeptFolder
-from stoker.client.store.requests import Keeper
+from stoker.client.store.requests import RequestStore
 from stoker.errors import InvalidRequestError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
@@ -145,7 +145,7 @@ async def test_a_kept_request_shows_its_note(tmp_path: Path) -> None:
     former = KeptFolder(tmp_path)
     former.write(KeptFile(submit=Submit(request_id="a", request=request), shown=[]))
     former.close()
-    keeper = Keeper(tmp_path)
+    keeper = RequestStore(tmp_path)
     assert len(await keeper.take_up(["m"])) == 1
     assert [kept.note for kept in keeper.kept()] == [b"form"]
     keeper.close()

@@ -14,9 +14,9 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.cli.main import app
 from stoker.engine.jobs.prepare import prepare
-from stoker.engine.runners.slots import Resident
+from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Failed, Finished, StateReady
@@ -165,7 +165,7 @@ class _Ticking(Pace):
     """A pace on whose clock every look takes a target of a step, so that each slice is one call."""
 
     def __init__(self):
-        super().__init__(StepClock(10.0))
+        super().__init__(StepTimer(10.0))
         self._ticked_s = 0.0
 
     def now(self):
@@ -182,7 +182,7 @@ class House:
         self.backend = FakeBackend(n_batch=64)
         cache = PrefixCache(CacheLimits(ram_bytes=0), Ledger())
         self.pace = _Ticking()
-        self.resident = Resident(self.spec, self.backend, self.pace, cache)
+        self.runner = SlotRunner(self.spec, self.backend, self.pace, cache)
         self.now = self.pace.now()
 
     def enter(self, name, **fields):
@@ -192,25 +192,25 @@ class House:
 
     def readmit(self, submit):
         """A submit is prepared and accepted."""
-        self.resident.accept(prepare(submit, self.resident.prep, self.now), self.now)
+        self.runner.accept(prepare(submit, self.runner.prep, self.now), self.now)
 
     def turn(self):
         """One turn."""
         self.now = self.pace.now()
-        self.resident.schedule(self.now)
-        self.resident.step(self.now)
+        self.runner.schedule(self.now)
+        self.runner.step(self.now)
 
     def finish(self):
         """Turns until nothing is left to do."""
         for _ in range(3000):
-            if not self.resident.has_work:
+            if not self.runner.has_work:
                 return
             self.turn()
         raise AssertionError("it does not end")
 
     def of(self, kind):
         """Request ids of the events of a kind, in order."""
-        return [event.request_id for event in self.resident.events if isinstance(event, kind)]
+        return [event.request_id for event in self.runner.events if isinstance(event, kind)]
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def make_house():
 
     yield make
     for house in houses:
-        house.resident.close()
+        house.runner.close()
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_each_request_to_choose_ends_once(house):
     house.finish()
     for kind in (StateReady, Delta, Finished):
         assert house.of(kind) == ["a", "b"]
-    assert house.resident.num_leases == 0
+    assert house.runner.num_leases == 0
 
 
 def test_somebody_who_waits_goes_before_background_that_has_begun(house):
@@ -264,7 +264,7 @@ def test_background_waits_while_somebody_generates(house):
 def test_background_is_owed_slices_that_are_computed_and_no_others(make_house):
     """SPEC Q7: a turn at which there is no time for a slice does not count as the one that it waited for."""
     house = make_house(background_patience_s=1.0)
-    choosing = house.resident._choosing
+    choosing = house.runner._choosing
     house.enter("job", priority=Priority.BACKGROUND)
     house.enter("person", candidates=("x" * 8000,))
     for _ in range(20_000):  # beside somebody who reads: one slice in many turns
@@ -284,8 +284,8 @@ def test_choices_take_turns_with_steps(house):
     house.enter("choice")
     house.finish()
     assert house.of(Finished) == ["choice", "text"]
-    before = house.resident.events.index(next(e for e in house.resident.events if isinstance(e, StateReady)))
-    assert sum(isinstance(event, Delta) for event in house.resident.events[:before]) > 1
+    before = house.runner.events.index(next(e for e in house.runner.events if isinstance(e, StateReady)))
+    assert sum(isinstance(event, Delta) for event in house.runner.events[:before]) > 1
 
 
 def test_a_request_to_choose_can_be_cancelled_paused_and_sent_off(house):
@@ -293,15 +293,15 @@ def test_a_request_to_choose_can_be_cancelled_paused_and_sent_off(house):
     for name in ("a", "b", "c"):
         house.enter(name)
     house.turn()
-    house.resident.cancel("a", house.now)
-    house.resident.pause("b", house.now)
+    house.runner.cancel("a", house.now)
+    house.runner.pause("b", house.now)
     house.finish()
     assert house.of(Finished) == ["a", "c"]
-    reasons = [e.finish_reason for e in house.resident.events if isinstance(e, Delta)]
+    reasons = [e.finish_reason for e in house.runner.events if isinstance(e, Delta)]
     assert reasons == [FinishReason.CANCELLED, FinishReason.LENGTH]
-    house.resident.resume("b", house.now)
-    (submit,) = house.resident.evacuate("it goes", house.now)
-    assert not house.resident.has_requests
+    house.runner.resume("b", house.now)
+    (submit,) = house.runner.evacuate("it goes", house.now)
+    assert not house.runner.has_requests
     house.readmit(submit)
     house.finish()
     assert house.of(StateReady) == ["c", "b"]
@@ -311,19 +311,19 @@ def test_a_request_past_its_deadline_ends_with_a_timeout(house):
     """SPEC Q10: also in the middle of its slices."""
     house.enter("late", timeout_s=5.0)
     house.turn()
-    assert house.resident.next_deadline_s() == pytest.approx(house.now + 5.0, abs=1.0)
-    house.resident.expire(house.now + 6.0)
-    (failed,) = [event for event in house.resident.events if isinstance(event, Failed)]
+    assert house.runner.next_deadline_s() == pytest.approx(house.now + 5.0, abs=1.0)
+    house.runner.expire(house.now + 6.0)
+    (failed,) = [event for event in house.runner.events if isinstance(event, Failed)]
     assert failed.error.code == RequestTimeoutError.code
-    assert not house.resident.has_requests
+    assert not house.runner.has_requests
 
 
 def test_who_is_held_back_gets_no_slice(house):
     """SPEC M4, M6: a throttle holds choices as it holds texts."""
     house.enter("job", priority=Priority.BACKGROUND)
-    house.resident.hold_back(Throttle(holds_background=True))
-    assert not house.resident.has_work
-    house.resident.hold_back(Throttle())
+    house.runner.hold_back(Throttle(holds_background=True))
+    assert not house.runner.has_work
+    house.runner.hold_back(Throttle())
     house.finish()
     assert house.of(Finished) == ["job"]
 
@@ -348,7 +348,7 @@ def test_a_model_that_steps_and_chooses_learns_both_for_the_threads_in_use():
             """On a CPU."""
             return dataclasses.replace(super().capabilities, computes_on_cpu=True)
 
-    pace, backend = Pace(StepClock(10.0)), OnCpu()
+    pace, backend = Pace(StepTimer(10.0)), OnCpu()
     backend.set_threads(2)
     costs = StepCost(), StepCost()
     runners = [pace.join(backend, cost) for cost in costs]

@@ -24,11 +24,11 @@ from stoker.cli.activity import Activity
 from stoker.cli.commands import examination
 from stoker.cli.commands.reader import TerminalReader
 from stoker.cli.main import app
-from stoker.engine.threads.cores import BusyProcess, CoreUse
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
 from stoker.ipc.events import Delta, Finished, ModelState, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import Timings, Usage
+from stoker.machine.cores import BusyProcess, CoreUse
 from stoker.models.hub import hub
 from stoker.server import serve
 from stoker.settings import EngineSettings, ServerSettings

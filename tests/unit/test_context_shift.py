@@ -120,7 +120,7 @@ class Engine:
         for _ in range(3000):
             if is_done():
                 return
-            self.loop.turn(0 if self.loop._residents.has_work else 5)
+            self.loop.turn(0 if self.loop._runners.has_work else 5)
         pytest.fail(f"not reached: {self.events[-5:]}")
 
     def submit(self, name: str, generated: list[list[int]] | None = None, **fields: Any) -> None:

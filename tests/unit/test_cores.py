@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stoker.engine.threads.cores import (
+from stoker.machine.cores import (
     BusyProcess,
     CoreTimes,
     CoreWatch,
@@ -148,5 +148,5 @@ def test_a_look_finds_the_busiest_program() -> None:
 
 def test_a_running_engine_is_not_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC M7, doctor: a server at work is no reason to stop it."""
-    monkeypatch.setattr("stoker.engine.threads.cores._is_engine", lambda pid: True)
+    monkeypatch.setattr("stoker.machine.cores._is_engine", lambda pid: True)
     assert look_at_cores(0.05).busiest is None

@@ -7,9 +7,9 @@ from stoker.backends.fake.encoder import N_EMBD, estimator, load, vector_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.loop import EngineLoop
-from stoker.engine.runners.oneshot import EncoderResident
+from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -48,7 +48,7 @@ class House:
         fields = {"id": "e", "path": path, "policy": Policy.THROUGHPUT} | spec
         spec = ModelSpec(**fields)
         self.encoder = load(spec)
-        self.resident = EncoderResident(spec, self.encoder, Pace(StepClock(10.0)))
+        self.runner = OneShotRunner(spec, self.encoder, Pace(StepTimer(10.0)))
         self.now = 0.0
         self.num_entered, self.entered = 0, set()
 
@@ -68,18 +68,18 @@ class House:
 
     def readmit(self, submit):
         """A submit, perhaps one that was sent off, is prepared and accepted."""
-        self.resident.accept(prepare(submit, self.resident.prep, self.now - submit.age_s), self.now)
+        self.runner.accept(prepare(submit, self.runner.prep, self.now - submit.age_s), self.now)
 
     def turn(self, num=1):
         """Turns of a second each."""
         for _ in range(num):
-            self.resident.schedule(self.now)
-            self.resident.step(self.now)
+            self.runner.schedule(self.now)
+            self.runner.step(self.now)
             self.now += 1
 
     def of(self, kind, name=None):
         """Events of a kind, in order."""
-        return [e for e in self.resident.events if isinstance(e, kind) and name in (None, e.request_id)]
+        return [e for e in self.runner.events if isinstance(e, kind) and name in (None, e.request_id)]
 
     def vector(self, name):
         """What a request was given."""
@@ -108,12 +108,12 @@ def test_each_text_gets_its_vector_and_one_terminal_event():
     assert house.encoder.calls == [5]
     for name, text in texts.items():
         assert (house.vector(name) == vector_of(house.tokens(text))).all()
-        kinds = [type(e) for e in house.resident.events if e.request_id == name]
+        kinds = [type(e) for e in house.runner.events if e.request_id == name]
         assert kinds == [Queued, Admitted, StateReady, Delta, Finished]
         (finished,) = house.of(Finished, name)
         assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (7, 0)
-    assert not house.resident.has_work
-    assert house.resident.num_leases == 0
+    assert not house.runner.has_work
+    assert house.runner.num_leases == 0
 
 
 def test_a_call_carries_whole_texts_in_order_as_far_as_they_fit():
@@ -165,13 +165,13 @@ def test_a_call_stays_within_the_step_target_where_costs_are_known():
     for policy, expected in ((Policy.LATENCY, [2, 2]), (Policy.BALANCED, [4]), (Policy.THROUGHPUT, [4])):
         house = House(policy=policy, target_step_ms=50.0)
         for num_tokens in (8, 16, 32, 64, 128, 256, 512):
-            house.resident._cost.learn(num_tokens, num_tokens * 0.0025)  # 20 tokens a step
+            house.runner._cost.learn(num_tokens, num_tokens * 0.0025)  # 20 tokens a step
         for at in range(4):
             house.enter(f"r{at}", tuple(range(65, 75)))
         house.turn()
         first = list(house.encoder.calls)
         assert first == expected[:1], policy
-        while house.resident.has_work:
+        while house.runner.has_work:
             house.turn()
         assert sum(house.encoder.calls) == 4
         house.enter("long", (65,) * 200)
@@ -185,11 +185,11 @@ def test_people_go_before_jobs_and_jobs_are_not_starved():
     text = (65,) * 8  # one a call
     house.enter("job", text, priority=BACKGROUND)
     house.enter("job 2", text, priority=BACKGROUND)
-    assert not house.resident.has_people
+    assert not house.runner.has_people
     for turn in range(40):
         house.enter(f"person {turn}", text)
-        assert house.resident.has_people
-        assert house.resident.is_owed(house.now) == (house.now >= 5 and len(house.order()) < 16)
+        assert house.runner.has_people
+        assert house.runner.is_owed(house.now) == (house.now >= 5 and len(house.order()) < 16)
         house.turn()
     order = house.order()
     assert order[:5] == [f"person {at}" for at in range(5)]
@@ -202,12 +202,12 @@ def test_a_full_line_refuses_jobs_first():
     house = House(max_queue=4)
     for at in range(2):
         house.enter(f"r{at}")
-    house.resident.check_room(Priority.INTERACTIVE, 1)
+    house.runner.check_allocator(Priority.INTERACTIVE, 1)
     with pytest.raises(QueueFullError) as refused:
-        house.resident.check_room(BACKGROUND, 0)
+        house.runner.check_allocator(BACKGROUND, 0)
     assert refused.value.retry_after_s >= 1
     with pytest.raises(QueueFullError):
-        house.resident.check_room(Priority.INTERACTIVE, 2)
+        house.runner.check_allocator(Priority.INTERACTIVE, 2)
 
 
 def test_who_leaves_or_is_late_is_never_computed():
@@ -216,15 +216,15 @@ def test_who_leaves_or_is_late_is_never_computed():
     house.enter("gone")
     house.enter("late", timeout_s=2.0)
     house.enter("asleep", timeout_s=3.0)
-    house.resident.pause("asleep", house.now)
-    house.resident.cancel("gone", house.now)
-    house.resident.cancel("nobody", house.now)
+    house.runner.pause("asleep", house.now)
+    house.runner.cancel("gone", house.now)
+    house.runner.cancel("nobody", house.now)
     assert house.of(Delta, "gone")[0].finish_reason is FinishReason.CANCELLED
-    assert house.resident.next_deadline_s() == 2.0
+    assert house.runner.next_deadline_s() == 2.0
     house.now = 2.5
     house.turn()
     assert house.of(Failed, "late")[0].error.code == "request_timeout"
-    house.resident.expire(3.5)
+    house.runner.expire(3.5)
     assert house.of(Failed, "asleep")[0].error.code == "request_timeout"
     assert house.encoder.calls == []
     assert len(house.of((Finished, Failed))) == 3
@@ -236,15 +236,15 @@ def test_a_paused_text_stands_still_until_it_is_resumed():
     for name in ("a", "b"):
         house.enter(name)
         house.now += 1
-    house.resident.pause("a", house.now)
-    house.resident.pause("a", house.now)
+    house.runner.pause("a", house.now)
+    house.runner.pause("a", house.now)
     assert len(house.of(Paused, "a")) == 2
-    assert house.resident.num_leases == 1
-    assert [status.request_id for status in house.resident.paused_status(0.0)] == ["a"]
+    assert house.runner.num_leases == 1
+    assert [status.request_id for status in house.runner.paused_status(0.0)] == ["a"]
     house.enter("c")
-    house.resident.resume("a", house.now)
+    house.runner.resume("a", house.now)
     assert len(house.of(Resumed, "a")) == 1
-    line = house.resident.line_status(SequenceState.QUEUED, 0.0)
+    line = house.runner.line_status(SequenceState.QUEUED, 0.0)
     assert [(status.request_id, status.position) for status in line] == [("a", 0), ("b", 1), ("c", 2)]
     house.turn(3)
     assert house.order() == ["a", "b", "c"]
@@ -259,7 +259,7 @@ def test_a_failing_text_fails_alone():
     house.turn()
     assert house.of(Failed, "bad")[0].error.code == "step_failed"
     assert sorted(house.order()) == [f"good {at}" for at in range(5)]
-    assert not house.resident.has_requests
+    assert not house.runner.has_requests
 
 
 def test_a_vector_that_is_no_number_is_an_error(monkeypatch):
@@ -299,18 +299,18 @@ def test_whoever_waits_can_be_sent_off_and_come_back():
     house.enter("a", "first")
     house.enter("b", "second", priority=BACKGROUND)
     house.enter("c", "third")
-    house.resident.pause("c", house.now)
+    house.runner.pause("c", house.now)
     house.now = 4.0
-    submits = house.resident.evacuate("no room", house.now)
+    submits = house.runner.evacuate("no room", house.now)
     assert [(s.request_id, s.is_paused, s.age_s) for s in submits] == [
         ("a", False, 4.0),
         ("b", False, 4.0),
         ("c", True, 4.0),
     ]
     assert house.of((Finished, Failed, Delta)) == []
-    assert not house.resident.has_requests
-    assert house.resident.num_leases == 0
-    house.resident.events.clear()
+    assert not house.runner.has_requests
+    assert house.runner.num_leases == 0
+    house.runner.events.clear()
     for submit in submits[:2]:
         house.readmit(submit)
     house.turn()
@@ -324,24 +324,24 @@ def test_a_replayed_request_that_had_ended_only_ends():
         request_id="r", request=GenerateRequest(prompt="x", **EMBED), generated=[[]], is_finished=[True]
     )
     house.readmit(ended)
-    assert [type(event) for event in house.resident.events] == [Finished]
+    assert [type(event) for event in house.runner.events] == [Finished]
 
 
 def test_who_is_held_back_waits_and_gives_no_work():
     """SPEC M4, M6: paused background lets people through; held altogether, nobody is computed."""
     house = House()
     house.enter("job", priority=BACKGROUND)
-    house.resident.hold_back(Throttle(holds_background=True))
-    assert not house.resident.has_work
-    assert house.resident.has_requests
+    house.runner.hold_back(Throttle(holds_background=True))
+    assert not house.runner.has_work
+    assert house.runner.has_requests
     house.enter("person")
     house.turn()
     assert house.order() == ["person"]
-    house.resident.hold_back(Throttle(holds_all=True))
+    house.runner.hold_back(Throttle(holds_all=True))
     house.enter("other")
     house.turn()
     assert house.order() == ["person"]
-    house.resident.hold_back(Throttle())
+    house.runner.hold_back(Throttle())
     house.turn()
     assert house.order() == ["person", "other", "job"]
 
@@ -349,13 +349,13 @@ def test_who_is_held_back_waits_and_gives_no_work():
 def test_it_tells_what_it_is():
     """SPEC K7: class, width, pooling and limits; no cells, no slots, nothing to store."""
     house = House("fake:encoder=1,pooling=cls,weights_mib=3", num_slots=3)
-    info = house.resident.info()
+    info = house.runner.info()
     assert (info.model_class, info.pooling, info.n_embd) == ("encoder", "cls", N_EMBD)
     assert (info.n_ctx, info.num_slots, info.memory_bytes["weights"]) == (512, 16, 3 * 2**20)
-    assert house.resident.num_cells == (0, 0)
-    assert house.resident.slot_status(0.0) == []
-    assert not house.resident.has_unstored
-    house.resident.close()
+    assert house.runner.num_cells == (0, 0)
+    assert house.runner.slot_status(0.0) == []
+    assert not house.runner.has_unstored
+    house.runner.close()
     assert house.encoder.is_closed
 
 
@@ -408,7 +408,7 @@ class TwoModels:
         for _ in range(2000):
             if is_done():
                 return
-            self.loop.turn(0 if self.loop._residents.has_work else 5)
+            self.loop.turn(0 if self.loop._runners.has_work else 5)
         pytest.fail(f"not reached: {self.events[-5:]}")
 
     def submit(self, name, **fields):
@@ -426,7 +426,7 @@ def test_the_loop_tells_what_each_turn_took(monkeypatch):
     """SPEC Q13: turns by time need the time of every turn of every model."""
     engine, heard = TwoModels(), []
     monkeypatch.setattr(
-        engine.loop._residents, "served", lambda resident, took_s: heard.append((resident.spec.id, took_s))
+        engine.loop._runners, "served", lambda runner, took_s: heard.append((runner.spec.id, took_s))
     )
     engine.submit("text", model="e", prompt="abc", max_tokens=0, state_output=StateOutput.EMBED)
     engine.submit("answer", model="d", prompt="abc", max_tokens=3)

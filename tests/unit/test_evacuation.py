@@ -63,7 +63,7 @@ def test_a_model_that_goes_in_the_middle_of_a_prefill_costs_nothing_but_time(mak
     machine.know("a", ORDER, n_ctx=2048, n_batch=64)
     fields = {"prompt": "x" * 1500, "return_progress": True, "prompt_logprobs": 1, "echo": True}
     machine.submit("r", "a", **fields)
-    machine.until(lambda: machine.resident("a") and machine.resident("a").scheduler.cells.used > 300)
+    machine.until(lambda: machine.runner("a") and machine.runner("a").scheduler.cells.used > 300)
     assert not machine.tokens("r")
     put_out(machine)
     machine.run("r")
@@ -152,7 +152,7 @@ def test_cancelled_while_its_model_is_away_a_request_ends_once(make):
 # ---------------------------------------------------------------- suspend
 
 
-class Front:
+class Client:
     """What the front keeps of requests: their commands, and what was delivered."""
 
     def __init__(self):
@@ -196,7 +196,7 @@ def both(before, after, name):
 
 def suspended(make, tmp_path, requests, until, **spec):
     """An engine with those requests that was suspended; what its front keeps."""
-    machine, front = make(folder=tmp_path / "shared"), Front()
+    machine, front = make(folder=tmp_path / "shared"), Client()
     machine.loop._store.open()
     machine.know("a", ORDER, **spec)
     for name, fields in requests.items():
@@ -214,7 +214,7 @@ def test_a_suspended_engine_says_goodbye_and_ends_no_request(make, tmp_path):
     )
     assert isinstance(machine.events[-1], Goodbye)
     assert machine.of((Finished, Failed, Parked)) == []
-    assert machine.resident("a") is None
+    assert machine.runner("a") is None
     after = make(folder=tmp_path / "shared")
     after.loop._store.open()
     after.know("a", ORDER, num_slots=2, n_batch=64)

@@ -21,8 +21,8 @@ from test_host import MODEL, Client, hosting, in_process, kill
 from stoker.client.process import transport as carriers
 from stoker.client.process.descriptors import DescriptorReserve
 from stoker.client.process.lifecycle import EngineState
-from stoker.client.process.transport import Carrier, ProcessCarrier, ThreadCarrier
-from stoker.client.supervisor import EngineHost
+from stoker.client.process.transport import ProcessTransport, ThreadTransport, Transport
+from stoker.client.supervisor import EngineSupervisor
 from stoker.errors import EngineError, MachineSetupError, NotReadyError
 from stoker.settings import EngineSettings
 
@@ -61,10 +61,10 @@ class Faulty:
         self.num_faults = num_faults
         self.num_starts = 0
 
-    def __call__(self, settings: EngineSettings) -> Carrier:
+    def __call__(self, settings: EngineSettings) -> Transport:
         """The carrier of the next life."""
-        carrier = in_process(settings)
-        start = carrier.start
+        transport = in_process(settings)
+        start = transport.start
 
         async def refused(on_events: carriers.EventSink) -> None:
             self.num_starts += 1
@@ -75,11 +75,11 @@ class Faulty:
                 patch.setattr(self.owner, self.name, refuse(self.error), raising=False)
                 await start(on_events)
 
-        carrier.start = refused  # type: ignore[method-assign]
-        return carrier
+        transport.start = refused  # type: ignore[method-assign]
+        return transport
 
 
-async def until(host: EngineHost, state: str) -> None:
+async def until(host: EngineSupervisor, state: str) -> None:
     """Wait until that is how it is."""
     while host.health().state != state:  # noqa: ASYNC110 - the host announces it to nobody
         await asyncio.sleep(0)
@@ -115,13 +115,13 @@ async def test_a_connection_that_cannot_be_made_ends_the_child_that_was_started(
 ) -> None:
     """L3, A2: the child exists by then, and does not stay."""
     before = num_descriptors()
-    carrier = ProcessCarrier(EngineSettings(), "scripted_engine")
+    transport = ProcessTransport(EngineSettings(), "scripted_engine")
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(loop, "create_unix_connection", refuse(OSError(errno.ENOMEM, "no memory")))
     with pytest.raises(MachineSetupError, match="no memory"):
-        await carrier.start(lambda _: None)
+        await transport.start(lambda _: None)
     with pytest.raises(ProcessLookupError):
-        os.kill(carrier.pid, 0)
+        os.kill(transport.pid, 0)
     assert num_descriptors() == before
 
 
@@ -129,10 +129,10 @@ async def test_an_engine_thread_that_cannot_be_started_is_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """L3, A2: the same by the other carrier."""
-    carrier = ThreadCarrier(EngineSettings())
+    transport = ThreadTransport(EngineSettings())
     monkeypatch.setattr(threading.Thread, "start", refuse(RuntimeError("can't start new thread")))
     with pytest.raises(MachineSetupError, match="can't start new thread"):
-        await carrier.start(lambda _: None)
+        await transport.start(lambda _: None)
 
 
 @contextlib.contextmanager
@@ -155,8 +155,8 @@ def no_descriptor_left() -> Iterator[None]:
 async def test_an_engine_is_started_though_no_descriptor_is_left() -> None:
     """A2: some are kept for that; killed and suspended again and again, there are always enough."""
 
-    def reserved(settings: EngineSettings) -> Carrier:
-        return ProcessCarrier(settings, "scripted_engine", host._reserve)
+    def reserved(settings: EngineSettings) -> Transport:
+        return ProcessTransport(settings, "scripted_engine", host._reserve)
 
     async with hosting() as host:
         host._new_carrier = reserved
@@ -271,7 +271,7 @@ async def test_a_host_that_fails_by_itself_ends_everything_with_an_error(
 
 async def test_an_end_that_was_asked_for_is_no_failure() -> None:
     """L4: whoever waits for the end is told by returning."""
-    host = EngineHost(EngineSettings(), [MODEL], new_carrier=in_process)
+    host = EngineSupervisor(EngineSettings(), [MODEL], new_transport=in_process)
     await host.start()
     ended = asyncio.ensure_future(host.ended())
     await host.close(0.0)

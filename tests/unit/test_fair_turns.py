@@ -10,10 +10,10 @@ from stoker.backends.fake.backend import load as load_decoder
 from stoker.backends.fake.encoder import load as load_encoder
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
-from stoker.engine.runners.runners import Residents
-from stoker.engine.runners.turns import SHARE_OF_STEP, Contender, FairTurns
+from stoker.engine.runners.runners import Runners
+from stoker.engine.runners.turns import SHARE_OF_STEP, Contender, ModelTurns
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.ipc.commands import Submit
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
@@ -29,7 +29,7 @@ class Paper:
     """Models whose turns take the seconds that are given."""
 
     def __init__(self):
-        self.turns = FairTurns()
+        self.turns = ModelTurns()
         self.order = []
         self.took_s = {}
 
@@ -147,7 +147,7 @@ class House:
 
     def __init__(self, step_s=0.08, token_s=0.0008):
         cache = PrefixCache(CacheLimits(), Ledger())
-        self.residents = Residents(Pace(StepClock(10.0)), cache)
+        self.runners = Runners(Pace(StepTimer(10.0)), cache)
         self.now, self.step_s, self.token_s = 0.0, step_s, token_s
         self.order = []
         self.calls = []
@@ -157,8 +157,8 @@ class House:
             (load_encoder, ModelSpec(id="texts", path="fake:encoder=1", background_patience_s=5.0)),
         ):
             offer = SimpleNamespace(spec=spec, degraded=())
-            resident = self.residents.add(SimpleNamespace(offer=offer), load(spec))
-            cost = resident._cost if spec.id == "texts" else resident.scheduler.cost
+            runner = self.runners.add(SimpleNamespace(offer=offer), load(spec))
+            cost = runner._cost if spec.id == "texts" else runner.scheduler.cost
             cost.learn = lambda *_: None  # the fake takes no time
             if spec.id == "texts":
                 for num_tokens in (1, 2, 4, 8, 16, 32, 64, 128, 512):
@@ -166,10 +166,10 @@ class House:
 
     def enter(self, model, name, **fields):
         """A request arrives."""
-        resident = self.residents.find(model)
+        runner = self.runners.find(model)
         wanted = {"model": model, "prompt": "a text.", "sampling": Sampling(temperature=0)} | fields
         submit = Submit(request_id=name, request=GenerateRequest(**wanted))
-        resident.accept(prepare(submit, resident.prep, self.now), self.now)
+        runner.accept(prepare(submit, runner.prep, self.now), self.now)
 
     def embed(self, num, **fields):
         """Texts of seven tokens to embed arrive, each another one: equal ones are computed once."""
@@ -182,17 +182,17 @@ class House:
     def turn(self, num=1):
         """Turns, each of which takes its time."""
         for _ in range(num):
-            resident = self.residents.next_with_work(self.now)
-            assert resident is not None
-            resident.schedule(self.now)
-            resident.step(self.now)
+            runner = self.runners.next_with_work(self.now)
+            assert runner is not None
+            runner.schedule(self.now)
+            runner.step(self.now)
             took_s = self.step_s
-            if resident.spec.id == "texts":
-                self.calls.append(resident.backend.calls[-1])
+            if runner.spec.id == "texts":
+                self.calls.append(runner.backend.calls[-1])
                 took_s = 9 * self.calls[-1] * self.token_s
             self.now += took_s
-            self.residents.served(resident, took_s)
-            self.order.append(resident.spec.id)
+            self.runners.served(runner, took_s)
+            self.order.append(runner.spec.id)
 
 
 def test_readers_see_short_calls_and_one_at_a_time():
@@ -208,7 +208,7 @@ def test_readers_see_short_calls_and_one_at_a_time():
     assert max(house.calls) * 9 * house.token_s <= SHARE_OF_STEP * house.step_s * 1.2
     readers_s = house.order[10:].count("chat") * house.step_s
     assert sum(house.calls) * 9 * house.token_s <= readers_s / 4
-    house.residents.close(lambda _: False)
+    house.runners.close(lambda _: False)
 
 
 def test_with_nobody_reading_texts_go_in_large_calls():
@@ -217,10 +217,10 @@ def test_with_nobody_reading_texts_go_in_large_calls():
     house.embed(12)
     house.turn()
     assert house.calls[0] >= 6
-    while house.residents.has_work:
+    while house.runners.has_work:
         house.turn()
     assert set(house.order) == {"texts"}
-    house.residents.close(lambda _: False)
+    house.runners.close(lambda _: False)
 
 
 def test_texts_of_jobs_wait_for_people_but_not_for_ever():
@@ -235,7 +235,7 @@ def test_texts_of_jobs_wait_for_people_but_not_for_ever():
     house.turn(40)
     assert house.order[60:].count("texts") == 4
     assert max(house.calls) <= 2
-    house.residents.close(lambda _: False)
+    house.runners.close(lambda _: False)
 
 
 def test_a_text_that_comes_among_readers_waits_for_one_step():
@@ -248,7 +248,7 @@ def test_a_text_that_comes_among_readers_waits_for_one_step():
         house.turn(2)
         assert "texts" in house.order[-2:]
         house.turn(2)
-    house.residents.close(lambda _: False)
+    house.runners.close(lambda _: False)
 
 
 def test_a_long_text_among_readers_is_followed_by_many_steps():
@@ -261,4 +261,4 @@ def test_a_long_text_among_readers_is_followed_by_many_steps():
     assert house.order[10:].count("texts") == 1
     house.turn(30)
     assert house.order[10:].count("texts") == 2
-    house.residents.close(lambda _: False)
+    house.runners.close(lambda _: False)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from contended_machine import Machine, Noise
 
-from stoker.engine.threads.cores import threads_that_fit
 from stoker.engine.threads.governor import Decision, StepSample, ThreadGovernor
+from stoker.machine.cores import threads_that_fit
 
 # Quiet seconds a step with one thread and with two: decode as measured on two kinds of machines.
 MEMORY_BOUND = {1: 0.012, 2: 0.0085}

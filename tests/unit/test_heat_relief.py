@@ -87,7 +87,7 @@ def test_critical_heat_lets_interactive_work_half_of_the_time(make, monkeypatch)
     clock = Clock(monkeypatch, is_still=True)
     machine = make()
     machine.have("a", order=ORDER)
-    backend = machine.resident("a").backend
+    backend = machine.runner("a").backend
     step = backend.step
 
     def slow_step(plan):
@@ -130,7 +130,7 @@ def test_memory_and_heat_together_hold_background_until_both_are_over(make, cloc
     machine.feel_heat(Heat.SERIOUS)
     machine.calm(clock)
     machine.turn()
-    assert not machine.loop._residents.has_work
+    assert not machine.loop._runners.has_work
     machine.feel_heat(Heat.FAIR)
     machine.run("job")
     assert machine.num_returns("job") == (1, 2)

@@ -15,9 +15,15 @@ import pytest
 from scripted_engine import NUM_SLOTS, ScriptedEngine, model_info, request, text_of
 
 from stoker.client.process.lifecycle import EngineState
-from stoker.client.process.transport import Carrier, EngineExit, NewCarrier, ProcessCarrier, ThreadCarrier
+from stoker.client.process.transport import (
+    ExitReport,
+    NewTransport,
+    ProcessTransport,
+    ThreadTransport,
+    Transport,
+)
 from stoker.client.requests.stream import RequestStream
-from stoker.client.supervisor import EngineHost
+from stoker.client.supervisor import EngineSupervisor
 from stoker.errors import (
     EngineCrashedError,
     InvalidRequestError,
@@ -50,17 +56,17 @@ from stoker.settings import EngineSettings
 MODEL = ModelSpec(id="m", path="good")
 
 
-def in_process(settings: EngineSettings) -> Carrier:
+def in_process(settings: EngineSettings) -> Transport:
     """The stand-in as a real child."""
-    return ProcessCarrier(settings, module="scripted_engine")
+    return ProcessTransport(settings, module="scripted_engine")
 
 
-def in_thread(settings: EngineSettings) -> Carrier:
+def in_thread(settings: EngineSettings) -> Transport:
     """The stand-in in a thread."""
-    return ThreadCarrier(settings, ScriptedEngine)
+    return ThreadTransport(settings, ScriptedEngine)
 
 
-both = pytest.mark.parametrize("carrier", [in_process, in_thread])
+both = pytest.mark.parametrize("transport", [in_process, in_thread])
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +76,10 @@ def _stand_in_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def hosting(
-    carrier: Callable[[EngineSettings], Carrier] = in_process, *specs: ModelSpec, **fields: Any
-) -> AsyncIterator[EngineHost]:
+    transport: Callable[[EngineSettings], Transport] = in_process, *specs: ModelSpec, **fields: Any
+) -> AsyncIterator[EngineSupervisor]:
     """A started host, closed at the end."""
-    host = EngineHost(EngineSettings(**fields), list(specs or [MODEL]), new_carrier=carrier)
+    host = EngineSupervisor(EngineSettings(**fields), list(specs or [MODEL]), new_transport=transport)
     await host.start()
     try:
         yield host
@@ -84,7 +90,7 @@ async def hosting(
 class Client:
     """One request's consumer: what it has been shown."""
 
-    def __init__(self, host: EngineHost, request_id: str, asked: GenerateRequest) -> None:
+    def __init__(self, host: EngineSupervisor, request_id: str, asked: GenerateRequest) -> None:
         self.stream = RequestStream(request_id, host.cancel)
         self.events: list[Event] = []
         host.submit(request_id, asked, self.stream.push)
@@ -129,7 +135,7 @@ class Client:
         return "".join(delta.text for delta in self.deltas)
 
 
-def kill(host: EngineHost) -> int:
+def kill(host: EngineSupervisor) -> int:
     """Kill -9, as anybody might; the pid that was killed."""
     pid = host.pid
     os.kill(pid, signal.SIGKILL)
@@ -137,9 +143,9 @@ def kill(host: EngineHost) -> int:
 
 
 @both
-async def test_a_request_is_answered_to_its_end(carrier: NewCarrier) -> None:
+async def test_a_request_is_answered_to_its_end(transport: NewTransport) -> None:
     """L6: deltas, then one terminal event, by either carrier."""
-    async with hosting(carrier) as host:
+    async with hosting(transport) as host:
         client = await Client(host, "a", request(max_tokens=6, n=2)).read_all()
         assert sorted(client.tokens) == [*range(6), *range(100, 106)]
         assert sum(isinstance(event, Finished) for event in client.events) == 1
@@ -265,15 +271,15 @@ async def test_a_question_asked_while_the_engine_is_away_is_answered_by_the_next
         assert (await answer)["tokens"] == [104, 105]
 
 
-async def _until(host: EngineHost, state: EngineState) -> None:
+async def _until(host: EngineSupervisor, state: EngineState) -> None:
     while host.state is not state:  # noqa: ASYNC110 - the host announces no state; a turn of the loop, no time
         await asyncio.sleep(0)
 
 
 @both
-async def test_a_model_that_cannot_be_loaded_fails_the_start(carrier: NewCarrier) -> None:
+async def test_a_model_that_cannot_be_loaded_fails_the_start(transport: NewTransport) -> None:
     """L6: start() raises the model's own error and leaves nothing running."""
-    host = EngineHost(EngineSettings(), [ModelSpec(id="x", path="bad")], new_carrier=carrier)
+    host = EngineSupervisor(EngineSettings(), [ModelSpec(id="x", path="bad")], new_transport=transport)
     with pytest.raises(ModelFileError, match="no such file"):
         await host.start()
     assert host.state is EngineState.CLOSED
@@ -281,7 +287,9 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start(carrier: NewCarrier
 
 async def test_a_model_whose_load_crashes_twice_fails_the_start() -> None:
     """L3: the model is charged, not tried for ever."""
-    host = EngineHost(EngineSettings(), [MODEL, ModelSpec(id="x", path="crash")], new_carrier=in_process)
+    host = EngineSupervisor(
+        EngineSettings(), [MODEL, ModelSpec(id="x", path="crash")], new_transport=in_process
+    )
     with pytest.raises(ModelLoadError, match="SIGSEGV") as caught:
         await host.start()
     assert caught.value.details == {"model": "x", "crashes": 2}
@@ -299,7 +307,7 @@ async def test_a_load_that_ends_the_engine_leaves_the_others_served() -> None:
         assert host.num_restarts == 1
         assert (await client.read(6)).tokens == list(range(6))
         with pytest.raises(LoadCrashedError):
-            host.roster.resolve("x")
+            host.registry.resolve("x")
         kill(host)
         assert (await client.read_all()).tokens == list(range(9))
         assert host.num_restarts == 2
@@ -321,16 +329,18 @@ async def test_requests_are_not_charged_with_a_load_that_ends_the_engine() -> No
 
 async def test_an_engine_that_does_not_come_up_is_told_plainly() -> None:
     """L6: start() ends with an error instead of trying for ever."""
-    host = EngineHost(EngineSettings(), [MODEL], new_carrier=lambda s: ProcessCarrier(s, "no_such_module"))
+    host = EngineSupervisor(
+        EngineSettings(), [MODEL], new_transport=lambda s: ProcessTransport(s, "no_such_module")
+    )
     with pytest.raises(MachineSetupError, match="does not start"):
         await host.start()
     assert host.state is EngineState.CLOSED
 
 
 @both
-async def test_closing_twice_ends_what_is_left_exactly_once(carrier: NewCarrier) -> None:
+async def test_closing_twice_ends_what_is_left_exactly_once(transport: NewTransport) -> None:
     """L4, L6: intake stops, the rest is cancelled with one terminal event, a second close waits too."""
-    async with hosting(carrier) as host:
+    async with hosting(transport) as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=2)).read(2)
         await asyncio.gather(host.close(0.0), host.close(0.0))
         await host.close()
@@ -339,7 +349,7 @@ async def test_closing_twice_ends_what_is_left_exactly_once(carrier: NewCarrier)
         assert sum(isinstance(event, Finished | Failed) for event in client.events) == 1
         with pytest.raises(NotReadyError):
             Client(host, "b", request())
-        if carrier is in_process:
+        if transport is in_process:
             with pytest.raises(ProcessLookupError):
                 os.kill(host.pid, 0)
 
@@ -384,9 +394,9 @@ async def test_an_answer_that_has_begun_is_cut_short_when_the_engine_dies_during
 
 
 @both
-async def test_a_client_that_leaves_cancels_its_request(carrier: NewCarrier) -> None:
+async def test_a_client_that_leaves_cancels_its_request(transport: NewTransport) -> None:
     """S5: the engine is told at once and nothing of the request stays."""
-    async with hosting(carrier) as host:
+    async with hosting(transport) as host:
         client = await Client(host, "a", request(pause_after=2)).read(2)
         await client.stream.aclose()
         await client.stream.aclose()
@@ -428,10 +438,10 @@ class NeverUp:
         """End it."""
         self._is_killed.set()
 
-    async def wait(self) -> EngineExit:
+    async def wait(self) -> ExitReport:
         """Until it is killed."""
         await self._is_killed.wait()
-        return EngineExit(-signal.SIGKILL)
+        return ExitReport(-signal.SIGKILL)
 
 
 async def test_a_deadline_that_passes_while_the_engine_is_away_is_kept() -> None:
@@ -451,7 +461,7 @@ async def test_an_engine_that_never_says_hello_is_killed_and_blamed_thrice(
     """L3, L6: a start has a limit of its own."""
     monkeypatch.setattr("stoker.client.process.instance.START_LIMIT_S", 0.2)
     settings = EngineSettings(watchdog_s=0.4)
-    host = EngineHost(settings, [MODEL], new_carrier=lambda settings: NeverUp())
+    host = EngineSupervisor(settings, [MODEL], new_transport=lambda settings: NeverUp())
     with pytest.raises(MachineSetupError, match="no Hello within"):
         await host.start()
 
@@ -460,7 +470,7 @@ async def test_requests_are_failed_when_no_engine_comes_up_again() -> None:
     """L6: nobody waits for ever, and intake says so."""
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=1)).read(1)
-        host._new_carrier = lambda settings: ProcessCarrier(settings, "no_such_module")
+        host._new_carrier = lambda settings: ProcessTransport(settings, "no_such_module")
         kill(host)
         assert isinstance(await client.error(), MachineSetupError)
         assert not host.is_taking
@@ -538,9 +548,9 @@ async def test_a_paused_request_leaves_its_slot_and_counts_as_waiting() -> None:
 
 
 @both
-async def test_a_paused_request_stands_still_until_it_is_resumed(carrier: NewCarrier) -> None:
+async def test_a_paused_request_stands_still_until_it_is_resumed(transport: NewTransport) -> None:
     """Q17: after `Paused` no token comes; after `Resumed` the same text goes on. Twice is once."""
-    async with hosting(carrier) as host:
+    async with hosting(transport) as host:
         client = await Client(host, "a", request(max_tokens=10**9)).read(3)
         host.pause("a")
         host.pause("a")
@@ -599,9 +609,9 @@ async def test_a_request_is_paused_and_resumed_while_the_engine_is_away() -> Non
 
 
 @both
-async def test_a_paused_request_is_cancelled(carrier: NewCarrier) -> None:
+async def test_a_paused_request_is_cancelled(transport: NewTransport) -> None:
     """Q17, L6: its stream ends with what it had."""
-    async with hosting(carrier) as host:
+    async with hosting(transport) as host:
         client = await Client(host, "a", request(pause_after=2)).read(2)
         host.pause("a")
         await client.read_until(Paused)
@@ -643,19 +653,19 @@ async def test_an_id_in_use_is_refused() -> None:
         assert (await client.read(1)).tokens == [0]
 
 
-async def engine_alone() -> tuple[ProcessCarrier, asyncio.Queue[Event]]:
+async def engine_alone() -> tuple[ProcessTransport, asyncio.Queue[Event]]:
     """An engine process that has loaded its model, without a host."""
     said: asyncio.Queue[Event] = asyncio.Queue()
-    carrier = ProcessCarrier(EngineSettings(), "scripted_engine")
+    transport = ProcessTransport(EngineSettings(), "scripted_engine")
 
     def hear(events: list[Event]) -> None:
         for event in events:
             said.put_nowait(event)
 
-    await carrier.start(hear)
-    carrier.send(LoadModel(MODEL))
+    await transport.start(hear)
+    transport.send(LoadModel(MODEL))
     await until_said(said, ModelState, "ready")
-    return carrier, said
+    return transport, said
 
 
 async def until_said(said: asyncio.Queue[Event], kind: type, state: str = "") -> None:
@@ -666,28 +676,28 @@ async def until_said(said: asyncio.Queue[Event], kind: type, state: str = "") ->
             return
 
 
-async def leave(carrier: ProcessCarrier) -> EngineExit:
+async def leave(transport: ProcessTransport) -> ExitReport:
     """Close the front's end of the socket, as its death would, and wait for the engine's."""
-    assert carrier._transport is not None
-    carrier._transport.abort()
-    return await carrier.wait()
+    assert transport._transport is not None
+    transport._transport.abort()
+    return await transport.wait()
 
 
 async def test_an_engine_leaves_with_its_front() -> None:
     """L4: the end of the socket ends an idle engine in order."""
-    carrier, _ = await engine_alone()
-    assert (await leave(carrier)).status == 0
+    transport, _ = await engine_alone()
+    assert (await leave(transport)).status == 0
 
 
 async def test_even_a_hung_engine_leaves_with_its_front() -> None:
     """L4: no orphan keeps the device, though its step never ends."""
-    carrier, said = await engine_alone()
-    carrier.send(Submit(request_id="a", request=request(hang_at=0)))
+    transport, said = await engine_alone()
+    transport.send(Submit(request_id="a", request=request(hang_at=0)))
     while True:
         event = await said.get()
         if isinstance(event, Heartbeat) and event.step_s > 0:
             break
-    assert (await leave(carrier)).status == 1
+    assert (await leave(transport)).status == 1
 
 
 async def test_an_engine_ignores_what_the_terminal_sends() -> None:

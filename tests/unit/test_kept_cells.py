@@ -88,4 +88,4 @@ def test_two_that_memory_cannot_both_hold_do_not_store_each_other_away_for_ever(
         machine.finish()
     for _ in range(20):
         machine.step()
-    assert not machine.scheduler.room.has_unstored
+    assert not machine.scheduler.allocator.has_unstored

@@ -16,7 +16,7 @@ from stoker.client.requests.stream import StreamEvent
 from stoker.client.requests.transcript import Transcript
 from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder
 from stoker.client.store.last_models import LastModels
-from stoker.client.store.requests import ENDED_KEPT_S, MAX_ENDED, Keeper
+from stoker.client.store.requests import ENDED_KEPT_S, MAX_ENDED, RequestStore
 from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Event, Failed, Finished, PromptEcho, Queued, RequestEvent
@@ -173,7 +173,7 @@ async def test_whoever_attaches_to_a_damaged_request_is_told_so(tmp_path: Path) 
     folder.close()
     (file,) = files(tmp_path)
     file.write_bytes(file.read_bytes()[:-3])
-    keeper = Keeper(tmp_path)
+    keeper = RequestStore(tmp_path)
     assert await keeper.take_up(["fake"]) == []
     (shown,) = keeper.kept()
     assert (shown.id, shown.names, shown.owner, shown.state) == ("a", ["xid"], "k", "ended")
@@ -189,7 +189,7 @@ async def test_whoever_attaches_to_a_damaged_request_is_told_so(tmp_path: Path) 
 
 async def test_requests_with_a_client_lose_their_files_when_the_engine_comes_back(tmp_path: Path) -> None:
     """SPEC L2: and one that ends while suspended at once."""
-    keeper = Keeper(tmp_path)
+    keeper = RequestStore(tmp_path)
     sinks = {name: keeper.open(name, ASKED, (), "", lambda _: None) for name in "ab"}
     await keeper.keep([submit("a"), submit("b"), submit("unknown")])
     assert len(files(tmp_path)) == 2
@@ -208,7 +208,7 @@ async def test_requests_are_kept_where_no_thread_can_be_started(
     def refused(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    keeper = Keeper(tmp_path)
+    keeper = RequestStore(tmp_path)
     keeper.open("r", ASKED, [], "", lambda _: None)
     with monkeypatch.context() as patch:
         patch.setattr("threading.Thread.start", refused)
@@ -221,7 +221,7 @@ async def test_requests_are_kept_where_no_thread_can_be_started(
 
 async def test_an_id_that_is_in_use_is_refused_and_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
     """SPEC L6: two requests of one id would be told apart by nobody."""
-    keeper = Keeper(tmp_path)
+    keeper = RequestStore(tmp_path)
     keeper.open("a", ASKED, (), "", lambda _: None)
     with pytest.raises(InvalidRequestError, match="in use"):
         keeper.open("a", ASKED, (), "", lambda _: None)
@@ -229,16 +229,16 @@ async def test_an_id_that_is_in_use_is_refused_and_a_refused_request_leaves_noth
     assert len(keeper) == 0
 
 
-async def taken_up(tmp_path: Path, *request_ids: str, clock: list[float]) -> tuple[Keeper, list[Any]]:
+async def taken_up(tmp_path: Path, *request_ids: str, clock: list[float]) -> tuple[RequestStore, list[Any]]:
     """A keeper that found these on disk, each with "old " delivered."""
-    former = Keeper(tmp_path)
+    former = RequestStore(tmp_path)
     for request_id in request_ids:
         former.open(request_id, ASKED, [f"x-{request_id}"], "key", lambda _: None)(
             delta(request_id, "old ", 1)
         )
     await former.keep([submit(request_id, generated=[[1], []]) for request_id in request_ids])
     former.close()
-    keeper = Keeper(tmp_path, lambda: clock[0])
+    keeper = RequestStore(tmp_path, lambda: clock[0])
     return keeper, [sink for _, sink in await keeper.take_up(["fake"])]
 
 
@@ -311,7 +311,7 @@ async def test_a_folder_that_cannot_be_written_costs_a_warning(
 ) -> None:
     """SPEC L2: the engine is suspended all the same, and its clients go on later."""
     (tmp_path / "file").write_text("in the way")
-    keeper = Keeper(tmp_path / "file")
+    keeper = RequestStore(tmp_path / "file")
     keeper.open("a", ASKED, (), "", lambda _: None)
     await keeper.keep([submit("a")])
     assert "1 of 1 suspended requests are not written" in caplog.text

@@ -134,4 +134,4 @@ def test_an_engine_whose_front_has_gone_stops_its_load(make, gate):
     machine.until(lambda: gate.begun)
     machine.end(Closed.CLOSED)
     assert gate.stopped == ["a"]
-    assert machine.resident("a") is None
+    assert machine.runner("a") is None

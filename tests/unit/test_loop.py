@@ -54,7 +54,7 @@ class Engine:
         for _ in range(turns):
             if is_done():
                 return
-            self.loop.turn(0 if self.loop._residents.has_work else 5)
+            self.loop.turn(0 if self.loop._runners.has_work else 5)
         pytest.fail(f"not reached in {turns} turns: {self.events[-5:]}")
 
     def submit(self, request_id, **fields):
@@ -119,7 +119,7 @@ def test_two_completions_of_one_prompt_are_the_same_greedily_and_share_the_prefi
     engine.submit("r", prompt=tuple(b"x" * 100), n=2)
     engine.run("r")
     assert engine.tokens("r", 0) == engine.tokens("r", 1) == greedy(b"x" * 100, 8)
-    computed = engine.loop._residents.find("m").scheduler
+    computed = engine.loop._runners.find("m").scheduler
     computed.check()
     usage = engine.of(Finished, "r")[0].usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (100, 16)
@@ -132,7 +132,7 @@ def test_a_cancelled_request_ends_with_its_reason_and_frees_its_slot(engine):
     engine.inbox.put(Cancel("r"))
     engine.run("r")
     assert engine.of(Delta, "r")[-1].finish_reason is FinishReason.CANCELLED
-    assert not engine.loop._residents.has_work
+    assert not engine.loop._runners.has_work
     engine.inbox.put(Cancel("r"))
     engine.loop.turn(0)
     assert len(engine.of((Finished, Failed), "r")) == 1
@@ -204,7 +204,7 @@ def test_requests_that_together_overfill_the_pool_all_complete():
     for name, prompt in prompts.items():
         engine.submit(name, prompt=prompt, max_tokens=100)
     engine.run(*prompts)
-    assert engine.loop._residents.find("m").scheduler.stats()["num_preemptions_total"] > 0
+    assert engine.loop._runners.find("m").scheduler.stats()["num_preemptions_total"] > 0
     for name, prompt in prompts.items():
         assert engine.tokens(name) == greedy(prompt, 100)
 
@@ -328,7 +328,7 @@ def test_a_closed_inbox_ends_the_loop():
 def test_a_request_that_is_ended_to_relieve_a_full_pool_gets_its_terminal_event():
     """L6, Q12: the native pool is fuller than counted, and the one that may be parked asked to be ended."""
     engine = Engine("fake:eog_period=0,step_delay_s=0.002", n_ctx=512)
-    backend = engine.loop._residents.find("m").backend
+    backend = engine.loop._runners.find("m").backend
     for name, preempt in (("me", Preempt.PARK), ("job", Preempt.CANCEL)):
         fields = {"priority": Priority.BACKGROUND, "preempt": preempt, "max_tokens": 200}
         engine.submit(name, prompt=tuple(name.encode()), **fields)
@@ -374,14 +374,14 @@ def test_a_prompt_is_embedded_where_the_pool_is_full_of_what_is_only_kept():
 
 def test_work_that_no_step_can_be_planned_for_ends_its_head_with_every_counter(engine, monkeypatch, caplog):
     """Q15: said in the log and to the client, and counted; the next request is served."""
-    resident = engine.loop._residents.find("m")
-    monkeypatch.setattr(resident.scheduler, "plan", lambda: None)
+    runner = engine.loop._runners.find("m")
+    monkeypatch.setattr(runner.scheduler, "plan", lambda: None)
     engine.submit("r", prompt=tuple(b"hello"))
     with caplog.at_level(logging.ERROR, "stoker.engine.runners.slots"):
         engine.run("r")
     error = engine.of(Failed, "r")[0].error
     assert error.code == "scheduler_stalled"
-    counters = resident.stats()
+    counters = runner.stats()
     assert counters["num_stalls_total"] == 1
     told = "".join(record.getMessage() for record in caplog.records)
     assert "no step can be planned" in told

@@ -13,7 +13,7 @@ from stoker.ipc.commands import LoadModel, Pause
 from stoker.ipc.events import Failed, ModelState, Paused
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
-from stoker.models.memory_estimate.fit import Budget, Estimate, Verdict, weigh
+from stoker.models.memory_estimate.fit import Estimate, Fit, MemoryBudget, weigh
 
 CODE = ModelInUseError.code
 NUM_PROMPT = len("the same old song")
@@ -110,7 +110,7 @@ def test_another_file_does_not_take_the_place_of_one_that_requests_use(make):
     machine.run("r")
     assert machine.output("r").reasons == {0: FinishReason.LENGTH}
     reload(machine, spec, path="fake:eog_period=3")
-    machine.until(lambda: machine.loop._residents.find("a").spec.path == "fake:eog_period=3")
+    machine.until(lambda: machine.loop._runners.find("a").spec.path == "fake:eog_period=3")
 
 
 def test_a_model_comes_back_with_no_less_context_than_its_requests_began_in(make, clock):
@@ -146,11 +146,11 @@ def test_what_is_cut_down_keeps_the_context_that_is_needed():
         return Estimate(lines={"kv": spec.n_ctx * spec.num_slots * MIB}, n_ctx=spec.n_ctx)
 
     spec = ModelSpec(id="m", path="m", n_ctx=16384, num_slots=4)
-    budget = Budget(free_bytes=16384 * MIB, limit_bytes=2**60, margin_bytes=0)
+    budget = MemoryBudget(free_bytes=16384 * MIB, limit_bytes=2**60, margin_bytes=0)
     free, bound = weigh(spec, estimate, budget), weigh(spec, estimate, budget, 5000)
     assert (free.spec.n_ctx, free.spec.num_slots) == (4096, 4)
     assert (bound.spec.n_ctx, bound.spec.num_slots) == (8192, 2)
-    assert bound.verdict is Verdict.DEGRADED
+    assert bound.verdict is Fit.DEGRADED
 
 
 # ---------------------------------------------------------------- from outside
@@ -230,8 +230,8 @@ def test_as_much_context_again_is_enough_where_the_backend_has_rounded_it_up(mak
     machine = make()
     machine.have("a", n_ctx=512)
     spec = machine.residency._catalogue.get("a").spec
-    resident = machine.loop._residents.find("a")
-    resident.prep = dataclasses.replace(resident.prep, n_ctx=600)
+    runner = machine.loop._runners.find("a")
+    runner.prep = dataclasses.replace(runner.prep, n_ctx=600)
     machine.submit("r", "a", max_tokens=None)
     machine.until_tokens("r", 5)
     reload(machine, spec, keep_alive_s=5.0)

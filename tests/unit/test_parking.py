@@ -10,7 +10,7 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.runners import apply_ops as orders
 from stoker.ipc.request import FinishReason, Priority
-from stoker.kv.allocator import Room
+from stoker.kv.allocator import KVAllocator
 from stoker.kv.limits import SchedulerLimits
 from stoker.kv.ops import Drop, Export, Fork, Import
 from stoker.kv.sequence import ParkForm, Sequence, SequenceKey, SequenceState
@@ -74,9 +74,9 @@ def carry_out(machine, turn):
     for effect in turn.effects:
         match effect:
             case Export():
-                machine.room.exported(effect.entry, bytes(STATE_BYTES))
+                machine.allocator.exported(effect.entry, bytes(STATE_BYTES))
             case Import():
-                machine.room.imported(effect.sequence)
+                machine.allocator.imported(effect.sequence)
 
 
 def names(sequences):
@@ -174,12 +174,12 @@ def test_cells_that_are_needed_move_to_a_snapshot_and_come_back():
     assert turn.effects == [Export(0, job.entry, job), Drop(0)]
     entry = job.entry
     assert (job.form, job.entry.size_bytes) == (ParkForm.SNAPSHOT, STATE_BYTES)
-    assert machine.room.cache.parked_bytes == STATE_BYTES
+    assert machine.allocator.cache.parked_bytes == STATE_BYTES
     machine.retire(visitor, FinishReason.STOP, 2.0)
     turn = step(machine, 2.0)
     assert turn.effects[-1] == Import(job.slot, entry, job, 60)
     assert job.num_computed == 61
-    assert machine.room.cache.parked_bytes == 0
+    assert machine.allocator.cache.parked_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -228,23 +228,23 @@ def test_many_parked_cells_are_moved_before_attention_over_them_costs_much():
 def test_a_place_that_is_given_and_taken_within_one_turn_leaves_the_snapshot_whole():
     """Q4: its state is not put back, and it is counted once."""
     limits = scheduler().limits
-    room = Room(limits, PrefixCache(CacheLimits(), Ledger()))
+    allocator = KVAllocator(limits, PrefixCache(CacheLimits(), Ledger()))
     job, effects = sequence("job", 60), []
-    room.seat(job, room.placement(job), effects)
-    room.cells.extend(job.slot, 60)
+    allocator.seat(job, allocator.placement(job), effects)
+    allocator.cells.extend(job.slot, 60)
     job.num_computed = 60
-    room.slots.lodge(job, 0.0)
-    room.demote(job, effects)
-    room.exported(job.entry, bytes(STATE_BYTES))
+    allocator.slots.lodge(job, 0.0)
+    allocator.demote(job, effects)
+    allocator.exported(job.entry, bytes(STATE_BYTES))
     coming = []
-    room.seat(job, room.placement(job), coming)
+    allocator.seat(job, allocator.placement(job), coming)
     assert coming == [Import(0, job.entry, job, 60)]
-    room.slots.lodge(job, 1.0)
-    room.demote(job, coming)
+    allocator.slots.lodge(job, 1.0)
+    allocator.demote(job, coming)
     assert coming == []
-    assert (job.form, job.entry.size_bytes, room.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
-    assert room.cache.parked_bytes == STATE_BYTES
-    room.check()
+    assert (job.form, job.entry.size_bytes, allocator.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
+    assert allocator.cache.parked_bytes == STATE_BYTES
+    allocator.check()
 
 
 class Place:
@@ -259,7 +259,7 @@ class Place:
         self._guard("export_state")
         self._guard("import_state")
         limits = {"num_slots": 1, "num_sequences": 1, "can_trim": False, "can_fork": False}
-        self.room = scheduler(**limits).room
+        self.allocator = scheduler(**limits).allocator
         self.given = tensors_of(12345)
         self.job = sequence("job", 60, initial_state=self.given)
         self.job.tokens = [97] * 60
@@ -267,9 +267,9 @@ class Place:
         self.seat()
         self.carry_out()
         self.backend.step(BatchPlan((PlanItem(0, 0, self.job.tokens, 0),)))
-        self.room.cells.extend(0, 60)
+        self.allocator.cells.extend(0, 60)
         self.job.num_computed = 60
-        self.room.slots.lodge(self.job, 0.0)
+        self.allocator.slots.lodge(self.job, 0.0)
 
     def _guard(self, name):
         real = getattr(self.backend, name)
@@ -283,19 +283,19 @@ class Place:
 
     def seat(self):
         """The job has the place again."""
-        self.room.seat(self.job, self.room.placement(self.job), self.effects)
+        self.allocator.seat(self.job, self.allocator.placement(self.job), self.effects)
 
     def demote(self):
         """Its cells go."""
-        self.room.demote(self.job, self.effects)
+        self.allocator.demote(self.job, self.effects)
 
     def carry_out(self):
         """The turn ends: room and backend tell one story."""
-        orders.carry_out(self.effects, self.backend, self.room)
+        orders.carry_out(self.effects, self.backend, self.allocator)
         self.effects = []
-        self.room.check()
+        self.allocator.check()
         self.backend.check()
-        assert self.backend.num_cells_used == self.room.cells.used
+        assert self.backend.num_cells_used == self.allocator.cells.used
 
 
 def test_one_parked_in_the_turn_its_state_should_have_come_back_keeps_no_place():
@@ -305,7 +305,7 @@ def test_one_parked_in_the_turn_its_state_should_have_come_back_keeps_no_place()
     place.carry_out()
     assert place.job.form is ParkForm.SNAPSHOT
     place.seat()
-    place.room.slots.lodge(place.job, 1.0)
+    place.allocator.slots.lodge(place.job, 1.0)
     place.has_memory = False
     place.carry_out()
     job = place.job
@@ -338,7 +338,7 @@ def test_a_lost_snapshot_costs_time_and_no_token():
     step(machine, 1.0)
     machine.retire(visitor, FinishReason.STOP, 2.0)
     machine.schedule(2.0)
-    machine.room.lost(job)  # the backend refused it
+    machine.allocator.lost(job)  # the backend refused it
     machine.check()
     tokens = list(job.tokens)
     machine.computed(machine.plan(), 2.0)
@@ -505,5 +505,5 @@ def test_what_paused_requests_hold_is_bounded_like_what_idle_slots_keep():
     enter(machine, person("me"), now=2.0)
     step(machine, 2.0)
     step(machine, 2.1)
-    assert machine.room.num_surplus() <= 1024
+    assert machine.allocator.num_surplus() <= 1024
     assert {job.form for job in jobs} == {ParkForm.CELLS, ParkForm.SNAPSHOT}

@@ -41,13 +41,13 @@ def alone(make, pictures=(RED,), prompt=ASKED, **fields):
 
 def num_slices(machine):
     """Slices of pictures computed since the model was loaded."""
-    resident = machine.resident("a")
-    return 0 if resident is None else resident.backend.vision.num_slices_run
+    runner = machine.runner("a")
+    return 0 if runner is None else runner.backend.vision.num_slices_run
 
 
 def num_encoded(machine):
     """Pictures encoded since the model was loaded."""
-    return machine.resident("a").stats()["images_encoded_total"]
+    return machine.runner("a").stats()["images_encoded_total"]
 
 
 def test_an_answer_depends_on_what_the_picture_shows(make):
@@ -259,9 +259,7 @@ def test_a_model_that_goes_meanwhile_costs_no_answer(make, when):
     if when == "encoding":
         machine.until(lambda: num_slices(machine) >= 5)
     elif when == "prefill":
-        machine.until(
-            lambda: machine.resident("a") and machine.resident("a").scheduler.cells.used > NUM_TOKENS
-        )
+        machine.until(lambda: machine.runner("a") and machine.runner("a").scheduler.cells.used > NUM_TOKENS)
     else:
         machine.until_tokens("r", 10)
     now = machine.loop._clock.now()

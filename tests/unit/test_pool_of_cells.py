@@ -9,7 +9,7 @@ from stoker.client.models.catalogue import SpecChanges
 from stoker.errors import ContextLengthError
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason
-from stoker.models.memory_estimate.fit import Budget, Estimate, weigh
+from stoker.models.memory_estimate.fit import Estimate, MemoryBudget, weigh
 from tiny_models import write_llama
 
 
@@ -53,7 +53,7 @@ def test_what_is_short_of_memory_loses_cells_before_context():
 
     spec = ModelSpec(id="m", path="m", n_ctx=4096, num_cells=16384)
     for room, expected in ((8192, (8192, 4096)), (2048, (2048, 2048))):
-        budget = Budget(free_bytes=room * MIB, limit_bytes=2**60, margin_bytes=0)
+        budget = MemoryBudget(free_bytes=room * MIB, limit_bytes=2**60, margin_bytes=0)
         found = weigh(spec, estimate, budget)
         assert (found.spec.num_cells, found.spec.n_ctx) == expected
         assert found.degraded == (f"context {room} instead of 16384",)

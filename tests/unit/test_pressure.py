@@ -7,7 +7,7 @@ from stoker.machine.pressure import (
     EVENT_HOLD_S,
     Pressure,
     PressureMeter,
-    Reading,
+    PressureReading,
     is_ours_to_ease,
     psi_fraction,
 )
@@ -82,7 +82,7 @@ def test_an_alarm_over_a_machine_at_rest_goes_on_as_a_warning():
     assert meter.update(sample(10.0, is_os_event=True)).level is Pressure.CRITICAL
     reading = meter.update(sample(11.0))
     assert (reading.level, reading.source, reading.fraction) == (Pressure.WARNING, "event", 0.7)
-    assert meter.update(sample(10.0 + EVENT_HOLD_S)) == Reading(
+    assert meter.update(sample(10.0 + EVENT_HOLD_S)) == PressureReading(
         Pressure.NORMAL, pytest.approx(0.1), "footprint"
     )
 

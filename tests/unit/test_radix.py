@@ -3,7 +3,7 @@
 import pytest
 
 from stoker.cache.keys import key_of
-from stoker.cache.radix import MAX_VALUES, Match, RadixTree
+from stoker.cache.radix import MAX_VALUES, PrefixMatch, RadixTree
 
 
 def _tree(*prefixes):
@@ -17,7 +17,7 @@ def _tree(*prefixes):
 def test_an_empty_tree_finds_nothing():
     """SPEC C2: no match is a match of no tokens."""
     tree = _tree()
-    assert tree.longest_shared(key_of([1, 2])) == Match(0, ())
+    assert tree.longest_shared(key_of([1, 2])) == PrefixMatch(0, ())
     assert tree.on_path(key_of([1, 2])) == []
     assert tree.get(key_of([1])) is None
     assert tree.remove(key_of([1])) is None
@@ -27,12 +27,12 @@ def test_an_empty_tree_finds_nothing():
 def test_the_longest_shared_prefix_is_found_wherever_the_keys_part():
     """SPEC C2: a model that can trim uses any length of a stored prefix."""
     tree = _tree([1, 2, 3, 4], [1, 2, 5], [9])
-    assert tree.longest_shared(key_of([1, 2, 3, 7])) == Match(3, ((1, 2, 3, 4),))
-    assert tree.longest_shared(key_of([1, 2, 3, 4, 5])) == Match(4, ((1, 2, 3, 4),))
-    assert tree.longest_shared(key_of([9])) == Match(1, ((9,),))
+    assert tree.longest_shared(key_of([1, 2, 3, 7])) == PrefixMatch(3, ((1, 2, 3, 4),))
+    assert tree.longest_shared(key_of([1, 2, 3, 4, 5])) == PrefixMatch(4, ((1, 2, 3, 4),))
+    assert tree.longest_shared(key_of([9])) == PrefixMatch(1, ((9,),))
     assert tree.longest_shared(key_of([1, 3])).num_tokens == 1
     assert set(tree.longest_shared(key_of([1, 3])).values) == {(1, 2, 3, 4), (1, 2, 5)}
-    assert tree.longest_shared(key_of([7, 1, 2])) == Match(0, ())
+    assert tree.longest_shared(key_of([7, 1, 2])) == PrefixMatch(0, ())
 
 
 def test_what_ends_at_the_point_reached_is_named_first():
@@ -58,7 +58,7 @@ def test_tokens_whose_first_bytes_agree_are_different_tokens():
     tree = _tree(*([7, each, 7] for each in ids))
     assert tree.longest_shared(key_of([7, 1 + (2 << 24), 7])).num_tokens == 1
     for each in ids:
-        assert tree.longest_shared(key_of([7, each])) == Match(2, ((7, each, 7),))
+        assert tree.longest_shared(key_of([7, each])) == PrefixMatch(2, ((7, each, 7),))
 
 
 def test_entries_that_end_on_the_way_come_shortest_first():
@@ -97,7 +97,7 @@ def test_a_second_value_replaces_the_first():
     assert tree.insert(key_of([1, 2, 3]), "new") == (1, 2, 3)
     assert len(tree) == 1
     assert list(tree) == ["new"]
-    assert tree.longest_shared(key_of([1])) == Match(1, ("new",))
+    assert tree.longest_shared(key_of([1])) == PrefixMatch(1, ("new",))
 
 
 def test_a_tree_emptied_again_keeps_nothing():

@@ -76,9 +76,9 @@ def stored(machine, name):
     """What the cache holds in memory after another request has ended."""
     machine.submit(name, "a", prompt=f"{name} {'x' * 1000}")
     machine.run(name)
-    resident = machine.resident("a")
-    while resident.has_unstored:
-        resident.rest(machine.loop._clock.now())
+    runner = machine.runner("a")
+    while runner.has_unstored:
+        runner.rest(machine.loop._clock.now())
     return machine.loop._store.cache.ram_bytes
 
 
@@ -115,7 +115,7 @@ def test_cells_that_nobody_needs_go_and_are_not_kept_until_there_is_memory(make,
     """SPEC M4: those of running requests stay."""
     machine = make()
     machine.have("a", num_slots=4, order=ORDER)
-    cells = machine.resident("a").scheduler.cells
+    cells = machine.runner("a").scheduler.cells
 
     def kept(name):
         machine.submit(name, "a", prompt=f"{name} {'x' * 200}")
@@ -131,7 +131,7 @@ def test_cells_that_nobody_needs_go_and_are_not_kept_until_there_is_memory(make,
     kept("s")
     machine.until_tokens("long", 100)
     assert cells.used <= len(LONG["prompt"]) + len(machine.tokens("long"))
-    machine.resident("a").scheduler.check()
+    machine.runner("a").scheduler.check()
     machine.run("long")
     assert machine.output("long") == make.alone(**LONG)
     machine.calm(clock)
@@ -146,7 +146,7 @@ def test_newcomers_find_half_the_slots_and_those_that_run_are_not_touched(make, 
         machine.submit(name, "a", max_tokens=400)
     machine.until_tokens("r3", 5)
     machine.climb(clock, Rung.LOWER_LIMITS)
-    slots = machine.resident("a").scheduler.slots
+    slots = machine.runner("a").scheduler.slots
     machine.until_tokens("r3", 20)
     assert len(slots.running) == 4
     late = [f"s{number}" for number in range(4)]
@@ -251,7 +251,7 @@ def test_a_load_that_goes_on_is_stopped_by_the_last_rung_and_begun_again_after_i
     gate.open()
     machine.loop._workers._loader.submit(int).result()
     machine.turn()
-    assert machine.resident("a") is None
+    assert machine.runner("a") is None
     assert "weights" not in machine.ledger
     assert machine.state("a") == "absent"
     machine.calm(clock)
@@ -300,7 +300,7 @@ def test_two_squeezes_leave_no_trace(make, clock):
     for name, model in names.items():
         machine.submit(name, model, prompt=f"{name} {LONG['prompt']}", max_tokens=1500)
     for _ in range(2):
-        machine.until(lambda: machine.loop._residents.has_work)
+        machine.until(lambda: machine.loop._runners.has_work)
         for _ in range(10):
             machine.turn()
         machine.climb(clock, Rung.PARK_INTERACTIVE)

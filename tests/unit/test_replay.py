@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from scripted_engine import request
 
-from stoker.client.process.exit import Death
-from stoker.client.requests.replay import MAX_CHARGES, LiveRequest, Replay
+from stoker.client.process.exit import EngineExit
+from stoker.client.requests.replay import MAX_CHARGES, Replay, RequestRecord
 from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import (
@@ -26,15 +26,15 @@ from stoker.ipc.events import (
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, Usage
 
-CRASH = Death("crashed", is_blamable=True)
-KILL = Death("killed", is_blamable=False)
+CRASH = EngineExit("crashed", is_blamable=True)
+KILL = EngineExit("killed", is_blamable=False)
 
 
 def replay_of(*request_ids: str, n: int = 1) -> Replay:
     """A replay with requests that an engine has admitted."""
     replay = Replay()
     for request_id in request_ids:
-        replay.add(LiveRequest(request_id, request(n=n), 0.0))
+        replay.add(RequestRecord(request_id, request(n=n), 0.0))
     replay.release(0.0)
     admit(replay, *request_ids)
     return replay
@@ -57,7 +57,7 @@ def parked(request_id: str, index: int = 0) -> Parked:
     return Parked(request_id=request_id, index=index, form="cells", reason="interactive")
 
 
-def find(replay: Replay, request_id: str) -> LiveRequest:
+def find(replay: Replay, request_id: str) -> RequestRecord:
     """The live request of that id."""
     live = replay.get(request_id)
     assert live is not None
@@ -104,7 +104,7 @@ def test_a_replayed_request_carries_all_that_was_delivered_of_each_choice() -> N
 def test_a_request_that_no_engine_accepted_is_submitted_as_new() -> None:
     """Q11: only what had a place in the line before keeps it."""
     replay = Replay()
-    replay.add(LiveRequest("a", request(), 0.0))
+    replay.add(RequestRecord("a", request(), 0.0))
     replay.release(0.0)
     replay.bury(KILL)
     assert replay.release(1.0) == [Submit(request_id="a", request=request(), age_s=1.0)]
@@ -188,7 +188,7 @@ def test_suspects_are_tried_one_at_a_time_before_anybody_else() -> None:
     assert given(replay) == ["a", "b"]
     admit(replay, "a", "b")
     replay.bury(CRASH)
-    replay.add(LiveRequest("new", request(), 0.0))
+    replay.add(RequestRecord("new", request(), 0.0))
     assert given(replay) == ["b"]
     admit(replay, "b")
     assert given(replay) == []
@@ -221,7 +221,7 @@ def test_a_request_in_the_line_is_not_charged_while_another_ran() -> None:
     """L3: only work in a step or in preparation can crash the engine."""
     replay = Replay()
     for request_id in ("running", "waiting"):
-        replay.add(LiveRequest(request_id, request(), 0.0))
+        replay.add(RequestRecord(request_id, request(), 0.0))
     replay.release(0.0)
     admit(replay, "running")
     replay.record(Queued("waiting", 0))
@@ -329,7 +329,7 @@ def test_a_pause_is_shown_when_no_token_can_come_and_a_resumption_at_once() -> N
 def test_a_paused_request_that_no_engine_accepted_is_kept_until_it_is_resumed() -> None:
     """Q17, L3: its preparation may be what crashes; nobody could be blamed for that."""
     replay = Replay()
-    replay.add(LiveRequest("a", request(), 0.0))
+    replay.add(RequestRecord("a", request(), 0.0))
     live = find(replay, "a")
     assert replay.pause(live) == [Paused("a")]
     assert given(replay) == []
@@ -420,7 +420,7 @@ def test_a_replay_refused_for_a_full_line_asks_again_when_a_place_is_free() -> N
 def test_a_new_request_is_refused_for_a_full_line() -> None:
     """Q11: the engine's bound stands."""
     replay = Replay()
-    replay.add(LiveRequest("a", request(), 0.0))
+    replay.add(RequestRecord("a", request(), 0.0))
     replay.release(0.0)
     assert replay.record(Failed("a", QueueFullError("full").info()))
     assert len(replay) == 0
@@ -430,7 +430,7 @@ def test_two_live_requests_never_share_an_id() -> None:
     """L6: events are told apart by it."""
     replay = replay_of("a")
     with pytest.raises(InvalidRequestError):
-        replay.add(LiveRequest("a", request(), 0.0))
+        replay.add(RequestRecord("a", request(), 0.0))
 
 
 # ------------------------------------------------------------ preparation
@@ -446,7 +446,7 @@ def prepared(replay: Replay, *request_ids: str) -> None:
 def added(replay: Replay, *request_ids: str) -> Replay:
     """Further requests, given to the engine at once."""
     for request_id in request_ids:
-        replay.add(LiveRequest(request_id, request(), 0.0))
+        replay.add(RequestRecord(request_id, request(), 0.0))
     replay.release(0.0)
     return replay
 
@@ -487,7 +487,7 @@ def test_a_preparation_beside_running_requests_is_tried_alone_before_it_is_convi
 def test_a_kill_for_a_hang_or_for_memory_convicts_no_preparation_at_once() -> None:
     """L3, A5: what else the machine was short of is not its doing; alone again, it is."""
     replay = added(Replay(), "bad")
-    killed = Death("killed: no sign of life", is_blamable=True, was_killed=True)
+    killed = EngineExit("killed: no sign of life", is_blamable=True, was_killed=True)
     assert failed(replay.bury(killed)) == []
     assert given(replay) == ["bad"]
     assert failed(replay.bury(killed)) == ["bad"]

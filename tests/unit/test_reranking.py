@@ -15,9 +15,9 @@ from stoker.backends.fake.encoder import N_EMBD, load, vector_of
 from stoker.backends.fake.vocabulary import BOS, EOS, FakeVocabulary
 from stoker.cli.main import app
 from stoker.engine.jobs.prepare import prepare
-from stoker.engine.runners.oneshot import EncoderResident
+from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Failed, Finished, StateReady
@@ -141,45 +141,45 @@ def resident_of(**spec):
     fields = {"id": "r", "path": "fake:encoder=1,pooling=rank", "policy": Policy.THROUGHPUT} | spec
     spec = ModelSpec(**fields)
     encoder = load(spec)
-    return EncoderResident(spec, encoder, Pace(StepClock(10.0))), encoder
+    return OneShotRunner(spec, encoder, Pace(StepTimer(10.0))), encoder
 
 
-def enter(resident, name, document, **fields):
+def enter(runner, name, document, **fields):
     """A pair arrives."""
     wanted = {"model": "r", "max_tokens": 0, "state_output": StateOutput.SCORE}
     wanted |= {"sampling": Sampling(temperature=0)} | fields
     request = GenerateRequest(prompt=QUERY, document=document, **wanted)
-    resident.accept(prepare(Submit(request_id=name, request=request), resident.prep, 0.0), 0.0)
+    runner.accept(prepare(Submit(request_id=name, request=request), runner.prep, 0.0), 0.0)
 
 
 def test_pairs_of_several_requests_are_scored_in_one_call():
     """SPEC K4, Q9: each gets its own score, then one ending; people before jobs."""
-    resident, encoder = resident_of(n_batch=64)
-    enter(resident, "job", "one", priority=Priority.BACKGROUND)
-    enter(resident, "a", "two")
-    enter(resident, "b", "three")
+    runner, encoder = resident_of(n_batch=64)
+    enter(runner, "job", "one", priority=Priority.BACKGROUND)
+    enter(runner, "a", "two")
+    enter(runner, "b", "three")
     for now in (0.0, 1.0):
-        resident.schedule(now)
-        resident.step(now)
-    ready = [event for event in resident.events if isinstance(event, StateReady)]
+        runner.schedule(now)
+        runner.step(now)
+    ready = [event for event in runner.events if isinstance(event, StateReady)]
     assert [event.request_id for event in ready] == ["a", "b", "job"]
     assert encoder.calls == [3]
     for event, document in zip(ready, ("two", "three", "one"), strict=True):
         (tensor,) = event.tensors
         assert (tensor.name, tensor.shape) == ("scores", (1,))
         assert np.frombuffer(tensor.data, "<f4") == np.float32(score_of(QUERY, document))
-    assert [e.request_id for e in resident.events if isinstance(e, Finished)] == ["a", "b", "job"]
+    assert [e.request_id for e in runner.events if isinstance(e, Finished)] == ["a", "b", "job"]
 
 
 def test_a_late_pair_and_a_long_one_end_with_their_reason():
     """SPEC Q1, K7: as texts to embed do; the fault is named by the field that callers know."""
-    resident, _ = resident_of()
-    enter(resident, "late", "one", timeout_s=1.0)
-    resident.schedule(2.0)
-    (failed,) = [event for event in resident.events if isinstance(event, Failed)]
+    runner, _ = resident_of()
+    enter(runner, "late", "one", timeout_s=1.0)
+    runner.schedule(2.0)
+    (failed,) = [event for event in runner.events if isinstance(event, Failed)]
     assert failed.error.code == "request_timeout"
     with pytest.raises(ContextLengthError) as refused:
-        enter(resident, "long", "x" * 600)
+        enter(runner, "long", "x" * 600)
     assert refused.value.param == "documents"
 
 

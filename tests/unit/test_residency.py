@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.engine.residency.catalogue import STORY_LENGTH, Catalogue, Served
+from stoker.engine.residency.catalogue import STORY_LENGTH, Catalogue, ServedModel
 from stoker.engine.residency.swaps import FINISH_S, STAY_S, SWAP_AFTER_S, Swaps
 from stoker.errors import ModelNotFoundError
 from stoker.ipc.model import MODEL_MOVES, ModelLife, ModelSpec
@@ -10,7 +10,7 @@ from stoker.ipc.model import MODEL_MOVES, ModelLife, ModelSpec
 
 def served(name="m", life=ModelLife.READY, **fields):
     """A served model in that state."""
-    made = Served(ModelSpec(id=name, path="fake:"), **fields)
+    made = ServedModel(ModelSpec(id=name, path="fake:"), **fields)
     made.life = life
     return made
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from stoker.engine.jobs.prepare import prepare
-from stoker.engine.runners.slots import Resident
+from stoker.engine.runners.slots import SlotRunner
 from stoker.errors import ModelLoadError
 from stoker.ipc.commands import Cancel, Detokenize, Pause, Resume, Tokenize, UnloadModel
 from stoker.ipc.events import ModelState, Reply, Resumed
@@ -49,14 +49,14 @@ def test_the_same_model_with_the_same_settings_is_not_loaded_again(make, gate):
     gate.open()
     machine = make()
     spec = loaded(machine)
-    before = machine.resident("a")
+    before = machine.runner("a")
     for _ in range(2):
         machine.load(spec)
         machine.until(lambda: is_settled(machine))
     machine.load(msgspec.structs.replace(spec, keep_alive_s=5.0))
     machine.until(lambda: is_settled(machine))
     assert gate.begun == ["a"]
-    assert machine.resident("a") is before
+    assert machine.runner("a") is before
     assert machine.states("a") == ["loading", "ready"]
     (status,) = machine.status().models
     assert status.keep_alive_s == 5.0
@@ -103,14 +103,14 @@ def test_requests_that_are_tokenised_for_the_old_model_run_on_the_new_one(make, 
     machine.loop._workers._loader.submit(int).result()  # that it is in is heard first
     is_over.set()
     accepted = []
-    accept = Resident.accept
-    monkeypatch.setattr(Resident, "accept", lambda *told: (accepted.append(told[:2]), accept(*told))[1])
+    accept = SlotRunner.accept
+    monkeypatch.setattr(SlotRunner, "accept", lambda *told: (accepted.append(told[:2]), accept(*told))[1])
     machine.run("fits", "long")
     assert machine.error("long").code == "context_length_exceeded"
     assert machine.output("fits") == make.alone(max_tokens=30)
-    for resident, live in accepted:
+    for runner, live in accepted:
         for choice in live.choices.values():
-            assert choice.generation._vocabulary is resident.prep.vocabulary
+            assert choice.generation._vocabulary is runner.prep.vocabulary
 
 
 def test_a_reload_that_fails_leaves_the_old_model_as_it_was(make):
@@ -168,7 +168,7 @@ def test_a_model_that_is_unloaded_during_its_reload_is_gone(make, gate, is_busy)
     machine.until(lambda: is_settled(machine))
     machine.loop._workers._loader.submit(int).result()
     machine.turn()
-    assert machine.resident("a") is None
+    assert machine.runner("a") is None
     assert machine.state("a") == "absent"
     assert set(machine.ledger) <= {"cache"}
     assert all(backend._is_closed for _, backend in gate.backends)

@@ -78,17 +78,17 @@ def test_a_freed_slot_goes_to_the_head_of_the_line_and_not_to_a_later_arrival():
 def test_the_queue_is_bounded_and_background_has_half_the_room():
     """Q11."""
     machine = scheduler(num_slots=1, max_queue=4)
-    machine.check_room(BACKGROUND, 1)  # the slot is idle: whoever arrives does not wait
+    machine.check_allocator(BACKGROUND, 1)  # the slot is idle: whoever arrives does not wait
     machine.enqueue(sequence("running", 4), 0.0)
     step(machine)
     for name in "ab":
         machine.enqueue(sequence(name, 4), 0.0)
     with pytest.raises(QueueFullError, match="2 requests wait and 2 may") as refused:
-        machine.check_room(BACKGROUND, 0)
+        machine.check_allocator(BACKGROUND, 0)
     assert refused.value.retry_after_s >= 1
-    machine.check_room(INTERACTIVE, 1)
+    machine.check_allocator(INTERACTIVE, 1)
     with pytest.raises(QueueFullError):
-        machine.check_room(INTERACTIVE, 2)
+        machine.check_allocator(INTERACTIVE, 2)
 
 
 def test_a_waiter_past_its_deadline_leaves_without_ever_starting():

@@ -14,7 +14,7 @@ from stoker.errors import InvalidRequestError
 from stoker.ipc.model import CacheMode
 from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.usage import CacheSource
-from stoker.kv import prefix_source as stock
+from stoker.kv import prefix_source
 from stoker.kv.ops import Schedule
 from stoker.kv.sequence import ParkForm, SequenceKey, SequenceState
 
@@ -89,7 +89,7 @@ class Machine(stepping.Machine):
         """Everything that idle slots keep goes, stored."""
         self.rest()
         turn = Schedule()
-        while self.scheduler.room.evict_oldest(turn.effects):
+        while self.scheduler.allocator.evict_oldest(turn.effects):
             pass
         self.carry_out(turn)
         self.check()
@@ -97,7 +97,7 @@ class Machine(stepping.Machine):
     @property
     def num_computed(self):
         """Prompt tokens computed so far."""
-        return int(self.scheduler.tally.stats()["prompt_tokens_computed_total"])
+        return int(self.scheduler.prefix_statistics.stats()["prompt_tokens_computed_total"])
 
 
 KINDS = pytest.mark.parametrize("is_recurrent", [False, True], ids=["decoder", "recurrent"])
@@ -434,7 +434,7 @@ def test_the_source_of_what_is_cached_is_told_as_it_was():
     expected = [None, CacheSource.SHARED, CacheSource.LIVE, CacheSource.RAM, CacheSource.DISK]
     assert sources == expected
     assert [s.num_cached for s in machine.sequences] == [0, 500, 500, 500, 500]
-    stats = machine.scheduler.tally.stats()
+    stats = machine.scheduler.prefix_statistics.stats()
     assert stats["prompt_tokens_total"] == 5 * 508
     assert stats["cache_misses_total"] == 1
     for source in CacheSource:
@@ -455,20 +455,20 @@ def test_an_admission_works_the_key_of_its_tokens_out_once(monkeypatch):
         lengths.append(len(tokens))
         return key_of(tokens)
 
-    monkeypatch.setattr(stock, "key_of", counted)
+    monkeypatch.setattr(prefix_source, "key_of", counted)
     late = machine.enter(300, 101)
     machine.step()
     assert late.num_cached == 300
     assert lengths.count(308) == 1
     machine.finish()
     machine.drop_cells()
-    room = machine.scheduler.room
+    allocator = machine.scheduler.allocator
     late.tokens = STEM[:400]
-    assert room.stored(late, 0).num_tokens == 399
+    assert allocator.stored(late, 0).num_tokens == 399
     late.tokens.append(STEM[400])
-    assert room.stored(late, 0).num_tokens == 400
+    assert allocator.stored(late, 0).num_tokens == 400
     late.tokens = [7] * 401
-    assert room.stored(late, 0) is None
+    assert allocator.stored(late, 0) is None
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
@@ -489,7 +489,7 @@ def test_a_state_that_is_not_taken_counts_for_nothing(is_damaged):
     assert (late.num_cached, late.cache_source) == (0, None)
     assert machine.num_computed == 508 + 508
     assert machine.cache.stats()["cache_damaged_total"] == is_damaged
-    stats = machine.scheduler.tally.stats()
+    stats = machine.scheduler.prefix_statistics.stats()
     assert stats["cache_misses_total"] == 2
     assert stats["cached_tokens_ram_total"] == 0
 

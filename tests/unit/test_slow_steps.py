@@ -10,10 +10,10 @@ import pytest
 
 from stoker.engine.threads import slow_steps
 from stoker.engine.threads.affinity import ThreadBinder
-from stoker.engine.threads.controller import Clocks, ThreadKeeper
-from stoker.engine.threads.cores import CoreTimes, CoreWatch
+from stoker.engine.threads.controller import Clocks, ThreadController
 from stoker.engine.threads.governor import Decision, StepSample
 from stoker.engine.threads.slow_steps import HindranceCounters, Hindrances, SlowReason, SlowSteps, why_slow
+from stoker.machine.cores import CoreTimes, CoreWatch
 
 
 def slow(cpu_s: float = 2.5, at_s: float = 10.0, num_threads: int = 2) -> StepSample:
@@ -126,7 +126,7 @@ class Desk:
         self.binder = BinderStandIn()
         clocks = Clocks(wall=lambda: self.now_s, cpu=lambda: self.cpu_s)
         watch = CoreWatch(frozenset({0, 1}), lambda _: CoreTimes(2 * self.now_s, self.busy_s, self.cpu_s))
-        self.keeper = ThreadKeeper(2, watch, self.binder, clocks)
+        self.keeper = ThreadController(2, watch, self.binder, clocks)
 
     def step(
         self, wall_s: float, cpu_s: float, others: float = 0.0, predicted_s: float = 0.03

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from stoker.speculation.prompt_lookup import GRAM, MAX_MATCH, Match, SuffixIndex
+from stoker.speculation.prompt_lookup import GRAM, MAX_MATCH, LookupMatch, SuffixIndex
 
 
 def longest_repeat(tokens):
@@ -43,7 +43,7 @@ def test_the_latest_of_equal_repeats_is_continued():
     tokens = [1, 2, 3, 4, 9, 1, 2, 3, 5, 8, 7, 1, 2, 3]
     index = SuffixIndex(tokens)
     match = index.match()
-    assert match == Match(place=8, length=3)
+    assert match == LookupMatch(place=8, length=3)
     assert index.continuation(match, 3) == [5, 8, 7]
 
 
@@ -61,9 +61,9 @@ def test_a_match_is_followed_as_the_text_goes_on_with_it():
     text = list(range(100))
     tokens = [*text, 200, *text[:10]]
     index = SuffixIndex(tokens)
-    assert index.match() == Match(place=10, length=10)
+    assert index.match() == LookupMatch(place=10, length=10)
     tokens += text[10:60]
-    assert index.match() == Match(place=60, length=60)
+    assert index.match() == LookupMatch(place=60, length=60)
     tokens.append(300)
     assert index.match() is None
 
@@ -74,7 +74,7 @@ def test_nothing_is_guessed_before_a_long_prompt_is_indexed():
     tokens = [*text, *text[:100]]
     index = SuffixIndex(tokens)
     assert index.match() is None
-    assert index.match() == Match(place=100, length=MAX_MATCH)
+    assert index.match() == LookupMatch(place=100, length=MAX_MATCH)
 
 
 def test_too_short_a_text_repeats_nothing():

@@ -7,9 +7,9 @@ import pytest
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
-from stoker.engine.runners.slots import Resident
+from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
@@ -18,7 +18,7 @@ from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
 from stoker.kv.sequence import ParkForm, Sequence, SequenceKey
 from stoker.machine.ledger import Ledger
-from stoker.speculation.draft_length import Odds, Wager
+from stoker.speculation.draft_length import Acceptance, DraftLength
 from stoker.speculation.speculator import FIRST_ODDS, MOST_WATCHED, Subject
 
 ROUND = Constraint(kind=ConstraintKind.REGEX, source="(the same again, )+")
@@ -36,7 +36,7 @@ REQUESTS = {
 }
 
 
-class EagerWager(Wager):
+class EagerWager(DraftLength):
     """Guesses seven tokens wherever that fits."""
 
     def num_worth(self, odds, most, guess_s=0.0):
@@ -62,7 +62,7 @@ class Bench:
         known = {"num_cells": 512, "faults": FakeFaults(eog_period=0)}
         self.backend = options.pop("backend", None) or FakeBackend(**known | options)
         self.cache = PrefixCache(CacheLimits(), Ledger())
-        self.resident = Resident(spec, self.backend, Pace(StepClock(60.0)), self.cache)
+        self.runner = SlotRunner(spec, self.backend, Pace(StepTimer(60.0)), self.cache)
         self.now = 0.0
         self.answers = {}
 
@@ -72,18 +72,18 @@ class Bench:
         request = GenerateRequest(**{"sampling": Sampling(seed=1)} | known | fields)
         submit = submit or Submit(request_id=request_id, request=request)
         self.answers.setdefault(request_id, {})
-        self.resident.accept(prepare(submit, self.resident.prep, self.now), self.now)
+        self.runner.accept(prepare(submit, self.runner.prep, self.now), self.now)
 
     def turn(self):
         """One turn, and what was found out by it."""
         self.now += 1.0
-        self.resident.schedule(self.now)
-        self.resident.step(self.now)
+        self.runner.schedule(self.now)
+        self.runner.step(self.now)
         self.note()
 
     def note(self):
         """Read what has happened, and check that backend and scheduler agree once orders are carried out."""
-        for event in self.resident.events:
+        for event in self.runner.events:
             if isinstance(event, Delta):
                 answer = self.answers[event.request_id].setdefault(event.index, Answer())
                 answer.tokens += event.token_ids
@@ -91,21 +91,21 @@ class Bench:
                 answer.logprobs += event.logprobs or []
                 answer.reason = event.finish_reason or answer.reason
             assert not isinstance(event, Failed), event
-        self.resident.events.clear()
+        self.runner.events.clear()
 
     def settle(self):
         """Carry out what the last step left to do, and check everything."""
-        self.resident.rest(self.now)
-        self.resident.scheduler.check()
+        self.runner.rest(self.now)
+        self.runner.scheduler.check()
         self.backend.check()
-        assert self.backend.num_cells_used == self.resident.scheduler.cells.used
-        for slot in self.resident.scheduler.slots.slots:
+        assert self.backend.num_cells_used == self.runner.scheduler.cells.used
+        for slot in self.runner.scheduler.slots.slots:
             assert list(self.backend.tokens(slot.id)) == slot.tokens
 
     def run(self, request_id="r", **fields):
         """A request to its end; its first choice."""
         self.submit(request_id, **fields)
-        while self.resident.has_work:
+        while self.runner.has_work:
             self.turn()
             self.settle()
         return self.answers[request_id][0]
@@ -113,13 +113,13 @@ class Bench:
     @property
     def counts(self):
         """Draft tokens, and those that were drawn."""
-        stats = self.resident.stats()
+        stats = self.runner.stats()
         return stats["num_drafted_total"], stats["num_accepted_total"]
 
 
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch):
-    monkeypatch.setattr("stoker.speculation.speculator.Wager", EagerWager)
+    monkeypatch.setattr("stoker.speculation.speculator.DraftLength", EagerWager)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -141,7 +141,7 @@ def test_what_is_not_drawn_is_taken_back():
     assert quick.run(constraint=turns) == plain.run(constraint=turns)
     drafted, accepted = quick.counts
     assert drafted > accepted + 20
-    assert quick.resident.scheduler.cells.used == plain.resident.scheduler.cells.used
+    assert quick.runner.scheduler.cells.used == plain.runner.scheduler.cells.used
 
 
 def test_a_request_may_ask_for_none():
@@ -171,7 +171,7 @@ def test_nobody_gets_drafts_while_others_run():
         bench.turn()
         assert bench.counts == (0, 0)
         bench.settle()
-    while bench.resident.has_work:
+    while bench.runner.has_work:
         bench.turn()
     assert bench.counts[1] > 50
     assert bench.answers["a"][0] == Bench(Speculation.OFF).run()
@@ -193,7 +193,7 @@ def test_drafts_take_only_cells_that_are_free():
     plain = Bench(Speculation.OFF, num_cells=96)
     quick = Bench(Speculation.LOOKUP, num_cells=96)
     assert quick.run(max_tokens=None) == plain.run(max_tokens=None)
-    assert quick.resident.stats()["num_preemptions_total"] == 0
+    assert quick.runner.stats()["num_preemptions_total"] == 0
     assert quick.answers["r"][0].reason is FinishReason.LENGTH
 
 
@@ -202,13 +202,13 @@ def test_parked_between_drafts_it_goes_on_as_if_nothing_had_been(form):
     """SPEC D9, Q4: what it keeps is what was drawn, not what was guessed."""
     bench = Bench(Speculation.LOOKUP)
     bench.submit("r")
-    sequence = next(iter(bench.resident._live)).choices[0].sequence
+    sequence = next(iter(bench.runner._live)).choices[0].sequence
     num_turns = 0
-    while bench.resident.has_work:
+    while bench.runner.has_work:
         bench.turn()
         num_turns += 1
         if num_turns % 3 == 0 and sequence.is_running:
-            bench.resident._carry_out(bench.resident.scheduler.park(sequence, form, bench.now), bench.now)
+            bench.runner._carry_out(bench.runner.scheduler.park(sequence, form, bench.now), bench.now)
             bench.settle()
     assert sequence.num_preemptions > 3
     assert bench.counts[1] > 50
@@ -222,12 +222,12 @@ def test_after_a_crash_it_goes_on_with_the_tokens_that_were_delivered():
     first.submit("r")
     while len(first.answers["r"].get(0, Answer()).tokens) < 90:
         first.turn()
-    (submit,) = first.resident.evacuate("tested", first.now)
+    (submit,) = first.runner.evacuate("tested", first.now)
     assert submit.generated[0] == first.answers["r"][0].tokens
     second = Bench(Speculation.LOOKUP)
     second.answers["r"] = first.answers["r"]
     second.submit("r", submit)
-    while second.resident.has_work:
+    while second.runner.has_work:
         second.turn()
     assert second.answers["r"][0] == whole
 
@@ -238,7 +238,7 @@ def test_cancelled_right_after_a_draft_it_leaves_what_was_drawn():
     bench.submit("r")
     while bench.counts[0] == 0:
         bench.turn()
-    bench.resident.cancel("r", bench.now)
+    bench.runner.cancel("r", bench.now)
     bench.note()
     bench.settle()
     assert bench.answers["r"][0].reason is FinishReason.CANCELLED
@@ -268,7 +268,7 @@ def test_one_choice_that_fails_takes_the_draft_of_its_request_along():
     bench.submit("r")
     while bench.counts[0] == 0:
         bench.turn()
-    live = next(iter(bench.resident._live))
+    live = next(iter(bench.runner._live))
     generation, calls = live.choices[0].generation, []
 
     def failing(row):
@@ -278,13 +278,13 @@ def test_one_choice_that_fails_takes_the_draft_of_its_request_along():
         return type(generation).advance(generation, row)
 
     generation.advance = failing
-    while bench.resident.has_work:
-        bench.resident.schedule(bench.now)
-        bench.resident.step(bench.now)
-    failed = [event for event in bench.resident.events if isinstance(event, Failed)]
+    while bench.runner.has_work:
+        bench.runner.schedule(bench.now)
+        bench.runner.step(bench.now)
+    failed = [event for event in bench.runner.events if isinstance(event, Failed)]
     assert len(failed) == 1
-    assert not [event for event in bench.resident.events if isinstance(event, Finished)]
-    bench.resident.events.clear()
+    assert not [event for event in bench.runner.events if isinstance(event, Finished)]
+    bench.runner.events.clear()
     bench.settle()
 
 
@@ -346,18 +346,18 @@ def test_a_step_for_one_of_several_gets_no_draft_either():
     bench.submit("b")
     for _ in range(60):
         bench.turn()
-    plan = bench.resident.scheduler.plan()
+    plan = bench.runner.scheduler.plan()
     assert len(plan.parts) == 2
     alone = type(plan)(tuple(part for part in plan.parts if part.sequence.key.request_id == "a"))
-    assert bench.resident._speculator.extended(alone) is alone
-    bench.resident.cancel("b", bench.now)
-    assert bench.resident._speculator.extended(alone) is not alone
+    assert bench.runner._speculator.extended(alone) is alone
+    bench.runner.cancel("b", bench.now)
+    assert bench.runner._speculator.extended(alone) is not alone
 
 
 def test_a_repeat_that_nobody_bets_on_is_followed_to_its_first_miss():
     """SPEC D9: how often repeats go on is learned for nothing, also where no guess pays."""
     told = [*list(range(10, 30)), 10, 11, 12]
-    odds = (*tuple(Odds(*rates) for rates in FIRST_ODDS), Odds(0.5, 0.5))
+    odds = (*tuple(Acceptance(*rates) for rates in FIRST_ODDS), Acceptance(0.5, 0.5))
     subject = Subject(Sequence(key=SequenceKey("r", 0), tokens=told, num_prompt=len(told)), odds)
     match = subject.index.match()
     subject.watch(0, match)
@@ -374,7 +374,7 @@ def test_what_was_watched_teaches_the_odds(monkeypatch):
     """SPEC D9: a text that repeats itself makes repeats likelier, with no draft computed."""
     monkeypatch.setattr(EagerWager, "num_worth", lambda *_, **__: 0)
     bench = Bench(Speculation.LOOKUP)
-    odds = bench.resident._speculator._odds[: len(FIRST_ODDS)]
+    odds = bench.runner._speculator._acceptance[: len(FIRST_ODDS)]
     before = [each.miss for each in odds]
     bench.run()
     assert bench.counts == (0, 0)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from stoker.scheduler.cost import StepCost
-from stoker.speculation.draft_length import LEAST, MOST, UNMEASURED, Odds, Rate, Wager
+from stoker.speculation.draft_length import LEAST, MOST, UNMEASURED, Acceptance, DraftLength, Rate
 
 CURVES = {
     "processor": {1: 0.017, 4: 0.044, 8: 0.078, 32: 0.110, 256: 0.9},
@@ -35,19 +35,19 @@ def measured(curve):
 
 def decode(curve, num_tokens, is_drawn, cost=None):
     """Seconds for so many tokens with guesses everywhere, and without any; `is_drawn` decides each guess."""
-    wager, odds, known = Wager(cost or measured(curve)), Odds(0.75, 0.9), 0
+    draft_length, odds, known = DraftLength(cost or measured(curve)), Acceptance(0.75, 0.9), 0
     took_s = 0.0
     while known < num_tokens:
-        count = wager.num_worth(odds, 31)
+        count = draft_length.num_worth(odds, 31)
         drawn = next((at for at in range(count) if not is_drawn()), count)
         this_s = step_s(curve, count + 1)
         took_s += this_s
         known += drawn + 1
         if count:
-            wager.settle(count, drawn + 1, this_s)
+            draft_length.settle(count, drawn + 1, this_s)
             odds.note(drawn, is_missed=drawn < count)
         else:
-            wager.stepped()
+            draft_length.stepped()
             odds.fade()
     return took_s, known * step_s(curve, 1)
 
@@ -82,45 +82,45 @@ def test_guesses_that_are_drawn_make_it_quicker():
 
 def test_where_more_tokens_take_as_much_longer_nothing_is_guessed():
     """SPEC D9: however likely."""
-    odds = Odds(0.99, 0.99)
-    assert Wager(measured(CURVES["no gain"])).num_worth(odds, 31) == 0
-    assert Wager(measured(CURVES["processor"])).num_worth(odds, 31) == 31
+    odds = Acceptance(0.99, 0.99)
+    assert DraftLength(measured(CURVES["no gain"])).num_worth(odds, 31) == 0
+    assert DraftLength(measured(CURVES["processor"])).num_worth(odds, 31) == 31
 
 
 def test_nothing_is_guessed_before_a_step_was_measured_and_never_more_than_fits():
     """SPEC D9."""
-    odds = Odds(0.9, 0.9)
-    assert Wager(StepCost()).num_worth(odds, 31) == 0
-    wager = Wager(measured(CURVES["accelerator"]))
-    assert [wager.num_worth(odds, most) for most in (-1, 0, 1, 4)] == [0, 0, 1, 4]
+    odds = Acceptance(0.9, 0.9)
+    assert DraftLength(StepCost()).num_worth(odds, 31) == 0
+    draft_length = DraftLength(measured(CURVES["accelerator"]))
+    assert [draft_length.num_worth(odds, most) for most in (-1, 0, 1, 4)] == [0, 0, 1, 4]
 
 
 def test_a_model_that_takes_long_to_guess_is_asked_for_less():
     """SPEC D9: guessing counts as part of the step."""
-    odds, wager = Odds(0.9, 0.9), Wager(measured(CURVES["accelerator"]))
-    counts = [wager.num_worth(odds, 31, guess_s) for guess_s in (0.0, 0.001, 0.003, 0.005)]
+    odds, draft_length = Acceptance(0.9, 0.9), DraftLength(measured(CURVES["accelerator"]))
+    counts = [draft_length.num_worth(odds, 31, guess_s) for guess_s in (0.0, 0.001, 0.003, 0.005)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[-1] == 0
 
 
 def test_the_account_is_bounded_both_ways():
     """SPEC D9: a good stretch does not pay for a long bad one; after a bad one it is tried again some day."""
-    wager = Wager(measured(CURVES["processor"]))
+    draft_length = DraftLength(measured(CURVES["processor"]))
     for _ in range(100):
-        wager.settle(31, 32, step_s(CURVES["processor"], 32))
-    assert wager.credit == MOST
+        draft_length.settle(31, 32, step_s(CURVES["processor"], 32))
+    assert draft_length.credit == MOST
     for _ in range(100):
-        wager.settle(31, 1, step_s(CURVES["processor"], 32))
-    assert wager.credit == LEAST
-    assert wager.num_worth(Odds(0.99, 0.99), 31) == 0
+        draft_length.settle(31, 1, step_s(CURVES["processor"], 32))
+    assert draft_length.credit == LEAST
+    assert draft_length.num_worth(Acceptance(0.99, 0.99), 31) == 0
     for _ in range(1000):
-        wager.stepped()
-    assert wager.num_worth(Odds(0.99, 0.99), 31) > 0
+        draft_length.stepped()
+    assert draft_length.num_worth(Acceptance(0.99, 0.99), 31) > 0
 
 
 def test_odds_follow_what_happens_and_come_back_when_nothing_does():
     """SPEC D9."""
-    odds = Odds(0.5, 0.8)
+    odds = Acceptance(0.5, 0.8)
     for _ in range(20):
         odds.note(0, is_missed=True)
     assert odds.miss > 0.95
@@ -138,12 +138,12 @@ def test_sizes_that_were_never_measured_are_tried_as_if_they_were_cheap():
     """SPEC D9: plain steps alone do not tell what a longer one costs, and nobody would ever find out."""
     cost = StepCost()
     cost.learn(1, 0.010)
-    sure = Odds(0.95, 0.97)
-    assert Wager(cost).num_worth(sure, 7) > 0
+    sure = Acceptance(0.95, 0.97)
+    assert DraftLength(cost).num_worth(sure, 7) > 0
     assert not cost.is_measured(3)
     cost.learn(8, 0.080)
     assert cost.is_measured(8)
-    assert Wager(cost).num_worth(sure, 7) == 0
+    assert DraftLength(cost).num_worth(sure, 7) == 0
     assert UNMEASURED < 1.0
 
 
@@ -153,9 +153,9 @@ def test_a_step_is_filled_up_to_where_a_further_row_costs_much(count):
     cost = SimpleNamespace(
         predict=lambda num_tokens: 0.02 if num_tokens <= count + 1 else 2.0, is_measured=lambda _: True
     )
-    wager, odds = Wager(cost), Odds(0.99, 0.99)
-    assert wager.num_worth(odds, 40) == count
-    assert wager.num_worth(odds, count) == count
+    draft_length, odds = DraftLength(cost), Acceptance(0.99, 0.99)
+    assert draft_length.num_worth(odds, 40) == count
+    assert draft_length.num_worth(odds, count) == count
 
 
 def test_a_rate_is_never_quite_sure():

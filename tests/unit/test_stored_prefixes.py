@@ -362,7 +362,7 @@ class Engine:
         for _ in range(300):
             if is_done():
                 return
-            self.loop.turn(0 if self.loop._residents.has_work else 0.2)
+            self.loop.turn(0 if self.loop._runners.has_work else 0.2)
         pytest.fail(f"not reached: {self.events[-5:]}")
 
     def run(self, name: str, prompt: str = PROMPT, **fields: Any) -> Any:

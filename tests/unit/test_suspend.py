@@ -12,8 +12,8 @@ from scripted_engine import request, text_of
 from test_host import MODEL, Client, both, hosting, in_process, in_thread, kill
 
 from stoker.client.process.lifecycle import EngineState
-from stoker.client.process.transport import NewCarrier
-from stoker.client.supervisor import EngineHost
+from stoker.client.process.transport import NewTransport
+from stoker.client.supervisor import EngineSupervisor
 from stoker.errors import (
     InsufficientMemoryError,
     ModelFileError,
@@ -46,7 +46,7 @@ def ends(client: Client) -> int:
 
 
 @both
-async def test_streams_go_on_after_a_suspension_where_they_stood(carrier: NewCarrier) -> None:
+async def test_streams_go_on_after_a_suspension_where_they_stood(carrier: NewTransport) -> None:
     """SPEC L2: nothing lost or repeated, told once that they wait and once that they go on."""
     async with hosting(carrier) as host:
         clients = [Client(host, str(i), request(max_tokens=6, pause_after=3)) for i in range(3)]
@@ -102,7 +102,7 @@ async def test_a_shorter_grace_does_not_wait_for_a_longer_one() -> None:
 
 
 @both
-async def test_waking_while_it_leaves_brings_it_back(carrier: NewCarrier) -> None:
+async def test_waking_while_it_leaves_brings_it_back(carrier: NewTransport) -> None:
     """SPEC L2: the engine that was told to go goes, and the next one goes on with everything."""
     async with hosting(carrier) as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
@@ -138,10 +138,10 @@ async def test_suspending_while_the_engine_is_away_ends_its_restart() -> None:
         assert (await client.read_all()).tokens == list(range(4))
 
 
-@pytest.mark.parametrize("carrier", [in_process, in_thread])
-async def test_suspending_before_the_first_model_is_there_delays_the_start(carrier: NewCarrier) -> None:
+@pytest.mark.parametrize("transport", [in_process, in_thread])
+async def test_suspending_before_the_first_model_is_there_delays_the_start(carrier: NewTransport) -> None:
     """SPEC L2: `start` returns once it was woken and serves."""
-    host = EngineHost(EngineSettings(), [MODEL], new_carrier=carrier)
+    host = EngineSupervisor(EngineSettings(), [MODEL], new_transport=carrier)
     starting = asyncio.create_task(host.start())
     await asyncio.sleep(0)
     await host.suspend()
@@ -157,7 +157,7 @@ async def test_suspending_in_the_middle_of_a_load_loads_it_anew() -> None:
     """SPEC L2, R4: whoever waits for the model goes on waiting."""
     async with hosting(in_thread) as host:
         spec = ModelSpec(id="s", path="slow")
-        loading = asyncio.create_task(host.loads.load(spec, host.roster.info("m")))
+        loading = asyncio.create_task(host.loads.load(spec, host.registry.info("m")))
         await turns_until(lambda: host.statuses()[-1].stage == "weights")
         await host.suspend()
         assert [status.state for status in host.statuses()] == ["suspended", "suspended"]
@@ -220,7 +220,7 @@ async def test_a_question_waits_and_one_about_the_engine_is_refused() -> None:
 @pytest.mark.parametrize("when", ["suspended", "leaving", "grace"])
 async def test_closing_while_suspended_ends_everybody_once(when: str) -> None:
     """SPEC L4, L6: each stream gets its one end, those who wait for the engine are told."""
-    host = EngineHost(EngineSettings(), [MODEL], new_carrier=in_process)
+    host = EngineSupervisor(EngineSettings(), [MODEL], new_transport=in_process)
     await host.start()
     client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
     suspending = asyncio.create_task(host.suspend(grace_s=3600.0 if when == "grace" else 0.0))
@@ -245,7 +245,7 @@ async def test_closing_while_suspended_ends_everybody_once(when: str) -> None:
 
 
 @both
-async def test_exactly_the_models_that_were_loaded_come_back(carrier: NewCarrier) -> None:
+async def test_exactly_the_models_that_were_loaded_come_back(carrier: NewTransport) -> None:
     """SPEC L2: not one that was unloaded, and not one that never fitted."""
     specs = [MODEL, ModelSpec(id="b", path="good"), ModelSpec(id="big", path="large")]
     async with hosting(carrier, *specs) as host:
@@ -257,7 +257,7 @@ async def test_exactly_the_models_that_were_loaded_come_back(carrier: NewCarrier
         assert states(host) == {"m": "absent", "b": "ready", "big": "absent"}
 
 
-def states(host: EngineHost) -> dict[str, str]:
+def states(host: EngineSupervisor) -> dict[str, str]:
     """State of each model."""
     return {status.id: status.state for status in host.statuses()}
 
@@ -266,9 +266,9 @@ async def test_twenty_who_ask_for_one_model_share_its_load() -> None:
     """SPEC R4: one load; and who asks for what is there has it at once."""
     async with hosting(in_thread) as host:
         spec = ModelSpec(id="b", path="good")
-        infos = await asyncio.gather(*[host.loads.load(spec, host.roster.info("m")) for _ in range(20)])
+        infos = await asyncio.gather(*[host.loads.load(spec, host.registry.info("m")) for _ in range(20)])
         assert {info.id for info in infos} == {"b"}
-        assert (await host.loads.load(spec, host.roster.info("m"))).id == "b"
+        assert (await host.loads.load(spec, host.registry.info("m"))).id == "b"
         assert host.stats()["num_waiting_for_models"] == 0
 
 
@@ -276,7 +276,7 @@ async def test_a_load_cancelled_by_all_who_asked_is_stopped() -> None:
     """SPEC R4: not by the first of them."""
     async with hosting(in_thread) as host:
         spec = ModelSpec(id="s", path="slow")
-        asking = [asyncio.create_task(host.loads.load(spec, host.roster.info("m"))) for _ in range(2)]
+        asking = [asyncio.create_task(host.loads.load(spec, host.registry.info("m"))) for _ in range(2)]
         await turns_until(lambda: states(host).get("s") == "loading" and len(host.loads) == 2)
         for task in asking:
             assert states(host)["s"] == "loading"
@@ -293,7 +293,7 @@ async def test_a_load_that_waits_for_the_next_engine_ends_when_its_model_is_unlo
         if begun == "meanwhile":
             await host.suspend()
         spec = ModelSpec(id="s", path="slow")
-        loading = asyncio.create_task(host.loads.load(spec, host.roster.info("m")))
+        loading = asyncio.create_task(host.loads.load(spec, host.registry.info("m")))
         await turns_until(lambda: states(host).get("s") == "loading")
         await host.suspend()
         await asyncio.wait_for(host.loads.unload("s"), 5)
@@ -311,7 +311,7 @@ async def test_a_load_that_fails_raises_its_own_error_and_leaves_the_others(
     """SPEC R4: the model stays known and is tried again at the next request."""
     async with hosting(in_thread) as host:
         with pytest.raises(kind):
-            await host.loads.load(ModelSpec(id="b", path=path), host.roster.info("m"))
+            await host.loads.load(ModelSpec(id="b", path=path), host.registry.info("m"))
         assert states(host) == {"m": "ready", "b": "failed"}
         assert (await Client(host, "a", request(max_tokens=2)).read_all()).tokens == [0, 1]
 
@@ -327,7 +327,7 @@ async def test_a_model_that_is_not_served_can_be_neither_unloaded_nor_pinned() -
         assert host.statuses()[0].is_pinned
 
 
-def _pinning(host: EngineHost) -> Callable[[], Coroutine[Any, Any, None]]:
+def _pinning(host: EngineSupervisor) -> Callable[[], Coroutine[Any, Any, None]]:
     async def pin() -> None:
         host.loads.pin("x", is_pinned=True)
 
@@ -335,7 +335,7 @@ def _pinning(host: EngineHost) -> Callable[[], Coroutine[Any, Any, None]]:
 
 
 @both
-async def test_a_start_goes_on_without_a_model_that_does_not_fit(carrier: NewCarrier) -> None:
+async def test_a_start_goes_on_without_a_model_that_does_not_fit(carrier: NewTransport) -> None:
     """SPEC R1: and fails where nothing is left to serve."""
     async with hosting(carrier, ModelSpec(id="b", path="refused"), MODEL) as host:
         assert states(host) == {"b": "failed", "m": "ready"}

@@ -7,7 +7,7 @@ import pytest
 
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.model import ModelSpec
-from stoker.models.memory_estimate.fit import Budget, Estimate, Verdict, smaller_forms, smallest, weigh
+from stoker.models.memory_estimate.fit import Estimate, Fit, MemoryBudget, smaller_forms, smallest, weigh
 
 MIB = 2**20
 WEIGHTS = 100 * MIB
@@ -36,9 +36,9 @@ def rigid(spec: ModelSpec) -> Estimate:
 FULL = estimate(SPEC).total_bytes
 
 
-def budget(free_mib: float, *, limit_mib: float = 10_000, margin_mib: float = 0) -> Budget:
+def budget(free_mib: float, *, limit_mib: float = 10_000, margin_mib: float = 0) -> MemoryBudget:
     """A budget in MiB."""
-    return Budget(
+    return MemoryBudget(
         free_bytes=int(free_mib * MIB), limit_bytes=int(limit_mib * MIB), margin_bytes=int(margin_mib * MIB)
     )
 
@@ -46,15 +46,15 @@ def budget(free_mib: float, *, limit_mib: float = 10_000, margin_mib: float = 0)
 def test_a_model_with_room_to_spare_fits_as_asked() -> None:
     """SPEC R2: `fits` changes nothing."""
     offer = weigh(SPEC, estimate, budget(5000, limit_mib=5000, margin_mib=100))
-    assert (offer.verdict, offer.spec, offer.degraded) == (Verdict.FITS, SPEC, ())
+    assert (offer.verdict, offer.spec, offer.degraded) == (Fit.FITS, SPEC, ())
     assert offer.estimate.total_bytes == FULL == WEIGHTS + 16384 * CELL + 8 * SLOT
 
 
 @pytest.mark.parametrize(
     ("left_mib", "verdict"),
-    [(99, Verdict.TIGHT), (100, Verdict.FITS)],
+    [(99, Fit.TIGHT), (100, Fit.FITS)],
 )
-def test_less_than_another_margin_left_over_is_tight(left_mib: int, verdict: Verdict) -> None:
+def test_less_than_another_margin_left_over_is_tight(left_mib: int, verdict: Fit) -> None:
     """SPEC R2: `tight` loads as asked, and says that little is left."""
     free_mib = FULL / MIB + 100 + left_mib
     offer = weigh(SPEC, estimate, budget(free_mib, limit_mib=free_mib, margin_mib=100))
@@ -64,23 +64,23 @@ def test_less_than_another_margin_left_over_is_tight(left_mib: int, verdict: Ver
 def test_without_a_margin_a_tenth_of_the_limit_tells_what_is_tight() -> None:
     """SPEC R1, R2: a margin of 0 asks for nothing to be left, and a full machine is tight all the same."""
     exact = FULL / MIB
-    assert weigh(SPEC, estimate, budget(exact, limit_mib=exact)).verdict is Verdict.TIGHT
-    assert weigh(SPEC, estimate, budget(exact * 1.2, limit_mib=exact * 1.2)).verdict is Verdict.FITS
+    assert weigh(SPEC, estimate, budget(exact, limit_mib=exact)).verdict is Fit.TIGHT
+    assert weigh(SPEC, estimate, budget(exact * 1.2, limit_mib=exact * 1.2)).verdict is Fit.FITS
 
 
 def test_the_margin_is_kept_free_to_the_byte() -> None:
     """SPEC R1: admitted against free memory minus the margin."""
-    enough = Budget(free_bytes=FULL + 512 * MIB, limit_bytes=2**40, margin_bytes=512 * MIB)
+    enough = MemoryBudget(free_bytes=FULL + 512 * MIB, limit_bytes=2**40, margin_bytes=512 * MIB)
     short = msgspec.structs.replace(SPEC)
     assert weigh(short, estimate, enough).spec == SPEC
-    less = Budget(free_bytes=FULL + 512 * MIB - 1, limit_bytes=2**40, margin_bytes=512 * MIB)
-    assert weigh(short, estimate, less).verdict is Verdict.DEGRADED
+    less = MemoryBudget(free_bytes=FULL + 512 * MIB - 1, limit_bytes=2**40, margin_bytes=512 * MIB)
+    assert weigh(short, estimate, less).verdict is Fit.DEGRADED
 
 
 def test_context_is_the_first_thing_to_become_shorter() -> None:
     """SPEC R2: halves of it, the largest that fits; neither cells nor slots change."""
     offer = weigh(SPEC, estimate, budget(100 + 16 + 64))
-    assert offer.verdict is Verdict.DEGRADED
+    assert offer.verdict is Fit.DEGRADED
     assert (offer.spec.n_ctx, offer.spec.kv_type, offer.spec.num_slots) == (4096, "", 8)
     assert offer.degraded == ("context 4096 instead of 16384",)
     assert offer.estimate == estimate(offer.spec)
@@ -133,15 +133,15 @@ def test_a_model_that_fits_the_machine_but_not_now_is_refused_with_numbers() -> 
 def test_a_model_over_the_limit_in_every_form_is_too_large() -> None:
     """SPEC R2: `too_large` names the smallest form; more free memory than the limit does not help."""
     offer = weigh(SPEC, estimate, budget(50_000, limit_mib=127, margin_mib=10))
-    assert offer.verdict is Verdict.TOO_LARGE
+    assert offer.verdict is Fit.TOO_LARGE
     assert offer.estimate.total_bytes == WEIGHTS + 2048 * CELL // 2 + SLOT
     assert len(offer.degraded) == 3
 
 
 def test_the_margin_counts_against_the_limit_too() -> None:
     """SPEC R1, M5: what would fit the bare limit is too large where the margin has to stay free."""
-    assert weigh(SPEC, estimate, budget(50_000, limit_mib=129)).verdict is Verdict.DEGRADED
-    assert weigh(SPEC, estimate, budget(50_000, limit_mib=129, margin_mib=12)).verdict is Verdict.TOO_LARGE
+    assert weigh(SPEC, estimate, budget(50_000, limit_mib=129)).verdict is Fit.DEGRADED
+    assert weigh(SPEC, estimate, budget(50_000, limit_mib=129, margin_mib=12)).verdict is Fit.TOO_LARGE
 
 
 def test_the_smallest_form_is_found_also_where_cutting_does_not_help() -> None:

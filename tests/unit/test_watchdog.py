@@ -9,9 +9,9 @@ import pytest
 
 from stoker.client.process.exit import OomCounter, judge
 from stoker.client.process.lifecycle import EngineState, Lifecycle
-from stoker.client.process.transport import EngineExit
+from stoker.client.process.transport import ExitReport
 from stoker.client.process.watchdog import Backoff, Watchdog
-from stoker.engine.threads.timer import UNMEASURED_STEP_S, StepClock
+from stoker.engine.threads.timer import UNMEASURED_STEP_S, StepTimer
 from stoker.ipc.events import Heartbeat
 
 FINE = Heartbeat(step_s=0.0, step_limit_s=5.0)
@@ -142,7 +142,7 @@ def test_a_stall_that_ended_before_a_step_is_not_its_own() -> None:
     assert clock.heartbeat().step_s == pytest.approx(0.5)
 
 
-class FakeClock(StepClock):
+class FakeClock(StepTimer):
     """A step clock whose time is the test's."""
 
     time_s = 0.0
@@ -194,7 +194,7 @@ def test_only_a_death_that_the_work_can_cause_is_blamed_on_it(
     tmp_path: Path, status: int, is_blamable
 ) -> None:
     """L3: somebody's kill -9 is nobody's fault."""
-    assert judge(EngineExit(status), None, kernel(tmp_path, 3, 1)).is_blamable is is_blamable
+    assert judge(ExitReport(status), None, kernel(tmp_path, 3, 1)).is_blamable is is_blamable
 
 
 @pytest.mark.parametrize(("machine", "cgroup"), [(4, 1), (3, 2)])
@@ -202,13 +202,13 @@ def test_a_kill_for_want_of_memory_is_blamed_once(tmp_path: Path, machine: int, 
     """L3: the kernel's counter rose meanwhile, on the machine or in the cgroup."""
     oom = kernel(tmp_path, 3, 1)
     kernel(tmp_path, machine, cgroup)
-    assert judge(EngineExit(-signal.SIGKILL), None, oom).is_blamable
-    assert not judge(EngineExit(-signal.SIGKILL), None, oom).is_blamable
+    assert judge(ExitReport(-signal.SIGKILL), None, oom).is_blamable
+    assert not judge(ExitReport(-signal.SIGKILL), None, oom).is_blamable
 
 
 def test_a_hang_is_blamed_though_it_ends_by_our_own_kill(tmp_path: Path) -> None:
     """L3: with the watchdog's words."""
-    death = judge(EngineExit(-signal.SIGKILL), "no sign of life", kernel(tmp_path, 0, 0))
+    death = judge(ExitReport(-signal.SIGKILL), "no sign of life", kernel(tmp_path, 0, 0))
     assert death.is_blamable
     assert death.reason == "killed: no sign of life"
 
@@ -220,7 +220,7 @@ def test_a_machine_without_counters_counts_nothing(tmp_path: Path) -> None:
 
 def test_an_exit_is_named_after_its_signal() -> None:
     """L3: logs and errors say what happened."""
-    assert [str(EngineExit(s)) for s in (-11, 3, -99)] == ["SIGSEGV", "exit status 3", "signal 99"]
+    assert [str(ExitReport(s)) for s in (-11, 3, -99)] == ["SIGSEGV", "exit status 3", "signal 99"]
 
 
 def test_an_illegal_move_tells_the_story() -> None:

@@ -23,7 +23,7 @@ MAX_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Match(Generic[V]):
+class PrefixMatch(Generic[V]):
     """What shares most with a key.
 
     Attributes:
@@ -130,10 +130,10 @@ class RadixTree(Generic[V]):
         self._forget(entry, lowest)
         return entry.value
 
-    def longest_shared(self, key: bytes) -> Match[V]:
+    def longest_shared(self, key: bytes) -> PrefixMatch[V]:
         """The most leading tokens of `key` that any stored key shares, and some of those that do."""
         node, shared = self._descend(key)
-        return Match(shared // TOKEN_BYTES, _some_values(node)) if shared else Match(0, ())
+        return PrefixMatch(shared // TOKEN_BYTES, _some_values(node)) if shared else PrefixMatch(0, ())
 
     def on_path(self, key: bytes) -> list[tuple[int, V]]:
         """Number of tokens and value of each stored key that `key` begins with or is; shortest first."""

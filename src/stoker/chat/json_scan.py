@@ -31,7 +31,7 @@ class Step(Enum):
     WRONG = auto()
 
 
-class _Want(Enum):
+class _Expected(Enum):
     VALUE = auto()
     VALUE_OR_END = auto()
     KEY = auto()
@@ -50,7 +50,7 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self._open: list[str] = []
-        self._want = _Want.VALUE
+        self._want = _Expected.VALUE
         self._is_key = False
         self._word = ""  # a literal's characters to come, or a number so far
         self._num_hex = 0
@@ -61,76 +61,76 @@ class JsonScanner:
     @property
     def is_in_string(self) -> bool:
         """Whether the next character is one of a string's."""
-        return self._want is _Want.STRING
+        return self._want is _Expected.STRING
 
     def push(self, char: str) -> Step:
         """Take one character. Nothing may follow LAST, PAST or WRONG."""
         match self._want:
-            case _Want.STRING:
+            case _Expected.STRING:
                 return self._in_string(char)
-            case _Want.ESCAPED | _Want.HEX:
+            case _Expected.ESCAPED | _Expected.HEX:
                 return self._in_escape(char)
-            case _Want.LITERAL:
+            case _Expected.LITERAL:
                 return self._in_literal(char)
-            case _Want.NUMBER:
+            case _Expected.NUMBER:
                 return self._in_number(char)
         return Step.MORE if char in WHITE and self._open else self._structure(char)
 
     def _structure(self, char: str) -> Step:
         match self._want:
-            case _Want.VALUE | _Want.VALUE_OR_END:
-                is_end = char == "]" and self._want is _Want.VALUE_OR_END
+            case _Expected.VALUE | _Expected.VALUE_OR_END:
+                is_end = char == "]" and self._want is _Expected.VALUE_OR_END
                 return self._close() if is_end else self._begin(char)
-            case _Want.COLON:
-                self._want = _Want.VALUE
+            case _Expected.COLON:
+                self._want = _Expected.VALUE
                 return Step.MORE if char == ":" else Step.WRONG
-            case _Want.COMMA_OR_END if char == ",":
-                self._want = _Want.KEY if self._open[-1] == "{" else _Want.VALUE
+            case _Expected.COMMA_OR_END if char == ",":
+                self._want = _Expected.KEY if self._open[-1] == "{" else _Expected.VALUE
                 return Step.MORE
-            case _Want.COMMA_OR_END:
+            case _Expected.COMMA_OR_END:
                 return self._close() if char == _CLOSERS[self._open[-1]] else Step.WRONG
         return self._begin_key(char)
 
     def _begin_key(self, char: str) -> Step:
         if char == '"':
-            self._want, self._is_key = _Want.STRING, True
+            self._want, self._is_key = _Expected.STRING, True
             return Step.MORE
-        return self._close() if char == "}" and self._want is _Want.KEY_OR_END else Step.WRONG
+        return self._close() if char == "}" and self._want is _Expected.KEY_OR_END else Step.WRONG
 
     def _begin(self, char: str) -> Step:
         if char in _CLOSERS:
             self._open.append(char)
-            self._want = _Want.KEY_OR_END if char == "{" else _Want.VALUE_OR_END
+            self._want = _Expected.KEY_OR_END if char == "{" else _Expected.VALUE_OR_END
             return Step.MORE if len(self._open) <= MAX_DEPTH else Step.WRONG
         if char == '"':
-            self._want, self._is_key = _Want.STRING, False
+            self._want, self._is_key = _Expected.STRING, False
         elif char in _LITERALS:
-            self._want, self._word = _Want.LITERAL, _LITERALS[char][1:]
+            self._want, self._word = _Expected.LITERAL, _LITERALS[char][1:]
         elif char == "-" or (char.isascii() and char.isdigit()):
-            self._want, self._word = _Want.NUMBER, char
+            self._want, self._word = _Expected.NUMBER, char
         else:
             return Step.WRONG
         return Step.MORE
 
     def _in_string(self, char: str) -> Step:
         if char == "\\":
-            self._want = _Want.ESCAPED
+            self._want = _Expected.ESCAPED
         elif char == '"':
             if not self._is_key:
                 return self._end_value()
-            self._want = _Want.COLON
+            self._want = _Expected.COLON
         return Step.MORE
 
     def _in_escape(self, char: str) -> Step:
-        if self._want is _Want.HEX:
+        if self._want is _Expected.HEX:
             self._num_hex += 1
             if self._num_hex == _HEX_DIGITS:
-                self._want = _Want.STRING
+                self._want = _Expected.STRING
             return Step.MORE if char in _HEX else Step.WRONG
         if char == "u":
-            self._want, self._num_hex = _Want.HEX, 0
+            self._want, self._num_hex = _Expected.HEX, 0
             return Step.MORE
-        self._want = _Want.STRING
+        self._want = _Expected.STRING
         return Step.MORE if char in '"\\/bfnrt' else Step.WRONG
 
     def _in_literal(self, char: str) -> Step:
@@ -153,5 +153,5 @@ class JsonScanner:
         return self._end_value()
 
     def _end_value(self) -> Step:
-        self._want = _Want.COMMA_OR_END
+        self._want = _Expected.COMMA_OR_END
         return Step.MORE if self._open else Step.LAST

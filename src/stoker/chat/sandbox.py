@@ -30,7 +30,7 @@ _BUDGET = "stoker budget"  # not an identifier, so no template can name it
 _JSON_OPTIONS = ("indent", "separators", "sort_keys", "ensure_ascii")
 
 
-class Budget:
+class RenderBudget:
     """Loop turns that one rendering has left."""
 
     def __init__(self, max_turns: int = MAX_TURNS) -> None:

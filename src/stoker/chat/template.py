@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from stoker.chat.parts import text_of
-from stoker.chat.sandbox import MAX_PROMPT_CHARS, MAX_TEMPLATE_CHARS, Budget, TemplateEnvironment
+from stoker.chat.sandbox import MAX_PROMPT_CHARS, MAX_TEMPLATE_CHARS, RenderBudget, TemplateEnvironment
 from stoker.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class ChatTemplate:
         }
         template = self._compiled
         try:
-            return "".join(_bounded(template.generate(**variables, **Budget().as_variables())))
+            return "".join(_bounded(template.generate(**variables, **RenderBudget().as_variables())))
         except TemplateError as error:
             reason = error.message or type(error).__name__
             text = f"the chat template refused the messages: {reason}"

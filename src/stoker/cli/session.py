@@ -27,7 +27,7 @@ _CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(c
 
 
 @dataclass
-class Answer:
+class ReplyText:
     """What has come of an answer so far; whole once `usage` is there."""
 
     text: str = ""
@@ -72,7 +72,7 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
         await runtime.close()
 
 
-async def write_answer(runtime: Runtime, request: GenerateRequest, answer: Answer) -> None:
+async def write_answer(runtime: Runtime, request: GenerateRequest, answer: ReplyText) -> None:
     """Stream the answer to stdout and into `answer`, which keeps what came before an interruption.
 
     Raises:
@@ -88,7 +88,7 @@ async def write_answer(runtime: Runtime, request: GenerateRequest, answer: Answe
             _write("\n")
 
 
-def _take(event: Any, answer: Answer, activity: Activity) -> None:
+def _take(event: Any, answer: ReplyText, activity: Activity) -> None:
     match event:
         case PrefillProgress():
             activity.on_prefill(event)

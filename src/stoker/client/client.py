@@ -15,13 +15,13 @@ import msgspec
 
 from stoker.chat.layout import Layout
 from stoker.client.event_bus import EventBus
-from stoker.client.models.catalogue import Shelf
+from stoker.client.models.catalogue import ModelLookup
 from stoker.client.models.specs import max_tokens_of, served_of
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.requests.stream import RequestStream, StreamEvent
 from stoker.client.store.last_models import LastModels
-from stoker.client.store.requests import Keeper
-from stoker.client.supervisor import EngineHost
+from stoker.client.store.requests import RequestStore
+from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
 from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutError
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 SUSPENDED_DIR = "suspended"
 
 
-class Front:
+class Client:
     """This program's side of the engine.
 
     Args:
@@ -63,25 +63,25 @@ class Front:
     """
 
     def __init__(self, settings: EngineSettings, on_load: Callable[[ModelState], None]) -> None:
-        self.host: EngineHost | None = None
-        self.keeper = Keeper(settings.run_dir / SUSPENDED_DIR)
+        self.supervisor: EngineSupervisor | None = None
+        self.keeper = RequestStore(settings.run_dir / SUSPENDED_DIR)
         self.bus = EventBus(self._model_moved, owner_of=self.keeper.owner_of)
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
         self._settings = settings
         self._on_load = on_load
         self._max_tokens: int | None = None
-        self._shelf: Shelf | None = None
+        self._lookup: ModelLookup | None = None
         self._last = LastModels(settings.run_dir)
 
     def __repr__(self) -> str:
-        return f"<Front of {self.host!r}>"
+        return f"<Client of {self.supervisor!r}>"
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
         """See `Runtime.start`; what a former program has left is not taken up by it."""
-        if self.host is not None:
+        if self.supervisor is not None:
             raise InvalidRequestError("this Runtime was started before; make a new one")
         settings = self._settings
         if settings.restore and not settings.models:
@@ -90,23 +90,23 @@ class Front:
         self._max_tokens = max_tokens_of(settings, defaults)
         self.images.limits = ImageLimits.of(settings, defaults.image_edge_px)
         specs = [model.spec for model in found]
-        self.host = EngineHost(settings, specs, watcher=self.bus, keeper=self.keeper)
+        self.supervisor = EngineSupervisor(settings, specs, watcher=self.bus, keeper=self.keeper)
         for model in found:
-            self.host.roster.describe(model.info)
-        self._shelf = Shelf(settings, defaults, self.host, self.bus)
+            self.supervisor.registry.describe(model.info)
+        self._lookup = ModelLookup(settings, defaults, self.supervisor, self.bus)
         if settings.isolation == "process" and any(model.info.chat_template for model in found):
             self.workers.warm()  # beside the loads, so that the first chat finds it ready
-        await self.host.start()
+        await self.supervisor.start()
 
     async def take_up(self) -> None:
         """Let what a program that ended while suspended has left go on."""
-        host = self.running()
-        for submit, sink in await self.keeper.take_up(host.roster.stats()):
-            host.take_up(submit, sink)
+        supervisor = self.running()
+        for submit, sink in await self.keeper.take_up(supervisor.registry.stats()):
+            supervisor.take_up(submit, sink)
 
     def _model_moved(self, state: ModelState) -> None:
-        if state.state == ModelLife.READY and self.host:
-            self._last.note(self.host.roster.ready_paths())
+        if state.state == ModelLife.READY and self.supervisor:
+            self._last.note(self.supervisor.registry.ready_paths())
         self._on_load(state)
 
     async def close(self) -> None:
@@ -116,44 +116,44 @@ class Front:
             await asyncio.to_thread(self.workers.close)
         except RuntimeError:  # no thread can be started
             self.workers.close()
-        if self.host is None or self._shelf is None:
+        if self.supervisor is None or self._lookup is None:
             return
         self.keeper.begin_closing()
-        self._shelf.close()
-        await self.host.close()
+        self._lookup.close()
+        await self.supervisor.close()
         self.bus.close()
         self.keeper.close()
 
     # ------------------------------------------------------------ questions
 
-    def running(self) -> EngineHost:
+    def running(self) -> EngineSupervisor:
         """The host. Raises NotReadyError before `start`."""
-        if self.host is None:
+        if self.supervisor is None:
             raise NotReadyError("the runtime was not started")
-        return self.host
+        return self.supervisor
 
     @property
-    def shelf(self) -> Shelf:
+    def lookup(self) -> ModelLookup:
         """The models that can be had. Raises NotReadyError before `start`."""
-        if self._shelf is None:
+        if self._lookup is None:
             raise NotReadyError("the runtime was not started")
-        return self._shelf
+        return self._lookup
 
     def health(self) -> EngineHealth:
         """Whether an engine serves; before `start` it is starting."""
-        return self.host.health() if self.host else EngineHealth(state=EngineState.STARTING)
+        return self.supervisor.health() if self.supervisor else EngineHealth(state=EngineState.STARTING)
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and download as it was last heard of; needs no engine."""
-        return self._shelf.statuses() if self._shelf else []
+        return self._lookup.statuses() if self._lookup else []
 
     def stats(self) -> dict[str, int]:
         """What this side of the engine holds now."""
-        return self.host.stats() if self.host else {}
+        return self.supervisor.stats() if self.supervisor else {}
 
     def snapshot(self) -> dict[str, Any]:
         """How everything stands: what a new listener is told first."""
-        state = self.host.state if self.host else EngineState.STARTING
+        state = self.supervisor.state if self.supervisor else EngineState.STARTING
         models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
         num_kept = len(self.keeper.kept())
         return {"engine": str(state), "models": models, "num_kept": num_kept, **self.stats()}
@@ -164,17 +164,17 @@ class Front:
         self, request: GenerateRequest, request_id: str | None, names: Sequence[str], owner: str
     ) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.stream`."""
-        host = self.running()
+        supervisor = self.running()
         request_id = request_id or f"req-{secrets.token_hex(8)}"
-        info = host.roster.resolve(request.model)
+        info = supervisor.registry.resolve(request.model)
         require_generation(request, info)
         request = sealed(adapted(request, info), info.id, self._max_tokens)
         if request.constraint is not None:
             request = await self._translated(request, request.constraint, owner)
-        events = RequestStream(request_id, host.cancel)
+        events = RequestStream(request_id, supervisor.cancel)
         sink = self.keeper.open(request_id, request, names, owner, events.push)
         try:
-            host.submit(request_id, request, sink)
+            supervisor.submit(request_id, request, sink)
         except BaseException:
             self.keeper.discard(request_id)
             raise

@@ -2,7 +2,7 @@
 
 Owns the traffic with the life that serves now, and which of all that it may have. Lives begin and end without
 it: the host says which one serves, and when one is no more. The live requests are `requests`', open questions
-`calls`', models `roster`'s, who waits for one `loads`'.
+`calls`', models `registry`'s, who waits for one `loads`'.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from stoker.client.models.loading import Loads
-from stoker.client.process.exit import Death
+from stoker.client.models.loading import ModelLoading
+from stoker.client.process.exit import EngineExit
 from stoker.client.requests.calls import Calls, Question
 from stoker.client.requests.table import Requests
 from stoker.ipc.codec import WireError
@@ -31,16 +31,16 @@ from stoker.ipc.events import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stoker.client.models.registry import Roster
-    from stoker.client.process.instance import Life
+    from stoker.client.models.registry import ModelRegistry
+    from stoker.client.process.instance import EngineInstance
     from stoker.client.watcher import Watcher
     from stoker.errors import ErrorInfo, StokerError
     from stoker.ipc.status import ModelStatus
 
-_SUSPENDED = Death("suspended", is_blamable=False)
+_SUSPENDED = EngineExit("suspended", is_blamable=False)
 
 
-class Desk:
+class Dispatcher:
     """Everything that waits for an engine.
 
     Attributes:
@@ -52,17 +52,19 @@ class Desk:
         watcher: is told of what happens.
     """
 
-    def __init__(self, max_queue: int, roster: Roster, watcher: Watcher) -> None:
-        self._roster = roster
+    def __init__(self, max_queue: int, registry: ModelRegistry, watcher: Watcher) -> None:
+        self._registry = registry
         self._watcher = watcher
-        self._life: Life | None = None
+        self._life: EngineInstance | None = None
         self._is_serving = False
-        self.requests = Requests(max_queue, roster, self._send, watcher.request_moved)
+        self.requests = Requests(max_queue, registry, self._send, watcher.request_moved)
         self.calls = Calls()
-        self.loads = Loads(roster, self._tell, lambda model: self.requests.num_by_model().get(model, 0))
+        self.loads = ModelLoading(
+            registry, self._tell, lambda model: self.requests.num_by_model().get(model, 0)
+        )
 
     def __repr__(self) -> str:
-        return f"<Desk serving={self.has_engine} {self.requests!r} {self.calls!r} {self.loads!r}>"
+        return f"<Dispatcher serving={self.has_engine} {self.requests!r} {self.calls!r} {self.loads!r}>"
 
     def stats(self) -> dict[str, int]:
         """What waits now."""
@@ -74,7 +76,7 @@ class Desk:
 
     def statuses(self) -> list[ModelStatus]:
         """Every served model as it was last heard of; needs no engine."""
-        return self._roster.statuses(self.requests.num_by_model())
+        return self._registry.statuses(self.requests.num_by_model())
 
     @property
     def has_engine(self) -> bool:
@@ -83,7 +85,7 @@ class Desk:
 
     # ------------------------------------------------------------ lives
 
-    def meet(self, life: Life) -> None:
+    def meet(self, life: EngineInstance) -> None:
         """A life begins: what it says is heard, what any other still says is not."""
         self._life, self._is_serving = life, False
 
@@ -93,12 +95,12 @@ class Desk:
         self.requests.fail_unservable()
         self.hand_out()
 
-    def bury(self, death: Death) -> None:
+    def bury(self, death: EngineExit) -> None:
         """The life has ended unasked."""
         self._is_serving = False
         self.loads.engine_gone()
-        before = self._roster.stats()
-        self._roster.begin_life()
+        before = self._registry.stats()
+        self._registry.begin_instance()
         self._tell_moves(before)
         self.loads.lost()
         self.requests.bury(death.beside(*self.calls.in_flight()))
@@ -106,8 +108,8 @@ class Desk:
 
     def note_models(self) -> None:
         """The life is told to leave: the next one loads what it has now."""
-        before = self._roster.stats()
-        self._roster.suspend()
+        before = self._registry.stats()
+        self._registry.suspend()
         self._tell_moves(before)
 
     def sleep(self) -> None:
@@ -126,7 +128,7 @@ class Desk:
         self.loads.fail_all(error)
 
     def _tell_moves(self, before: dict[str, str]) -> None:
-        for model, state in self._roster.stats().items():
+        for model, state in self._registry.stats().items():
             if before.get(model) != state:
                 self._watcher.model_moved(ModelState(model=model, state=state))
 
@@ -171,7 +173,7 @@ class Desk:
 
     # ------------------------------------------------------------ from the engine
 
-    def take(self, life: Life, events: list[Event]) -> None:
+    def take(self, life: EngineInstance, events: list[Event]) -> None:
         """One frame from an engine; what a former life still says is not heard."""
         if life is not self._life:
             return
@@ -179,7 +181,7 @@ class Desk:
             self._take_one(life, event)
         self.hand_out()
 
-    def _take_one(self, life: Life, event: Event) -> None:
+    def _take_one(self, life: EngineInstance, event: Event) -> None:
         match event:
             case Hello():
                 life.greet()
@@ -197,12 +199,12 @@ class Desk:
                 self.requests.take(event)
                 life.note_progress(event)
 
-    def _take_model(self, life: Life, event: ModelState) -> None:
+    def _take_model(self, life: EngineInstance, event: ModelState) -> None:
         if life.is_leaving:  # it frees everything: which models there were is noted
             return
-        self._roster.record(event)
+        self._registry.record(event)
         self.loads.moved(event)
-        if self._roster.failure(event.model):
+        if self._registry.failure(event.model):
             self.requests.fail_unservable()
         life.note_model()
         self._watcher.model_moved(event)

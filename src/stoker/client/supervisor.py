@@ -1,9 +1,9 @@
 """The front's side of the engine: starts it, restarts it, replays what it was doing, ends it.
 
-Owns the engine's state and the task that supervises one life after the other, with suspensions between
-them. What waits for an engine is the `desk`'s: requests, questions, models. What to replay and whom to charge
-is `replay`'s, which models to load `roster`'s, one life and its watchdog `life`'s, how an engine is carried
-`carrier`'s.
+Owns the engine's state and the task that supervises one engine instance after the other, with suspensions
+between them. What waits for an engine (requests, questions, models) is in `dispatcher`, what to replay and
+whom to charge in `requests.replay`, which models to load in `models.registry`, one instance and its watchdog
+in `process.instance`, how an engine is reached in `process.transport`.
 
 Everything runs on one event loop. Where the engine died or was suspended clients see a pause; every request
 gets exactly one terminal event, whatever happens.
@@ -18,18 +18,18 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from stoker.client.dispatcher import Desk
-from stoker.client.models.registry import Roster
+from stoker.client.dispatcher import Dispatcher
+from stoker.client.models.registry import ModelRegistry
 from stoker.client.process.descriptors import DescriptorReserve
-from stoker.client.process.exit import Death, OomCounter
-from stoker.client.process.instance import Life
+from stoker.client.process.exit import EngineExit, OomCounter
+from stoker.client.process.instance import EngineInstance
 from stoker.client.process.lifecycle import EngineState, Lifecycle
-from stoker.client.process.suspend import Rest
-from stoker.client.process.transport import NewCarrier, carrier_for
+from stoker.client.process.suspend import Suspension
+from stoker.client.process.transport import NewTransport, transport_for
 from stoker.client.process.watchdog import Backoff
 from stoker.client.requests.calls import Question
 from stoker.client.requests.table import EventSink, Requests
-from stoker.client.watcher import Keeper, Nobody, Watcher
+from stoker.client.watcher import Nobody, StoresRequests, Watcher
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.ipc.commands import GetStatus, Shutdown, Submit
 from stoker.ipc.model import ModelSpec
@@ -37,7 +37,7 @@ from stoker.ipc.status import EngineHealth
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from stoker.client.models.loading import Loads
+    from stoker.client.models.loading import ModelLoading
     from stoker.errors import StokerError
     from stoker.ipc.request import GenerateRequest
     from stoker.ipc.status import ModelStatus
@@ -50,7 +50,7 @@ EXIT_LIMIT_S = 10.0
 """What an engine may take, after its drain, to save what it computed, free everything and leave."""
 
 
-class EngineHost:
+class EngineSupervisor:
     """One engine, kept alive.
 
     Args:
@@ -67,21 +67,21 @@ class EngineHost:
         specs: list[ModelSpec],
         *,
         watcher: Watcher | None = None,
-        keeper: Keeper | None = None,
-        new_carrier: NewCarrier | None = None,
+        keeper: StoresRequests | None = None,
+        new_transport: NewTransport | None = None,
     ) -> None:
         self._settings = settings
         watcher = Nobody() if watcher is None else watcher
-        self._keeper = Nobody() if keeper is None else keeper
+        self._request_store = Nobody() if keeper is None else keeper
         self._reserve = DescriptorReserve()
-        self._new_carrier = new_carrier or functools.partial(carrier_for, reserve=self._reserve)
+        self._new_carrier = new_transport or functools.partial(transport_for, reserve=self._reserve)
         self._lifecycle = Lifecycle(watcher.engine_moved)
-        self.roster = Roster(specs)
-        self._desk = Desk(settings.max_queue, self.roster, watcher)
-        self._rest = Rest()
+        self.registry = ModelRegistry(specs)
+        self._dispatcher = Dispatcher(settings.max_queue, self.registry, watcher)
+        self._rest = Suspension()
         self._backoff = Backoff()
         self._oom = OomCounter()
-        self._life: Life | None = None
+        self._life: EngineInstance | None = None
         self._num_restarts = 0
         self._num_failed_starts = 0
         self._last_end = ""  # why the engine is not there
@@ -97,7 +97,7 @@ class EngineHost:
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<EngineHost {self._lifecycle!r} {self._life!r} {self._desk!r}>"
+        return f"<EngineSupervisor {self._lifecycle!r} {self._life!r} {self._dispatcher!r}>"
 
     # ------------------------------------------------------------ questions
 
@@ -120,7 +120,7 @@ class EngineHost:
     @property
     def has_engine(self) -> bool:
         """Whether an engine serves now that was not told to leave."""
-        return self._desk.has_engine
+        return self._dispatcher.has_engine
 
     @property
     def pid(self) -> int:
@@ -158,16 +158,16 @@ class EngineHost:
 
     def statuses(self) -> list[ModelStatus]:
         """Every served model as it was last heard of; needs no engine."""
-        return self._desk.statuses()
+        return self._dispatcher.statuses()
 
     @property
-    def loads(self) -> Loads:
+    def loads(self) -> ModelLoading:
         """Who waits for models to come or to go."""
-        return self._desk.loads
+        return self._dispatcher.loads
 
     def stats(self) -> dict[str, int]:
         """What the host holds now."""
-        return {**self._desk.stats(), "num_restarts": self._num_restarts}
+        return {**self._dispatcher.stats(), "num_restarts": self._num_restarts}
 
     # ------------------------------------------------------------ life of the host
 
@@ -211,7 +211,7 @@ class EngineHost:
 
     async def _close(self, drain_s: float) -> None:
         life = self._life
-        was_serving = self._desk.has_engine
+        was_serving = self._dispatcher.has_engine
         self._stop_intake("close")
         if self._task is None:
             return
@@ -255,9 +255,9 @@ class EngineHost:
             if self._rest.is_wanted:
                 await self._stay_away("suspended while no engine ran")
                 continue
-            carrier = self._new_carrier(self._settings)
-            life = self._life = Life(carrier, self._settings.watchdog_s, self._desk.take)
-            self._desk.meet(life)
+            transport = self._new_carrier(self._settings)
+            life = self._life = EngineInstance(transport, self._settings.watchdog_s, self._dispatcher.take)
+            self._dispatcher.meet(life)
             async with asyncio.TaskGroup() as group:
                 boot = group.create_task(self._boot(life))
                 death = await life.live(self._oom)
@@ -267,7 +267,7 @@ class EngineHost:
             elif not self._is_closed:
                 await self._pause_after(life, death)
 
-    async def _pause_after(self, life: Life, death: Death) -> None:
+    async def _pause_after(self, life: EngineInstance, death: EngineExit) -> None:
         """The back-off between an unexpected death and the next start."""
         if life.has_worked:
             self._backoff.reset()
@@ -277,35 +277,35 @@ class EngineHost:
         await self._rest.until(lambda: self._is_closed or self._rest.is_wanted, delay_s)
         self._next_start_s = None
 
-    async def _boot(self, life: Life) -> None:
+    async def _boot(self, life: EngineInstance) -> None:
         """From Hello to serving. Models load one by one: if the engine dies, this one did it."""
         await life.wait_until_up()
         if self._is_failing:
             log.warning("engine %d has come up after %d failed starts", life.pid, self._num_failed_starts)
         self._num_failed_starts = 0
-        for known in self.roster.known():
+        for known in self.registry.known():
             life.send(known)
-        await life.load_due(self.roster, skips_suspects=self._has_served)
-        if self.state is EngineState.STARTING and (failure := self.roster.start_failure()):
+        await life.load_due(self.registry, skips_suspects=self._has_served)
+        if self.state is EngineState.STARTING and (failure := self.registry.start_failure()):
             self._fail_start(failure)
         elif not life.is_leaving:
             self._serve(life)
 
-    def _serve(self, life: Life) -> None:
+    def _serve(self, life: EngineInstance) -> None:
         life.begin_serving()
         self._has_served = True
         self._lifecycle.move(EngineState.SERVING, f"pid {life.pid}")
         if self._started and not self._started.done():
             self._started.set_result(None)
-        self._desk.serve()
-        for suspect in self.roster.suspects_due():  # only now: the other models are served meanwhile
+        self._dispatcher.serve()
+        for suspect in self.registry.suspects_due():  # only now: the other models are served meanwhile
             life.send(suspect)
         if self._is_kept:  # from here on the engine's end is no end of a suspension
             self._is_kept = False
-            self._releasing = asyncio.create_task(self._keeper.release(), name="stoker-release-kept")
+            self._releasing = asyncio.create_task(self._request_store.release(), name="stoker-release-kept")
         self._rest.ring()
 
-    def _bury(self, life: Life, death: Death, delay_s: float) -> None:
+    def _bury(self, life: EngineInstance, death: EngineExit, delay_s: float) -> None:
         """Draw the consequences of a death that nobody asked for."""
         self._num_restarts += 1
         self._last_end = death.reason
@@ -318,13 +318,13 @@ class EngineHost:
                 "engine %d %s%s; the next start is in %.1f s", life.pid, death.reason, failed, delay_s
             )
         if life.is_up and death.is_blamable:
-            death = death.beside(*(f"the load of {model}" for model in self.roster.charge(death)))
-        self._desk.bury(death)
+            death = death.beside(*(f"the load of {model}" for model in self.registry.charge(death)))
+        self._dispatcher.bury(death)
         if self.state is EngineState.SERVING:
             self._lifecycle.move(EngineState.RESTARTING, death.reason)
         if self._is_failing:
             self._give_up(death)
-        elif self.state is EngineState.STARTING and (failure := self.roster.start_failure()):
+        elif self.state is EngineState.STARTING and (failure := self.registry.start_failure()):
             self._fail_start(failure)
 
     def _fail_start(self, failure: ErrorInfo) -> None:
@@ -332,12 +332,12 @@ class EngineHost:
         if self._started and not self._started.done():
             self._started.set_exception(error_from_info(failure))
 
-    def _give_up(self, death: Death) -> None:
+    def _give_up(self, death: EngineExit) -> None:
         """The engine does not come up: nobody is kept waiting, though starting is tried on."""
         error = self._setup_error(death.reason)
         if self._started and not self._started.done():
             self._started.set_exception(error)
-        self._desk.fail_all(error)
+        self._dispatcher.fail_all(error)
         self._rest.ring()
 
     def _setup_error(self, reason: str) -> MachineSetupError:
@@ -361,7 +361,7 @@ class EngineHost:
             error = NotReadyError("the program ends while suspended; its next start goes on with this")
         else:
             self._requests.close(error)
-        self._desk.fail_all(error)
+        self._dispatcher.fail_all(error)
         if self._started and not self._started.done():
             self._started.set_exception(error)
 
@@ -392,7 +392,7 @@ class EngineHost:
         if not self._rest.is_wanted:
             life = self._life
             if life and not (life.is_over or life.is_leaving):
-                self._desk.note_models()
+                self._dispatcher.note_models()
                 self._leaving = asyncio.create_task(life.leave(), name="stoker-engine-leave")
             self._rest.want()
         await self._rest.until(lambda: self._rest.is_on or self._is_closed or not self._rest.is_wanted)
@@ -412,7 +412,7 @@ class EngineHost:
             self._backoff.reset()
         self._rest.wake()
         await self._rest.until(
-            lambda: self._desk.has_engine or self._rest.is_wanted or self._is_closed or self._is_failing
+            lambda: self._dispatcher.has_engine or self._rest.is_wanted or self._is_closed or self._is_failing
         )
         self._check_running()
         if self._is_failing:
@@ -420,15 +420,15 @@ class EngineHost:
 
     async def _stay_away(self, why: str) -> None:
         """Between two lives, until `wake` or `close`; a `wake` that came already ends it at once."""
-        self._desk.sleep()
+        self._dispatcher.sleep()
         if not self._is_closed:
             self._lifecycle.move(EngineState.SUSPENDED, why)
-        await self._keeper.keep(self._requests.portable())
+        await self._request_store.keep(self._requests.portable())
         self._is_kept = True
         self._rest.begin()
         await self._rest.until(lambda: self._is_closed or not self._rest.is_wanted)
         if self._is_closed:
-            await self._keeper.keep(self._requests.portable())  # with those that came meanwhile
+            await self._request_store.keep(self._requests.portable())  # with those that came meanwhile
             return
         self._rest.end()
         self._requests.wake()
@@ -442,7 +442,7 @@ class EngineHost:
 
     @property
     def _requests(self) -> Requests:
-        return self._desk.requests
+        return self._dispatcher.requests
 
     def _check_running(self) -> None:
         if self._failure is not None:
@@ -461,7 +461,7 @@ class EngineHost:
         """
         self.check_open()
         self._requests.take_up(kept, sink)
-        self._desk.hand_out()
+        self._dispatcher.hand_out()
 
     def submit(self, request_id: str, request: GenerateRequest, sink: EventSink) -> None:
         """Run a request; `sink` is called with each of its events, last a `Finished` or a `Failed`.
@@ -474,7 +474,7 @@ class EngineHost:
         """
         self.check_open()
         self._requests.submit(request_id, request, sink)
-        self._desk.hand_out()
+        self._dispatcher.hand_out()
 
     def cancel(self, request_id: str) -> None:
         """End a request; its open choices finish as `cancelled`.
@@ -483,7 +483,7 @@ class EngineHost:
             RequestNotFoundError: no live request has that id.
         """
         self._requests.cancel(request_id)
-        self._desk.hand_out()
+        self._dispatcher.hand_out()
 
     def pause(self, request_id: str) -> None:
         """Let a request stand still until `resume`; the engine's end does not change that. Idempotent.
@@ -492,7 +492,7 @@ class EngineHost:
             RequestNotFoundError: no live request has that id.
         """
         self._requests.pause(request_id)
-        self._desk.hand_out()
+        self._dispatcher.hand_out()
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on. Idempotent.
@@ -501,7 +501,7 @@ class EngineHost:
             RequestNotFoundError: no live request has that id.
         """
         self._requests.resume(request_id)
-        self._desk.hand_out()
+        self._dispatcher.hand_out()
 
     async def ask(self, question: Question) -> dict[str, Any]:
         """The engine's answer to `question`, whatever call id it carries.
@@ -511,10 +511,10 @@ class EngineHost:
             StokerError: what the engine answered.
         """
         self.check_open()
-        if isinstance(question, GetStatus) and not self._desk.has_engine:
+        if isinstance(question, GetStatus) and not self._dispatcher.has_engine:
             raise NotReadyError(f"the engine is {self.state}", retry_after_s=self._retry_after_s)
-        answer = self._desk.calls.open(question)
-        self._desk.hand_out()
+        answer = self._dispatcher.calls.open(question)
+        self._dispatcher.hand_out()
         return await answer
 
     def check_open(self) -> None:

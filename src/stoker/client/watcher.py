@@ -32,7 +32,7 @@ class Watcher(Protocol):
         ...
 
 
-class Keeper(Protocol):
+class StoresRequests(Protocol):
     """Keeps requests where they survive this program; called by one task, one call after the other."""
 
     async def keep(self, requests: list[Submit]) -> None:
@@ -60,7 +60,7 @@ class Nobody:
         """See `Watcher`."""
 
     async def keep(self, requests: list[Submit]) -> None:
-        """See `Keeper`."""
+        """See `StoresRequests`."""
 
     async def release(self) -> None:
-        """See `Keeper`."""
+        """See `StoresRequests`."""

@@ -16,7 +16,7 @@ from stoker.backends.protocol.backend import Backend
 from stoker.backends.protocol.encoding import Encoder
 from stoker.cache.entry import Entry
 from stoker.cache.snapshot import Snapshot
-from stoker.engine.jobs.job import LiveRequest
+from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.errors import StokerError
 from stoker.ipc.commands import Command
@@ -35,7 +35,7 @@ class Closed(Enum):
 class Prepared:
     """Worker's post: a request is tokenised and ready for the line of the model it was tokenised for."""
 
-    live: LiveRequest
+    live: Job
     context: PrepContext
 
 

@@ -27,14 +27,14 @@ from stoker.engine.inbox import (
     Sized,
 )
 from stoker.engine.prefixes.store import PrefixStore
-from stoker.engine.residency.pending import Lobby
+from stoker.engine.residency.pending import PendingRequests
 from stoker.engine.residency.placement import Placement
-from stoker.engine.residency.pressure import Relief
+from stoker.engine.residency.pressure import PressureHandler
 from stoker.engine.residency.residency import Residency
 from stoker.engine.residency.workers import Workers
-from stoker.engine.runners.runners import AnyResident, Residents
+from stoker.engine.runners.runners import ModelRunner, Runners
 from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepClock
+from stoker.engine.threads.timer import StepTimer
 from stoker.errors import NotReadyError, StokerError
 from stoker.ipc.commands import (
     Cancel,
@@ -60,7 +60,7 @@ from stoker.machine import allocator
 from stoker.machine.gauge import Gauge, Sample, Sources, measure
 from stoker.machine.heat import heat_source
 from stoker.machine.tiers import DEFAULTS
-from stoker.scheduler.queue import WaitingLine
+from stoker.scheduler.queue import RequestQueue
 from stoker.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ SAVE_LIMIT_S = 4.0
 """What writing down what was computed may take at the end."""
 
 
-class _Phase(Enum):
+class _LoopPhase(Enum):
     RUNNING = "running"
     DRAINING = "draining"
     SUSPENDING = "suspending"
@@ -105,19 +105,19 @@ class EngineLoop:
         self._take_sample = take_sample or (lambda: measure(self._sources))
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
-        self._clock = StepClock(settings.watchdog_s)
+        self._clock = StepTimer(settings.watchdog_s)
         self._workers = Workers(inbox, settings.cache_dir, settings.max_prepare_s)
         self._pace = Pace(self._clock)
         self._store = PrefixStore(inbox, settings, sample.limit_bytes)
-        self._residents = Residents(self._pace, self._store.cache)
-        self._lobby = Lobby(self._workers, self._events)
+        self._runners = Runners(self._pace, self._store.cache)
+        self._pending = PendingRequests(self._workers, self._events)
         placement = Placement(
             self._take_sample, self._store.ledger, self._store.cache, settings.memory_margin
         )
-        self._residency = Residency(self._workers, self._residents, self._lobby, placement, self._events)
+        self._residency = Residency(self._workers, self._runners, self._pending, placement, self._events)
         self._residency.flush = self._flush
-        self._relief = Relief(self._residents, self._residency, self._store, self._events)
-        self._phase = _Phase.RUNNING
+        self._pressure_handler = PressureHandler(self._runners, self._residency, self._store, self._events)
+        self._phase = _LoopPhase.RUNNING
         self._until_s = 0.0
         self._busy_s = 0.0
         self._nap_until_s = 0.0
@@ -125,7 +125,7 @@ class EngineLoop:
         self._num_turns = 0
 
     def __repr__(self) -> str:
-        return f"<EngineLoop {self._phase.value} {self._num_turns} turns, {self._residents!r}>"
+        return f"<EngineLoop {self._phase.value} {self._num_turns} turns, {self._runners!r}>"
 
     def heartbeat(self) -> Heartbeat:
         """Whether a native step is running too long; may be called from any thread."""
@@ -140,7 +140,7 @@ class EngineLoop:
         self._gauge = Gauge(lambda sample: self._inbox.put(Measured(sample)), self._sources)
         self._gauge.start()
         try:
-            while self._phase in {_Phase.RUNNING, _Phase.DRAINING}:
+            while self._phase in {_LoopPhase.RUNNING, _LoopPhase.DRAINING}:
                 self.turn(self._wait_s())
             self._save()
         finally:
@@ -150,7 +150,7 @@ class EngineLoop:
             self._free_late()
             self._store.close()
             self._residency.free_departed()
-            self._residents.close(self._workers.preparations.uses)
+            self._runners.close(self._workers.preparations.uses)
             self._pace.close()
         self._events.append(Goodbye())
         self._flush()
@@ -171,23 +171,23 @@ class EngineLoop:
                 self._handle(item)
         self._residency.tend(self._clock.now())
         self._step()
-        self._store.tend(self._clock.now(), is_busy=self._residents.has_work)
-        if self._phase is _Phase.DRAINING:
+        self._store.tend(self._clock.now(), is_busy=self._runners.has_work)
+        if self._phase is _LoopPhase.DRAINING:
             self._drain()
         self._flush()
 
     def _step(self) -> None:
         """Give one model a turn; with nothing to compute, store what is only in cells."""
         now = self._clock.now()
-        resident = None if now < self._nap_until_s else self._residents.next_with_work(now)
-        self._expire_without(resident)
-        if resident is not None:
-            resident.schedule(now)
+        runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
+        self._expire_without(runner)
+        if runner is not None:
+            runner.schedule(now)
             self._flush()  # who is admitted must be known before a step that may crash
-            resident.step(self._clock.now())
+            runner.step(self._clock.now())
             self._busy_s, self._is_clean = self._clock.now(), False
-            self._residents.served(resident, self._busy_s - now)
-            if self._relief.slows_down:
+            self._runners.served(runner, self._busy_s - now)
+            if self._pressure_handler.slows_down:
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
         elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):
             self._rest()
@@ -197,27 +197,27 @@ class EngineLoop:
     def _wait_s(self) -> float | None:
         """Nothing to compute: sleep until something arrives, or is due."""
         now = self._clock.now()
-        if self._residents.has_work:
+        if self._runners.has_work:
             return max(0.0, self._nap_until_s - now)
         due = [
-            self._residents.next_deadline_s(),
-            self._lobby.next_deadline_s(),
+            self._runners.next_deadline_s(),
+            self._pending.next_deadline_s(),
             self._workers.preparations.next_due_s(now),
             self._residency.next_due_s(now),
             self._store.next_due_s(),
         ]
-        if self._phase is _Phase.DRAINING:
+        if self._phase is _LoopPhase.DRAINING:
             due.append(self._until_s)
-        if self._residents.has_unstored or (self._cleans_eagerly and not self._is_clean):
+        if self._runners.has_unstored or (self._cleans_eagerly and not self._is_clean):
             due.append(self._busy_s + REST_AFTER_S)
         soonest = min((at for at in due if at is not None), default=None)
         return None if soonest is None else max(0.0, soonest - now)
 
     def _rest(self) -> None:
         """Nothing is to be computed: what is only in cells is stored, one sequence a turn."""
-        for resident in self._residents:
-            if resident.has_unstored:
-                resident.rest(self._clock.now())
+        for runner in self._runners:
+            if runner.has_unstored:
+                runner.rest(self._clock.now())
                 return
         if self._cleans_eagerly and not self._is_clean:
             allocator.trim()
@@ -225,8 +225,8 @@ class EngineLoop:
 
     def _save(self) -> None:
         """Before the end: what was computed goes to disk, as far as that is quick."""
-        until_s = self._until_s if self._phase is _Phase.SUSPENDING else self._clock.now() + SAVE_LIMIT_S
-        while self._residents.has_unstored and self._clock.now() < until_s:
+        until_s = self._until_s if self._phase is _LoopPhase.SUSPENDING else self._clock.now() + SAVE_LIMIT_S
+        while self._runners.has_unstored and self._clock.now() < until_s:
             self._rest()
         self._store.hurry()
         while True:
@@ -238,36 +238,36 @@ class EngineLoop:
                 if isinstance(item, DiskPost):
                     self._store.handle(item, self._clock.now())
 
-    def _expire_without(self, chosen: AnyResident | None) -> None:
+    def _expire_without(self, chosen: ModelRunner | None) -> None:
         """Deadlines pass also in models that get no turn: all is paused there, or others are more urgent."""
         now = self._clock.now()
-        self._lobby.expire(now)
+        self._pending.expire(now)
         self._workers.preparations.expire(now)
-        for resident in self._residents:
-            if resident is not chosen:
-                deadline_s = resident.next_deadline_s()
+        for runner in self._runners:
+            if runner is not chosen:
+                deadline_s = runner.next_deadline_s()
                 if deadline_s is not None and deadline_s <= now:
-                    resident.expire(now)
+                    runner.expire(now)
 
     def _flush(self) -> None:
-        for resident in self._residents:
-            self._events += resident.events
-            resident.events.clear()
+        for runner in self._runners:
+            self._events += runner.events
+            runner.events.clear()
         if self._events:
             self._publish(list(self._events))
             self._events.clear()
 
     def _drain(self) -> None:
         now = self._clock.now()
-        if (self._residents.has_requests or self._lobby.has_requests) and now < self._until_s:
+        if (self._runners.has_requests or self._pending.has_requests) and now < self._until_s:
             return
         self._end_everything(now)
-        self._phase = _Phase.CLOSED
+        self._phase = _LoopPhase.CLOSED
 
     def _end_everything(self, now: float) -> None:
-        self._lobby.cancel_all()
-        for resident in self._residents:
-            resident.cancel_all(now)
+        self._pending.cancel_all()
+        for runner in self._runners:
+            runner.cancel_all(now)
 
     # ------------------------------------------------------------ commands and posts
 
@@ -282,7 +282,7 @@ class EngineLoop:
                 if isinstance(item, Loaded):
                     self._store.model_loaded(item.path, item.backend.capabilities.fingerprint)
             case Measured(sample):
-                if self._relief.measured(sample, self._clock.now()) and self._gauge:
+                if self._pressure_handler.measured(sample, self._clock.now()) and self._gauge:
                     self._gauge.poke()
             case Tokenize() | Detokenize() | CountTokens() | GetStatus() | Reply():
                 self._question(item)
@@ -314,117 +314,117 @@ class EngineLoop:
         match item:
             case Suspend(save_s):
                 self._until_s = now + save_s
-                self._lobby.drop_all()
-                for resident in self._residents:
-                    resident.evacuate("suspended", now)
-                    resident.events.clear()
-                self._phase = _Phase.SUSPENDING
+                self._pending.drop_all()
+                for runner in self._runners:
+                    runner.evacuate("suspended", now)
+                    runner.events.clear()
+                self._phase = _LoopPhase.SUSPENDING
             case Shutdown(drain_s):
-                self._phase, self._until_s = _Phase.DRAINING, now + drain_s
+                self._phase, self._until_s = _LoopPhase.DRAINING, now + drain_s
             case Closed.CLOSED:
                 self._end_everything(now)
-                self._phase = _Phase.CLOSED
+                self._phase = _LoopPhase.CLOSED
 
     def _submit(self, submit: Submit) -> None:
         request = submit.request
-        if self._phase is _Phase.SUSPENDING:
+        if self._phase is _LoopPhase.SUSPENDING:
             return  # the next engine gets it
         try:
-            if self._phase is not _Phase.RUNNING:
+            if self._phase is not _LoopPhase.RUNNING:
                 raise NotReadyError("the engine is stopping")
-            resident = self._residency.resident_for(request.model)
+            runner = self._residency.runner_for(request.model)
             if not submit.generated:
-                self._check_room(submit, resident)
+                self._check_room(submit, runner)
         except StokerError as error:
             self._events.append(Failed(submit.request_id, error.info()))
             return
         self._residency.used(request.model, request.keep_alive_s, self._clock.now())
-        self._lobby.enter(submit, resident)
+        self._pending.enter(submit, runner)
 
-    def _check_room(self, submit: Submit, resident: AnyResident | None) -> None:
+    def _check_room(self, submit: Submit, runner: ModelRunner | None) -> None:
         model, priority = submit.request.model, submit.request.priority
-        num_arriving = self._lobby.num_total(model)
-        if resident is not None:
-            resident.check_room(priority, num_arriving)
+        num_arriving = self._pending.num_total(model)
+        if runner is not None:
+            runner.check_allocator(priority, num_arriving)
         else:
-            line = WaitingLine(self._residency.max_queue(model))
-            line.check_room(priority, num_arriving, RETRY_WHILE_LOADING_S)
+            line = RequestQueue(self._residency.max_queue(model))
+            line.check_allocator(priority, num_arriving, RETRY_WHILE_LOADING_S)
 
     def _prepared(self, post: Prepared | PrepareFailed) -> None:
         request_id = post.live.request_id if isinstance(post, Prepared) else post.request_id
-        visitor = self._lobby.leave(request_id)
+        visitor = self._pending.leave(request_id)
         if visitor is None:
             return  # cancelled meanwhile; its terminal event is out
-        resident = self._residents.find(visitor.submit.request.model)
-        if resident is None or resident.prep is not post.context:
-            self._lobby.send_back(visitor, resident)
+        runner = self._runners.find(visitor.submit.request.model)
+        if runner is None or runner.prep is not post.context:
+            self._pending.send_back(visitor, runner)
             return
         try:
             if isinstance(post, PrepareFailed):
                 raise post.error
-            resident.accept(post.live, self._clock.now())
+            runner.accept(post.live, self._clock.now())
             if visitor.is_paused:
-                resident.pause(request_id, self._clock.now())
+                runner.pause(request_id, self._clock.now())
         except StokerError as error:
             self._events.append(Failed(request_id, error.info()))
 
     def _steer(self, command: Cancel | Pause | Resume) -> None:
         """Now, or for one that is still being tokenised as soon as it has a place in the line."""
-        if self._lobby.steer(command):
+        if self._pending.steer(command):
             return
         now = self._clock.now()
-        for resident in self._residents:
+        for runner in self._runners:
             match command:
                 case Cancel(request_id):
-                    resident.cancel(request_id, now)
+                    runner.cancel(request_id, now)
                 case Pause(request_id):
-                    resident.pause(request_id, now)
+                    runner.pause(request_id, now)
                 case Resume(request_id):
-                    resident.resume(request_id, now)
+                    runner.resume(request_id, now)
 
     def _text(self, ask: TextQuestion) -> None:
         try:
-            resident = self._residency.resident_for(ask.model)
+            runner = self._residency.runner_for(ask.model)
         except StokerError as error:
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
             return
-        if resident is None:
+        if runner is None:
             self._residency.wanted(ask.model)
-            self._lobby.ask(ask)
+            self._pending.ask(ask)
         else:
-            self._workers.answer(ask, resident.prep)
+            self._workers.answer(ask, runner.prep)
 
     # ------------------------------------------------------------ status
 
     def _status(self) -> EngineStatus:
-        residents, now = list(self._residents), self._clock.now()
+        runners, now = list(self._runners), self._clock.now()
         counters = {
             "num_turns": float(self._num_turns),
             "num_steps": float(self._clock.num_steps),
             "step_busy_s": self._clock.busy_s,
-            "num_preparing": float(self._lobby.num_being_prepared()),
+            "num_preparing": float(self._pending.num_being_prepared()),
         }
-        for resident in residents:
-            for name, value in resident.stats().items():
+        for runner in runners:
+            for name, value in runner.stats().items():
                 counters[name] = counters.get(name, 0.0) + value
         counters |= self._store.cache.stats()
-        counters["step_target_ms"] = max((r.spec.target_step_ms for r in residents), default=0.0)
+        counters["step_target_ms"] = max((r.spec.target_step_ms for r in runners), default=0.0)
         return EngineStatus(
-            slots=[status for resident in residents for status in resident.slot_status(now)],
+            slots=[status for runner in runners for status in runner.slot_status(now)],
             queue=[
-                *(s for r in residents for s in r.line_status(SequenceState.QUEUED, now)),
-                *self._lobby.status(),
+                *(s for r in runners for s in r.line_status(SequenceState.QUEUED, now)),
+                *self._pending.status(),
             ],
-            parked=[s for r in residents for s in r.line_status(SequenceState.PARKED, now)],
-            paused=[s for r in residents for s in r.paused_status(now)],
+            parked=[s for r in runners for s in r.line_status(SequenceState.PARKED, now)],
+            paused=[s for r in runners for s in r.paused_status(now)],
             num_threads=self._pace.num_threads,
             threads_reason=self._pace.reason,
             counters=counters,
             cache=self._store.cache.status(),
             models=self._residency.status(now),
-            memory=self._relief.status(self._take_sample(), self._store.ledger.lines()),
-            kv_cells_total=sum(r.num_cells[0] for r in residents),
-            kv_cells_used=sum(r.num_cells[1] for r in residents),
+            memory=self._pressure_handler.status(self._take_sample(), self._store.ledger.lines()),
+            kv_cells_total=sum(r.num_cells[0] for r in runners),
+            kv_cells_used=sum(r.num_cells[1] for r in runners),
         )
 
 

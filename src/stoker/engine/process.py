@@ -61,7 +61,7 @@ class EventWriter:
             self._socket.sendall(frame)
 
 
-class FrontLink:
+class ClientLink:
     """Reads commands into the inbox and sees to it that no engine outlives its front."""
 
     def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
@@ -116,7 +116,7 @@ def limit_allocator(memory_limit: int | None) -> None:
     allocator.limit_cache(DEFAULTS[tier].allocator_cache_bytes)
 
 
-def open_front(descriptor: int) -> socket.socket:
+def open_client(descriptor: int) -> socket.socket:
     """The inherited socket, not inherited any further: a child of ours must not keep it open."""
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
@@ -158,9 +158,9 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     from stoker.settings import EngineSettings  # noqa: PLC0415 - takes a while: signals come first
 
     descriptor, settings_json = arguments
-    sock = open_front(int(descriptor))
+    sock = open_client(int(descriptor))
     inbox, writer, is_done = Inbox(), EventWriter(sock), threading.Event()
-    link = FrontLink(sock, inbox)
+    link = ClientLink(sock, inbox)
     link.start()
     settings = EngineSettings.model_validate_json(settings_json)
     limit_allocator(settings.memory_limit)

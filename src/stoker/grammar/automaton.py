@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from stoker.grammar.effort import Effort
 from stoker.grammar.gbnf.notation import (
+    Alternatives,
     Chars,
-    Choice,
+    Concatenation,
     Node,
     Ranges,
     Ref,
     Repeat,
     Rules,
-    Sequence,
     joined,
 )
 
@@ -103,9 +103,9 @@ class Automaton:
                 return {position}, {position}, False
             case Ref(name):
                 return self._build(self._rules[name])
-            case Sequence(items):
+            case Concatenation(items):
                 return self._sequence(items)
-            case Choice(options):
+            case Alternatives(options):
                 built = [self._build(option) for option in options]
                 return (
                     {position for part in built for position in part[0]},

@@ -44,7 +44,7 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bit
 _PENALTIES = np.where(_BITS == 1, 0.0, -np.inf).astype(np.float32)
 
 
-class _Phase(Enum):
+class _MatchPhase(Enum):
     """The grammar rules, or reasoning comes first."""
 
     MAY_OPEN = auto()  # nothing is written: the text of the grammar or the start of reasoning
@@ -76,9 +76,9 @@ class ConstraintState:
         self._opening: tuple[int, ...] = ()
         self._marker = reasoning_end.encode()
         self._tail = b""
-        self._phase = _Phase.WAITING if reasoning_end else _Phase.ACTIVE
+        self._phase = _MatchPhase.WAITING if reasoning_end else _MatchPhase.ACTIVE
         if reasoning_end and reasoning_start:
-            self._phase = _Phase.MAY_OPEN
+            self._phase = _MatchPhase.MAY_OPEN
             self._opening = tuple(tokenizer.tokens_of(reasoning_start))
         if reasoning_end:
             tokenizer.overruns(self._marker, 0)  # looks at all tokens once, better here than in a step
@@ -89,7 +89,7 @@ class ConstraintState:
     @property
     def is_waiting(self) -> bool:
         """Whether reasoning goes on and the grammar has not begun."""
-        return self._phase in {_Phase.OPENING, _Phase.WAITING}
+        return self._phase in {_MatchPhase.OPENING, _MatchPhase.WAITING}
 
     @property
     def may_end(self) -> bool:
@@ -99,7 +99,7 @@ class ConstraintState:
     @property
     def is_complete(self) -> bool:
         """Whether the grammar is satisfied and nothing can follow: the generation ends here."""
-        if not self.may_end or self._phase is _Phase.MAY_OPEN:
+        if not self.may_end or self._phase is _MatchPhase.MAY_OPEN:
             return False
         if self._matcher.is_stopped():
             return True
@@ -114,18 +114,18 @@ class ConstraintState:
         Raises:
             InvalidRequestError: the grammar has become too complex, or allows no token.
         """
-        if self._phase is _Phase.WAITING:
+        if self._phase is _MatchPhase.WAITING:
             row[self._tokenizer.ends] = -np.inf
             for ids in self._overruns():
                 row[ids] = -np.inf
             return
-        if self._phase is _Phase.OPENING:
+        if self._phase is _MatchPhase.OPENING:
             keep = row[self._opening[0]]
             row.fill(-np.inf)
             row[self._opening[0]] = keep
             return
         mask = self._mask()
-        if self._phase is _Phase.MAY_OPEN:
+        if self._phase is _MatchPhase.MAY_OPEN:
             first = self._opening[0]
             keep = row[first]
             _forbid(row, mask)
@@ -144,23 +144,23 @@ class ConstraintState:
         self.num_tokens += 1
         self._left_s = min(GRAMMAR_S_AHEAD, self._left_s + GRAMMAR_S_A_TOKEN)
         match self._phase:
-            case _Phase.MAY_OPEN if token == self._opening[0] and not self._is_allowed(token):
+            case _MatchPhase.MAY_OPEN if token == self._opening[0] and not self._is_allowed(token):
                 self._open()
-            case _Phase.OPENING if token == self._opening[0]:
+            case _MatchPhase.OPENING if token == self._opening[0]:
                 self._open()
-            case _Phase.OPENING:
+            case _MatchPhase.OPENING:
                 raise self._error(f"does not allow token {token}")
-            case _Phase.WAITING:
+            case _MatchPhase.WAITING:
                 self._listen(token)
             case _:
-                self._phase = _Phase.ACTIVE
+                self._phase = _MatchPhase.ACTIVE
                 started_s = time.thread_time()
                 self._consume([token])
                 self._pay(time.thread_time() - started_s)
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Take over tokens of an interrupted run. Raises as `accept` does."""
-        if self._phase is _Phase.ACTIVE and self.num_tokens == 0 and tokens:
+        if self._phase is _MatchPhase.ACTIVE and self.num_tokens == 0 and tokens:
             self.num_tokens = len(tokens)
             self._consume(list(tokens))
             return
@@ -176,7 +176,7 @@ class ConstraintState:
 
     def _open(self) -> None:
         self._opening = self._opening[1:]
-        self._phase = _Phase.OPENING if self._opening else _Phase.WAITING
+        self._phase = _MatchPhase.OPENING if self._opening else _MatchPhase.WAITING
 
     def _listen(self, token: int) -> None:
         """Look for the end of reasoning; what a token says beyond it is the grammar's."""
@@ -185,7 +185,7 @@ class ConstraintState:
         if at < 0:
             self._tail = data[-(len(self._marker) - 1) :] if len(self._marker) > 1 else b""
             return
-        self._phase, self._tail = _Phase.ACTIVE, b""
+        self._phase, self._tail = _MatchPhase.ACTIVE, b""
         rest = data[at + len(self._marker) :].lstrip()
         if rest:
             self._consume(self._tokenizer.plain_tokens_of(rest))

@@ -7,6 +7,9 @@ from enum import StrEnum
 
 import msgspec
 
+STORY_LENGTH = 16
+"""Moves of a model that are remembered, for the message of an illegal one."""
+
 
 class ModelClass(StrEnum):
     """Class of a model by its GGUF metadata (SPEC K1)."""

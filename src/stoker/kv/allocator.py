@@ -15,9 +15,9 @@ from stoker.cache.index import MIN_TOKENS
 from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import CellPool
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, Trim
-from stoker.kv.prefix_source import Stock
+from stoker.kv.prefix_source import PrefixSource
 from stoker.kv.sequence import ParkForm
-from stoker.kv.slots import Placement, Reuse, SlotTable
+from stoker.kv.slots import Reuse, SlotPlacement, SlotTable
 
 if TYPE_CHECKING:
     from stoker.cache.entry import Entry
@@ -33,7 +33,7 @@ GROWTH_CELLS = 64
 """Cells beyond its own that each running sequence should find; fewer where the pool is small."""
 
 
-class Room:
+class KVAllocator:
     """Slots, cells and stored states of one model.
 
     Attributes:
@@ -42,31 +42,31 @@ class Room:
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
-        self.stock = Stock(limits, cache)
+        self.prefix_source = PrefixSource(limits, cache)
         self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
         self._late: list[Effect] = []
 
     def __repr__(self) -> str:
-        return f"<Room {self.slots!r} {self.cells!r} {self.stock!r}>"
+        return f"<KVAllocator {self.slots!r} {self.cells!r} {self.prefix_source!r}>"
 
     # ------------------------------------------------------------ questions
 
     @property
     def cache(self) -> PrefixCache:
         """The stored prefixes, of this model and others."""
-        return self.stock.cache
+        return self.prefix_source.cache
 
     @property
     def now(self) -> float:
         """The time of the turn."""
-        return self.stock.now
+        return self.prefix_source.now
 
     @now.setter
     def now(self, now: float) -> None:
-        self.stock.now = now
+        self.prefix_source.now = now
 
-    def fits(self, sequence: Sequence, placement: Placement, num_cells: int) -> bool:
+    def fits(self, sequence: Sequence, placement: SlotPlacement, num_cells: int) -> bool:
         """Whether it fits within so many cells beside those who run, with room to grow for each.
 
         What is only kept is not counted; one alone always fits.
@@ -88,19 +88,19 @@ class Room:
         wanted = sequence.num_wanted
         return most if wanted is None else min(most, max(1, wanted - sequence.num_generated))
 
-    def placement(self, sequence: Sequence) -> Placement | None:
+    def placement(self, sequence: Sequence) -> SlotPlacement | None:
         """Where it would go: home, to its snapshot, or with the most of its tokens; None: all are busy."""
         if sequence.home is not None:
-            return Placement(sequence.home, sequence.home, sequence.num_computed)
+            return SlotPlacement(sequence.home, sequence.home, sequence.num_computed)
         if sequence.form is ParkForm.SNAPSHOT:
             vacant = self.slots.vacant()
-            return None if vacant is None else Placement(vacant.id, vacant.id, sequence.num_computed)
+            return None if vacant is None else SlotPlacement(vacant.id, vacant.id, sequence.num_computed)
         live = self.slots.source(self._reuse(sequence))
         hit = self.stored(sequence, 0 if live is None else live[1])
         if hit is None or not hit.entry.is_in_ram:
             return self.slots.place(live)
         vacant = self.slots.vacant()
-        return None if vacant is None else Placement(vacant.id, vacant.id, hit.num_tokens, hit.entry)
+        return None if vacant is None else SlotPlacement(vacant.id, vacant.id, hit.num_tokens, hit.entry)
 
     def num_available(self, sequence: Sequence) -> int:
         """Tokens it would find if it got a slot now, or as soon as they are read."""
@@ -119,7 +119,7 @@ class Room:
 
     def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
         """A stored state that saves it more than cells do, and for which there is room."""
-        return self.stock.find(sequence, num_live, self._cells_at_hand())
+        return self.prefix_source.find(sequence, num_live, self._cells_at_hand())
 
     def num_surplus(self) -> int:
         """Cells held for nobody who runs, but for those kept last."""
@@ -129,7 +129,7 @@ class Room:
         """Cells of what has ended, but for the last, where a stored state can stand for them."""
         guests = (slot.id for slot in self.slots.slots if slot.guest is not None)
         num_kept = self.cells.used - self.cells.held([*self.slots.in_use(), *guests])
-        return num_kept if self.stock.can_store else 0
+        return num_kept if self.prefix_source.can_store else 0
 
     def _cells_at_hand(self) -> int:
         """Free cells, and those held for nobody who runs or waits."""
@@ -142,7 +142,7 @@ class Room:
 
     # ------------------------------------------------------------ coming and going
 
-    def seat(self, sequence: Sequence, placement: Placement, effects: list[Effect]) -> str:
+    def seat(self, sequence: Sequence, placement: SlotPlacement, effects: list[Effect]) -> str:
         """Give it the slot, with what is kept of it or shared with it; returns what happened in words."""
         slot = self.slots[placement.slot]
         if sequence.form is ParkForm.CELLS:
@@ -159,7 +159,7 @@ class Room:
         return f"slot {slot.id}, {told}"
 
     def _bring_back(
-        self, sequence: Sequence, slot: Slot, placement: Placement, effects: list[Effect]
+        self, sequence: Sequence, slot: Slot, placement: SlotPlacement, effects: list[Effect]
     ) -> None:
         assert sequence.entry is not None, f"{sequence!r} has no state to bring back"
         self._clear(slot, effects)
@@ -168,11 +168,13 @@ class Room:
         sequence.is_importing = True
         effects.append(Import(slot.id, sequence.entry, sequence, placement.length))
 
-    def _take_live(self, sequence: Sequence, slot: Slot, placement: Placement, effects: list[Effect]) -> str:
+    def _take_live(
+        self, sequence: Sequence, slot: Slot, placement: SlotPlacement, effects: list[Effect]
+    ) -> str:
         source = self.slots[placement.source]
         if placement.length:
             is_shared = source.sequence is not None
-            self.stock.note_source(sequence, CacheSource.SHARED if is_shared else CacheSource.LIVE)
+            self.prefix_source.note_source(sequence, CacheSource.SHARED if is_shared else CacheSource.LIVE)
         if source is slot:
             self._cut(slot, placement.length, effects)
         else:
@@ -195,7 +197,7 @@ class Room:
         elif sequence.home is not None:
             self.slots.clear(sequence, kept)
         sequence.form = None
-        self.stock.let_go(sequence)
+        self.prefix_source.let_go(sequence)
 
     def shift(self, sequence: Sequence, tokens: list[int], num_kept: int) -> None:
         """A running sequence goes on with other tokens, the first `num_kept` as before (SPEC C12)."""
@@ -205,7 +207,7 @@ class Room:
         self.cells.trim(seq, num_kept)
         self._late.append(Trim(seq, num_kept) if num_kept else Drop(seq))
         sequence.tokens, sequence.num_computed = tokens, num_kept
-        self.stock.begin_checkpoints(sequence)
+        self.prefix_source.begin_checkpoints(sequence)
         if num_kept == 0 and sequence.initial_state is not None:
             self._late.append(Begin(seq, sequence))
 
@@ -274,7 +276,7 @@ class Room:
         guest.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
 
     def _snapshot(self, guest: Sequence, slot: Slot, effects: list[Effect], best: ParkForm) -> None:
-        entry = self.stock.park(guest) if best is ParkForm.SNAPSHOT else None
+        entry = self.prefix_source.park(guest) if best is ParkForm.SNAPSHOT else None
         if entry is None:
             guest.form, guest.num_computed = ParkForm.TOKENS, 0
             return
@@ -286,14 +288,14 @@ class Room:
 
     def leave_checkpoint(self, sequence: Sequence) -> None:
         """Where a step has brought it to a place for one, its state is stored before it moves on."""
-        if sequence.slot is not None and (entry := self.stock.checkpoint(sequence)) is not None:
+        if sequence.slot is not None and (entry := self.prefix_source.checkpoint(sequence)) is not None:
             self._late.append(Export(sequence.slot, entry))
 
     def _store(self, slot: Slot, effects: list[Effect]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""
         assert slot.last is not None, f"{slot!r} keeps what nobody left"
         slot.is_weighed, slot.copy = True, None
-        entry = self.stock.store(slot.last, len(slot.kept))
+        entry = self.prefix_source.store(slot.last, len(slot.kept))
         if entry is not None:
             slot.copy = entry
             effects.append(Export(slot.id, entry))
@@ -317,11 +319,11 @@ class Room:
     def imported(self, sequence: Sequence) -> None:
         """The answer to an Import: the backend has it."""
         sequence.is_importing = False
-        self.stock.used(sequence)
+        self.prefix_source.used(sequence)
 
     def lost(self, sequence: Sequence) -> None:
         """Its state could not be had: it goes on from its tokens."""
-        self.stock.lost(sequence)
+        self.prefix_source.lost(sequence)
         sequence.is_importing = False
         sequence.num_computed = 0
         if sequence.slot is not None:

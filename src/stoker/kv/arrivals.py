@@ -13,7 +13,7 @@ from stoker.kv.sequence import ParkForm, SequenceState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stoker.kv.allocator import Room
+    from stoker.kv.allocator import KVAllocator
     from stoker.kv.prefix_wait import Following
     from stoker.kv.sequence import Sequence
 
@@ -24,15 +24,15 @@ MAX_MEETING_TOKENS = 64
 class Arrivals:
     """Who waits for a prefix that comes sooner than it could compute it."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, allocator: KVAllocator) -> None:
+        self._allocator = allocator
 
     def __repr__(self) -> str:
-        return f"<Arrivals of {self._room!r}>"
+        return f"<Arrivals of {self._allocator!r}>"
 
     def raise_leaders(self, line: Iterable[Sequence]) -> None:
         """Whom somebody who waits for an answer follows is not background meanwhile."""
-        for sequence in self._room.slots.running:
+        for sequence in self._allocator.slots.running:
             sequence.is_raised = False
         for sequence in line:
             follows = sequence.follows
@@ -41,7 +41,7 @@ class Arrivals:
 
     def is_awaiting(self, sequence: Sequence) -> bool:
         """Whether what it goes on from is on its way."""
-        if sequence.is_held or self._room.stock.is_fetching(sequence):
+        if sequence.is_held or self._allocator.prefix_source.is_fetching(sequence):
             return True
         if sequence.follows is not None:
             if not sequence.follows.is_over:
@@ -54,15 +54,17 @@ class Arrivals:
 
     def _follow(self, sequence: Sequence) -> bool:
         """Wait for somebody's prefill of a common prefix, if anybody is at it."""
-        limits, running = self._room.limits, self._room.slots.running
-        if not (limits.can_share_cells or self._room.stock.may_store(sequence)):
+        limits, running = self._allocator.limits, self._allocator.slots.running
+        if not (limits.can_share_cells or self._allocator.prefix_source.may_store(sequence)):
             return False
         if not any(other.state is SequenceState.PREFILL for other in running):
             return False
-        following = leader_for(sequence, running, self._room.num_available(sequence))
+        following = leader_for(sequence, running, self._allocator.num_available(sequence))
         if following is None:
             return False
-        if not limits.can_share_cells and not self._room.stock.mark(following.leader, following.length):
+        if not limits.can_share_cells and not self._allocator.prefix_source.mark(
+            following.leader, following.length
+        ):
             return False
         sequence.follows = following
         _let_meet(sequence, following)
@@ -72,9 +74,9 @@ class Arrivals:
 
     def _fetch(self, sequence: Sequence) -> bool:
         """Have its prefix read, if the most of it is on disk."""
-        entry = self._room.to_fetch(sequence)
+        entry = self._allocator.to_fetch(sequence)
         if entry is not None:
-            self._room.stock.fetch(sequence, entry)
+            self._allocator.prefix_source.fetch(sequence, entry)
         return entry is not None
 
 

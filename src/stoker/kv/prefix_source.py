@@ -13,7 +13,7 @@ from stoker.cache.index import MIN_TOKENS
 from stoker.cache.keys import key_of
 from stoker.ipc.usage import CacheSource
 from stoker.kv.checkpoints import Checkpoints
-from stoker.kv.prefix_statistics import Tally
+from stoker.kv.prefix_statistics import PrefixStatistics
 from stoker.kv.sequence import ParkForm
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MAX_IMPORT = 64
 """So many times as long as what is used of it may a state be: a copied token costs a hundredth."""
 
 
-class Stock:
+class PrefixSource:
     """Stored states of one model.
 
     Attributes:
@@ -40,11 +40,11 @@ class Stock:
         self.limits = limits
         self.cache = cache
         self.now = 0.0
-        self.tally = Tally()
+        self.prefix_statistics = PrefixStatistics()
         self._asked: tuple[list[int], int, bytes] = ([], 0, b"")
 
     def __repr__(self) -> str:
-        return f"<Stock {self.cache!r}>"
+        return f"<PrefixSource {self.cache!r}>"
 
     # ------------------------------------------------------------ going on from
 
@@ -104,7 +104,7 @@ class Stock:
         """Its stored state could not be had; if it was to begin with it, nothing was saved."""
         self.let_go(sequence)
         if sequence.started_s == self.now:
-            self.tally.taken_back(sequence)
+            self.prefix_statistics.taken_back(sequence)
             sequence.num_cached, sequence.cache_source = 0, None
 
     def fetch(self, sequence: Sequence, entry: Entry) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from stoker.kv.sequence import Sequence
 
 
-class Tally:
+class PrefixStatistics:
     """Prompt tokens by what became of them, since the model was loaded."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Tally:
         self._num_cached = dict.fromkeys(CacheSource, 0)
 
     def __repr__(self) -> str:
-        return f"<Tally {self._num_computed} of {self._num_prompt_tokens} prompt tokens computed>"
+        return f"<PrefixStatistics {self._num_computed} of {self._num_prompt_tokens} prompt tokens computed>"
 
     def admitted(self, sequence: Sequence) -> None:
         """A sequence got its first slot, with what could be reused; of several choices the first counts."""

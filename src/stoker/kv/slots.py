@@ -102,7 +102,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SlotPlacement:
     """Where a sequence goes: `slot`, with `length` tokens that `source` holds (0: none), or that are stored.
 
     Attributes:
@@ -254,14 +254,14 @@ class SlotTable:
         idle = [slot for slot in self.slots if slot.is_idle]
         return min(idle, key=lambda slot: (bool(slot.kept), slot.last_used_s, slot.id), default=None)
 
-    def place(self, source: tuple[Slot, int] | None) -> Placement | None:
+    def place(self, source: tuple[Slot, int] | None) -> SlotPlacement | None:
         """Where it goes, given the best source: there if it is idle, else beside it; None: all are busy."""
         if source is not None and source[0].is_idle:
             slot, length = source
-            return Placement(slot.id, slot.id, length)
+            return SlotPlacement(slot.id, slot.id, length)
         vacant = self.vacant()
         if vacant is None:
             return None
         if source is not None:
-            return Placement(vacant.id, source[0].id, source[1])
-        return Placement(vacant.id, vacant.id, 0)
+            return SlotPlacement(vacant.id, source[0].id, source[1])
+        return SlotPlacement(vacant.id, vacant.id, 0)

@@ -13,7 +13,7 @@ from stoker.kv.ops import Drop, Export, Fork
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stoker.kv.allocator import Room
+    from stoker.kv.allocator import KVAllocator
     from stoker.kv.ops import Effect, Schedule
     from stoker.scheduler.throttle import Throttle
 
@@ -25,19 +25,19 @@ STORABLE_CELLS = 256
 """The same of what has ended and can be stored: it comes back quicker than attention walks over it."""
 
 
-class Surplus:
+class Trimming:
     """What is held for nobody in one room.
 
     Attributes:
         is_due: somebody left cells behind since it was last looked at.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, allocator: KVAllocator) -> None:
+        self._allocator = allocator
         self.is_due = False
 
     def __repr__(self) -> str:
-        return f"<Surplus of {self._room!r}, {'due' if self.is_due else 'seen to'}>"
+        return f"<Trimming of {self._allocator!r}, {'due' if self.is_due else 'seen to'}>"
 
     def shed(
         self, turn: Schedule, free_kept: Callable[[Schedule], bool], throttle: Throttle | None = None
@@ -47,7 +47,7 @@ class Surplus:
         `free_kept` frees something that no running sequence needs; False: there is nothing.
         """
         if throttle is not None and throttle.keeps_nothing:
-            while self._room.evict_oldest(turn.effects):
+            while self._allocator.evict_oldest(turn.effects):
                 pass
         elif turn.admitted:
             self._drop_copied(turn)
@@ -58,17 +58,17 @@ class Surplus:
     def _drop_copied(self, turn: Schedule) -> None:
         """What is put into cells in this turn then fills the holes; but nothing goes before it was shared."""
         dropped: list[Effect] = []
-        self._room.drop_copied(dropped)
+        self._allocator.drop_copied(dropped)
         needed = {_source(effect) for effect in turn.effects}
         is_needed = any(isinstance(effect, Drop) and effect.seq in needed for effect in dropped)
         turn.effects = turn.effects + dropped if is_needed else dropped + turn.effects
 
     def _free(self, turn: Schedule, free_kept: Callable[[Schedule], bool]) -> None:
-        room = self._room
-        allowed = BUSY_CELLS if room.slots.has_cells_in_use else REST_CELLS
-        while room.num_surplus() > allowed and free_kept(turn):
+        allocator = self._allocator
+        allowed = BUSY_CELLS if allocator.slots.has_cells_in_use else REST_CELLS
+        while allocator.num_surplus() > allowed and free_kept(turn):
             pass
-        while room.num_storable() > STORABLE_CELLS and room.evict_oldest(turn.effects):
+        while allocator.num_storable() > STORABLE_CELLS and allocator.evict_oldest(turn.effects):
             pass
 
 

@@ -129,10 +129,10 @@ def _sample(sources: Sources, groups: Sequence[Group]) -> Sample:
 
 def footprint_of(pids: Sequence[int]) -> int:
     """Resident bytes of these processes and the children of the last one; one that is gone holds nothing."""
-    return sum(map(_resident, {*pids, *(_children(pids[-1]) if pids else ())}))
+    return sum(map(_runner, {*pids, *(_children(pids[-1]) if pids else ())}))
 
 
-def _resident(pid: int) -> int:
+def _runner(pid: int) -> int:
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:

@@ -47,7 +47,7 @@ class Pressure(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PressureReading:
     """What a sample came to.
 
     Attributes:
@@ -71,17 +71,17 @@ class PressureMeter:
     def __repr__(self) -> str:
         return f"<PressureMeter {self._level}>"
 
-    def update(self, sample: Sample) -> Reading:
+    def update(self, sample: Sample) -> PressureReading:
         """Take the next sample; its time must not be before the last one's."""
         fraction, source = fullest(sample)
         self._level = Pressure.CRITICAL if sample.is_os_event else self._settle(fraction)
         if sample.is_os_event:
             self._event_s = sample.at_s
         elif sample.at_s - self._event_s >= EVENT_HOLD_S:
-            return Reading(self._level, fraction, source)
+            return PressureReading(self._level, fraction, source)
         if self._level is Pressure.NORMAL:
-            return Reading(Pressure.WARNING, max(fraction, WARNING_FROM), "event")
-        return Reading(Pressure.CRITICAL, max(fraction, CRITICAL_FROM), "event")
+            return PressureReading(Pressure.WARNING, max(fraction, WARNING_FROM), "event")
+        return PressureReading(Pressure.CRITICAL, max(fraction, CRITICAL_FROM), "event")
 
     def _settle(self, fraction: float) -> Pressure:
         """The level of a fraction: one that holds already is left only `HYSTERESIS` lower."""

@@ -49,7 +49,7 @@ class Pairing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PairVerdict:
     """A pairing, and why it is none that is ready."""
 
     pairing: Pairing
@@ -172,15 +172,15 @@ def check_pair(projector: ProjectorHeader, model: GgufHeader) -> None:
         )
 
 
-def pairing_of(model: GgufHeader, projector: str | Path | None) -> Verdict:
+def pairing_of(model: GgufHeader, projector: str | Path | None) -> PairVerdict:
     """How a model stands with the projector given for it, or with none."""
     if projector is None:
-        return Verdict(Pairing.NEEDS_PROJECTOR if _is_made_to_see(model) else Pairing.NONE)
+        return PairVerdict(Pairing.NEEDS_PROJECTOR if _is_made_to_see(model) else Pairing.NONE)
     try:
         check_pair(read_projector(projector), model)
     except StokerError as error:
-        return Verdict(Pairing.BROKEN, error.message)
-    return Verdict(Pairing.READY)
+        return PairVerdict(Pairing.BROKEN, error.message)
+    return PairVerdict(Pairing.READY)
 
 
 def _is_made_to_see(model: GgufHeader) -> bool:

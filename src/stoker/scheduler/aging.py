@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ONE_STEP_IN = 10
 
 
-class Patience:
+class Aging:
     """Counts steps since the last that was given to somebody owed one.
 
     Attributes:
@@ -30,7 +30,7 @@ class Patience:
         self._steps_since = ONE_STEP_IN
 
     def __repr__(self) -> str:
-        return f"<Patience {self.patience_s:g} s, {self._steps_since} steps since the last turn>"
+        return f"<Aging {self.patience_s:g} s, {self._steps_since} steps since the last turn>"
 
     def is_owed(self, sequence: Sequence, now: float) -> bool:
         """Whether it has waited over its patience, or did so and has not had its token yet."""

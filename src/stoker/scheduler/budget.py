@@ -66,24 +66,24 @@ class StepBudget:
 
     def prefill(self, num_rows: int, num_prefilling: int) -> int:
         """Tokens of interactive prefill beside `num_rows` interactive decode rows."""
-        room = self.n_batch - num_rows
+        num_left = self.n_batch - num_rows
         if not num_rows or self.policy is Policy.THROUGHPUT:
-            return room
+            return num_left
         targets = BALANCED_TARGETS if self.policy is Policy.BALANCED else 1.0
         # where more prompts wait than rows decode, their first tokens count for more than its next ones
         targets = max(targets, num_prefilling / num_rows)
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
-        return min(room, max(within, num_prefilling, MIN_PREFILL_TOKENS))
+        return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
     def pictured(self, num_rows: int) -> int:
         """Tokens of prompts with pictures beside `num_rows` of people's decode rows (SPEC V3)."""
-        room, alone_s = self.n_batch - num_rows, self._cost.predict(num_rows)
+        num_left, alone_s = self.n_batch - num_rows, self._cost.predict(num_rows)
         if alone_s is None or self.policy is Policy.THROUGHPUT or not self.bursts.suit(alone_s):
             return self.prefill(num_rows, 1)
         if not self.bursts.is_due:
             return 0
         within = self._cost.tokens_within(alone_s + self.target_s, self.n_batch) - num_rows
-        return min(room, max(within, MIN_PREFILL_TOKENS))
+        return min(num_left, max(within, MIN_PREFILL_TOKENS))
 
     def can_finish(self, num_tokens: int, num_others: int) -> bool:
         """Whether the last tokens of an interactive prompt may go into a step, whatever its share."""
@@ -92,20 +92,20 @@ class StepBudget:
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work, decode rows among them or not."""
-        room = self.n_batch - num_tokens
+        num_left = self.n_batch - num_tokens
         if not num_tokens:
             if self.policy is Policy.THROUGHPUT:
-                return room
+                return num_left
             within = self._cost.tokens_within(JOBS_TARGETS * self.target_s, self.n_batch)
-            return min(room, max(within, MIN_JOBS_TOKENS))
+            return min(num_left, max(within, MIN_JOBS_TOKENS))
         if has_decoding:
-            room = min(room, self._cost.tokens_within(self.target_s, self.n_batch) - num_tokens)
+            num_left = min(num_left, self._cost.tokens_within(self.target_s, self.n_batch) - num_tokens)
         alone_s = self._cost.predict(num_tokens)
         if self.policy is Policy.LATENCY and alone_s is not None:
             self._credit_s = min(self._credit_s + JOBS_SHARE * alone_s, self.target_s)
             within = self._cost.tokens_within(alone_s + self._credit_s, self.n_batch)
-            room = min(room, within - num_tokens)
-        return max(0, room)
+            num_left = min(num_left, within - num_tokens)
+        return max(0, num_left)
 
     def joined(self, num_tokens: int, num_joined: int) -> None:
         """`num_joined` background tokens go into a step beside `num_tokens` interactive ones."""

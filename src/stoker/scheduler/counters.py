@@ -26,5 +26,5 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
         "num_retired_total": scheduler.num_retired_total,
         "num_owed": sum(s.is_owed for s in (*scheduler.line, *running)),
         "num_owed_steps_total": scheduler.num_owed_steps_total,
-        **scheduler.tally.stats(),
+        **scheduler.prefix_statistics.stats(),
     }

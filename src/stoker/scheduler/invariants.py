@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def check(scheduler: Scheduler) -> None:
     """Assert that slots, line, cells and stored states tell one story."""
-    scheduler.room.check()
+    scheduler.allocator.check()
     running, line, paused = scheduler.slots.running, scheduler.waiting(), scheduler.paused
     waiting, everybody = [*line, *paused], [*line, *paused, *running]
     assert len({s.key for s in everybody}) == len(everybody), "held twice"

@@ -109,50 +109,50 @@ class Planner:
         """The decode rows, and prefill of text within its budget."""
         parts = list(rows)
         if favoured is not None and favoured in prefilling:
-            room = self.budget.n_batch - len(rows)
+            num_left = self.budget.n_batch - len(rows)
         else:
-            room = self.budget.prefill(len(rows), len(prefilling))
-        last = self._to_finish(prefilling, room, parts)
+            num_left = self.budget.prefill(len(rows), len(prefilling))
+        last = self._to_finish(prefilling, num_left, parts)
         if last is not None:
             prefilling.remove(last)
-            room -= min(last.num_pending, room // (len(prefilling) + 1))
+            num_left -= min(last.num_pending, num_left // (len(prefilling) + 1))
             parts.append(Planned(last, _item(last, last.num_pending)))
-        return parts + self._prefill(prefilling, room, self.budget.n_batch - _num_tokens(parts))
+        return parts + self._prefill(prefilling, num_left, self.budget.n_batch - _num_tokens(parts))
 
     def _looking(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
         """Prompts that are at a picture beside decode rows: seldom, as what is done for them is long."""
         if not sequences:
             return []
         num_others = _num_tokens(rows)
-        room = self.budget.pictured(num_others)
-        parts = self._prefill(sequences, room, self.budget.n_batch - num_others)
+        num_left = self.budget.pictured(num_others)
+        parts = self._prefill(sequences, num_left, self.budget.n_batch - num_others)
         if parts:
             self.budget.bursts.taken()
         return parts
 
-    def _to_finish(self, prefilling: list[Sequence], room: int, rows: list[Planned]) -> Sequence | None:
+    def _to_finish(self, prefilling: list[Sequence], num_left: int, rows: list[Planned]) -> Sequence | None:
         """The prompt nearest to its end, if this step can bring it there: its first token is worth the delay.
 
-        What it takes beyond its share of `room` is not taken from the others.
+        What it takes beyond its share of `num_left` is not taken from the others.
         """
         nearest = min(prefilling, key=lambda s: s.num_pending, default=None)
         if nearest is None or _asks_all(nearest) or nearest.num_in_reach < nearest.num_pending:
             return None
-        num_others = len(rows) + max(0, room - nearest.num_pending)
+        num_others = len(rows) + max(0, num_left - nearest.num_pending)
         return nearest if self.budget.can_finish(nearest.num_pending, num_others) else None
 
     def _jobs(self, sequences: list[Sequence], others: list[Planned]) -> list[Planned]:
         """Background: decode rows, then prefill, within what the `others` of the step leave it."""
         num_others = _num_tokens(others)
         has_decoding = any(part.sequence.state is SequenceState.DECODE for part in others)
-        room = self.budget.background(num_others, has_decoding=has_decoding)
-        if room == 0:
+        num_left = self.budget.background(num_others, has_decoding=has_decoding)
+        if num_left == 0:
             return []
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
-        rows = decoding[: max(1, room - len(prefilling))]
+        rows = decoding[: max(1, num_left - len(prefilling))]
         parts = [Planned(s, _item(s, 1)) for s in rows]
-        parts += self._prefill(prefilling, room - len(rows), self.budget.n_batch - num_others - len(rows))
+        parts += self._prefill(prefilling, num_left - len(rows), self.budget.n_batch - num_others - len(rows))
         self.budget.joined(num_others, _num_tokens(parts))
         return parts
 

@@ -22,7 +22,7 @@ def insert_position(line: Line[Priority], newcomer: Priority) -> int:
     return next((at for at, waiting in enumerate(line) if waiting is Priority.BACKGROUND), len(line))
 
 
-class WaitingLine:
+class RequestQueue:
     """Sequences without a slot, in the order they will get one."""
 
     def __init__(self, max_queue: int) -> None:
@@ -30,7 +30,7 @@ class WaitingLine:
         self._line: list[Sequence] = []
 
     def __repr__(self) -> str:
-        return f"<WaitingLine {len(self._line)} of {self.max_queue}>"
+        return f"<RequestQueue {len(self._line)} of {self.max_queue}>"
 
     def __len__(self) -> int:
         return len(self._line)
@@ -42,7 +42,7 @@ class WaitingLine:
         """How many requests may wait when one of this class arrives."""
         return self.max_queue if priority is Priority.INTERACTIVE else max(1, self.max_queue // 2)
 
-    def check_room(self, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
+    def check_allocator(self, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
         """Raises QueueFullError when `num_waiting` requests are at the bound of the class."""
         bound = self.bound(priority)
         if num_waiting >= bound:

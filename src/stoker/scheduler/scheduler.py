@@ -15,27 +15,27 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from stoker.ipc.request import FinishReason, Priority
-from stoker.kv.allocator import Room
+from stoker.kv.allocator import KVAllocator
 from stoker.kv.arrivals import Arrivals
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
 from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
-from stoker.kv.trimming import Surplus
-from stoker.scheduler.aging import Patience
+from stoker.kv.trimming import Trimming
+from stoker.scheduler.aging import Aging
 from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.counters import counters
 from stoker.scheduler.forecast import Forecast
 from stoker.scheduler.invariants import check
 from stoker.scheduler.plan import Planner, StepPlan
-from stoker.scheduler.queue import WaitingLine
+from stoker.scheduler.queue import RequestQueue
 from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.kv.cells import CellPool
     from stoker.kv.limits import SchedulerLimits
-    from stoker.kv.slots import Placement, SlotTable
+    from stoker.kv.slots import SlotPlacement, SlotTable
 
 
 class Scheduler:
@@ -49,44 +49,44 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
-        self.line = WaitingLine(limits.max_queue)
+        self.line = RequestQueue(limits.max_queue)
         self.paused: list[Sequence] = []
         self.throttle = Throttle()
-        self.room = Room(limits, cache)
-        self.tally = self.room.stock.tally
-        self._arrivals = Arrivals(self.room)
+        self.allocator = KVAllocator(limits, cache)
+        self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
+        self._arrivals = Arrivals(self.allocator)
         self.cost = StepCost()
         self.forecast = Forecast(self.cost, limits.num_slots)
         self._planner = Planner(StepBudget(limits.step_policy, self.cost), limits.max_prompt_rows)
         self.bursts = self._planner.budget.bursts
-        self._patience = Patience(limits.background_patience_s)
+        self._patience = Aging(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False
-        self._surplus = Surplus(self.room)
+        self._trimming = Trimming(self.allocator)
         self.num_parked_total = 0
         self.num_retired_total = 0
 
     def __repr__(self) -> str:
-        return f"<Scheduler {self.line!r} {len(self.paused)} paused {self.room!r}>"
+        return f"<Scheduler {self.line!r} {len(self.paused)} paused {self.allocator!r}>"
 
     # ------------------------------------------------------------ questions
 
     @property
     def slots(self) -> SlotTable:
         """The slots, to look at."""
-        return self.room.slots
+        return self.allocator.slots
 
     @property
     def cells(self) -> CellPool:
         """The count of cells, to look at."""
-        return self.room.cells
+        return self.allocator.cells
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something: those that wait for the disk have the first places."""
         allowed = (sequence for sequence in self.line if not self.throttle.holds(sequence))
         return any(not sequence.awaits_picture for sequence in self.slots.running) or any(
-            not (sequence.is_held or self.room.stock.is_fetching(sequence))
+            not (sequence.is_held or self.allocator.prefix_source.is_fetching(sequence))
             for sequence in islice(allowed, self.limits.num_slots)
         )
 
@@ -139,17 +139,17 @@ class Scheduler:
 
     # ------------------------------------------------------------ commands
 
-    def check_room(self, priority: Priority, num_arriving: int) -> None:
+    def check_allocator(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when the line is at its bound (SPEC Q11); `num_arriving` are on their way."""
         num_idle = self.limits.num_slots - len(self.slots.running)
         num_waiting = self.num_waiting_requests() + num_arriving - num_idle
-        self.line.check_room(priority, num_waiting, self.forecast.retry_after_s())
+        self.line.check_allocator(priority, num_waiting, self.forecast.retry_after_s())
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new sequence in the line; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
-        self.room.stock.begin_checkpoints(sequence)
+        self.allocator.prefix_source.begin_checkpoints(sequence)
         return self.line.push(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
@@ -160,9 +160,9 @@ class Scheduler:
             self.line.remove(sequence)
         else:
             self.forecast.note_end(sequence, now)
-        self.room.now, self._surplus.is_due = now, True
+        self.allocator.now, self._trimming.is_due = now, True
         self.take_back(sequence)
-        self.room.release(sequence)
+        self.allocator.release(sequence)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
         self.num_retired_total += 1
@@ -171,11 +171,11 @@ class Scheduler:
         """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
         if sequence.slot is not None:
             self.slots.lodge(sequence, now)
-            self._surplus.is_due = True
+            self._trimming.is_due = True
         else:
             self.line.remove(sequence)
             if sequence.form is not ParkForm.SNAPSHOT:
-                self.room.stock.let_go(sequence)  # what it waited for from disk
+                self.allocator.prefix_source.let_go(sequence)  # what it waited for from disk
         sequence.move(SequenceState.PAUSED, now, "asked to")
         self.paused.append(sequence)
 
@@ -195,7 +195,7 @@ class Scheduler:
         turn = self._begin(now)
         self._park(sequence, "asked to", turn, now)
         if form is not ParkForm.CELLS and sequence.home is not None:
-            self.room.demote(sequence, turn.effects, best=form)
+            self.allocator.demote(sequence, turn.effects, best=form)
         return turn
 
     # ------------------------------------------------------------ a turn
@@ -213,20 +213,20 @@ class Scheduler:
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
-        self._surplus.shed(turn, self._free_kept, self.throttle)  # not before somebody could use it
-        self.room.tidy(turn.effects)
+        self._trimming.shed(turn, self._free_kept, self.throttle)  # not before somebody could use it
+        self.allocator.tidy(turn.effects)
         return turn
 
     def rest(self, now: float) -> Schedule:
         """Nothing is to be computed: store something that is only in cells, if anything is (SPEC C6)."""
         turn = self._begin(now)
-        self.room.store_kept(turn.effects)
+        self.allocator.store_kept(turn.effects)
         return turn
 
     def drop_idle(self, now: float) -> Schedule:
         """Give up every cell that nobody who runs or waits needs (SPEC M4)."""
         turn = self._begin(now)
-        while self.room.evict_oldest(turn.effects):
+        while self.allocator.evict_oldest(turn.effects):
             pass
         return turn
 
@@ -235,13 +235,13 @@ class Scheduler:
         tokens = shifted(sequence.tokens, n_ctx)
         count = len(sequence.tokens) - len(tokens)
         note_dropped(sequence, count, n_ctx)
-        self.room.shift(sequence, tokens, min(num_kept(n_ctx), sequence.num_computed))
+        self.allocator.shift(sequence, tokens, min(num_kept(n_ctx), sequence.num_computed))
         sequence.move(SequenceState.PREFILL, now, f"context full: {count} tokens dropped")
         return count
 
     def _begin(self, now: float) -> Schedule:
-        self.room.now = now
-        return Schedule(effects=self.room.take_late())
+        self.allocator.now = now
+        return Schedule(effects=self.allocator.take_late())
 
     def expire(self, now: float) -> Schedule:
         """End who is past its deadline, and nothing else."""
@@ -259,15 +259,15 @@ class Scheduler:
 
     def computed(self, plan: StepPlan, now: float) -> None:
         """The step of `plan` succeeded: its tokens are in the backend."""
-        self.room.now = now
+        self.allocator.now = now
         for part in plan.parts:
             sequence = part.sequence
             sequence.num_ahead = part.num_drafted
             self.cells.extend(part.item.seq, len(part.item.tokens))
             count = len(part.item.tokens) - sequence.num_ahead
-            self.tally.computed(sequence, count)
+            self.prefix_statistics.computed(sequence, count)
             sequence.num_computed += count
-            self.room.leave_checkpoint(sequence)
+            self.allocator.leave_checkpoint(sequence)
             sequence.last_step_s = now
             if sequence.num_pending == 0:
                 sequence.owed_since_s = None  # its row is about to become a token
@@ -277,7 +277,7 @@ class Scheduler:
     def take_back(self, sequence: Sequence) -> None:
         """What is left of its draft will not be drawn; the backend hears of it before the next step."""
         if sequence.num_ahead:
-            self.room.take_back(sequence)
+            self.allocator.take_back(sequence)
 
     def completed(self, sequence: Sequence) -> None:
         """The backend has computed its last token by itself."""
@@ -315,7 +315,7 @@ class Scheduler:
 
     def _lodge(self, sequence: Sequence, why: str, turn: Schedule, now: float) -> None:
         self.slots.lodge(sequence, now)
-        self._surplus.is_due = True
+        self._trimming.is_due = True
         sequence.move(SequenceState.PARKED, now, why)
         self.line.rejoin(sequence)
         turn.parked.append(Parking(sequence, why))
@@ -329,7 +329,7 @@ class Scheduler:
         favoured = self._favoured
         if favoured is None or not favoured.is_running:
             self._favoured, self._is_beyond = None, False
-        elif not favoured.is_owed or self.room.stock.can_park(favoured):
+        elif not favoured.is_owed or self.allocator.prefix_source.can_park(favoured):
             is_too_many = self._is_beyond and len(self.slots.running) > self.limits.num_slots
             self._favoured, self._is_beyond = None, False
             if is_too_many:
@@ -367,18 +367,18 @@ class Scheduler:
         victim = self._youngest([s for s in running if s is not self._favoured] or running)
         self._park(victim, f"no cells: {self.cells.free} free of {self.cells.total}", turn, now)
         if victim.form is ParkForm.CELLS:
-            self.room.demote(victim, turn.effects)
+            self.allocator.demote(victim, turn.effects)
         return True
 
     def _free_kept(self, turn: Schedule) -> bool:
         """Free cells that no running sequence needs; False: there are none."""
-        return self.room.evict_oldest(turn.effects) or self._demote_last(turn)
+        return self.allocator.evict_oldest(turn.effects) or self._demote_last(turn)
 
     def _demote_last(self, turn: Schedule) -> bool:
         """Demote the guest that will run last: a paused one, else the last of the line."""
         for sequence in (*self.paused, *reversed(self.waiting())):
             if sequence.home is not None:
-                self.room.demote(sequence, turn.effects)
+                self.allocator.demote(sequence, turn.effects)
                 return True
         return False
 
@@ -420,7 +420,7 @@ class Scheduler:
     def _fits(self, sequence: Sequence, turn: Schedule) -> bool:
         placement = self._placement(sequence, turn)
         most = self.throttle.lowered(self.cells.total)
-        return placement is not None and self.room.fits(sequence, placement, most)
+        return placement is not None and self.allocator.fits(sequence, placement, most)
 
     def _has_place(self, num_ahead: int) -> bool:
         """Whether one more may run; the one that is owed a step takes nobody's place."""
@@ -437,24 +437,26 @@ class Scheduler:
         self._seat(sequence, turn, now)
         self._is_beyond = True
 
-    def _placement(self, sequence: Sequence, turn: Schedule) -> Placement | None:
+    def _placement(self, sequence: Sequence, turn: Schedule) -> SlotPlacement | None:
         """Where it would go; a slot that is only somebody's home is cleared for it. None: all are busy."""
-        placement = self.room.placement(sequence)
+        placement = self.allocator.placement(sequence)
         while placement is None and self._demote_last(turn):
-            placement = self.room.placement(sequence)
+            placement = self.allocator.placement(sequence)
         return placement
 
     def _seat(self, sequence: Sequence, turn: Schedule, now: float) -> None:
         placement = self._placement(sequence, turn)
         assert placement is not None, f"no slot for {sequence!r}"
-        self.room.stock.take_up(sequence, placement.entry)
-        while self.cells.free < self.room.stock.num_to_import(sequence) and self._free_kept(turn):
+        self.allocator.prefix_source.take_up(sequence, placement.entry)
+        while self.cells.free < self.allocator.prefix_source.num_to_import(sequence) and self._free_kept(
+            turn
+        ):
             pass
         self.line.remove(sequence)
-        told = self.room.seat(sequence, placement, turn.effects)
+        told = self.allocator.seat(sequence, placement, turn.effects)
         if sequence.started_s is None:
             sequence.started_s = now
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-            self.tally.admitted(sequence)
+            self.prefix_statistics.admitted(sequence)
         sequence.move(SequenceState.PREFILL, now, told)
         turn.admitted.append(sequence)

@@ -17,7 +17,7 @@ from stoker.server.anthropic.body import MessagesRequest
 from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
 from stoker.server.inbound.body import body_schemas
-from stoker.server.inbound.gate import Gate
+from stoker.server.inbound.gate import WorkGate
 from stoker.server.inbound.origins import Origins
 from stoker.server.inbound.security import Access, HostList, KeyRing
 from stoker.server.metrics import Metrics
@@ -33,7 +33,7 @@ from stoker.server.native.residency_body import (
 from stoker.server.native.states_body import SaveStateRequest, StateEmbeddingRequest
 from stoker.server.native.tokens_body import DetokenizeRequest, TokenizeRequest
 from stoker.server.openai import chat, completions, embeddings, models, responses
-from stoker.server.openai.chat_body import ChatRequest, Conversation
+from stoker.server.openai.chat_body import ChatRequest, ConversationFields
 from stoker.server.openai.completion_body import CompletionRequest
 from stoker.server.openai.embeddings_body import EmbeddingRequest
 from stoker.server.openai.responses_body import ResponsesRequest
@@ -47,7 +47,7 @@ _BODIES = (
     CompletionRequest,
     ResponsesRequest,
     MessagesRequest,
-    Conversation,
+    ConversationFields,
     TokenizeRequest,
     DetokenizeRequest,
     SaveStateRequest,
@@ -92,7 +92,7 @@ def create_app(context: ServerContext) -> FastAPI:
     install_error_handlers(app)
     settings = context.settings
     app.add_middleware(
-        Gate,
+        WorkGate,
         hosts=HostList([settings.host, *settings.allowed_hosts]),
         origins=Origins(settings.cors_origins),
         access=Access(KeyRing.read(settings.api_key_file), KeyRing.read(settings.admin_key_file)),

@@ -24,7 +24,7 @@ RETRY_AFTER_S = 2.0
 
 
 @dataclass(frozen=True)
-class LiveRequest:
+class OwnedRequest:
     """A request whose client is connected.
 
     Attributes:
@@ -40,7 +40,7 @@ class LiveRequest:
     owner: str = ""
 
 
-class LiveRequests:
+class OwnedRequests:
     """Names under which running requests are known outside, and the runtime's ids behind them.
 
     The header's `X-Request-Id`, the answer's `id` and the runtime's own id all lead to the same work.
@@ -49,13 +49,13 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._ids: dict[str, list[str]] = {}
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests: dict[str, OwnedRequest] = {}
 
     def __repr__(self) -> str:
         return f"LiveRequests({len(self._ids)} names)"
 
     @contextlib.contextmanager
-    def entered(self, requests: Sequence[LiveRequest]) -> Iterator[None]:
+    def entered(self, requests: Sequence[OwnedRequest]) -> Iterator[None]:
         """Known by their names and their own ids while the block runs."""
         pairs = {(name, request.id) for request in requests for name in (*request.names, request.id)}
         self._requests |= {request.id: request for request in requests}
@@ -75,7 +75,7 @@ class LiveRequests:
         """The runtime's ids behind `name`, of requests whose owners `is_reached` takes; none is no error."""
         return sorted(own for own in self._ids.get(name, ()) if is_reached(self._requests[own].owner))
 
-    def requests(self) -> list[LiveRequest]:
+    def requests(self) -> list[OwnedRequest]:
         """Everything that is live, oldest first."""
         return list(self._requests.values())
 
@@ -97,7 +97,7 @@ class ServerContext:
     runtime: Runtime
     settings: ServerSettings
     metrics: Metrics
-    live: LiveRequests = field(default_factory=LiveRequests)
+    live: OwnedRequests = field(default_factory=OwnedRequests)
     bodies: IncomingBodies = field(init=False)
     started_at: float = field(default_factory=time.time)
     is_stopping: bool = False

@@ -72,7 +72,7 @@ class Rate:
         self._tried += FORGETTING * (tried - self._tried)
 
 
-class Odds:
+class Acceptance:
     """How likely guesses of one kind are drawn: the first, and each after one that was.
 
     Two rates, since a text either goes another way at once or repeats for long.
@@ -82,11 +82,11 @@ class Odds:
         self._first, self._further = Rate(first), Rate(further)
 
     def __repr__(self) -> str:
-        return f"<Odds {self._first.value:.2f}, then {self._further.value:.2f}>"
+        return f"<Acceptance {self._first.value:.2f}, then {self._further.value:.2f}>"
 
-    def copy(self) -> Odds:
+    def copy(self) -> Acceptance:
         """The same as a beginning for others, quick to learn better."""
-        return Odds(self._first.value, self._further.value)
+        return Acceptance(self._first.value, self._further.value)
 
     @property
     def miss(self) -> float:
@@ -111,7 +111,7 @@ class Odds:
         self._further.fade()
 
 
-class Wager:
+class DraftLength:
     """The bets of one model.
 
     Attributes:
@@ -123,13 +123,13 @@ class Wager:
         self.credit = OPENING
 
     def __repr__(self) -> str:
-        return f"<Wager {self.credit:.1f} steps to lose>"
+        return f"<DraftLength {self.credit:.1f} steps to lose>"
 
-    def num_worth(self, odds: Odds, most: int, guess_s: float = 0.0) -> int:
+    def num_worth(self, acceptance: Acceptance, most: int, guess_s: float = 0.0) -> int:
         """Guesses that pay best, up to `most`; 0: decode plainly.
 
         Args:
-            odds: how likely they are drawn.
+            acceptance: how likely they are drawn.
             most: how many there can be.
             guess_s: what it takes to make one.
         """
@@ -139,8 +139,8 @@ class Wager:
         best, best_s = 0, alone_s / GAIN
         for count in _counts(most):
             step_s = self._step_s(count + 1, alone_s) + count * guess_s
-            token_s = step_s / odds.num_expected(count)
-            is_covered = (step_s / alone_s - 1.0) * odds.miss <= COVER * self.credit
+            token_s = step_s / acceptance.num_expected(count)
+            is_covered = (step_s / alone_s - 1.0) * acceptance.miss <= COVER * self.credit
             if token_s < best_s and is_covered:
                 best, best_s = count, token_s
         return best

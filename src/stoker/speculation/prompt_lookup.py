@@ -1,6 +1,6 @@
 """Guesses what comes next from what was there before: the continuation of the longest earlier repeat.
 
-Owns the index over one sequence's tokens. Whether a guess is worth its step is `scheduler.wager`'s to say;
+Owns the index over one sequence's tokens. `draft_length` says whether a guess is worth its step;
 a token is drawn as ever, a guess only says what is computed beside it.
 """
 
@@ -18,7 +18,7 @@ GROWTH = 4096
 """Tokens indexed at a time, lest a long prompt delay a step: about 3 ms."""
 
 
-class Match(NamedTuple):
+class LookupMatch(NamedTuple):
     """An earlier repeat of a sequence's last tokens.
 
     Attributes:
@@ -40,12 +40,12 @@ class SuffixIndex:
         self.tokens = tokens
         self._latest: dict[int, int] = {}
         self._before = [0] * GRAM  # of each place the one before it with the same GRAM; 0: there is none
-        self._match: tuple[int, Match] | None = None
+        self._match: tuple[int, LookupMatch] | None = None
 
     def __repr__(self) -> str:
         return f"<SuffixIndex of {len(self._before)} of {len(self.tokens)} tokens>"
 
-    def match(self) -> Match | None:
+    def match(self) -> LookupMatch | None:
         """The longest repeat of the last tokens; None: there is none, or the index has not grown that far."""
         num_tokens = len(self.tokens)
         self._grow(num_tokens)
@@ -55,7 +55,7 @@ class SuffixIndex:
         self._match = None if found is None else (num_tokens, found)
         return found
 
-    def continuation(self, match: Match, count: int) -> list[int]:
+    def continuation(self, match: LookupMatch, count: int) -> list[int]:
         """`count` tokens from the match on; one that reaches the end repeats what it guesses itself."""
         place, period = match.place, len(self.tokens) - match.place
         known = self.tokens[place : place + count]
@@ -71,7 +71,7 @@ class SuffixIndex:
             before.append(latest.get(key, 0))
             latest[key] = place
 
-    def _followed(self, num_tokens: int) -> Match | None:
+    def _followed(self, num_tokens: int) -> LookupMatch | None:
         """The match of before, if all that came since continues it: no other can be longer then."""
         if self._match is None:
             return None
@@ -79,19 +79,19 @@ class SuffixIndex:
         count = num_tokens - seen
         if self.tokens[match.place : match.place + count] != self.tokens[seen:]:
             return None
-        return Match(match.place + count, match.length + count)
+        return LookupMatch(match.place + count, match.length + count)
 
-    def _longest(self, num_tokens: int) -> Match | None:
+    def _longest(self, num_tokens: int) -> LookupMatch | None:
         if num_tokens < GRAM:
             return None
-        best: Match | None = None
+        best: LookupMatch | None = None
         place = self._latest.get(_key(self.tokens, num_tokens), 0)
         for _ in range(MAX_PLACES):
             if not place:
                 break
             length = self._common(place, num_tokens)
             if length >= GRAM and (best is None or length > best.length):
-                best = Match(place, length)
+                best = LookupMatch(place, length)
             place = self._before[place]
         return best
 

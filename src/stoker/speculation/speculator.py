@@ -1,9 +1,8 @@
 """Drafts: guessed tokens that a step computes beside the last one drawn (SPEC D9).
 
-Owns whose next tokens are guessed, by what, and the tally of it. How far to guess is `scheduler.wager`'s to
-say, what repeats `decode.speculate`'s; that only what the request would have drawn anyway becomes a token is
-`harvest`'s business. Nobody gives way for a draft: there is one only where a sequence runs alone, and only in
-cells that are free.
+Owns whose next tokens are guessed, by what, and the counts. How far to guess is in `draft_length`, what
+repeats in `prompt_lookup`; a guess that differs from what the request draws never becomes a token
+(`postprocess`). There is a draft only where a sequence runs alone, and only in cells that are free.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from stoker.backends.protocol.backend import PlanItem
 from stoker.ipc.model import ModelClass, Speculation
 from stoker.kv.sequence import SequenceState
 from stoker.scheduler.plan import Planned, StepPlan
-from stoker.speculation.draft_length import Odds, Wager
+from stoker.speculation.draft_length import Acceptance, DraftLength
 from stoker.speculation.prompt_lookup import SuffixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.backends.protocol.backend import Backend
-    from stoker.engine.jobs.table import LiveRequests
+    from stoker.engine.jobs.table import JobTable
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.scheduler import Scheduler
-    from stoker.speculation.prompt_lookup import Match
+    from stoker.speculation.prompt_lookup import LookupMatch
 
 FOLLOW = 0.2
 """How quickly the time of a guess by a draft model is learned anew."""
@@ -39,17 +38,17 @@ MOST_WATCHED = 8
 class Subject:
     """The sequence that runs alone: what it repeats, and how often such a repeat went on."""
 
-    def __init__(self, sequence: Sequence, odds: tuple[Odds, ...]) -> None:
+    def __init__(self, sequence: Sequence, acceptance: tuple[Acceptance, ...]) -> None:
         self.sequence = sequence
         self.index = SuffixIndex(sequence.tokens)
-        *repeats, of_model = [each.copy() for each in odds]
+        *repeats, of_model = [each.copy() for each in acceptance]
         self.repeats, self.of_model = tuple(repeats), of_model
         self._watched: dict[int, tuple[list[int], int]] = {}
 
     def __repr__(self) -> str:
         return f"<Subject {self.sequence.key} {self.index!r} {self.repeats} {self.of_model}>"
 
-    def watch(self, kind: int, match: Match) -> None:
+    def watch(self, kind: int, match: LookupMatch) -> None:
         """Nothing is bet on this repeat: see how far it goes anyway, unless one of its kind is watched."""
         if kind not in self._watched:
             self._watched[kind] = self.index.continuation(match, MOST_WATCHED), 0
@@ -84,7 +83,7 @@ class Speculator:
         self,
         backend: Backend,
         scheduler: Scheduler,
-        live: LiveRequests,
+        live: JobTable,
         mode: Speculation,
         now: Callable[[], float],
     ) -> None:
@@ -97,18 +96,18 @@ class Speculator:
         self._ends = frozenset(backend.vocabulary.eog_tokens)
         self._scheduler = scheduler
         self._live = live
-        self._wager = Wager(scheduler.cost)
+        self._draft_length = DraftLength(scheduler.cost)
         self._now = now
-        self._odds = tuple(Odds(*rates) for rates in (*FIRST_ODDS, MODEL_ODDS))
+        self._acceptance = tuple(Acceptance(*rates) for rates in (*FIRST_ODDS, MODEL_ODDS))
         self._subject: Subject | None = None
-        self._bet: tuple[Odds, ...] = ()
+        self._bet: tuple[Acceptance, ...] = ()
         self._guessing_s = 0.0
         self._guess_s: float | None = None
         self.num_drafted_total = 0
         self.num_accepted_total = 0
 
     def __repr__(self) -> str:
-        return f"<Speculator {self.num_accepted_total} of {self.num_drafted_total} drawn, {self._wager!r}>"
+        return f"<Speculator {self.num_accepted_total} of {self.num_drafted_total}, {self._draft_length!r}>"
 
     def stats(self) -> dict[str, float]:
         """Draft tokens that steps computed, and those of them that were drawn."""
@@ -144,7 +143,7 @@ class Speculator:
             return None
         subject = self._subject
         if subject is None or subject.index.tokens is not sequence.tokens:
-            subject = self._subject = Subject(sequence, self._odds)
+            subject = self._subject = Subject(sequence, self._acceptance)
         return subject
 
     def _repeated(self, subject: Subject) -> list[int]:
@@ -153,21 +152,21 @@ class Speculator:
         if match is None:
             return []
         kind = min(max((match.length - 1).bit_length() - 2, 0), len(FIRST_ODDS) - 1)
-        odds = subject.repeats[kind]
-        count = self._wager.num_worth(odds, self._num_possible(subject.sequence))
+        acceptance = subject.repeats[kind]
+        count = self._draft_length.num_worth(acceptance, self._num_possible(subject.sequence))
         if not count:
             subject.watch(kind, match)
             return []
         subject.watch_none()
-        self._bet = odds, self._odds[kind]
+        self._bet = acceptance, self._acceptance[kind]
         return self._drawable(subject.index.continuation(match, count))
 
     def _modelled(self, subject: Subject) -> list[int]:
         """What the draft model says."""
-        sequence, odds = subject.sequence, subject.of_model
+        sequence, acceptance = subject.sequence, subject.of_model
         if self._drafter is None or sequence.pictures:
             return []
-        count = self._wager.num_worth(odds, self._num_possible(sequence), self._guess_s or 0.0)
+        count = self._draft_length.num_worth(acceptance, self._num_possible(sequence), self._guess_s or 0.0)
         if not count:
             return []
         begun_s = self._now()
@@ -177,7 +176,7 @@ class Speculator:
         self._guessing_s = self._now() - begun_s
         each_s = self._guessing_s / len(draft)
         self._guess_s = each_s if self._guess_s is None else self._guess_s + FOLLOW * (each_s - self._guess_s)
-        self._bet = odds, self._odds[-1]
+        self._bet = acceptance, self._acceptance[-1]
         return self._drawable(draft)
 
     def _num_possible(self, sequence: Sequence) -> int:
@@ -211,8 +210,8 @@ class Speculator:
             num_accepted = min(max(num_drawn - 1, 0), num_drafted)
             has_ended = subject.sequence.state is SequenceState.DONE
             self._settle(num_drafted, num_accepted, took_s + self._guessing_s)
-            for odds in self._bet:
-                odds.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)
+            for acceptance in self._bet:
+                acceptance.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)
         if subject.sequence.state is SequenceState.DONE:
             self._subject = None
 
@@ -222,16 +221,16 @@ class Speculator:
         if place >= len(tokens):
             return
         for kind, num_right, is_missed in subject.watched(tokens[place]):
-            for odds in (subject.repeats[kind], self._odds[kind]):
-                odds.note(num_right, is_missed=is_missed)
+            for acceptance in (subject.repeats[kind], self._acceptance[kind]):
+                acceptance.note(num_right, is_missed=is_missed)
 
     def _pass(self, subject: Subject) -> None:
         if subject.sequence.num_generated > 1 and len(self._scheduler.slots.running) <= 1:
-            self._wager.stepped()
-            for odds in (self._odds[-1], subject.of_model):  # those of repeats are watched
-                odds.fade()
+            self._draft_length.stepped()
+            for acceptance in (self._acceptance[-1], subject.of_model):  # those of repeats are watched
+                acceptance.fade()
 
     def _settle(self, num_drafted: int, num_accepted: int, took_s: float) -> None:
-        self._wager.settle(num_drafted, num_accepted + 1, took_s)
+        self._draft_length.settle(num_drafted, num_accepted + 1, took_s)
         self.num_drafted_total += num_drafted
         self.num_accepted_total += num_accepted

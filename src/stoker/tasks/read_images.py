@@ -28,7 +28,7 @@ from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.tasks.chat import ChatPlan, chat_deltas
 from stoker.tasks.fields import request_of
 
-__all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "Question", "Reader", "Reading", "Told", "read_with"]
+__all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "ImageReader", "Question", "Reading", "Told", "read_with"]
 
 DEFAULT_ASK = "Read this report as JSON."
 MAX_TOKENS = 1024
@@ -175,7 +175,7 @@ async def read_with(question: Question, answer: Callable[[Attempt], Awaitable[To
     )
 
 
-class Engine(Protocol):
+class ReadingEngine(Protocol):
     """What reading takes of a runtime."""
 
     @property
@@ -198,14 +198,14 @@ class Engine(Protocol):
         ...
 
 
-class Reader:
+class ImageReader:
     """Reads pictures with a runtime. Holds nothing between calls."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ReadingEngine) -> None:
         self._engine = engine
 
     def __repr__(self) -> str:
-        return f"<Reader of {self._engine!r}>"
+        return f"<ImageReader of {self._engine!r}>"
 
     async def read(
         self,

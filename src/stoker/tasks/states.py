@@ -50,7 +50,7 @@ class StateEmbedding(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class Engine(Protocol):
+class StateEngine(Protocol):
     """What making a state takes of the runtime."""
 
     def resolve(self, model: str | None) -> ModelInfo:
@@ -72,7 +72,7 @@ class States:
         engine: the runtime whose models make them.
     """
 
-    def __init__(self, folder: Path, engine: Engine) -> None:
+    def __init__(self, folder: Path, engine: StateEngine) -> None:
         self._folder = folder
         self._engine = engine
         self._store = StateStore(folder)

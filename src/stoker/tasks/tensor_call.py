@@ -42,7 +42,7 @@ async def tensors_of(engine: Engine, requests: Sequence[GenerateRequest]) -> lis
     Raises:
         StokerError: one failed; the others are cancelled.
     """
-    call = _Call(engine, asyncio.get_running_loop().time())
+    call = _TensorCall(engine, asyncio.get_running_loop().time())
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call.tensor(request)) for request in requests]
@@ -51,7 +51,7 @@ async def tensors_of(engine: Engine, requests: Sequence[GenerateRequest]) -> lis
     return [task.result() for task in tasks]
 
 
-class _Call:
+class _TensorCall:
     """The requests of one call. Where the line is at its bound, fewer of them are under way at once."""
 
     def __init__(self, engine: Engine, begun_s: float) -> None:

@@ -22,7 +22,7 @@ from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.recurrent import RecurrentStates
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.llama.vision.vision import BLIND, Eyes, open_eyes
+from stoker.backends.llama.vision.vision import BLIND, VisionContext, open_vision
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Conditioning, PlanItem
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import UnsupportedError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.backends.llama.text.vocabulary import LlamaVocabulary
-    from stoker.backends.llama.vision.vision import Vision
+    from stoker.backends.llama.vision.vision import LlamaVision
     from stoker.backends.protocol.backend import Buffer, Rows
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.usage import Tensor
@@ -57,20 +57,20 @@ class LlamaBackend:
         model: LlamaModel,
         context: LlamaContext,
         header: GgufHeader,
-        eyes: Eyes = BLIND,
+        vision_context: VisionContext = BLIND,
         *,
         n_ctx: int = 0,
     ) -> None:
         self._model = model
         self._context = context
-        self._vision = eyes.vision
+        self._vision = vision_context.vision
         self._states = SequenceStates(model, context, fingerprint(header.path))
         self._recurrent = RecurrentStates(model, context, self._states) if model.is_recurrent else None
         self._hidden = HiddenStates(model, context)
         self._capabilities = dataclasses.replace(
             _capabilities(header, model, context, n_ctx),
-            has_vision=eyes.vision is not None,
-            pairing=eyes.pairing,
+            has_vision=vision_context.vision is not None,
+            pairing=vision_context.pairing,
             fingerprint=self._states.fingerprint,
             state_layout=self._recurrent.layout if self._recurrent else (),
         )
@@ -122,7 +122,7 @@ class LlamaBackend:
         self._drafter = drafter
 
     @property
-    def vision(self) -> Vision | None:
+    def vision(self) -> LlamaVision | None:
         """Its projector; None: it takes no pictures."""
         return self._vision
 
@@ -315,10 +315,12 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
         adapters = Adapters(model, header, spec.adapters) if spec.adapters else None
         context = LlamaContext(model, _context_options(spec, model), adapters)
         made.callback(context.close)
-        eyes = open_eyes(spec, model, header, context.num_threads)
-        if eyes.vision:
-            made.callback(eyes.vision.close)
-        backend = LlamaBackend(model, context, header, eyes, n_ctx=spec.n_ctx if spec.num_cells else 0)
+        vision_context = open_vision(spec, model, header, context.num_threads)
+        if vision_context.vision:
+            made.callback(vision_context.vision.close)
+        backend = LlamaBackend(
+            model, context, header, vision_context, n_ctx=spec.n_ctx if spec.num_cells else 0
+        )
         made.pop_all()
     if spec.draft_path and spec.speculation.uses_model:
         _add_drafter(backend, spec, model)

@@ -41,7 +41,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FileVerdict:
     """What a full check of one file found; `problem` is empty if it is sound."""
 
     name: str
@@ -178,7 +178,7 @@ class PrefixFolder:
                 self._remove_abandoned(self._now())
         return names
 
-    def verify(self) -> Iterator[Verdict]:
+    def verify(self) -> Iterator[FileVerdict]:
         """Read every file through; removes nothing. Files that go meanwhile are left out."""
         with self._usable("read"):
             entries = self._entries()
@@ -191,11 +191,11 @@ class PrefixFolder:
             except FileNotFoundError:
                 continue
             except (DamagedError, CacheFileError) as error:
-                yield Verdict(found.name, str(error))
+                yield FileVerdict(found.name, str(error))
             except OSError as error:
-                yield Verdict(found.name, f"it cannot be read: {error.strerror or error}")
+                yield FileVerdict(found.name, f"it cannot be read: {error.strerror or error}")
             else:
-                yield Verdict(found.name, "")
+                yield FileVerdict(found.name, "")
 
     # ------------------------------------------------------------ machinery
 

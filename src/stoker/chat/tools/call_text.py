@@ -49,7 +49,7 @@ class CallText(Protocol):
         ...
 
 
-class _Want(Enum):
+class _Awaited(Enum):
     OPEN = auto()
     KEY_OR_END = auto()
     KEY = auto()
@@ -60,7 +60,7 @@ class _Want(Enum):
     COMMA_OR_END = auto()
 
 
-_AFTER = {_Want.OPEN: ("{", _Want.KEY_OR_END), _Want.COLON: (":", _Want.VALUE)}
+_AFTER = {_Awaited.OPEN: ("{", _Awaited.KEY_OR_END), _Awaited.COLON: (":", _Awaited.VALUE)}
 
 
 class CallObject:
@@ -76,7 +76,7 @@ class CallObject:
     def __init__(self, names: AbstractSet[str] | None = None) -> None:
         self.name = ""
         self._names = names
-        self._want = _Want.OPEN
+        self._want = _Awaited.OPEN
         self._scanner = JsonScanner()
         self._key = ""
         self._text: list[str] = []  # of the key or value being read
@@ -106,28 +106,28 @@ class CallObject:
 
     def push(self, char: str) -> Step:
         """Take one character. A complete call that goes on wrong ends before that character."""
-        if self._want is _Want.IN_VALUE:
+        if self._want is _Awaited.IN_VALUE:
             return self._in_value(char)
-        step = self._in_key(char) if self._want is _Want.IN_KEY else self._structure(char)
+        step = self._in_key(char) if self._want is _Awaited.IN_KEY else self._structure(char)
         return Step.PAST if step is Step.WRONG and self.is_complete else step
 
     def _structure(self, char: str) -> Step:
         want = self._want
-        if char in WHITE and want is not _Want.OPEN:
+        if char in WHITE and want is not _Awaited.OPEN:
             return Step.MORE
         match want:
-            case _Want.OPEN | _Want.COLON:
+            case _Awaited.OPEN | _Awaited.COLON:
                 return self._move(*_AFTER[want], char)
-            case _Want.VALUE:
+            case _Awaited.VALUE:
                 return self._begin_value(char)
-            case _Want.COMMA_OR_END if char != "}":
-                return self._move(",", _Want.KEY, char)
-            case _Want.COMMA_OR_END | _Want.KEY_OR_END if char == "}":
+            case _Awaited.COMMA_OR_END if char != "}":
+                return self._move(",", _Awaited.KEY, char)
+            case _Awaited.COMMA_OR_END | _Awaited.KEY_OR_END if char == "}":
                 return self._close()
         self._begin_text(char)
-        return self._move('"', _Want.IN_KEY, char)
+        return self._move('"', _Awaited.IN_KEY, char)
 
-    def _move(self, needed: str, want: _Want, char: str) -> Step:
+    def _move(self, needed: str, want: _Awaited, char: str) -> Step:
         """Go on to `want`, if the character is the one that is needed."""
         self._want = want if char == needed else self._want
         return Step.MORE if char == needed else Step.WRONG
@@ -145,7 +145,7 @@ class CallObject:
         self._key = str(_loaded(self._text))
         if self._names is not None and self._key not in _KEYS:
             return Step.WRONG
-        self._want = _Want.COLON
+        self._want = _Awaited.COLON
         return Step.MORE
 
     def _begin_value(self, char: str) -> Step:
@@ -157,7 +157,7 @@ class CallObject:
         if self._streams:
             self._has_begun = True
             self._out.append(char)
-        self._want = _Want.IN_VALUE
+        self._want = _Awaited.IN_VALUE
         return step
 
     def _in_value(self, char: str) -> Step:
@@ -167,7 +167,7 @@ class CallObject:
             (self._out if self._streams else self._text).append(spelled)
         if step in {Step.MORE, Step.WRONG}:
             return step
-        self._want = _Want.COMMA_OR_END
+        self._want = _Awaited.COMMA_OR_END
         if not self._end_value():
             return Step.WRONG
         return self.push(char) if step is Step.PAST else Step.MORE

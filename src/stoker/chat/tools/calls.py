@@ -36,7 +36,7 @@ def call_id(seed: str, choice: int, index: int) -> str:
     return f"call_{digest[:_ID_DIGITS]}"
 
 
-class _Turn(Enum):
+class _Channel(Enum):
     """What a character did to a reading."""
 
     MORE = auto()
@@ -48,10 +48,10 @@ class _Turn(Enum):
     BROKEN = auto()  # what came since the last call is no call; the character is yet to be read
 
 
-_TAKEN = frozenset({_Turn.MORE, _Turn.PASSED, _Turn.ENDED, _Turn.CLOSED})
+_TAKEN = frozenset({_Channel.MORE, _Channel.PASSED, _Channel.ENDED, _Channel.CLOSED})
 
 
-class _Place(Enum):
+class _Inside(Enum):
     HEAD = auto()
     ITEM = auto()
     CALL = auto()
@@ -76,7 +76,7 @@ class _Reading:
         self._names = opening.names
         self._closer = opening.closer
         self._marker = marker
-        self._place = _Place.HEAD
+        self._place = _Inside.HEAD
         self._is_list = False
 
     @property
@@ -87,66 +87,66 @@ class _Reading:
     @property
     def has_begun(self) -> bool:
         """Whether the name of the call being read is known, and arguments have come."""
-        return self._place is _Place.CALL and self.call.has_begun
+        return self._place is _Inside.CALL and self.call.has_begun
 
     @property
     def is_complete(self) -> bool:
         """Whether the call being read lacks no more than what closes it."""
-        return self._place is _Place.CALL and self.call.is_complete
+        return self._place is _Inside.CALL and self.call.is_complete
 
     @property
     def is_after_call(self) -> bool:
         """Whether a call has ended and nothing has come but what may stand behind one."""
-        return self._place is _Place.TAIL
+        return self._place is _Inside.TAIL
 
-    def push(self, char: str) -> _Turn:
+    def push(self, char: str) -> _Channel:
         """Take one character."""
         match self._place:
-            case _Place.CALL:
+            case _Inside.CALL:
                 turn = self._in_call(char)
-            case _Place.TAIL:
+            case _Inside.TAIL:
                 turn = self._in_list_tail(char) if self._is_list else self._in_tail(char)
             case _:
                 turn = self._before_call(char)
-        if turn is _Turn.MORE:
+        if turn is _Channel.MORE:
             self._source.append(char)
         return turn
 
-    def _before_call(self, char: str) -> _Turn:
+    def _before_call(self, char: str) -> _Channel:
         if char in WHITE:
-            return _Turn.MORE
-        if self._place is _Place.HEAD and not self._marker and char == "[":
-            self._place, self._is_list = _Place.ITEM, True
-            return _Turn.MORE
-        self._place = _Place.CALL
+            return _Channel.MORE
+        if self._place is _Inside.HEAD and not self._marker and char == "[":
+            self._place, self._is_list = _Inside.ITEM, True
+            return _Channel.MORE
+        self._place = _Inside.CALL
         self.call = MarkedCall(self._marker) if self._marker else CallObject(self._names)
         return self._in_call(char)
 
-    def _in_call(self, char: str) -> _Turn:
+    def _in_call(self, char: str) -> _Channel:
         step = self.call.push(char)
         if step is Step.MORE:
-            return _Turn.MORE
+            return _Channel.MORE
         if step is Step.WRONG:
-            return _Turn.BROKEN
-        self._place = _Place.TAIL
+            return _Channel.BROKEN
+        self._place = _Inside.TAIL
         self._source.clear()
-        return _Turn.ENDED if step is Step.LAST else _Turn.ENDED_BEFORE
+        return _Channel.ENDED if step is Step.LAST else _Channel.ENDED_BEFORE
 
-    def _in_list_tail(self, char: str) -> _Turn:
+    def _in_list_tail(self, char: str) -> _Channel:
         if char == "]":
             self._is_list = False
             self._source.clear()
-            return _Turn.PASSED
+            return _Channel.PASSED
         if char == ",":
-            self._place = _Place.ITEM
-        return _Turn.MORE if char in WHITE + "," else _Turn.LEFT
+            self._place = _Inside.ITEM
+        return _Channel.MORE if char in WHITE + "," else _Channel.LEFT
 
-    def _in_tail(self, char: str) -> _Turn:
+    def _in_tail(self, char: str) -> _Channel:
         closer = self._closer
         begun = (self.source + char).lstrip(_BEHIND)
         if not closer or not closer.startswith(begun):
-            return _Turn.LEFT
-        return _Turn.CLOSED if begun == closer else _Turn.MORE
+            return _Channel.LEFT
+        return _Channel.CLOSED if begun == closer else _Channel.MORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,16 +278,16 @@ class ToolCallParser:
         while at < len(text):
             turn = reading.push(text[at])
             at += turn in _TAKEN
-            if turn in {_Turn.MORE, _Turn.PASSED}:
+            if turn in {_Channel.MORE, _Channel.PASSED}:
                 if reading.has_begun and not self._is_announced:
                     self._announce(reading)
-            elif turn in {_Turn.ENDED, _Turn.ENDED_BEFORE}:
+            elif turn in {_Channel.ENDED, _Channel.ENDED_BEFORE}:
                 self._end_call(reading)
             else:
                 self._reading = None
-                if turn is _Turn.BROKEN:
+                if turn is _Channel.BROKEN:
                     self._break(reading)
-                return (reading.source if turn is _Turn.LEFT else "") + text[at:]
+                return (reading.source if turn is _Channel.LEFT else "") + text[at:]
         return ""
 
     def _announce(self, reading: _Reading) -> None:

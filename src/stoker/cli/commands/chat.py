@@ -29,9 +29,9 @@ from stoker.errors import ContextLengthError, StokerError
 from stoker.ipc.request import GenerateRequest, Sampling
 
 if TYPE_CHECKING:
-    from stoker.cli.commands.reader import Reader
+    from stoker.cli.commands.reader import LineReader
     from stoker.cli.options import RuntimeFactory
-    from stoker.cli.session import Answer
+    from stoker.cli.session import ReplyText
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
 
@@ -57,13 +57,13 @@ def chat(
     """Talk with a model; Ctrl-C stops the answer, /exit leaves."""
     models = [model] if model else None
     settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads, slots=1)
-    talk = Conversation(Sampling(temperature=temperature, seed=seed), max_tokens)
+    talk = ChatSession(Sampling(temperature=temperature, seed=seed), max_tokens)
     talk.start_over(system or "")
     asyncio.run(_chat(settings, talk, ctx.obj))
 
 
 @dataclass
-class Conversation:
+class ChatSession:
     """The messages so far and how the next answer is drawn."""
 
     sampling: Sampling
@@ -89,7 +89,7 @@ class Conversation:
             return_progress=True,
         )
 
-    def add(self, text: str, answer: Answer) -> None:
+    def add(self, text: str, answer: ReplyText) -> None:
         """Keep an exchange; of an answer that was stopped, what there is of it."""
         self.messages += [
             {"role": "user", "content": text},
@@ -97,7 +97,7 @@ class Conversation:
         ]
 
 
-async def _chat(settings: EngineSettings, talk: Conversation, factory: RuntimeFactory | None) -> None:
+async def _chat(settings: EngineSettings, talk: ChatSession, factory: RuntimeFactory | None) -> None:
     from stoker.cli.commands.reader import new_reader
     from stoker.cli.session import opened
 
@@ -108,7 +108,7 @@ async def _chat(settings: EngineSettings, talk: Conversation, factory: RuntimeFa
             pass
 
 
-async def _turn(runtime: Runtime, talk: Conversation, reader: Reader) -> bool:
+async def _turn(runtime: Runtime, talk: ChatSession, reader: LineReader) -> bool:
     """One line of the user's; False when it was the last."""
     try:
         line = (await reader.read()).strip()
@@ -131,11 +131,11 @@ async def _turn(runtime: Runtime, talk: Conversation, reader: Reader) -> bool:
     return True
 
 
-async def _answer(runtime: Runtime, talk: Conversation, text: str) -> None:
+async def _answer(runtime: Runtime, talk: ChatSession, text: str) -> None:
     """Write an answer; an error or Ctrl-C ends it and leaves the conversation usable."""
-    from stoker.cli.session import Answer, write_answer
+    from stoker.cli.session import ReplyText, write_answer
 
-    answer = Answer()
+    answer = ReplyText()
     try:
         writing = asyncio.ensure_future(write_answer(runtime, talk.request(runtime, text), answer))
         with _Interruptible(writing):

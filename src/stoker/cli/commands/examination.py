@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from stoker.engine.threads.cores import look_at_cores, threads_that_fit
 from stoker.errors import MachineSetupError, StokerError
+from stoker.machine.cores import look_at_cores, threads_that_fit
 from stoker.machine.gauge import Sources, measure
 from stoker.machine.heat import Heat, heat_source
 from stoker.machine.pressure import Pressure, PressureMeter
@@ -30,7 +30,7 @@ from stoker.private import make_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stoker.engine.threads.cores import CoreUse
+    from stoker.machine.cores import CoreUse
     from stoker.machine.gauge import Sample
     from stoker.machine.profile import MemoryProfile
     from stoker.machine.tiers import TierDefaults

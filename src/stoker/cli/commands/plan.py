@@ -20,7 +20,7 @@ from stoker.cli.options import AsJson, Config, engine_settings
 
 if TYPE_CHECKING:
     from stoker.ipc.model import ModelSpec, ProjectorSpec
-    from stoker.models.memory_estimate.fit import Budget, Estimate
+    from stoker.models.memory_estimate.fit import Estimate, MemoryBudget
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
@@ -43,7 +43,7 @@ class _Plan:
     verdict: str
     spec: ModelSpec
     estimate: Estimate
-    budget: Budget
+    budget: MemoryBudget
     tier: str
     degraded: tuple[str, ...] = ()
     reason: str = ""
@@ -89,11 +89,11 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     from stoker.machine.profile import read_profile
     from stoker.machine.tiers import effective_limit, tier_of
     from stoker.models.memory_estimate.estimate import estimator_of
-    from stoker.models.memory_estimate.fit import Budget, smallest, weigh
+    from stoker.models.memory_estimate.fit import MemoryBudget, smallest, weigh
 
     spec = _spec(settings, model, mmproj)
     profile = read_profile(settings.memory_limit)
-    budget = Budget(
+    budget = MemoryBudget(
         free_bytes=profile.available_bytes,
         limit_bytes=effective_limit(profile),
         margin_bytes=settings.memory_margin,
@@ -119,7 +119,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     )
 
 
-def _why_too_large(least: Estimate, budget: Budget) -> str:
+def _why_too_large(least: Estimate, budget: MemoryBudget) -> str:
     from stoker.models.memory_estimate.fit import text_of
 
     needed, most = text_of(least.total_bytes), text_of(budget.most_bytes)

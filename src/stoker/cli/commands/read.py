@@ -95,10 +95,10 @@ async def _local(
     factory: RuntimeFactory | None,
 ) -> None:
     from stoker.cli.session import opened
-    from stoker.tasks.read_images import Reader
+    from stoker.tasks.read_images import ImageReader
 
     async with opened(settings, factory) as runtime:
-        reader = Reader(runtime)
+        reader = ImageReader(runtime)
 
         async def read_one(path: Path) -> Reading:
             return await reader.read(path, question)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HISTORY_FILE = "chat_history"
 
 
-class Reader(Protocol):
+class LineReader(Protocol):
     """Something that gives the user's next text."""
 
     async def read(self) -> str:
@@ -70,7 +70,7 @@ class PipeReader:
         return line
 
 
-def new_reader() -> Reader:
+def new_reader() -> LineReader:
     """The reader that fits standard input."""
     if sys.stdin.isatty():
         return TerminalReader(platformdirs.user_data_path("stoker") / HISTORY_FILE)

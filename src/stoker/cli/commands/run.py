@@ -93,10 +93,10 @@ class _Ask:
 
 
 async def _run(settings: EngineSettings, ask: _Ask, factory: RuntimeFactory | None) -> None:
-    from stoker.cli.session import Answer, opened, write_answer
+    from stoker.cli.session import ReplyText, opened, write_answer
 
     async with opened(settings, factory) as runtime:
-        answer = Answer()
+        answer = ReplyText()
         await write_answer(runtime, ask.request(runtime), answer)
         if sys.stderr.isatty():
             typer.secho(answer.summary, err=True, dim=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.models.specs import Served, served
+from stoker.client.models.specs import ServedSpecs, served
 from stoker.errors import ModelNotFoundError, OperatorOnlyError
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelClass, ModelLife, Reach
@@ -22,7 +22,7 @@ from stoker.models.seq2seq import check_one_slot
 from stoker.models.store import ModelStore, is_fake
 
 if TYPE_CHECKING:
-    from stoker.client.supervisor import EngineHost
+    from stoker.client.supervisor import EngineSupervisor
     from stoker.client.watcher import Watcher
     from stoker.ipc.model import ModelInfo, ModelSpec
     from stoker.machine.tiers import TierDefaults
@@ -49,7 +49,7 @@ class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(spec, **given)
 
 
-class Shelf:
+class ModelLookup:
     """The models that can be had, and those on their way.
 
     Args:
@@ -60,18 +60,18 @@ class Shelf:
     """
 
     def __init__(
-        self, settings: EngineSettings, defaults: TierDefaults, host: EngineHost, watcher: Watcher
+        self, settings: EngineSettings, defaults: TierDefaults, supervisor: EngineSupervisor, watcher: Watcher
     ) -> None:
         self._settings = settings
         self._defaults = defaults
-        self._host = host
+        self._supervisor = supervisor
         self._watcher = watcher
         self._store = ModelStore(settings.models_dir)
         self._downloads = Downloads(settings.models_dir, self._download_moved)
         self._coming: dict[str, ModelState] = {}
 
     def __repr__(self) -> str:
-        return f"<Shelf {self._store!r} {self._downloads!r}>"
+        return f"<ModelLookup {self._store!r} {self._downloads!r}>"
 
     async def load(self, ref: str, changes: SpecChanges, reach: Reach) -> ModelInfo:
         """Have a model in memory, served from then on.
@@ -89,17 +89,17 @@ class Shelf:
             NotReadyError: no engine is there, or the load or download was stopped.
             StokerError: why it cannot be loaded or downloaded.
         """
-        self._host.check_open()
-        spec = self._host.roster.spec(ref)
+        self._supervisor.check_open()
+        spec = self._supervisor.registry.spec(ref)
         if spec is not None:
-            info = self._host.roster.info(ref)
+            info = self._supervisor.registry.info(ref)
             changes.check(info)
-            return await self._host.loads.load(changes.applied(spec), info)
+            return await self._supervisor.loads.load(changes.applied(spec), info)
         found = await self._find(ref, reach)
         changes.check(found.info)
-        known = self._host.roster.spec(found.spec.id)
+        known = self._supervisor.registry.spec(found.spec.id)
         base = known if known is not None and known.path == found.spec.path else found.spec
-        return await self._host.loads.load(changes.applied(base), found.info)
+        return await self._supervisor.loads.load(changes.applied(base), found.info)
 
     async def unload(self, ref: str) -> None:
         """Have a model out of memory, or stop its load or download.
@@ -110,7 +110,7 @@ class Shelf:
         if ref in self._downloads:
             self._downloads.stop(ref)
         else:
-            await self._host.loads.unload(ref)
+            await self._supervisor.loads.unload(ref)
 
     def statuses(self) -> list[ModelStatus]:
         """Every served model, and every download."""
@@ -118,13 +118,13 @@ class Shelf:
             ModelStatus(id=model, state=moved.state, stage=moved.stage, fraction=moved.fraction)
             for model, moved in self._coming.items()
         ]
-        return [*self._host.statuses(), *coming]
+        return [*self._supervisor.statuses(), *coming]
 
     def close(self) -> None:
         """Stop every download."""
         self._downloads.close()
 
-    async def _find(self, ref: str, reach: Reach) -> Served:
+    async def _find(self, ref: str, reach: Reach) -> ServedSpecs:
         find = self._store.resolve_fake if reach is Reach.ANY and is_fake(ref) else self._store.resolve_listed
         try:
             file = await asyncio.to_thread(find, ref)

@@ -17,7 +17,7 @@ from stoker.ipc.commands import LoadModel, PinModel, UnloadModel
 from stoker.ipc.model import ModelLife
 
 if TYPE_CHECKING:
-    from stoker.client.models.registry import Roster
+    from stoker.client.models.registry import ModelRegistry
     from stoker.errors import StokerError
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo, ModelSpec
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Tell = Callable[[LoadModel | UnloadModel | PinModel], bool]
 
 
-class Loads:
+class ModelLoading:
     """Everybody who waits for a model to come or to go.
 
     Args:
@@ -34,8 +34,8 @@ class Loads:
         num_requests: live requests of a model.
     """
 
-    def __init__(self, roster: Roster, tell: Tell, num_requests: Callable[[str], int]) -> None:
-        self._roster = roster
+    def __init__(self, registry: ModelRegistry, tell: Tell, num_requests: Callable[[str], int]) -> None:
+        self._registry = registry
         self._tell = tell
         self._num_requests = num_requests
         self._coming: dict[str, list[asyncio.Future[ModelInfo]]] = {}
@@ -43,7 +43,7 @@ class Loads:
         self._absences: Counter[str] = Counter()  # answers to unloads that are still to come
 
     def __repr__(self) -> str:
-        return f"<Loads coming={sorted(self._coming)} going={sorted(self._going)}>"
+        return f"<ModelLoading coming={sorted(self._coming)} going={sorted(self._going)}>"
 
     def __len__(self) -> int:
         return sum(map(len, self._coming.values())) + sum(map(len, self._going.values()))
@@ -59,16 +59,16 @@ class Loads:
             StokerError: why it cannot be loaded.
         """
         model = spec.id
-        if self._roster.is_in_memory(spec):
-            return self._roster.resolve(model)
+        if self._registry.is_in_memory(spec):
+            return self._registry.resolve(model)
         self._check_fits(spec)
-        is_same = self._roster.spec(model) == spec
-        was_ready = self._roster.state(model) is ModelLife.READY
+        is_same = self._registry.spec(model) == spec
+        was_ready = self._registry.state(model) is ModelLife.READY
         waiting = self._coming.setdefault(model, [])
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         waiting.append(answer)
         if not (is_same and len(waiting) > 1):
-            self._tell(self._roster.ask(spec, info))
+            self._tell(self._registry.ask(spec, info))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -90,8 +90,8 @@ class Loads:
         num_requests = self._num_requests(model)
         if (
             num_requests
-            and self._roster.state(model) is not ModelLife.READY
-            and self._roster.takes_away(spec)
+            and self._registry.state(model) is not ModelLife.READY
+            and self._registry.takes_away(spec)
         ):
             raise _in_use(model, num_requests)
 
@@ -99,12 +99,12 @@ class Loads:
         """No engine can judge any more whether live requests fit into what a model was to be loaded as."""
         for model in list(self._coming):
             num_requests = self._num_requests(model)
-            if num_requests and self._roster.call_off(model):
+            if num_requests and self._registry.call_off(model):
                 for come in self._pop_coming(model):
                     come.set_exception(_in_use(model, num_requests))
 
     def _stop(self, model: str) -> None:
-        if self._roster.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
+        if self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
             self._release(model)
 
     async def unload(self, model: str) -> None:
@@ -115,7 +115,7 @@ class Loads:
         """
         self._check(model)
         self._give_up(model)
-        is_there = self._roster.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
+        is_there = self._registry.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._going.setdefault(model, [])
         waiting.append(gone)
@@ -136,12 +136,12 @@ class Loads:
             ModelNotFoundError: it is not served.
         """
         self._check(model)
-        self._roster.pin(model, is_pinned=is_pinned)
+        self._registry.pin(model, is_pinned=is_pinned)
         self._tell(PinModel(model, is_pinned=is_pinned))
 
     def moved(self, event: ModelState) -> None:
         """The roster has a model's new state: tell who waited for it."""
-        state = self._roster.state(event.model)
+        state = self._registry.state(event.model)
         if state is ModelLife.READY and event.stage:  # another load of it is under way
             return
         if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
@@ -155,7 +155,7 @@ class Loads:
             return
         for come in self._pop_coming(event.model):
             if is_there:
-                come.set_result(self._roster.resolve(event.model))
+                come.set_result(self._registry.resolve(event.model))
             else:
                 come.set_exception(error)
         if state is not ModelLife.READY:
@@ -170,7 +170,7 @@ class Loads:
         for model in list(self._going):
             self._gone(model)
         for model in list(self._coming):
-            failure = self._roster.load_failure(model)
+            failure = self._registry.load_failure(model)
             if failure is not None:
                 for come in self._pop_coming(model):
                     come.set_exception(error_from_info(failure))
@@ -185,12 +185,12 @@ class Loads:
 
     def _release(self, model: str) -> bool:
         """No engine shall have it; whether there is one that will say when that is so."""
-        self._roster.release(model)
+        self._registry.release(model)
         is_told = self._tell(UnloadModel(model))
         if is_told:
             self._absences[model] += 1
         else:
-            self._roster.set_aside(model)
+            self._registry.set_aside(model)
         return is_told
 
     def _give_up(self, model: str) -> None:
@@ -207,8 +207,8 @@ class Loads:
         return [come for come in self._coming.pop(model, []) if not come.done()]
 
     def _check(self, model: str) -> None:
-        if self._roster.spec(model) is None:
-            served = ", ".join(self._roster.stats()) or "none"
+        if self._registry.spec(model) is None:
+            served = ", ".join(self._registry.stats()) or "none"
             raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
 
 

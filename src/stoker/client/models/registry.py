@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.engine.residency.catalogue import STORY_LENGTH
 from stoker.errors import ErrorInfo, LoadCrashedError, ModelNotFoundError, error_from_info
 from stoker.ipc.commands import KnowModel, LoadModel
-from stoker.ipc.model import CLIENT_MODEL_MOVES, ModelInfo, ModelLife, is_move
+from stoker.ipc.model import CLIENT_MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelLife, is_move
 from stoker.ipc.status import ModelStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from stoker.client.process.exit import Death
+    from stoker.client.process.exit import EngineExit
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelSpec
 
@@ -49,7 +48,7 @@ def file_mark(path: str) -> object:
 
 
 @dataclass(slots=True)
-class Entry:
+class ModelEntry:
     """One served model.
 
     Attributes:
@@ -93,7 +92,7 @@ class Entry:
         return self.asked or self.spec
 
 
-class Roster:
+class ModelRegistry:
     """All served models, in order; the first is the default.
 
     Args:
@@ -103,13 +102,13 @@ class Roster:
 
     def __init__(self, specs: Iterable[ModelSpec], mark_of: Callable[[str], object] = file_mark) -> None:
         self._mark_of = mark_of
-        self._entries = {spec.id: Entry(spec, bare_info(spec)) for spec in specs}
+        self._entries = {spec.id: ModelEntry(spec, bare_info(spec)) for spec in specs}
         for number, entry in enumerate(self._entries.values()):
             entry.is_due = True
             entry.may_evict = number == 0
 
     def __repr__(self) -> str:
-        return f"<Roster {self.stats()}>"
+        return f"<ModelRegistry {self.stats()}>"
 
     # ------------------------------------------------------------ questions
 
@@ -175,7 +174,7 @@ class Roster:
             raise error_from_info(entry.error)
         return msgspec.structs.replace(entry.info, adapter=adapter) if adapter else entry.info
 
-    def _adapted(self, adapter: str) -> Entry | None:
+    def _adapted(self, adapter: str) -> ModelEntry | None:
         """The model that has an adapter of that name."""
         having = (
             entry
@@ -237,7 +236,7 @@ class Roster:
         """
         entry = self._entries.get(spec.id)
         if entry is None:
-            entry = self._entries[spec.id] = Entry(spec, info)
+            entry = self._entries[spec.id] = ModelEntry(spec, info)
         self._forgive_replaced(entry)
         if entry.is_barred:  # once more, because somebody wants it to be tried
             entry.is_barred, entry.load_crashes = False, MAX_LOAD_CRASHES - 1
@@ -290,7 +289,7 @@ class Roster:
         due = [e for e in self._entries.values() if e.is_due and e.is_suspect and not e.is_barred]
         return [self._begin_load(entry) for entry in due]
 
-    def _begin_load(self, entry: Entry) -> LoadModel:
+    def _begin_load(self, entry: ModelEntry) -> LoadModel:
         self._move(entry, ModelLife.LOADING)
         return LoadModel(entry.to_load, entry.may_evict, entry.is_suspect)
 
@@ -330,7 +329,7 @@ class Roster:
                 continue
             self._move(entry, ModelLife.SUSPENDED if entry.is_due else ModelLife.ABSENT)
 
-    def begin_life(self) -> None:
+    def begin_instance(self) -> None:
         """The engine is no more, and a new one starts with nothing: it loads what this one had."""
         self._note_due()
         for entry in self._entries.values():
@@ -349,7 +348,7 @@ class Roster:
                 entry.may_evict |= is_first
                 is_first = False
 
-    def charge(self, death: Death) -> list[str]:
+    def charge(self, death: EngineExit) -> list[str]:
         """The engine died of its work: what it was loading may have been it, once too often.
 
         Returns:
@@ -367,39 +366,39 @@ class Roster:
                 self._charge(entry, death)
         return [entry.spec.id for entry in loading]
 
-    def _charge(self, entry: Entry, death: Death) -> None:
+    def _charge(self, entry: ModelEntry, death: EngineExit) -> None:
         entry.load_crashes += 1
         if entry.load_crashes >= MAX_LOAD_CRASHES:
             text = f"ended the engine {entry.load_crashes} times, last: {death.quoted}"
             self._move(entry, ModelLife.FAILED)
             self._bar(entry, _load_crash(entry, text, entry.load_crashes))
 
-    def _give_up_reload(self, entry: Entry, death: Death) -> None:
+    def _give_up_reload(self, entry: ModelEntry, death: EngineExit) -> None:
         """The model stays as it was loaded before; the load may be asked for again."""
         text = f"otherwise than it is now ended the engine: {death.quoted}"
         entry.reload_error = _load_crash(entry, text, 1)
         entry.asked = None
 
-    def _bar(self, entry: Entry, error: ErrorInfo) -> None:
+    def _bar(self, entry: ModelEntry, error: ErrorInfo) -> None:
         entry.is_barred, entry.is_due = True, False
         entry.error = error
         entry.load_crashes = MAX_LOAD_CRASHES
         entry.mark = self._mark_of(entry.to_load.path)
 
-    def _forgive_replaced(self, entry: Entry) -> None:
+    def _forgive_replaced(self, entry: ModelEntry) -> None:
         """Another file in the place of one that was barred begins anew."""
         if entry.is_barred and self._mark_of(entry.to_load.path) != entry.mark:
             entry.is_barred, entry.load_crashes = False, 0
             self._move(entry, ModelLife.ABSENT)
 
-    def _follow(self, entry: Entry, to: ModelLife) -> None:
+    def _follow(self, entry: ModelEntry, to: ModelLife) -> None:
         """Take over the state that the engine reports; a move that is not in the table is logged as a bug."""
         if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
             told = "; ".join(entry.story)
             log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, told)
         self._set(entry, to)
 
-    def _move(self, entry: Entry, to: ModelLife) -> None:
+    def _move(self, entry: ModelEntry, to: ModelLife) -> None:
         """Raises AssertionError where the table has no such move: a bug of ours, told with the story."""
         if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
             told = "; ".join(entry.story)
@@ -407,14 +406,14 @@ class Roster:
         self._set(entry, to)
 
     @staticmethod
-    def _set(entry: Entry, to: ModelLife) -> None:
+    def _set(entry: ModelEntry, to: ModelLife) -> None:
         if entry.state is not to:
             entry.story.append(str(to))
         entry.state = to
         entry.stage, entry.fraction, entry.reason, entry.error = "", 0.0, "", None
 
 
-def _load_crash(entry: Entry, text: str, crashes: int) -> ErrorInfo:
+def _load_crash(entry: ModelEntry, text: str, crashes: int) -> ErrorInfo:
     model, path = entry.spec.id, entry.to_load.path
     return LoadCrashedError(f"loading {model!r} from {path} {text}", model=model, crashes=crashes).info()
 
@@ -442,7 +441,7 @@ def bare_info(spec: ModelSpec) -> ModelInfo:
     )
 
 
-def _status(entry: Entry, leases: int) -> ModelStatus:
+def _status(entry: ModelEntry, leases: int) -> ModelStatus:
     is_ready = entry.state is ModelLife.READY
     return ModelStatus(
         id=entry.spec.id,

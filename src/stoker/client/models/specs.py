@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedSpecs:
     """A model to serve; `info` is provisional until it was loaded once."""
 
     spec: ModelSpec
@@ -56,7 +56,7 @@ def max_tokens_of(settings: EngineSettings, defaults: TierDefaults) -> int | Non
     return defaults.max_tokens if given is None else given or None
 
 
-def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[Served]]:
+def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[ServedSpecs]]:
     """What holds on this machine, and what the settings name, the default first; reads the files' headers.
 
     Raises:
@@ -67,7 +67,7 @@ def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[Served]]:
     """
     defaults = tier_defaults(settings)
     store = ModelStore(settings.models_dir)
-    found: dict[str, Served] = {}
+    found: dict[str, ServedSpecs] = {}
     files: list[ModelFile] = []
     for ref in settings.models or (None,):
         file = store.resolve(ref)
@@ -85,30 +85,30 @@ def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[Served]]:
     return defaults, [_seeing(each, projectors.get(each.spec.id)) for each in adapted]
 
 
-def _guessed_for(each: Served, draft_path: str) -> Served:
+def _guessed_for(each: ServedSpecs, draft_path: str) -> ServedSpecs:
     """The same model with the one that guesses for it."""
-    return Served(msgspec.structs.replace(each.spec, draft_path=draft_path), each.info)
+    return ServedSpecs(msgspec.structs.replace(each.spec, draft_path=draft_path), each.info)
 
 
-def _seeing(each: Served, projector: ProjectorSpec | None) -> Served:
+def _seeing(each: ServedSpecs, projector: ProjectorSpec | None) -> ServedSpecs:
     """The same model with what it looks at pictures with."""
     if projector is None:
         return each
-    return Served(
+    return ServedSpecs(
         msgspec.structs.replace(each.spec, projector=projector),
         msgspec.structs.replace(each.info, has_vision=True, pairing=str(Pairing.READY)),
     )
 
 
-def _adapted(each: Served, adapters: tuple[AdapterSpec, ...]) -> Served:
+def _adapted(each: ServedSpecs, adapters: tuple[AdapterSpec, ...]) -> ServedSpecs:
     """The same model with what requests may have it adapted by."""
-    return Served(
+    return ServedSpecs(
         msgspec.structs.replace(each.spec, adapters=adapters),
         msgspec.structs.replace(each.info, adapters=adapters),
     )
 
 
-def _check_slots(settings: EngineSettings, found: list[Served]) -> None:
+def _check_slots(settings: EngineSettings, found: list[ServedSpecs]) -> None:
     """Slots that somebody asked for are refused where no served model can have them."""
     is_asked = "slots" in settings.model_fields_set
     classes = {each.info.model_class for each in found}
@@ -116,7 +116,7 @@ def _check_slots(settings: EngineSettings, found: list[Served]) -> None:
         check_one_slot(found[0].spec.id, settings.slots)
 
 
-def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) -> Served:
+def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) -> ServedSpecs:
     """One model as the settings would have it."""
     spec = ModelSpec(
         id=file.id,
@@ -135,7 +135,7 @@ def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) ->
         keep_alive_s=defaults.keep_alive_s if settings.keep_alive is None else settings.keep_alive,
         speculation=Speculation(settings.speculation),
     )
-    return Served(spec, _info(spec, file))
+    return ServedSpecs(spec, _info(spec, file))
 
 
 def _info(spec: ModelSpec, file: ModelFile) -> ModelInfo:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stoker.client.process.transport import EngineExit
+    from stoker.client.process.transport import ExitReport
 
 SENT_BY_SOMEBODY = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 OOM_KILL = "oom_kill"
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class EngineExit:
     """How one life of the engine ended.
 
     Attributes:
@@ -37,7 +37,7 @@ class Death:
     said: str = ""
     besides: tuple[str, ...] = ()
 
-    def beside(self, *work: str) -> Death:
+    def beside(self, *work: str) -> EngineExit:
         """The same, with further work that could have caused it."""
         return replace(self, besides=self.besides + work)
 
@@ -87,7 +87,7 @@ def _count(file: Path, seen: int | None) -> int | None:
     return seen
 
 
-def judge(end: EngineExit, hang: str | None, oom: OomCounter) -> Death:
+def judge(end: ExitReport, hang: str | None, oom: OomCounter) -> EngineExit:
     """What an exit that nobody asked for says.
 
     Args:
@@ -97,8 +97,8 @@ def judge(end: EngineExit, hang: str | None, oom: OomCounter) -> Death:
     """
     is_oom = oom.has_risen()
     if hang is not None:
-        return Death(f"killed: {hang}", is_blamable=True, was_killed=True, said=end.said)
+        return EngineExit(f"killed: {hang}", is_blamable=True, was_killed=True, said=end.said)
     if end.status == -signal.SIGKILL and is_oom:
-        return Death("killed by the kernel for want of memory", is_blamable=True, was_killed=True)
+        return EngineExit("killed by the kernel for want of memory", is_blamable=True, was_killed=True)
     is_blamable = end.status > 0 or (end.status < 0 and -end.status not in SENT_BY_SOMEBODY)
-    return Death(f"ended with {end}", is_blamable=is_blamable, said=end.said)
+    return EngineExit(f"ended with {end}", is_blamable=is_blamable, said=end.said)

@@ -12,7 +12,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from stoker.client.process.exit import Death, OomCounter, judge
+from stoker.client.process.exit import EngineExit, OomCounter, judge
 from stoker.client.process.watchdog import Watchdog
 from stoker.errors import MachineSetupError
 from stoker.ipc.commands import Suspend
@@ -21,8 +21,8 @@ from stoker.ipc.events import Delta
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stoker.client.models.registry import Roster
-    from stoker.client.process.transport import Carrier
+    from stoker.client.models.registry import ModelRegistry
+    from stoker.client.process.transport import Transport
     from stoker.ipc.commands import Command
     from stoker.ipc.events import Event, Heartbeat, RequestEvent
 
@@ -35,7 +35,7 @@ LEAVE_LIMIT_S = 1.7
 """What it may take in all; then it is ended by force."""
 
 
-class Life:
+class EngineInstance:
     """Starts, watches and, where it has to, kills one engine.
 
     Args:
@@ -45,10 +45,13 @@ class Life:
     """
 
     def __init__(
-        self, carrier: Carrier, watchdog_s: float, on_events: Callable[[Life, list[Event]], None]
+        self,
+        transport: Transport,
+        watchdog_s: float,
+        on_events: Callable[[EngineInstance, list[Event]], None],
     ) -> None:
         now = time.monotonic()
-        self._carrier = carrier
+        self._transport = transport
         self._on_events = on_events
         self._watchdog = Watchdog(watchdog_s, now)
         self._born = now
@@ -63,12 +66,12 @@ class Life:
         """Whether it has delivered a token."""
 
     def __repr__(self) -> str:
-        return f"<Life pid={self.pid} hello={self.is_up} leaving={self.is_leaving} hang={self._hang}>"
+        return f"<EngineInstance {self.pid} hello={self.is_up} leaving={self.is_leaving} hang={self._hang}>"
 
     @property
     def pid(self) -> int:
         """The process the engine runs in."""
-        return self._carrier.pid
+        return self._transport.pid
 
     @property
     def is_up(self) -> bool:
@@ -85,19 +88,19 @@ class Life:
         """Seconds since it began to serve."""
         return time.monotonic() - self._serving_since if self._serving_since is not None else 0.0
 
-    async def live(self, oom: OomCounter) -> Death:
+    async def live(self, oom: OomCounter) -> EngineExit:
         """Run it to its end; an engine that could not be started has ended too, whatever was the matter."""
         try:
-            await self._carrier.start(self._receive)
+            await self._transport.start(self._receive)
         except MachineSetupError as error:
             self._over.set()
-            return Death(error.message, is_blamable=True)
+            return EngineExit(error.message, is_blamable=True)
         except Exception as error:
             self._over.set()
             log.exception("an engine could not be started")
-            return Death(f"could not be started: {type(error).__name__}: {error}", is_blamable=True)
+            return EngineExit(f"could not be started: {type(error).__name__}: {error}", is_blamable=True)
         try:
-            end = await self._carrier.wait()
+            end = await self._transport.wait()
         finally:
             self._over.set()
         return judge(end, self._hang, oom)
@@ -114,11 +117,11 @@ class Life:
         """Hello arrived."""
         self._hello.set()
 
-    async def load_due(self, roster: Roster, *, skips_suspects: bool) -> None:
+    async def load_due(self, registry: ModelRegistry, *, skips_suspects: bool) -> None:
         """Load what the roster says is due, one by one, until each has come to an end, good or bad."""
-        while not self.is_leaving and (due := roster.next_due(skips_suspects=skips_suspects)) is not None:
+        while not self.is_leaving and (due := registry.next_due(skips_suspects=skips_suspects)) is not None:
             self.send(due)
-            while not roster.is_settled(due.spec.id):
+            while not registry.is_settled(due.spec.id):
                 self._model_moved.clear()
                 await self._model_moved.wait()
 
@@ -158,10 +161,10 @@ class Life:
         if not self.is_up:
             took_s = now - self._born - self._watchdog.stalled_s
             complaint = f"no Hello within {START_LIMIT_S:g} s" if took_s > START_LIMIT_S else None
-        if complaint and self._carrier.can_kill and self._hang is None:
+        if complaint and self._transport.can_kill and self._hang is None:
             log.error("engine %d hangs: %s", self.pid, complaint)
             self._hang = complaint
-            self._carrier.kill()
+            self._transport.kill()
 
     def send(self, command: Command) -> None:
         """Hand a command in.
@@ -169,8 +172,8 @@ class Life:
         Raises:
             WireError: it is too large.
         """
-        self._carrier.send(command)
+        self._transport.send(command)
 
     def kill(self) -> None:
         """End it by force."""
-        self._carrier.kill()
+        self._transport.kill()

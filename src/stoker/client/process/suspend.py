@@ -14,7 +14,7 @@ GRACES_S = {"sleep": 0.0, "background": 30.0}
 """What passes before a suspension for that reason (SPEC L2); other reasons: what is set."""
 
 
-class Rest:
+class Suspension:
     """Whether the engine shall be away, and whether it is.
 
     Attributes:
@@ -29,7 +29,7 @@ class Rest:
         self._news = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"<Rest wanted={self.is_wanted} on={self.is_on} wakes={self._num_wakes}>"
+        return f"<Suspension wanted={self.is_wanted} on={self.is_on} wakes={self._num_wakes}>"
 
     def ring(self) -> None:
         """Something has changed: let everybody who waits look again."""

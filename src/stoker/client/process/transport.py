@@ -44,7 +44,7 @@ EventSink = Callable[[list["Event"]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineExit:
+class ExitReport:
     """How an engine ended.
 
     Attributes:
@@ -63,7 +63,7 @@ class EngineExit:
         return f"signal {-self.status}"
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """One engine, from start to exit. Used on the event loop that called `start`."""
 
     @property
@@ -96,7 +96,7 @@ class Carrier(Protocol):
         """End it by force where `can_kill`; harmless when it is over."""
         ...
 
-    async def wait(self) -> EngineExit:
+    async def wait(self) -> ExitReport:
         """Until it is over and every event it sent has been handed out."""
         ...
 
@@ -117,7 +117,7 @@ class _Frames(asyncio.Protocol):
         self.is_over.set()
 
 
-class ProcessCarrier:
+class ProcessTransport:
     """The engine in a child process of its own session, over a socketpair.
 
     Nothing of this process is imported or run again in the child, so a script needs no `__main__` guard.
@@ -141,11 +141,11 @@ class ProcessCarrier:
         self._reserve = DescriptorReserve(0) if reserve is None else reserve
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._exit: asyncio.Future[EngineExit] | None = None
+        self._exit: asyncio.Future[ExitReport] | None = None
         self._frames: _Frames | None = None
 
     def __repr__(self) -> str:
-        return f"<ProcessCarrier pid={self.pid}>"
+        return f"<ProcessTransport pid={self.pid}>"
 
     @property
     def pid(self) -> int:
@@ -153,7 +153,7 @@ class ProcessCarrier:
         return self._process.pid if self._process else 0
 
     async def start(self, on_events: EventSink) -> None:
-        """See `Carrier.start`."""
+        """See `Transport.start`."""
         loop = asyncio.get_running_loop()
         frames = self._frames = _Frames(on_events)
         with ExitStack() as made:
@@ -211,28 +211,28 @@ class ProcessCarrier:
             self._process.wait()
 
     def _reap(
-        self, loop: asyncio.AbstractEventLoop, exit_: asyncio.Future[EngineExit], tail: StderrTail
+        self, loop: asyncio.AbstractEventLoop, exit_: asyncio.Future[ExitReport], tail: StderrTail
     ) -> None:
         """Runs in a thread: works under every event loop, in every thread, without a child watcher."""
         if self._process is None:
             return
         status = self._process.wait()
-        end = EngineExit(status, tail.text(LAST_READ_S))
+        end = ExitReport(status, tail.text(LAST_READ_S))
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
             loop.call_soon_threadsafe(_resolve, exit_, end)
 
     def send(self, command: Command) -> None:
-        """See `Carrier.send`."""
+        """See `Transport.send`."""
         if self._transport and not self._transport.is_closing():
             self._transport.write(encode_command(command))
 
     def kill(self) -> None:
-        """See `Carrier.kill`."""
+        """See `Transport.kill`."""
         if self._process and self._process.poll() is None:
             self._process.kill()
 
-    async def wait(self) -> EngineExit:
-        """See `Carrier.wait`."""
+    async def wait(self) -> ExitReport:
+        """See `Transport.wait`."""
         if self._exit is None or self._frames is None or self._transport is None:
             raise RuntimeError("wait() before start()")
         status = await asyncio.shield(self._exit)
@@ -242,7 +242,7 @@ class ProcessCarrier:
         return status
 
 
-class ThreadCarrier:
+class ThreadTransport:
     """The engine in a daemon thread: the same messages, but a native crash takes everything with it.
 
     A front that falls MAX_FRAMES_AHEAD frames behind makes the engine wait.
@@ -258,11 +258,11 @@ class ThreadCarrier:
         self._settings = settings
         self._make_engine = make_engine
         self._inbox: Inbox | None = None
-        self._exit: asyncio.Future[EngineExit] | None = None
+        self._exit: asyncio.Future[ExitReport] | None = None
         self._room = threading.Semaphore(MAX_FRAMES_AHEAD)
 
     def __repr__(self) -> str:
-        return f"<ThreadCarrier started={self._inbox is not None}>"
+        return f"<ThreadTransport started={self._inbox is not None}>"
 
     @property
     def pid(self) -> int:
@@ -270,7 +270,7 @@ class ThreadCarrier:
         return os.getpid()
 
     async def start(self, on_events: EventSink) -> None:
-        """See `Carrier.start`."""
+        """See `Transport.start`."""
         from stoker.engine.inbox import Inbox  # noqa: PLC0415 - the engine's side, unused by the other carrier
 
         loop = asyncio.get_running_loop()
@@ -295,18 +295,18 @@ class ThreadCarrier:
             raise MachineSetupError(f"the engine thread cannot be started: {error}") from error
 
     def _run(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, publish: Publish) -> None:
-        status = EngineExit(0)
+        status = ExitReport(0)
         try:
             self._make_engine(inbox, publish, self._settings).run()
         except Exception:
             log.exception("the engine thread failed")
-            status = EngineExit(1)
+            status = ExitReport(1)
         if self._exit is not None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
                 loop.call_soon_threadsafe(_resolve, self._exit, status)
 
     def send(self, command: Command) -> None:
-        """See `Carrier.send`."""
+        """See `Transport.send`."""
         if self._inbox is not None and self._exit is not None and not self._exit.done():
             self._inbox.put(command)
 
@@ -315,23 +315,23 @@ class ThreadCarrier:
         if self._inbox is not None:
             self._inbox.close()
 
-    async def wait(self) -> EngineExit:
-        """See `Carrier.wait`."""
+    async def wait(self) -> ExitReport:
+        """See `Transport.wait`."""
         if self._exit is None:
             raise RuntimeError("wait() before start()")
         return await asyncio.shield(self._exit)
 
 
-NewCarrier = Callable[["EngineSettings"], Carrier]
+NewTransport = Callable[["EngineSettings"], Transport]
 
 
-def carrier_for(settings: EngineSettings, reserve: DescriptorReserve | None = None) -> Carrier:
+def transport_for(settings: EngineSettings, reserve: DescriptorReserve | None = None) -> Transport:
     """The carrier that `settings.isolation` names, not started yet; `reserve` is what its start may use."""
     if settings.isolation == "process":
-        return ProcessCarrier(settings, reserve=reserve)
-    return ThreadCarrier(settings)
+        return ProcessTransport(settings, reserve=reserve)
+    return ThreadTransport(settings)
 
 
-def _resolve(future: asyncio.Future[EngineExit], status: EngineExit) -> None:
+def _resolve(future: asyncio.Future[ExitReport], status: ExitReport) -> None:
     if not future.done():
         future.set_result(status)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stoker.ipc.events import Heartbeat
 
-FRONT_STALL_S = 1.0
+CLIENT_STALL_S = 1.0
 """A check this late means that the front itself stood still, and says nothing about the engine."""
 
 FIRST_DELAY_S = 0.1
@@ -56,7 +56,7 @@ class Watchdog:
         """Why the engine has to be killed, or None."""
         late_s = now - self._last_check - self.period_s
         self._last_check = now
-        if late_s > FRONT_STALL_S:  # what was heard before says nothing any more
+        if late_s > CLIENT_STALL_S:  # what was heard before says nothing any more
             self.stalled_s += late_s
             self._last_sign, self._step_excess_s = now, 0.0
             return None

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.scheduler.queue import WaitingLine
+from stoker.scheduler.queue import RequestQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stoker.client.requests.replay import LiveRequest
+    from stoker.client.requests.replay import RequestRecord
     from stoker.ipc.request import GenerateRequest
 
 MIN_RETRY_S = 1.0
@@ -25,7 +25,7 @@ SMOOTHING = 0.2
 """Weight of the newest interval in the mean."""
 
 
-def num_waiting(live: Iterable[LiveRequest], model: str, num_slots: int) -> int:
+def num_waiting(live: Iterable[RequestRecord], model: str, num_slots: int) -> int:
     """How many requests of `model` wait or are paused, less those that a free slot will take at once.
 
     Args:
@@ -68,7 +68,7 @@ class Admission:
     """
 
     def __init__(self, max_queue: int) -> None:
-        self._line = WaitingLine(max_queue)
+        self._line = RequestQueue(max_queue)
         self._ends: dict[str, _Ends] = {}
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class Admission:
         if num_over > 0:
             retry_s = num_over * self._interval_s(request.model, now)
             retry_s = min(max(retry_s, MIN_RETRY_S), MAX_RETRY_S)
-            self._line.check_room(request.priority, num_waiting, retry_s)
+            self._line.check_allocator(request.priority, num_waiting, retry_s)
 
     def arrived(self, model: str, now: float) -> None:
         """A request was taken in."""

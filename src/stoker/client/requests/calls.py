@@ -18,7 +18,7 @@ from stoker.ipc.commands import GetStatus, TextQuestion
 from stoker.ipc.events import Reply
 
 if TYPE_CHECKING:
-    from stoker.client.process.exit import Death
+    from stoker.client.process.exit import EngineExit
     from stoker.errors import StokerError
 
 MAX_CRASHES = 2
@@ -100,7 +100,7 @@ class Calls:
         else:
             call.answer.set_result(reply.value)
 
-    def bury(self, death: Death) -> None:
+    def bury(self, death: EngineExit) -> None:
         """The engine died: ask the next one again what can be asked again."""
         for call in self._open():
             if call.is_about_status:

@@ -46,7 +46,7 @@ from stoker.ipc.usage import Timings, Usage
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stoker.client.process.exit import Death
+    from stoker.client.process.exit import EngineExit
     from stoker.errors import ErrorInfo
 
 MAX_CHARGES = 3
@@ -63,7 +63,7 @@ class Stage(StrEnum):
     PAUSED = "paused"
 
 
-class LiveRequest:
+class RequestRecord:
     """One request between its submission and its terminal event.
 
     Attributes:
@@ -122,7 +122,7 @@ class LiveRequest:
 
     def __repr__(self) -> str:
         return (
-            f"<LiveRequest {self.request_id} {self.stage} tokens={self.num_generated} "
+            f"<RequestRecord {self.request_id} {self.stage} tokens={self.num_generated} "
             f"parked={sorted(self.parked)} paused={self.is_paused} charges={self.charges}>"
         )
 
@@ -186,7 +186,7 @@ class LiveRequest:
         )
 
     @classmethod
-    def taken_up(cls, kept: Submit, now: float) -> LiveRequest:
+    def taken_up(cls, kept: Submit, now: float) -> RequestRecord:
         """A request that another program left, as `portable` told of it."""
         live = cls(kept.request_id, kept.request, now - kept.age_s)
         live.is_paused = live.has_shown_pause = kept.is_paused
@@ -225,7 +225,7 @@ class Replay:
     """Every live request, in order of submission."""
 
     def __init__(self) -> None:
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, RequestRecord] = {}
         self._may_release = False
         self._asleep_since: float | None = None
 
@@ -235,14 +235,14 @@ class Replay:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[LiveRequest]:
+    def __iter__(self) -> Iterator[RequestRecord]:
         return iter(list(self._live.values()))
 
-    def get(self, request_id: str) -> LiveRequest | None:
+    def get(self, request_id: str) -> RequestRecord | None:
         """The live request of that id."""
         return self._live.get(request_id)
 
-    def held(self) -> list[LiveRequest]:
+    def held(self) -> list[RequestRecord]:
         """Those that no engine knows of."""
         return [live for live in self if live.is_held]
 
@@ -256,7 +256,7 @@ class Replay:
         """Whether everything stands still until `wake`, time included."""
         return self._asleep_since is not None
 
-    def add(self, live: LiveRequest) -> list[RequestEvent]:
+    def add(self, live: RequestRecord) -> list[RequestEvent]:
         """Another request, held until `release` lets it go; returns what its client is told now.
 
         Raises:
@@ -274,7 +274,7 @@ class Replay:
         self._live.pop(request_id, None)
         self._may_release = True
 
-    def pause(self, live: LiveRequest) -> list[RequestEvent]:
+    def pause(self, live: RequestRecord) -> list[RequestEvent]:
         """Its caller wants it to stand still.
 
         Returns:
@@ -283,7 +283,7 @@ class Replay:
         live.is_paused = True
         return live.tell_pause() if live.is_held else []
 
-    def resume(self, live: LiveRequest) -> list[RequestEvent]:
+    def resume(self, live: RequestRecord) -> list[RequestEvent]:
         """Its caller wants it to go on; returns what its client is told now.
 
         A suspect is none for now: a trial takes an engine to itself, and this one has gone on without it.
@@ -325,7 +325,7 @@ class Replay:
                 self.drop(live.request_id)
         return is_shown
 
-    def _record_move(self, live: LiveRequest, event: Queued | Admitted | Parked | Paused | Resumed) -> bool:
+    def _record_move(self, live: RequestRecord, event: Queued | Admitted | Parked | Paused | Resumed) -> bool:
         is_shown = False
         match event:
             case Queued():
@@ -356,12 +356,12 @@ class Replay:
                 live.is_quiet = False
         return is_shown
 
-    def _prepared(self, live: LiveRequest) -> None:
+    def _prepared(self, live: RequestRecord) -> None:
         """It was prepared, so its preparation is no cause of a crash."""
         self._may_release |= live.preparation_crashes > 0
         live.preparation_crashes = 0
 
-    def _record_delta(self, live: LiveRequest, delta: Delta) -> bool:
+    def _record_delta(self, live: RequestRecord, delta: Delta) -> bool:
         if live.is_finished[delta.index]:
             return False
         live.is_finished[delta.index] = delta.finish_reason is not None
@@ -375,7 +375,7 @@ class Replay:
             live.charges = 0
         return True
 
-    def _take_back(self, live: LiveRequest) -> None:
+    def _take_back(self, live: RequestRecord) -> None:
         """A fresh engine's line was full: it had a place before the restart, and asks again when one ends."""
         live.stage = Stage.HELD
         self._may_release |= all(one.is_held or one.is_at_rest for one in self)
@@ -389,7 +389,7 @@ class Replay:
             live.is_quiet = live.num_generated > 0
         return [live.submit(now) for live in chosen]
 
-    def _choose(self) -> list[LiveRequest]:
+    def _choose(self) -> list[RequestRecord]:
         if any(live.is_suspect and not live.is_held and not live.is_at_rest for live in self):
             return []
         held = [live for live in self.held() if not live.is_paused or self._can_wait_in_engine(live)]
@@ -397,7 +397,7 @@ class Replay:
         return suspects[-1:] or held
 
     @staticmethod
-    def _can_wait_in_engine(live: LiveRequest) -> bool:
+    def _can_wait_in_engine(live: RequestRecord) -> bool:
         """Whether an engine may have it paused: what it does with it then has never crashed one."""
         return live.was_accepted and not live.is_suspect
 
@@ -423,7 +423,7 @@ class Replay:
             events += live.tell_pause()
         return events
 
-    def bury(self, death: Death) -> list[RequestEvent]:
+    def bury(self, death: EngineExit) -> list[RequestEvent]:
         """The engine died and nothing is given any more.
 
         Returns:
@@ -450,7 +450,7 @@ class Replay:
         self._may_release = True
         return events
 
-    def _charge(self, death: Death) -> list[LiveRequest]:
+    def _charge(self, death: EngineExit) -> list[RequestRecord]:
         """Charge those that it was busy with; returns whom that convicts."""
         given = [live for live in self if not live.is_held]
         preparing = [live for live in given if live.may_be_in_preparation]
@@ -468,7 +468,7 @@ class Replay:
         return [live for live in running if live.charges >= MAX_CHARGES]
 
 
-def _crashed(live: LiveRequest, death: Death) -> ErrorInfo:
+def _crashed(live: RequestRecord, death: EngineExit) -> ErrorInfo:
     crashes = live.charges + live.preparation_crashes
     doing = "preparing" if live.preparation_crashes else f"after {live.num_generated} tokens of"
     return EngineCrashedError(

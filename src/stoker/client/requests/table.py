@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.client.requests.admission import Admission, num_waiting
-from stoker.client.requests.replay import LiveRequest, Replay
+from stoker.client.requests.replay import Replay, RequestRecord
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
 from stoker.ipc.commands import Cancel, Pause, Resume
 from stoker.ipc.events import Delta, Failed, Finished, RequestEvent
 
 if TYPE_CHECKING:
-    from stoker.client.models.registry import Roster
-    from stoker.client.process.exit import Death
+    from stoker.client.models.registry import ModelRegistry
+    from stoker.client.process.exit import EngineExit
     from stoker.errors import ErrorInfo, StokerError
     from stoker.ipc.commands import Submit
     from stoker.ipc.request import GenerateRequest
@@ -47,8 +47,8 @@ class Requests:
         watch: is told of every event but deltas.
     """
 
-    def __init__(self, max_queue: int, roster: Roster, send: SendToEngine, watch: EventSink) -> None:
-        self._roster = roster
+    def __init__(self, max_queue: int, registry: ModelRegistry, send: SendToEngine, watch: EventSink) -> None:
+        self._registry = registry
         self._send = send
         self._watch = watch
         self._replay = Replay()
@@ -95,9 +95,9 @@ class Requests:
             InvalidRequestError: a live request has that id.
         """
         now = time.monotonic()
-        waiting = num_waiting(self._replay, request.model, self._roster.num_slots(request.model))
+        waiting = num_waiting(self._replay, request.model, self._registry.num_slots(request.model))
         self._admission.check(request, waiting, now)
-        self._add(LiveRequest(request_id, request, now), sink)
+        self._add(RequestRecord(request_id, request, now), sink)
 
     def take_up(self, kept: Submit, sink: EventSink) -> None:
         """Take a request in that another program left, as `portable` told of it; no bound keeps it out.
@@ -105,9 +105,9 @@ class Requests:
         Raises:
             InvalidRequestError: a live request has that id.
         """
-        self._add(LiveRequest.taken_up(kept, time.monotonic()), sink)
+        self._add(RequestRecord.taken_up(kept, time.monotonic()), sink)
 
-    def _add(self, live: LiveRequest, sink: EventSink) -> None:
+    def _add(self, live: RequestRecord, sink: EventSink) -> None:
         model = live.request.model
         events = self._replay.add(live)
         self._admission.arrived(model, time.monotonic())
@@ -153,7 +153,7 @@ class Requests:
         if not live.is_held:
             self._send(Resume(request_id))
 
-    def _find(self, request_id: str) -> LiveRequest:
+    def _find(self, request_id: str) -> RequestRecord:
         live = self._replay.get(request_id)
         if live is None:
             raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
@@ -170,7 +170,7 @@ class Requests:
         if self._replay.record(event):
             self._deliver(event)
 
-    def bury(self, death: Death) -> None:
+    def bury(self, death: EngineExit) -> None:
         """The engine died: end whom that convicts, hold the others for the next one."""
         self._deliver_all(self._replay.bury(death))
 
@@ -197,7 +197,7 @@ class Requests:
     def fail_unservable(self) -> None:
         """End those whose model has failed for good."""
         for live in self._replay:
-            failure = self._roster.failure(live.request.model)
+            failure = self._registry.failure(live.request.model)
             if failure is not None:
                 self.fail(live.request_id, failure)
 
@@ -214,7 +214,7 @@ class Requests:
         """End those that no engine has: an answer that has begun is cut short, the others are refused."""
         self._close(self._replay.held(), error)
 
-    def _close(self, lives: list[LiveRequest], error: StokerError) -> None:
+    def _close(self, lives: list[RequestRecord], error: StokerError) -> None:
         for live in lives:
             if live.num_generated:
                 self._deliver_all(live.cancelled())

@@ -66,7 +66,7 @@ class _Record:
         )
 
 
-class Keeper:
+class RequestStore:
     """Every request's record, and the files of those that are suspended.
 
     Args:
@@ -81,7 +81,9 @@ class Keeper:
         self._is_closing = False
 
     def __repr__(self) -> str:
-        return f"<Keeper of {len(self._records)}, {len(self.kept())} without a client, {self._folder!r}>"
+        return (
+            f"<RequestStore of {len(self._records)}, {len(self.kept())} without a client, {self._folder!r}>"
+        )
 
     def __len__(self) -> int:
         return len(self._records)

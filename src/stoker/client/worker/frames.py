@@ -19,7 +19,7 @@ MAX_BODY_BYTES = 256 * 1024**2
 _HEADER = struct.Struct("<BQ")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is."""
 
     READY = 0
@@ -33,7 +33,7 @@ class FrameError(Exception):
     """The other end closed the connection, or sent no frame."""
 
 
-def send(connection: socket.socket, kind: Kind, body: bytes = b"") -> None:
+def send(connection: socket.socket, kind: FrameKind, body: bytes = b"") -> None:
     """Send one frame. Raises OSError, and FrameError over `MAX_BODY_BYTES`."""
     size_bytes = len(body)
     if size_bytes > MAX_BODY_BYTES:
@@ -42,12 +42,12 @@ def send(connection: socket.socket, kind: Kind, body: bytes = b"") -> None:
     connection.sendall(body)
 
 
-def receive(connection: socket.socket) -> tuple[Kind, bytearray]:
+def receive(connection: socket.socket) -> tuple[FrameKind, bytearray]:
     """The next frame. Raises FrameError at the end of the connection, and OSError."""
     kind, size_bytes = _HEADER.unpack(_exactly(connection, _HEADER.size))
     if size_bytes > MAX_BODY_BYTES:
         raise FrameError(f"{size_bytes} bytes are over the bound of {MAX_BODY_BYTES}")
-    return Kind(kind), _exactly(connection, size_bytes)
+    return FrameKind(kind), _exactly(connection, size_bytes)
 
 
 def _exactly(connection: socket.socket, size_bytes: int) -> bytearray:

@@ -105,12 +105,12 @@ class Place:
                 self._process.kill()
 
 
-def _encoded(job: Job) -> tuple[frames.Kind, bytes]:
+def _encoded(job: Job) -> tuple[frames.FrameKind, bytes]:
     try:
         try:
-            kind, body = frames.Kind.JOB, msgspec.msgpack.encode(job)
+            kind, body = frames.FrameKind.JOB, msgspec.msgpack.encode(job)
         except OverflowError:
-            kind, body = frames.Kind.JSON_JOB, msgspec.json.encode(job)
+            kind, body = frames.FrameKind.JSON_JOB, msgspec.json.encode(job)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{job.label} takes JSON values only: {error}", param=job.param) from error
     if len(body) > frames.MAX_BODY_BYTES:
@@ -119,8 +119,8 @@ def _encoded(job: Job) -> tuple[frames.Kind, bytes]:
     return kind, body
 
 
-def _decoded(frame: tuple[frames.Kind, bytearray], answer: type[T]) -> T:
+def _decoded(frame: tuple[frames.FrameKind, bytearray], answer: type[T]) -> T:
     kind, body = frame
-    if kind is frames.Kind.ERROR:
+    if kind is frames.FrameKind.ERROR:
         raise error_from_info(msgspec.msgpack.decode(body, type=ErrorInfo))
     return msgspec.msgpack.decode(body, type=answer)

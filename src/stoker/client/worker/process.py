@@ -66,7 +66,7 @@ class WorkerProcess:
         """Its process id."""
         return self._process.pid
 
-    def ask(self, kind: frames.Kind, job: bytes) -> tuple[frames.Kind, bytearray]:
+    def ask(self, kind: frames.FrameKind, job: bytes) -> tuple[frames.FrameKind, bytearray]:
         """The frame that answers a job of that kind.
 
         Raises:
@@ -92,7 +92,7 @@ class WorkerProcess:
         self._process.wait()
         self._connection.close()
 
-    def _receive(self, limit_s: float) -> tuple[frames.Kind, bytearray]:
+    def _receive(self, limit_s: float) -> tuple[frames.FrameKind, bytearray]:
         """The next frame; waited for in slices: while this process stands still, none of them pass."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)

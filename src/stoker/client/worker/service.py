@@ -29,9 +29,9 @@ _RETIRE_BYTES = 64 * 1024**2
 """A process that holds this much after an answer ends, as that is the only way to give it all back."""
 _STATM = Path("/proc/self/statm")
 
-_decode: dict[frames.Kind, Callable[[bytearray], Job]] = {
-    frames.Kind.JOB: msgspec.msgpack.Decoder(Job).decode,
-    frames.Kind.JSON_JOB: msgspec.json.Decoder(Job).decode,
+_decode: dict[frames.FrameKind, Callable[[bytearray], Job]] = {
+    frames.FrameKind.JOB: msgspec.msgpack.Decoder(Job).decode,
+    frames.FrameKind.JSON_JOB: msgspec.json.Decoder(Job).decode,
 }
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -46,25 +46,27 @@ def serve(descriptor: int, limit_s: float, max_bytes: int) -> None:
     """
     _bound_memory(max_bytes)
     with socket.socket(fileno=descriptor) as connection, contextlib.suppress(frames.FrameError, OSError):
-        frames.send(connection, frames.Kind.READY)
+        frames.send(connection, frames.FrameKind.READY)
         while _memory()[1] < _RETIRE_BYTES:
             kind, body = frames.receive(connection)
             _bound_time(limit_s)
             frames.send(connection, *_answer(kind, body, max_bytes))
 
 
-def _answer(kind: frames.Kind, body: bytearray, max_bytes: int) -> tuple[frames.Kind, bytes]:
+def _answer(kind: frames.FrameKind, body: bytearray, max_bytes: int) -> tuple[frames.FrameKind, bytes]:
     job = None
     try:
         job = _decode[kind](body)
-        return frames.Kind.ANSWER, _encode(do(job))
+        return frames.FrameKind.ANSWER, _encode(do(job))
     except StokerError as error:
-        return frames.Kind.ERROR, _encode(error.info())
+        return frames.FrameKind.ERROR, _encode(error.info())
     except MemoryError:
         pass  # said when everything that took the memory is gone
     except Exception as error:  # noqa: BLE001 - a bug ends one job; the front hears of it
-        return frames.Kind.ERROR, _encode(EngineError(f"a worker: {type(error).__name__}: {error}").info())
-    return frames.Kind.ERROR, _encode(_too_much(job, max_bytes).info())
+        return frames.FrameKind.ERROR, _encode(
+            EngineError(f"a worker: {type(error).__name__}: {error}").info()
+        )
+    return frames.FrameKind.ERROR, _encode(_too_much(job, max_bytes).info())
 
 
 def _too_much(job: Job | None, max_bytes: int) -> WorkLimitError:

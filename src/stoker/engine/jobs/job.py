@@ -19,7 +19,7 @@ from stoker.sampling.generation import Drawn, Generation
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class JobChoice:
     """One completion: where it stands and how its text is made."""
 
     sequence: Sequence
@@ -27,7 +27,7 @@ class Choice:
 
 
 @dataclass(slots=True, eq=False)
-class LiveRequest:
+class Job:
     """A request between arrival and its one terminal event.
 
     Attributes:
@@ -47,7 +47,7 @@ class LiveRequest:
     request: GenerateRequest
     prompt: Tokens[int]
     prompt_text: str
-    choices: dict[int, Choice]
+    choices: dict[int, JobChoice]
     arrival_s: float
     num_generated: int = 0
     num_preemptions: int = 0
@@ -64,7 +64,7 @@ class LiveRequest:
     num_context: int = 0
 
     def __repr__(self) -> str:
-        return f"<LiveRequest {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
+        return f"<Job {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
 
     @property
     def leader(self) -> Sequence | None:

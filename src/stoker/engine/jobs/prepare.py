@@ -20,7 +20,7 @@ from stoker.cache.namespace import DIGEST_BYTES, Namespace
 from stoker.engine.jobs.adapters import adapter_key, adapters_of
 from stoker.engine.jobs.candidates import ToScore, candidates_of, check_candidates
 from stoker.engine.jobs.images import pictured_prompt, refuse_pictures
-from stoker.engine.jobs.job import Choice, LiveRequest
+from stoker.engine.jobs.job import Job, JobChoice
 from stoker.engine.jobs.sources import check_source, refuse_unreadable
 from stoker.engine.jobs.text_bounds import QUICK_CHARS, TextBound, most_tokens
 from stoker.engine.jobs.texts import text_tokens
@@ -70,7 +70,7 @@ class PrepContext:
     adapters: Mapping[str, str] = field(default_factory=dict)
 
 
-def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveRequest:
+def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
     """Turn a submitted request into a live one: tokens, sequences, decode state.
 
     Args:
@@ -94,7 +94,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
         check_candidates(scored, len(prompt), context.n_ctx)
     initial, namespace = _initial_state(request, context), _namespace(request, context)
     scoring_namespace = namespace if request.cache else secrets.token_bytes(DIGEST_BYTES)
-    choices: dict[int, Choice] = {}
+    choices: dict[int, JobChoice] = {}
     leader: Sequence | None = None
     for index in range(request.n):
         if submit.is_finished and submit.is_finished[index]:
@@ -109,7 +109,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> LiveReque
             choice.sequence.deadline_s = arrival_s + request.timeout_s
         choice.sequence.leader, leader = leader, leader or choice.sequence
         choices[index] = choice
-    return LiveRequest(
+    return Job(
         request_id=submit.request_id,
         request=request,
         prompt=prompt,
@@ -149,7 +149,7 @@ def arrival_of(submit: Submit) -> float:
     return time.monotonic() - submit.age_s
 
 
-def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> Choice:
+def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> JobChoice:
     request = submit.request
     words = [token for token in prompt if token >= 0]  # nothing of a picture is ever repeated
     source: list[int] = []
@@ -183,7 +183,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         tokens = replayed(prompt, delivered, context.n_ctx)
         note_dropped(sequence, len(sequence.tokens) - len(tokens), context.n_ctx)
         sequence.tokens = tokens
-    return Choice(sequence, generation)
+    return JobChoice(sequence, generation)
 
 
 def _prompt_lane(priority: Priority) -> ScoringLane:

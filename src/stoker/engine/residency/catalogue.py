@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stoker.errors import ModelNotFoundError
-from stoker.ipc.model import MODEL_MOVES, ModelLife, is_move
+from stoker.ipc.model import MODEL_MOVES, STORY_LENGTH, ModelLife, is_move
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from stoker.errors import ErrorInfo
     from stoker.ipc.model import ModelSpec
 
-STORY_LENGTH = 16
-
 
 @dataclass(slots=True, eq=False)
-class Served:
+class ServedModel:
     """One served model.
 
     Attributes:
@@ -63,7 +61,7 @@ class Served:
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 
     def __repr__(self) -> str:
-        return f"<Served {self.spec.id} {self.life}>"
+        return f"<ServedModel {self.spec.id} {self.life}>"
 
     @property
     def size_bytes(self) -> int:
@@ -101,25 +99,27 @@ class Catalogue:
     """Every served model, in the order they were made known."""
 
     def __init__(self) -> None:
-        self._models: dict[str, Served] = {}
+        self._models: dict[str, ServedModel] = {}
 
     def __repr__(self) -> str:
         return f"<Catalogue {list(self._models.values())}>"
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(tuple(self._models.values()))
 
-    def know(self, spec: ModelSpec) -> Served:
+    def know(self, spec: ModelSpec) -> ServedModel:
         """Serve it; one that is known already stays as it is."""
         if spec.id not in self._models:
-            self._models[spec.id] = Served(spec, is_pinned=spec.is_pinned, keep_alive_s=spec.keep_alive_s)
+            self._models[spec.id] = ServedModel(
+                spec, is_pinned=spec.is_pinned, keep_alive_s=spec.keep_alive_s
+            )
         return self._models[spec.id]
 
-    def find(self, model: str) -> Served | None:
+    def find(self, model: str) -> ServedModel | None:
         """The model of that id, if it is served."""
         return self._models.get(model)
 
-    def get(self, model: str) -> Served:
+    def get(self, model: str) -> ServedModel:
         """The model of that id; raises ModelNotFoundError."""
         served = self._models.get(model)
         if served is None:
@@ -127,10 +127,10 @@ class Catalogue:
             raise ModelNotFoundError(text, param="model")
         return served
 
-    def in_memory(self) -> list[Served]:
+    def in_memory(self) -> list[ServedModel]:
         """Those that take memory, the one unused for longest first (SPEC R3)."""
         return sorted((s for s in self if s.is_in_memory), key=lambda s: s.used_s)
 
-    def overdue(self, now: float) -> list[Served]:
+    def overdue(self, now: float) -> list[ServedModel]:
         """Those that have been idle for as long as they may, if nobody uses them."""
         return [s for s in self if (due_s := s.due_s()) is not None and due_s <= now]

@@ -9,7 +9,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from stoker.engine.inbox import LoadStop
-    from stoker.engine.residency.catalogue import Served
+    from stoker.engine.residency.catalogue import ServedModel
     from stoker.ipc.model import ModelSpec
     from stoker.models.memory_estimate.fit import Estimator, Offer
 
@@ -31,7 +31,7 @@ class Load:
         stage: what it is at: header, waiting (for room) or weights.
     """
 
-    served: Served
+    served: ServedModel
     spec: ModelSpec
     stop: LoadStop
     begun_s: float

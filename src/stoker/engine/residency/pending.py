@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
     from stoker.engine.jobs.preparations import Preparation
     from stoker.engine.residency.workers import Workers
-    from stoker.engine.runners.runners import AnyResident
+    from stoker.engine.runners.runners import ModelRunner
     from stoker.errors import StokerError
     from stoker.ipc.commands import TextQuestion
     from stoker.ipc.events import Event
 
 
 @dataclass(slots=True, eq=False)
-class Visitor:
+class Pending:
     """One request that is not in a model's line.
 
     Attributes:
@@ -67,7 +67,7 @@ class Visitor:
         return None if timeout_s is None else self.arrival_s + timeout_s
 
 
-class Lobby:
+class PendingRequests:
     """Every request that is on its way.
 
     Args:
@@ -78,15 +78,15 @@ class Lobby:
     def __init__(self, workers: Workers, events: list[Event]) -> None:
         self._workers = workers
         self._events = events
-        self._visitors: dict[str, Visitor] = {}
+        self._visitors: dict[str, Pending] = {}
         self._asks: dict[str, list[TextQuestion]] = {}
 
     def __repr__(self) -> str:
-        return f"<Lobby {len(self._visitors)} requests, {sum(map(len, self._asks.values()))} questions>"
+        return f"<PendingRequests {len(self._visitors)}, questions {sum(map(len, self._asks.values()))}>"
 
     # ------------------------------------------------------------ questions
 
-    def waiting(self, model: str) -> list[Visitor]:
+    def waiting(self, model: str) -> list[Pending]:
         """Those that wait for that model to be loaded, in order of arrival."""
         return [v for v in self._of(model) if not v.is_preparing and not v.is_paused]
 
@@ -139,17 +139,17 @@ class Lobby:
         deadlines = (visitor.deadline_s for visitor in self._visitors.values())
         return min((at for at in deadlines if at is not None), default=None)
 
-    def _of(self, model: str) -> Iterator[Visitor]:
+    def _of(self, model: str) -> Iterator[Pending]:
         return (v for v in self._visitors.values() if v.submit.request.model == model)
 
     # ------------------------------------------------------------ coming and going
 
-    def enter(self, submit: Submit, resident: AnyResident | None) -> None:
+    def enter(self, submit: Submit, runner: ModelRunner | None) -> None:
         """Take a request in: to be tokenised, or, without a resident, to wait for its model."""
-        visitor = Visitor(submit, arrival_of(submit), submit.is_paused)
+        visitor = Pending(submit, arrival_of(submit), submit.is_paused)
         self._visitors[submit.request_id] = visitor
-        if resident is not None:
-            self._prepare(visitor, resident)
+        if runner is not None:
+            self._prepare(visitor, runner)
             return
         place = self.num_total(submit.request.model) - 1
         self._events.append(Queued(submit.request_id, place))
@@ -157,34 +157,34 @@ class Lobby:
     def come_back(self, submits: Iterable[Submit]) -> None:
         """Their model has gone: they wait for it with what they had."""
         for submit in submits:
-            self._visitors[submit.request_id] = Visitor(submit, arrival_of(submit), submit.is_paused)
+            self._visitors[submit.request_id] = Pending(submit, arrival_of(submit), submit.is_paused)
 
     def ask(self, ask: TextQuestion) -> None:
         """A question that needs the vocabulary of a model that is not there."""
         self._asks.setdefault(ask.model, []).append(ask)
 
-    def let_in(self, resident: AnyResident) -> list[TextQuestion]:
+    def let_in(self, runner: ModelRunner) -> list[TextQuestion]:
         """A model is there: those that waited for it are tokenised; returns the questions that waited too."""
-        for visitor in list(self._of(resident.spec.id)):
+        for visitor in list(self._of(runner.spec.id)):
             if not visitor.is_preparing:
-                self._prepare(visitor, resident)
-        return self._asks.pop(resident.spec.id, [])
+                self._prepare(visitor, runner)
+        return self._asks.pop(runner.spec.id, [])
 
-    def _prepare(self, visitor: Visitor, resident: AnyResident) -> None:
+    def _prepare(self, visitor: Pending, runner: ModelRunner) -> None:
         self._events.append(Preparing(visitor.submit.request_id))
         submit = msgspec.structs.replace(visitor.submit, is_paused=visitor.is_paused)
-        visitor.preparation = self._workers.prepare(submit, resident.prep, visitor.arrival_s)
+        visitor.preparation = self._workers.prepare(submit, runner.prep, visitor.arrival_s)
 
-    def leave(self, request_id: str) -> Visitor | None:
+    def leave(self, request_id: str) -> Pending | None:
         """It has been tokenised, or could not be; None: it was cancelled meanwhile."""
         return self._visitors.pop(request_id, None)
 
-    def send_back(self, visitor: Visitor, resident: AnyResident | None) -> None:
+    def send_back(self, visitor: Pending, runner: ModelRunner | None) -> None:
         """Its model went while it was tokenised: it waits for it, or is tokenised for the new one."""
         visitor.preparation = None
         self._visitors[visitor.submit.request_id] = visitor
-        if resident is not None:
-            self._prepare(visitor, resident)
+        if runner is not None:
+            self._prepare(visitor, runner)
 
     def turn_away(self, model: str, error: StokerError) -> list[TextQuestion]:
         """Its model cannot be had: those that wait fail, the questions are returned to be answered.
@@ -239,12 +239,12 @@ class Lobby:
             self._remove(visitor)
         self._asks.clear()
 
-    def _remove(self, visitor: Visitor) -> None:
+    def _remove(self, visitor: Pending) -> None:
         del self._visitors[visitor.submit.request_id]
         if visitor.preparation is not None:
             visitor.preparation.give_up()
 
-    def _cancel(self, visitor: Visitor) -> None:
+    def _cancel(self, visitor: Pending) -> None:
         submit = visitor.submit
         self._remove(visitor)
         for index in range(submit.request.n):
@@ -254,6 +254,6 @@ class Lobby:
         usage = Usage(completion_tokens=sum(map(len, submit.generated)))
         self._events.append(Finished(request_id=submit.request_id, usage=usage, timings=Timings()))
 
-    def _fail(self, visitor: Visitor, error: StokerError) -> None:
+    def _fail(self, visitor: Pending, error: StokerError) -> None:
         self._remove(visitor)
         self._events.append(Failed(visitor.submit.request_id, error.info()))

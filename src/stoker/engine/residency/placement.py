@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.errors import InsufficientMemoryError, ModelTooLargeError
-from stoker.models.memory_estimate.fit import Budget, Verdict, weigh
+from stoker.models.memory_estimate.fit import Fit, MemoryBudget, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.residency.loading import Load
-    from stoker.engine.runners.runners import AnyResident
+    from stoker.engine.runners.runners import ModelRunner
     from stoker.ipc.model import ModelSpec
     from stoker.machine.gauge import Sample
     from stoker.machine.ledger import Ledger
@@ -29,7 +29,7 @@ RETRY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryShare:
     """What other models could give, in bytes: idle ones at once, busy ones when their requests have ended."""
 
     idle_bytes: int
@@ -58,7 +58,7 @@ class Placement:
     def __repr__(self) -> str:
         return f"<Placement {self._ledger!r} margin {self._margin_bytes}>"
 
-    def weigh(self, load: Load, room: Room) -> tuple[Offer, int]:
+    def weigh(self, load: Load, room: MemoryShare) -> tuple[Offer, int]:
         """How it can be had, and how many bytes are missing for that now (0 or less: none).
 
         It is cut down only if it would not fit as asked once everything else has gone that may.
@@ -73,7 +73,7 @@ class Placement:
             self._own_bytes = sample.footprint_bytes
         free_bytes = self._free_bytes(sample)
         evictable_bytes = self._cache.ram_bytes + room.idle_bytes + room.busy_bytes
-        budget = Budget(
+        budget = MemoryBudget(
             free_bytes=free_bytes + evictable_bytes,
             limit_bytes=max(0, sample.limit_bytes - self._own_bytes),
             margin_bytes=self._margin_bytes,
@@ -85,7 +85,7 @@ class Placement:
         except InsufficientMemoryError as error:
             raise self._insufficient(error, free_bytes, evictable_bytes) from None
         needed_bytes = offer.estimate.total_bytes
-        if offer.verdict is Verdict.DEGRADED and not load.served.may_evict:
+        if offer.verdict is Fit.DEGRADED and not load.served.may_evict:
             raise InsufficientMemoryError(  # it is loaded whole as soon as a request needs it
                 f"{load.spec.id} does not fit whole beside what is loaded",
                 needed=load.estimator(load.spec).total_bytes,
@@ -93,7 +93,7 @@ class Placement:
                 margin=self._margin_bytes,
                 evictable=evictable_bytes,
             )
-        if offer.verdict is Verdict.TOO_LARGE:
+        if offer.verdict is Fit.TOO_LARGE:
             raise ModelTooLargeError(
                 f"{load.spec.id} needs {_mib(needed_bytes)} at the least; models may take"
                 f" {_mib(budget.limit_bytes)} here, of which {_mib(self._margin_bytes)} have to stay free",
@@ -123,12 +123,12 @@ class Placement:
         """Drop stored prefixes, saved ones first; returns the bytes that freed."""
         return self._cache.shed(missing_bytes, now)
 
-    def settle(self, offer: Offer, resident: AnyResident) -> Mapping[str, int]:
+    def settle(self, offer: Offer, runner: ModelRunner) -> Mapping[str, int]:
         """It is in memory: what it takes by line, entered in the ledger."""
-        lines = dict(offer.estimate.lines) | resident.memory()
+        lines = dict(offer.estimate.lines) | runner.memory()
         for line, size_bytes in lines.items():
             self._ledger.add(line, size_bytes)
-        self._cache.model_back(resident.prep.fingerprint)
+        self._cache.model_back(runner.prep.fingerprint)
         return lines
 
     def release(self, lines: Mapping[str, int], fingerprint: str) -> None:

@@ -15,13 +15,13 @@ from stoker.ipc.status import MemoryStatus
 from stoker.machine import allocator
 from stoker.machine.heat import Heat, HeatReading
 from stoker.machine.policy import Ladder, Rung
-from stoker.machine.pressure import Pressure, PressureMeter, Reading, fullest
+from stoker.machine.pressure import Pressure, PressureMeter, PressureReading, fullest
 from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
     from stoker.engine.prefixes.store import PrefixStore
     from stoker.engine.residency.residency import Residency
-    from stoker.engine.runners.runners import Residents
+    from stoker.engine.runners.runners import Runners
     from stoker.ipc.events import Event
     from stoker.machine.gauge import Sample
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_HEAT_S = 30.0
 
 
-class Relief:
+class PressureHandler:
     """Follows memory and heat of one engine.
 
     Args:
@@ -41,19 +41,19 @@ class Relief:
     """
 
     def __init__(
-        self, residents: Residents, residency: Residency, store: PrefixStore, events: list[Event]
+        self, runners: Runners, residency: Residency, store: PrefixStore, events: list[Event]
     ) -> None:
-        self._residents = residents
+        self._runners = runners
         self._residency = residency
         self._store = store
         self._events = events
         self._meter = PressureMeter()
         self._ladder = Ladder()
-        self._reading: Reading | None = None
+        self._reading: PressureReading | None = None
         self._heat = HeatReading()
 
     def __repr__(self) -> str:
-        return f"<Relief {self._reading} {self._heat} {self._ladder!r}>"
+        return f"<PressureHandler {self._reading} {self._heat} {self._ladder!r}>"
 
     @property
     def slows_down(self) -> bool:
@@ -74,7 +74,7 @@ class Relief:
             log.warning("memory ladder: %s%s", "undone: " if move.is_undone else "", move.rung)
             rung = RungTaken(rung=move.rung, is_undone=move.is_undone, freed_bytes=freed_bytes)
             self._events.append(rung)
-            self._residents.hold_back(self._throttle())
+            self._runners.hold_back(self._throttle())
         else:
             self._repeat(now)
         return move is not None and not move.is_undone
@@ -106,7 +106,7 @@ class Relief:
             return
         self._events.append(HeatMoved(level=heat.level, sensor=heat.sensor, celsius=heat.celsius))
         self._residency.refusal = self._refusal() if heat.level.rank >= Heat.SERIOUS.rank else None
-        self._residents.hold_back(self._throttle())
+        self._runners.hold_back(self._throttle())
 
     def _refusal(self) -> TooHotError:
         shown = (
@@ -140,8 +140,8 @@ class Relief:
             case Rung.DROP_SNAPSHOTS:
                 return self._store.hold(now)
             case Rung.DROP_IDLE_CELLS:
-                for resident in self._residents:
-                    resident.drop_idle(now)
+                for runner in self._runners:
+                    runner.drop_idle(now)
             case Rung.UNLOAD_IDLE:
                 return self._residency.unload_idle(now)
             case Rung.PARK_INTERACTIVE:

@@ -12,9 +12,9 @@ import math
 from typing import TYPE_CHECKING
 
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
-from stoker.engine.residency.catalogue import Catalogue, Served
+from stoker.engine.residency.catalogue import Catalogue, ServedModel
 from stoker.engine.residency.loading import Load
-from stoker.engine.residency.placement import Placement, Room
+from stoker.engine.residency.placement import MemoryShare, Placement
 from stoker.engine.residency.swaps import Swaps
 from stoker.engine.runners import status as report
 from stoker.errors import ModelInUseError, StokerError
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.inbox import LoadPost
-    from stoker.engine.residency.pending import Lobby
+    from stoker.engine.residency.pending import PendingRequests
     from stoker.engine.residency.workers import Workers
-    from stoker.engine.runners.runners import AnyResident, Residents
+    from stoker.engine.runners.runners import ModelRunner, Runners
     from stoker.ipc.events import Event
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.status import ModelStatus
@@ -68,14 +68,14 @@ class Residency:
     def __init__(
         self,
         workers: Workers,
-        residents: Residents,
-        lobby: Lobby,
+        runners: Runners,
+        pending: PendingRequests,
         placement: Placement,
         events: list[Event],
     ) -> None:
         self._workers = workers
-        self._residents = residents
-        self._lobby = lobby
+        self._runners = runners
+        self._pending = pending
         self._placement = placement
         self._events = events
         self.flush: Callable[[], None] = _publish_later
@@ -83,7 +83,7 @@ class Residency:
         self._load: Load | None = None
         self._retry_s: dict[str, float] = {}
         self._swaps = Swaps()
-        self._departed: list[tuple[AnyResident, Mapping[str, int]]] = []
+        self._departed: list[tuple[ModelRunner, Mapping[str, int]]] = []
         self.refusal: StokerError | None = None
         self.is_barred = False
 
@@ -92,14 +92,14 @@ class Residency:
 
     # ------------------------------------------------------------ questions
 
-    def resident_for(self, model: str) -> AnyResident | None:
+    def runner_for(self, model: str) -> ModelRunner | None:
         """Where a new request for that model goes; None: it waits until the model is there.
 
         Raises:
             ModelNotFoundError: no such model is served.
         """
         served = self._catalogue.get(model)
-        return self._residents.find(model) if served.life is ModelLife.READY else None
+        return self._runners.find(model) if served.life is ModelLife.READY else None
 
     def max_queue(self, model: str) -> int:
         """Requests that may wait for that model."""
@@ -121,10 +121,10 @@ class Residency:
         """Every served model, for status pages."""
         return [report.model_status(served, self._leases(served), now) for served in self._catalogue]
 
-    def _leases(self, served: Served) -> int:
+    def _leases(self, served: ServedModel) -> int:
         """Requests that need it: on it, or on their way to it."""
-        resident = self._residents.find(served.spec.id)
-        return (resident.num_leases if resident else 0) + self._lobby.num_total(served.spec.id)
+        runner = self._runners.find(served.spec.id)
+        return (runner.num_leases if runner else 0) + self._pending.num_total(served.spec.id)
 
     # ------------------------------------------------------------ commands
 
@@ -163,14 +163,14 @@ class Residency:
         A request that runs, waits or stands still there must not end for want of context that it had, nor go
         on in another file. One that is not tokenised yet may come to hold all the context there is.
         """
-        resident = self._residents.find(spec.id)
-        if resident is None:
+        runner = self._runners.find(spec.id)
+        if runner is None:
             return None
-        contexts = [*resident.contexts(), *(num or resident.n_ctx for num in self._lobby.contexts(spec.id))]
-        if resident.spec.path != spec.path and contexts:
+        contexts = [*runner.contexts(), *(num or runner.n_ctx for num in self._pending.contexts(spec.id))]
+        if runner.spec.path != spec.path and contexts:
             text = f"{spec.id} is loaded from another file, which {_requests(len(contexts))} need"
             return ModelInUseError(f"{text}; load it when they have ended", num_requests=len(contexts))
-        now_n_ctx = (resident.load.spec.most_tokens if resident.load else 0) or math.inf
+        now_n_ctx = (runner.load.spec.most_tokens if runner.load else 0) or math.inf
         unfit = [num for num in contexts if 0 < n_ctx < num]
         if not unfit or n_ctx >= now_n_ctx:  # backends round up: as much again is enough for what ran on it
             return None
@@ -234,13 +234,13 @@ class Residency:
         for model, other in self._swaps.overdue(now):
             self._unload(self._catalogue.get(model), f"gives way to {other}", now)
 
-    def _is_free(self, served: Served) -> bool:
+    def _is_free(self, served: ServedModel) -> bool:
         """Whether nothing runs on it: those that wait for it again do not count."""
-        resident = self._residents.find(served.spec.id)
-        return resident is None or resident.num_leases + self._lobby.num_preparing(served.spec.id) == 0
+        runner = self._runners.find(served.spec.id)
+        return runner is None or runner.num_leases + self._pending.num_preparing(served.spec.id) == 0
 
-    def _is_wanted(self, served: Served) -> bool:
-        return served.is_asked or self._lobby.wants(served.spec.id)
+    def _is_wanted(self, served: ServedModel) -> bool:
+        return served.is_asked or self._pending.wants(served.spec.id)
 
     def _begin_next(self, now: float) -> None:
         wanted = [s for s in self._catalogue if self._may_begin(s)]
@@ -263,16 +263,16 @@ class Residency:
         self._tell(load.served, stage=stage)
         self.flush()
 
-    def _may_begin(self, served: Served) -> bool:
+    def _may_begin(self, served: ServedModel) -> bool:
         if self.is_barred:
             return False
         if served.life is ModelLife.READY:
             return served.is_asked
         return served.life in {ModelLife.ABSENT, ModelLife.FAILED} and self._is_wanted(served)
 
-    def _urgency(self, served: Served) -> tuple[bool, float]:
+    def _urgency(self, served: ServedModel) -> tuple[bool, float]:
         """People before background, then who has waited longest."""
-        waiting = self._lobby.waiting(served.spec.id)
+        waiting = self._pending.waiting(served.spec.id)
         has_people = served.is_asked or any(visitor.is_interactive for visitor in waiting)
         return not has_people, min((v.arrival_s for v in waiting), default=served.used_s)
 
@@ -304,14 +304,14 @@ class Residency:
 
     def _is_the_same(self, load: Load) -> bool:
         """Same file, same settings: there is nothing to do (SPEC R5)."""
-        resident = self._residents.find(load.spec.id)
-        return resident is not None and resident.load is not None and load.is_like(resident.load)
+        runner = self._runners.find(load.spec.id)
+        return runner is not None and runner.load is not None and load.is_like(runner.load)
 
-    def _keep(self, served: Served, error: StokerError | None) -> None:
+    def _keep(self, served: ServedModel, error: StokerError | None) -> None:
         """The model stays as it was loaded before."""
-        resident, served.is_asked = self._residents.find(served.spec.id), False
-        if resident is not None and resident.load is not None:
-            served.spec = resident.load.spec
+        runner, served.is_asked = self._runners.find(served.spec.id), False
+        if runner is not None and runner.load is not None:
+            served.spec = runner.load.spec
         self._tell(served, error)
 
     def _place(self, load: Load, now: float) -> None:
@@ -319,7 +319,7 @@ class Residency:
         others = [s for s in self._catalogue.in_memory() if s is not load.served and not s.is_pinned]
         idle = [s for s in others if not self._leases(s)]
         busy = [s for s in others if self._leases(s)]
-        room = Room(
+        room = MemoryShare(
             idle_bytes=sum(s.size_bytes for s in idle) if load.served.may_evict else 0,
             busy_bytes=sum(s.size_bytes for s in busy) if load.served.may_evict else 0,
         )
@@ -355,27 +355,27 @@ class Residency:
 
     def _least_context(self, load: Load) -> int:
         """Tokens of context that requests need which have begun on the model: it comes back with no less."""
-        resident = self._residents.find(load.spec.id)
-        known = [num or (resident.n_ctx if resident else 0) for num in self._lobby.contexts(load.spec.id)]
-        return max([*known, *(resident.contexts() if resident else [])], default=0)
+        runner = self._runners.find(load.spec.id)
+        known = [num or (runner.n_ctx if runner else 0) for num in self._pending.contexts(load.spec.id)]
+        return max([*known, *(runner.contexts() if runner else [])], default=0)
 
-    def _disturbable(self, busy: list[Served], load: Load, now: float) -> list[Served]:
+    def _disturbable(self, busy: list[ServedModel], load: Load, now: float) -> list[ServedModel]:
         """Those that have to go for it: background is patient with models that people use (SPEC Q3, Q7)."""
         is_for_people = not self._urgency(load.served)[0]
         if is_for_people or now - load.begun_s >= load.spec.background_patience_s:
             return busy
-        return [s for s in busy if not ((r := self._residents.find(s.spec.id)) and r.has_people)]
+        return [s for s in busy if not ((r := self._runners.find(s.spec.id)) and r.has_people)]
 
-    def _make_yield(self, served: Served, reason: str, now: float) -> None:
+    def _make_yield(self, served: ServedModel, reason: str, now: float) -> None:
         """It takes no newcomers until what runs on it has ended (SPEC R3)."""
         if served.life is ModelLife.READY:
             served.move(ModelLife.UNLOADING, reason)
             self._tell(served)
-        resident = self._residents.find(served.spec.id)
-        if resident is not None:
-            self._lobby.come_back(resident.evacuate_waiting(reason, now))
-            self._events += resident.events  # before whatever the lobby will have to tell of them
-            resident.events.clear()
+        runner = self._runners.find(served.spec.id)
+        if runner is not None:
+            self._pending.come_back(runner.evacuate_waiting(reason, now))
+            self._events += runner.events  # before whatever the lobby will have to tell of them
+            runner.events.clear()
 
     def _take_in(self, load: Load, backend: Backend | Encoder, now: float) -> None:
         served, offer = load.served, load.offer
@@ -388,22 +388,22 @@ class Residency:
             self._free(served, "replaced", now)
         self._load, served.is_asked, served.may_evict = None, False, True
         served.is_suspect = False
-        resident = self._residents.add(load, backend)
+        runner = self._runners.add(load, backend)
         if not load.is_reload:
             served.move(ModelLife.READY)
-        served.size = self._placement.settle(offer, resident)
-        served.degraded = resident.degraded
+        served.size = self._placement.settle(offer, runner)
+        served.degraded = runner.degraded
         served.used_s = served.loaded_s = now
         served.load_took_s, served.error = now - load.begun_s, None
-        served.has_served = self._lobby.wants(load.spec.id)
+        served.has_served = self._pending.wants(load.spec.id)
         self._tell(served)
-        self._let_in(resident)
+        self._let_in(runner)
 
-    def _let_in(self, resident: AnyResident) -> None:
-        for ask in self._lobby.let_in(resident):
-            self._workers.answer(ask, resident.prep)
+    def _let_in(self, runner: ModelRunner) -> None:
+        for ask in self._pending.let_in(runner):
+            self._workers.answer(ask, runner.prep)
 
-    def _refuse(self, served: Served, error: StokerError, now: float) -> None:
+    def _refuse(self, served: ServedModel, error: StokerError, now: float) -> None:
         """It cannot be had: whoever waits for it hears why; what is in memory stays (SPEC R4)."""
         if self._load is not None and self._load.served is served:
             self._load.stop.set()
@@ -422,7 +422,7 @@ class Residency:
         served.reason = error.message
         self._retry_s[served.spec.id] = now + RETRY_S
         self._tell(served, error)
-        for ask in self._lobby.turn_away(served.spec.id, error):
+        for ask in self._pending.turn_away(served.spec.id, error):
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
 
     def _drop_load(self, load: Load, why: str) -> None:
@@ -448,11 +448,11 @@ class Residency:
 
     def _stay(self, model: str) -> None:
         """It need not go any more."""
-        served, resident = self._catalogue.get(model), self._residents.find(model)
-        if served.life is ModelLife.UNLOADING and served.reason != ASKED_TO and resident is not None:
+        served, runner = self._catalogue.get(model), self._runners.find(model)
+        if served.life is ModelLife.UNLOADING and served.reason != ASKED_TO and runner is not None:
             served.move(ModelLife.READY)
             self._tell(served)
-            self._let_in(resident)
+            self._let_in(runner)
 
     # ------------------------------------------------------------ going
 
@@ -467,12 +467,12 @@ class Residency:
             self._drop_load(self._load, "memory is short")
         return self._unload_all([s for s in self._catalogue.in_memory() if not s.is_pinned], now)
 
-    def _unload_all(self, going: list[Served], now: float) -> int:
+    def _unload_all(self, going: list[ServedModel], now: float) -> int:
         for served in going:
             self._unload(served, "memory is short", now)
         return sum(served.size_bytes for served in going)
 
-    def _unload(self, served: Served, why: str, now: float) -> None:
+    def _unload(self, served: ServedModel, why: str, now: float) -> None:
         if self._load is not None and self._load.served is served:
             self._end_load(self._load, why)  # a reload; where it is asked for, it begins anew
         if served.life is ModelLife.READY:
@@ -481,28 +481,28 @@ class Residency:
         served.move(ModelLife.ABSENT, why)
         self._tell(served)
 
-    def _free(self, served: Served, why: str, now: float) -> None:
+    def _free(self, served: ServedModel, why: str, now: float) -> None:
         """Give its memory back (SPEC R10); what ran on it waits for it in the lobby."""
         self._swaps.gone(served.spec.id)
-        resident = self._residents.remove(served.spec.id)
-        if resident is None:
+        runner = self._runners.remove(served.spec.id)
+        if runner is None:
             return
-        self._lobby.come_back(resident.evacuate(why, now))
-        while resident.has_unstored:
-            resident.rest(now)
-        self._events += resident.events
-        self._departed.append((resident, served.size))
+        self._pending.come_back(runner.evacuate(why, now))
+        while runner.has_unstored:
+            runner.rest(now)
+        self._events += runner.events
+        self._departed.append((runner, served.size))
         self.free_departed()
 
     def free_departed(self) -> None:
         """Give back the memory of models that have gone, once no worker reads their vocabulary any more."""
         departed, self._departed = self._departed, []
-        for resident, size in departed:
-            if self._workers.preparations.uses(resident.prep):
-                self._departed.append((resident, size))
+        for runner, size in departed:
+            if self._workers.preparations.uses(runner.prep):
+                self._departed.append((runner, size))
                 continue
-            resident.close()
-            self._placement.release(size, resident.prep.fingerprint)
+            runner.close()
+            self._placement.release(size, runner.prep.fingerprint)
 
     def close(self) -> None:
         """The engine ends: a load that goes on ends with it."""
@@ -512,16 +512,16 @@ class Residency:
 
     # ------------------------------------------------------------ telling
 
-    def _tell(self, served: Served, error: StokerError | None = None, stage: str = "") -> None:
+    def _tell(self, served: ServedModel, error: StokerError | None = None, stage: str = "") -> None:
         """Where a model is; `stage` is that of another load of one that is ready."""
-        resident = self._residents.find(served.spec.id) if served.life is ModelLife.READY else None
+        runner = self._runners.find(served.spec.id) if served.life is ModelLife.READY else None
         self._events.append(
             ModelState(
                 model=served.spec.id,
                 state=served.life,
                 stage=served.stage or stage,
-                fraction=1.0 if resident is not None else served.fraction,
-                info=resident.info() if resident is not None and not stage else None,
+                fraction=1.0 if runner is not None else served.fraction,
+                info=runner.info() if runner is not None and not stage else None,
                 error=None if error is None else error.info(),
                 reason=served.reason,
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stoker.engine.residency.catalogue import Served
+    from stoker.engine.residency.catalogue import ServedModel
 
 SWAP_AFTER_S = 1.0
 """How long requests wait for a model before a busy one has to make room for it."""
@@ -30,7 +30,9 @@ class Swaps:
     def __repr__(self) -> str:
         return f"<Swaps {self._going}>"
 
-    def choose(self, busy: Iterable[Served], newcomer: str, begun_s: float, now: float) -> Served | None:
+    def choose(
+        self, busy: Iterable[ServedModel], newcomer: str, begun_s: float, now: float
+    ) -> ServedModel | None:
         """The one in memory for longest, if it is time and none goes already; it counts as going then."""
         if now - begun_s < SWAP_AFTER_S or any(other == newcomer for other, _ in self._going.values()):
             return None

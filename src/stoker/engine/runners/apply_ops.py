@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Backend
     from stoker.cache.entry import Entry
-    from stoker.kv.allocator import Room
+    from stoker.kv.allocator import KVAllocator
 
 log = logging.getLogger(__name__)
 
 
-def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
+def carry_out(effects: Iterable[Effect], backend: Backend, allocator: KVAllocator) -> None:
     """Run the orders in their order. A state that cannot be had costs its sequence time, not its tokens."""
     for effect in effects:
         match effect:
@@ -30,35 +30,35 @@ def carry_out(effects: Iterable[Effect], backend: Backend, room: Room) -> None:
             case Drop(seq):
                 backend.drop(seq)
             case Export():
-                _export(effect, backend, room)
+                _export(effect, backend, allocator)
             case Import():
-                _import(effect, backend, room)
+                _import(effect, backend, allocator)
             case Begin(seq, sequence):
                 backend.write_state(seq, sequence.initial_state or [])
 
 
-def _export(order: Export, backend: Backend, room: Room) -> None:
+def _export(order: Export, backend: Backend, allocator: KVAllocator) -> None:
     entry = order.entry
     if entry.state is EntryState.RAM:
         return  # another order of this turn has brought it
     if entry.state is not EntryState.PENDING:  # another order of this turn has failed
-        room.not_exported(entry, order.sequence)
+        allocator.not_exported(entry, order.sequence)
         return
     try:
         data = backend.export_state(order.seq)
     except (StokerError, MemoryError) as error:
         log.warning("no snapshot of %d tokens, they will be computed again: %s", entry.num_tokens, error)
-        room.not_exported(entry, order.sequence)
+        allocator.not_exported(entry, order.sequence)
     else:
-        room.exported(entry, data)
+        allocator.exported(entry, data)
 
 
-def _import(order: Import, backend: Backend, room: Room) -> None:
+def _import(order: Import, backend: Backend, allocator: KVAllocator) -> None:
     entry, sequence = order.entry, order.sequence
     if not sequence.is_importing:
         return  # it ended in the turn that admitted it
     if entry.data is None:  # its export has failed in this very turn
-        _start_anew(order, backend, room)
+        _start_anew(order, backend, allocator)
         return
     try:
         backend.import_state(order.seq, entry.data)
@@ -67,11 +67,11 @@ def _import(order: Import, backend: Backend, room: Room) -> None:
             backend.trim(order.seq, order.length)
     except (StokerError, MemoryError) as error:
         log.warning("the state of %r was not taken, its tokens are computed again: %s", sequence, error)
-        _start_anew(order, backend, room)
+        _start_anew(order, backend, allocator)
         if isinstance(error, InvalidRequestError):
-            room.cache.damaged(entry)
+            allocator.cache.damaged(entry)
     else:
-        room.imported(sequence)
+        allocator.imported(sequence)
 
 
 def _check_length(length: int, entry: Entry) -> None:
@@ -79,10 +79,10 @@ def _check_length(length: int, entry: Entry) -> None:
         raise InvalidRequestError(f"a state of {length} tokens was kept as one of {entry.num_tokens}")
 
 
-def _start_anew(order: Import, backend: Backend, room: Room) -> None:
+def _start_anew(order: Import, backend: Backend, allocator: KVAllocator) -> None:
     """The state could not be had: the sequence begins with its first token, here if it still runs here."""
     sequence = order.sequence
     backend.drop(order.seq)
-    room.lost(sequence)
+    allocator.lost(sequence)
     if sequence.slot == order.seq and sequence.initial_state is not None:
         backend.write_state(order.seq, sequence.initial_state)

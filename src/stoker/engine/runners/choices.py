@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
-from stoker.engine.runners.queue import TextLine
+from stoker.engine.runners.queue import TextQueue
 from stoker.errors import RequestTimeoutError, StepFailedError, StokerError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Event, Failed, Paused, Queued, Resumed, StateReady
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.scoring import Scoring
     from stoker.engine.jobs.candidates import ToScore
-    from stoker.engine.jobs.job import LiveRequest
+    from stoker.engine.jobs.job import Job
     from stoker.engine.threads.pace import Pace
     from stoker.scheduler.scheduler import Scheduler
 
@@ -47,10 +47,10 @@ class _Pass:
     found: Likelihoods
 
 
-class _Job:
+class _ChoiceJob:
     """One request: its candidates after the prompt, then, where it is calibrated, from the initial state."""
 
-    def __init__(self, backend: Backend, live: LiveRequest, scored: ToScore) -> None:
+    def __init__(self, backend: Backend, live: Job, scored: ToScore) -> None:
         self.live = live
         self.num_tokens = scored.num_tokens
         self.is_begun = False
@@ -82,7 +82,7 @@ class _Job:
         return Tensor("choices", found.shape, found.tobytes())
 
 
-class Choosing:
+class ChoiceRunner:
     """See the module.
 
     Args:
@@ -94,18 +94,18 @@ class Choosing:
 
     def __init__(self, backend: Backend, scheduler: Scheduler, pace: Pace, events: list[Event]) -> None:
         limits = scheduler.limits
-        self.line = TextLine(limits.max_queue, limits.background_patience_s)
+        self.line = TextQueue(limits.max_queue, limits.background_patience_s)
         self._backend = backend
         self._scheduler = scheduler
         self._pace = pace
         self._events = events
         self._budget = SliceBudget(max(limits.target_step_s, LEAST_S))
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _ChoiceJob] = {}
         self._cost = StepCost()
         self._runner = pace.join(backend, self._cost)
 
     def __repr__(self) -> str:
-        return f"<Choosing {self.line!r}>"
+        return f"<ChoiceRunner {self.line!r}>"
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
@@ -117,10 +117,10 @@ class Choosing:
 
     # ------------------------------------------------------------ commands
 
-    def accept(self, live: LiveRequest, now: float) -> None:
+    def accept(self, live: Job, now: float) -> None:
         """Put a request to choose in the line."""
         assert live.to_score is not None, f"{live!r} has no candidates"
-        job = self._jobs[live.request_id] = _Job(self._backend, live, live.to_score)
+        job = self._jobs[live.request_id] = _ChoiceJob(self._backend, live, live.to_score)
         live.position = self.line.enqueue(job.sequence, now)
         self._events.append(Queued(live.request_id, live.position, None))
 
@@ -156,7 +156,7 @@ class Choosing:
         """Every request leaves, to be computed anew elsewhere."""
         return [self._send_off(job, now) for job in tuple(self._jobs.values())]
 
-    def _send_off(self, job: _Job, now: float) -> Submit:
+    def _send_off(self, job: _ChoiceJob, now: float) -> Submit:
         submit = job.live.submit(now)
         self._retire(job, FinishReason.PREEMPTED, now)
         job.live.close()
@@ -201,7 +201,7 @@ class Choosing:
             self._fail(job, error, self._pace.now())
         self._budget.spent(self._pace.now() - begun_s)
 
-    def _compute(self, job: _Job, budget_s: float) -> None:
+    def _compute(self, job: _ChoiceJob, budget_s: float) -> None:
         """One native call at least, and more while there is time."""
         until_s, left_s = self._pace.now() + budget_s, budget_s
         while (current := job.open) is not None:
@@ -235,11 +235,11 @@ class Choosing:
 
     # ------------------------------------------------------------ endings
 
-    def _retire(self, job: _Job, reason: FinishReason, now: float) -> None:
+    def _retire(self, job: _ChoiceJob, reason: FinishReason, now: float) -> None:
         self.line.retire(job.sequence, reason, now)
         del self._jobs[job.live.request_id]
 
-    def _end(self, job: _Job, reason: FinishReason, now: float) -> None:
+    def _end(self, job: _ChoiceJob, reason: FinishReason, now: float) -> None:
         self._retire(job, reason, now)
         self._events.append(job.live.ended(0, reason))
         finished = job.live.finished(now)
@@ -247,7 +247,7 @@ class Choosing:
         usage = msgspec.structs.replace(finished.usage, prompt_tokens=num_read)
         self._events.append(msgspec.structs.replace(finished, usage=usage))
 
-    def _fail(self, job: _Job, error: StokerError, now: float) -> None:
+    def _fail(self, job: _ChoiceJob, error: StokerError, now: float) -> None:
         self._retire(job, FinishReason.ERROR, now)
         job.live.close()
         self._events.append(Failed(job.live.request_id, error.info()))

@@ -58,14 +58,14 @@ class _Wish:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _EncodeJob:
     """The picture that is being encoded."""
 
     wish: _Wish
     encoding: Encoding
 
 
-class Gallery:
+class ImageEncoder:
     """Embeddings of one model's pictures.
 
     Args:
@@ -88,12 +88,12 @@ class Gallery:
         self._source = source
         self._model = backend.capabilities.fingerprint
         self._namespace = Namespace(vision.fingerprint, adapter=_SPACE).digest
-        self._job: _Job | None = None
+        self._job: _EncodeJob | None = None
         self._failed: list[tuple[Sequence, StepFailedError]] = []
         self._fresh: dict[bytes, tuple[Rows, _Wish]] = {}
 
     def __repr__(self) -> str:
-        return f"<Gallery {self.num_encoded_total} encoded, at {self._job}>"
+        return f"<ImageEncoder {self.num_encoded_total} encoded, at {self._job}>"
 
     # ------------------------------------------------------------ questions
 
@@ -239,7 +239,7 @@ class Gallery:
                 missing.append(wish)
         if missing:
             wish = min(missing, key=lambda each: each.rank)
-            self._job = _Job(wish, self._vision.begin(wish.span.picture))
+            self._job = _EncodeJob(wish, self._vision.begin(wish.span.picture))
 
     def _fetch(self, entry: Entry, wish: _Wish, now: float) -> bool:
         """Whether its embeddings are on their way."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.engine.runners.image_encoder import Gallery
+from stoker.engine.runners.image_encoder import ImageEncoder
 from stoker.kv.sequence import SequenceState
 from stoker.scheduler.slices import SliceBudget
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stoker.scheduler.scheduler import Scheduler
 
 
-class Sight:
+class ImageSteps:
     """Gives one model's pictures their slices."""
 
     def __init__(self, backend: Backend, scheduler: Scheduler, pace: Pace, cache: PrefixCache) -> None:
@@ -30,15 +30,17 @@ class Sight:
         self._pace = pace
         self._budget = SliceBudget(scheduler.limits.target_step_s)
         vision = backend.vision
-        self._gallery = None if vision is None else Gallery(backend, vision, cache, scheduler.limits.source)
+        self._image_encoder = (
+            None if vision is None else ImageEncoder(backend, vision, cache, scheduler.limits.source)
+        )
 
     def __repr__(self) -> str:
-        return f"<Sight {self._gallery!r} {self._budget!r}>"
+        return f"<ImageSteps {self._image_encoder!r} {self._budget!r}>"
 
     @property
     def has_work(self) -> bool:
         """Whether a slice, or handing out embeddings, would do something."""
-        return self._gallery is not None and self._gallery.has_work(self._scheduler.slots.running)
+        return self._image_encoder is not None and self._image_encoder.has_work(self._scheduler.slots.running)
 
     @property
     def is_awaited(self) -> bool:
@@ -48,26 +50,30 @@ class Sight:
     @property
     def goes_first(self) -> bool:
         """Whether all people who run wait for pictures: steps of jobs alone would make them wait longer."""
-        if self._gallery is None or not self._gallery.is_encoding:
+        if self._image_encoder is None or not self._image_encoder.is_encoding:
             return False
         people = [each for each in self._scheduler.slots.running if not each.is_background]
         return bool(people) and all(each.awaits_picture for each in people)
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
-        return {} if self._gallery is None else self._gallery.stats()
+        return {} if self._image_encoder is None else self._image_encoder.stats()
 
     def tend(self, now: float) -> list[tuple[Sequence, StepFailedError]]:
         """Hand out embeddings and choose what is encoded next; returns those whose pictures failed."""
-        if self._gallery is None:
+        if self._image_encoder is None:
             return []
-        self._gallery.tend(self._scheduler.slots.running, now)
-        return self._gallery.take_failed()
+        self._image_encoder.tend(self._scheduler.slots.running, now)
+        return self._image_encoder.take_failed()
 
     def look(self, plan: StepPlan | None, took_s: float) -> None:
         """Encode for a slice, after a step of `plan` that took so long; None: there was nothing to step."""
-        gallery = self._gallery
-        if gallery is None or not gallery.has_work(self._scheduler.slots.running) or not gallery.is_encoding:
+        image_encoder = self._image_encoder
+        if (
+            image_encoder is None
+            or not image_encoder.has_work(self._scheduler.slots.running)
+            or not image_encoder.is_encoding
+        ):
             return
         budget_s = self._time_after(plan, took_s)
         if not budget_s:
@@ -75,7 +81,7 @@ class Sight:
         begun_s = self._pace.now()
         self._pace.begin(1)
         try:
-            gallery.run(budget_s, begun_s)
+            image_encoder.run(budget_s, begun_s)
         finally:
             self._pace.abandon()
         self._budget.spent(self._pace.now() - begun_s)
@@ -97,8 +103,8 @@ class Sight:
 
     def close(self) -> None:
         """Give up what is being encoded; idempotent."""
-        if self._gallery is not None:
-            self._gallery.close()
+        if self._image_encoder is not None:
+            self._image_encoder.close()
 
 
 def _has_people_decoding(plan: StepPlan) -> bool:

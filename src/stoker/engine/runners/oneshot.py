@@ -1,6 +1,6 @@
 """An encoder in memory and the texts that wait for it (SPEC K2, K4, Q13).
 
-Has the surface of `resident.Resident`, so that the loop treats both alike. Requests are those of
+Has the surface of `runner.SlotRunner`, so that the loop treats both alike. Requests are those of
 `state_output` "embed", or "score" where it is a reranker: each gets one `StateReady` with its vector or its
 scores, then its terminal event. A call carries as many whole texts as the step target allows, so that people
 who wait for another model wait no longer than one step of any other.
@@ -16,7 +16,7 @@ import numpy as np
 
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.runners.description import model_info
-from stoker.engine.runners.queue import TextLine, shared_text
+from stoker.engine.runners.queue import TextQueue, shared_text
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.backends.protocol.encoding import Encoder
-    from stoker.engine.jobs.job import LiveRequest
+    from stoker.engine.jobs.job import Job
     from stoker.engine.residency.loading import Load
     from stoker.engine.threads.pace import Pace
     from stoker.ipc.commands import Submit
@@ -58,7 +58,7 @@ _NO_BOUND = 2**31  # preparation leaves room for an answer, which a text to embe
 _FLOATS = np.dtype("<f4")
 
 
-class EncoderResident:
+class OneShotRunner:
     """An encoder in memory.
 
     Attributes:
@@ -75,10 +75,10 @@ class EncoderResident:
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
         self.events: list[Event] = []
-        self.line = TextLine(spec.max_queue, spec.background_patience_s)
+        self.line = TextQueue(spec.max_queue, spec.background_patience_s)
         self._pace = pace
         self._told_s = 0.0
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, Job] = {}
         self._cost = StepCost()
         # Pace needs of a runner what an encoder shares with any backend: its device and its threads.
         self._runner = pace.join(cast("Backend", encoder), self._cost)
@@ -95,7 +95,7 @@ class EncoderResident:
         )
 
     def __repr__(self) -> str:
-        return f"<EncoderResident {self.spec.id} {self.line!r} {len(self._live)} live>"
+        return f"<OneShotRunner {self.spec.id} {self.line!r} {len(self._live)} live>"
 
     @property
     def _is_reranker(self) -> bool:
@@ -153,10 +153,10 @@ class EncoderResident:
         """Every counter, for status pages and bug reports."""
         return self.line.stats()
 
-    def check_room(self, priority: Priority, num_arriving: int) -> None:
+    def check_allocator(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
         wait_s = self._wait_s(self.line.num_tokens_before(len(self.line.waiting())))
-        self.line.check_room(priority, num_arriving, max(LEAST_RETRY_S, wait_s or 0.0))
+        self.line.check_allocator(priority, num_arriving, max(LEAST_RETRY_S, wait_s or 0.0))
 
     def is_owed(self, now: float) -> bool:
         """Whether background of it has waited over its patience."""
@@ -189,7 +189,7 @@ class EncoderResident:
 
     # ------------------------------------------------------------ commands
 
-    def accept(self, live: LiveRequest, now: float) -> None:
+    def accept(self, live: Job, now: float) -> None:
         """Put a prepared request in the line.
 
         Raises:
@@ -210,7 +210,7 @@ class EncoderResident:
         live.position = self.line.enqueue(choice.sequence, now)
         self.events.append(Queued(live.request_id, live.position, self._eta_s(live.position)))
 
-    def _check(self, live: LiveRequest) -> None:
+    def _check(self, live: Job) -> None:
         name, n_ctx = self.spec.id, self.backend.capabilities.n_ctx
         wanted = live.request.state_output
         if wanted not in {StateOutput.EMBED, StateOutput.SCORE}:
@@ -265,7 +265,7 @@ class EncoderResident:
         """The same: between turns nothing of it runs."""
         return self.evacuate(reason, now)
 
-    def _send_off(self, live: LiveRequest, now: float) -> Submit:
+    def _send_off(self, live: Job, now: float) -> Submit:
         submit = live.submit(now)
         self.line.retire(_sequence(live), FinishReason.PREEMPTED, now)
         live.close()
@@ -373,23 +373,23 @@ class EncoderResident:
 
     # ------------------------------------------------------------ endings
 
-    def _end(self, live: LiveRequest, reason: FinishReason, now: float) -> None:
+    def _end(self, live: Job, reason: FinishReason, now: float) -> None:
         self.line.retire(_sequence(live), reason, now)
         self.events.append(live.ended(0, reason))
         self._finish(live, now)
 
-    def _finish(self, live: LiveRequest, now: float) -> None:
+    def _finish(self, live: Job, now: float) -> None:
         del self._live[live.request_id]
         self.events.append(live.finished(now))
 
-    def _fail(self, live: LiveRequest, error: StokerError, now: float) -> None:
+    def _fail(self, live: Job, error: StokerError, now: float) -> None:
         del self._live[live.request_id]
         self.line.retire(_sequence(live), FinishReason.ERROR, now)
         live.close()
         self.events.append(Failed(live.request_id, error.info()))
 
 
-def _sequence(live: LiveRequest) -> Sequence:
+def _sequence(live: Job) -> Sequence:
     (choice,) = live.choices.values()
     return choice.sequence
 

@@ -16,8 +16,8 @@ from stoker.sampling.logprobs import token_logprob
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
-    from stoker.engine.jobs.job import LiveRequest
-    from stoker.engine.jobs.table import LiveRequests
+    from stoker.engine.jobs.job import Job
+    from stoker.engine.jobs.table import JobTable
     from stoker.engine.threads.pace import Pace
     from stoker.kv.sequence import Sequence
     from stoker.sampling.generation import Drawn
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from stoker.scheduler.scheduler import Scheduler
 
 
-class Harvest:
+class Postprocess:
     """Digests the rows of one model's steps. Holds nothing between them."""
 
-    def __init__(self, backend: Backend, scheduler: Scheduler, live: LiveRequests, pace: Pace) -> None:
+    def __init__(self, backend: Backend, scheduler: Scheduler, live: JobTable, pace: Pace) -> None:
         self._backend = backend
         self._scheduler = scheduler
         self._live = live
@@ -36,7 +36,7 @@ class Harvest:
         self._n_ctx = backend.capabilities.n_ctx
 
     def __repr__(self) -> str:
-        return f"<Harvest of {self._backend!r}>"
+        return f"<Postprocess of {self._backend!r}>"
 
     def draw(self, plan: StepPlan, rows: Rows) -> None:
         """Take what the step computed to the requests it was computed for."""
@@ -51,7 +51,7 @@ class Harvest:
                     self._live.fail(live, error, self._pace.now())
             at += num_rows
 
-    def _digest(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
+    def _digest(self, live: Job, part: Planned, rows: Rows) -> None:
         """What one sequence's rows mean for its request."""
         sequence, start = part.sequence, part.item.start
         if start < sequence.num_prompt:
@@ -69,7 +69,7 @@ class Harvest:
             return
         self._draw_tokens(live, part, rows)
 
-    def _draw_tokens(self, live: LiveRequest, part: Planned, rows: Rows) -> None:
+    def _draw_tokens(self, live: Job, part: Planned, rows: Rows) -> None:
         """The next token, and those after it that were computed ahead for as long as they are what is drawn.
 
         What else was computed ahead is taken back, also where the request ends or fails on the way.
@@ -87,7 +87,7 @@ class Harvest:
             self._take(live, sequence, drawn)
             return
 
-    def _take(self, live: LiveRequest, sequence: Sequence, drawn: Drawn) -> None:
+    def _take(self, live: Job, sequence: Sequence, drawn: Drawn) -> None:
         """Append the drawn token; end the choice if it is its last, or if no further one would fit."""
         now = self._pace.now()
         index = sequence.key.index
@@ -105,7 +105,7 @@ class Harvest:
             else:
                 self._live.end_choice(live, index, FinishReason.LENGTH, now)
 
-    def _state_of(self, live: LiveRequest, sequence: Sequence) -> StateReady:
+    def _state_of(self, live: Job, sequence: Sequence) -> StateReady:
         """What the model has made of the prompt (SPEC K5, D8)."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
         if sequence.is_to_embed:
@@ -115,7 +115,7 @@ class Harvest:
             tensors = self._backend.read_state(sequence.slot)
         return StateReady(request_id=live.request_id, num_tokens=sequence.num_computed, tensors=tensors)
 
-    def _note_prompt_logprobs(self, live: LiveRequest, start: int, rows: Rows) -> None:
+    def _note_prompt_logprobs(self, live: Job, start: int, rows: Rows) -> None:
         noted, prompt, vocabulary = live.prompt_logprobs, live.prompt, self._backend.vocabulary
         num_top = live.request.prompt_logprobs or 0
         if not noted:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.aging import Patience
-from stoker.scheduler.queue import WaitingLine
+from stoker.scheduler.aging import Aging
+from stoker.scheduler.queue import RequestQueue
 from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def shared_text(sequence: Sequence) -> SharedText:
     return sequence.namespace, tuple(sequence.tokens)
 
 
-class TextLine:
+class TextQueue:
     """Texts of one model, in the order they will be computed.
 
     Attributes:
@@ -39,12 +39,12 @@ class TextLine:
         self.throttle = Throttle()
         self.chosen: list[Sequence] = []
         self.paused: list[Sequence] = []
-        self._line = WaitingLine(max_queue)
-        self._patience = Patience(patience_s)
+        self._line = RequestQueue(max_queue)
+        self._patience = Aging(patience_s)
         self._num_retired_total = 0
 
     def __repr__(self) -> str:
-        return f"<TextLine {len(self._line)} wait, {len(self.chosen)} chosen, {len(self.paused)} paused>"
+        return f"<TextQueue {len(self._line)} wait, {len(self.chosen)} chosen, {len(self.paused)} paused>"
 
     def __len__(self) -> int:
         return len(self._line)
@@ -93,9 +93,9 @@ class TextLine:
 
     # ------------------------------------------------------------ commands
 
-    def check_room(self, priority: Priority, num_arriving: int, retry_after_s: float) -> None:
+    def check_allocator(self, priority: Priority, num_arriving: int, retry_after_s: float) -> None:
         """Raises QueueFullError when the line is at its bound; `num_arriving` are on their way."""
-        self._line.check_room(priority, len(self._line) + num_arriving, retry_after_s)
+        self._line.check_allocator(priority, len(self._line) + num_arriving, retry_after_s)
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new text in the line; returns its position."""

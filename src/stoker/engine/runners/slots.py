@@ -10,16 +10,16 @@ import logging
 
 from stoker.backends.protocol.backend import Backend
 from stoker.cache.prefix_cache import PrefixCache
-from stoker.engine.jobs.job import LiveRequest
+from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
-from stoker.engine.jobs.table import LiveRequests
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.residency.loading import Load
 from stoker.engine.runners import status as report
 from stoker.engine.runners.apply_ops import carry_out
-from stoker.engine.runners.choices import Choosing
+from stoker.engine.runners.choices import ChoiceRunner
 from stoker.engine.runners.description import model_info, scheduler_limits
-from stoker.engine.runners.image_steps import Sight
-from stoker.engine.runners.postprocess import Harvest
+from stoker.engine.runners.image_steps import ImageSteps
+from stoker.engine.runners.postprocess import Postprocess
 from stoker.engine.threads.pace import Pace
 from stoker.errors import (
     ContextLengthError,
@@ -49,7 +49,7 @@ TELL_EVERY_S = 1.0
 """How often waiting requests hear of their place in the line at most."""
 
 
-class Resident:
+class SlotRunner:
     """A model in memory.
 
     Attributes:
@@ -68,12 +68,12 @@ class Resident:
         self._source: tuple[int, ...] = ()
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
-        self._live = LiveRequests(self.scheduler)
-        self._sight = Sight(backend, self.scheduler, pace, cache)
-        self._harvest = Harvest(backend, self.scheduler, self._live, pace)
+        self._live = JobTable(self.scheduler)
+        self._image_steps = ImageSteps(backend, self.scheduler, pace, cache)
+        self._postprocess = Postprocess(backend, self.scheduler, self._live, pace)
         self._speculator = Speculator(backend, self.scheduler, self._live, spec.speculation, pace.now)
         self._runner = pace.join(backend, self.scheduler.cost)
-        self._choosing = Choosing(backend, self.scheduler, pace, self._live.events)
+        self._choosing = ChoiceRunner(backend, self.scheduler, pace, self._live.events)
         self.prep = PrepContext(
             backend.vocabulary,
             limits.n_vocab,
@@ -90,7 +90,7 @@ class Resident:
         )
 
     def __repr__(self) -> str:
-        return f"<Resident {self.spec.id} {self.scheduler!r} {len(self._live)} live>"
+        return f"<SlotRunner {self.spec.id} {self.scheduler!r} {len(self._live)} live>"
 
     # ------------------------------------------------------------ questions
 
@@ -102,7 +102,7 @@ class Resident:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        return self.scheduler.has_work or self._sight.has_work or self._choosing.line.has_work
+        return self.scheduler.has_work or self._image_steps.has_work or self._choosing.line.has_work
 
     def info(self) -> ModelInfo:
         """What was loaded and the limits that resulted."""
@@ -139,13 +139,13 @@ class Resident:
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
-        parts = (self.scheduler, self._sight, self._speculator, self._choosing)
+        parts = (self.scheduler, self._image_steps, self._speculator, self._choosing)
         counters = {name: value for part in parts for name, value in part.stats().items()}
         return counters | {"num_stalls_total": self._num_stalls_total}
 
-    def check_room(self, priority: Priority, num_arriving: int) -> None:
+    def check_allocator(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
-        self.scheduler.check_room(priority, num_arriving + len(self._choosing.line))
+        self.scheduler.check_allocator(priority, num_arriving + len(self._choosing.line))
 
     @property
     def has_people(self) -> bool:
@@ -185,7 +185,7 @@ class Resident:
 
     # ------------------------------------------------------------ commands
 
-    def accept(self, live: LiveRequest, now: float) -> None:
+    def accept(self, live: Job, now: float) -> None:
         """Put a prepared request in the line."""
         if live.to_score is not None and live.choices:
             self._choosing.accept(live, now)
@@ -254,7 +254,7 @@ class Resident:
         waiting = [live for live in self._live if not live.is_running]
         return [self._send_off(live, reason, now) for live in waiting] + self._choosing.evacuate(now)
 
-    def _send_off(self, live: LiveRequest, reason: str, now: float) -> Submit:
+    def _send_off(self, live: Job, reason: str, now: float) -> Submit:
         submit = live.submit(now)
         for index, choice in live.choices.items():
             if choice.sequence.is_running:
@@ -277,7 +277,7 @@ class Resident:
         """Free the native model."""
         self._pace.leave(self._runner)
         self._choosing.close()
-        self._sight.close()
+        self._image_steps.close()
         self.backend.close()
 
     # ------------------------------------------------------------ a turn
@@ -291,7 +291,7 @@ class Resident:
     @property
     def has_unstored(self) -> bool:
         """Whether cells of what has ended are stored nowhere else yet."""
-        return self.scheduler.room.has_unstored
+        return self.scheduler.allocator.has_unstored
 
     def rest(self, now: float) -> None:
         """There is time: store something that is only in cells."""
@@ -304,22 +304,22 @@ class Resident:
 
     def step(self, now: float) -> None:
         """Plan one step over who runs, compute it and draw from its rows."""
-        for sequence, error in self._sight.tend(now):
+        for sequence, error in self._image_steps.tend(now):
             if (live := self._live.get(sequence.key.request_id)) is not None:
                 self._live.fail(live, error, now)
         has_readers = self.has_readers
-        is_for_looking = self._sight.goes_first and not self.scheduler.is_owed(now)
+        is_for_looking = self._image_steps.goes_first and not self.scheduler.is_owed(now)
         plan = None if is_for_looking else self.scheduler.plan()
         if plan is not None:
             self._run(self._speculator.extended(plan), now)
-        elif self.scheduler.has_work and not self._sight.is_awaited:
+        elif self.scheduler.has_work and not self._image_steps.is_awaited:
             self._report_stall(now)
         took_s = self._pace.now() - now
-        self._sight.look(plan, took_s)
+        self._image_steps.look(plan, took_s)
         self._choosing.step(took_s, has_readers=has_readers)
 
     def _carry_out(self, schedule: Schedule, now: float) -> None:
-        carry_out(schedule.effects, self.backend, self.scheduler.room)
+        carry_out(schedule.effects, self.backend, self.scheduler.allocator)
         for sequence in schedule.expired:
             live = self._live.get(sequence.key.request_id)
             if live is not None:
@@ -383,9 +383,9 @@ class Resident:
         else:
             took_s = self._pace.end(self._runner, num_tokens)
             self.scheduler.computed(plan, self._pace.now())
-            if late := self.scheduler.room.take_late():
-                carry_out(late, self.backend, self.scheduler.room)  # before it moves on
-            self._harvest.draw(plan, rows)
+            if late := self.scheduler.allocator.take_late():
+                carry_out(late, self.backend, self.scheduler.allocator)  # before it moves on
+            self._postprocess.draw(plan, rows)
             self._speculator.learn(plan, took_s)
 
     def _num_unread(self, plan: StepPlan) -> int:
@@ -395,9 +395,9 @@ class Resident:
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
         """The native pool is fuller than counted: free something and let the next turn try again."""
-        relief = self.scheduler.relieve(now)
-        if relief.effects or relief.preempted:
-            self._carry_out(relief, now)
+        pressure_handler = self.scheduler.relieve(now)
+        if pressure_handler.effects or pressure_handler.preempted:
+            self._carry_out(pressure_handler, now)
             return
         live = self._live[plan.parts[0].sequence.key.request_id]
         n_ctx = self.prep.n_ctx

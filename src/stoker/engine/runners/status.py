@@ -10,12 +10,12 @@ from stoker.kv.sequence import SequenceState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stoker.engine.residency.catalogue import Served
+    from stoker.engine.residency.catalogue import ServedModel
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.scheduler import Scheduler
 
 
-def model_status(served: Served, leases: int, now: float) -> ModelStatus:
+def model_status(served: ServedModel, leases: int, now: float) -> ModelStatus:
     """A served model as it is now."""
     due_s = None if leases else served.due_s()
     return ModelStatus(

@@ -6,7 +6,7 @@ is served soon and has saved nothing up.
 
 Beside a model that writes for people an encoder's seconds count several times, its calls are to be a small
 part of a step, and no two of them follow each other: so a reader hardly sees them. Who has a claim at all
-(people before jobs, jobs that waited too long) is `residents`'. Pure: durations are arguments.
+(people before jobs, jobs that waited too long) is `runners`'. Pure: durations are arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Contender:
     has_readers: bool = False
 
 
-class FairTurns:
+class ModelTurns:
     """The virtual times, and whose turn it is."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class FairTurns:
 
     def __repr__(self) -> str:
         told = ", ".join(f"{name} {served_s:.3f}" for name, served_s in self._served_s.items())
-        return f"<FairTurns of {told or 'nobody'}>"
+        return f"<ModelTurns of {told or 'nobody'}>"
 
     def allowance_s(self, contenders: Sequence[Contender]) -> float | None:
         """Seconds that a call of an encoder may take beside those; None: as long as it likes.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.engine.threads.affinity import ThreadBinder
-from stoker.engine.threads.cores import SPARE_CORES, CoreWatch
 from stoker.engine.threads.governor import Decision, StepSample, ThreadGovernor
 from stoker.engine.threads.slow_steps import HALF_A_CORE, SlowReason, SlowSteps
+from stoker.machine.cores import SPARE_CORES, CoreWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ class Clocks:
     cpu: Callable[[], float] = time.process_time
 
 
-class ThreadKeeper:
+class ThreadController:
     """Watches the steps of one engine that computes on the CPU. Used on the loop's thread only.
 
     Args:
@@ -64,7 +64,7 @@ class ThreadKeeper:
         self._bound_at_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<ThreadKeeper {self.governor!r} {self._binder!r}>"
+        return f"<ThreadController {self.governor!r} {self._binder!r}>"
 
     def begin(self) -> Decision | None:
         """A native step is about to start; after a pause, cores that became free are taken at once."""

@@ -16,7 +16,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from stoker.engine.threads.cores import SPARE_CORES, threads_that_fit
+from stoker.machine.cores import SPARE_CORES, threads_that_fit
 
 WINDOW_S = 0.5
 """How much of the latest step time is judged."""

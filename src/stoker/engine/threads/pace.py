@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.engine.threads.controller import ThreadKeeper
+from stoker.engine.threads.controller import ThreadController
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.engine.threads.governor import Decision
-    from stoker.engine.threads.timer import StepClock
+    from stoker.engine.threads.timer import StepTimer
     from stoker.scheduler.cost import StepCost
 
 
@@ -30,23 +30,23 @@ class Runner:
 class Pace:
     """Surrounds every native step of one engine."""
 
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: StepTimer) -> None:
         self._clock = clock
         self._runners: list[Runner] = []
-        self._keeper: ThreadKeeper | None = None
+        self._controller: ThreadController | None = None
 
     def __repr__(self) -> str:
-        return f"<Pace {self._clock!r} {self._keeper!r}>"
+        return f"<Pace {self._clock!r} {self._controller!r}>"
 
     @property
     def num_threads(self) -> int:
         """What steps on the CPU use now; 0: no model computes there."""
-        return self._keeper.governor.num_threads if self._keeper else 0
+        return self._controller.governor.num_threads if self._controller else 0
 
     @property
     def reason(self) -> str:
         """Why that is less than was given; empty if it is not."""
-        return self._keeper.governor.reason if self._keeper else ""
+        return self._controller.governor.reason if self._controller else ""
 
     def now(self) -> float:
         """The engine's clock, in seconds."""
@@ -72,32 +72,32 @@ class Pace:
     def _renew(self) -> None:
         """The most threads may have changed: a keeper for that number, beginning with all of them."""
         most = max((runner.max_threads for runner in self._runners), default=0)
-        if self._keeper is not None and self._keeper.governor.max_threads == most:
-            self._use(self._keeper.governor.num_threads)
+        if self._controller is not None and self._controller.governor.max_threads == most:
+            self._use(self._controller.governor.num_threads)
             return
         self.close()
         if most:
-            self._keeper = ThreadKeeper(most)
+            self._controller = ThreadController(most)
             self._use(most)
 
     def close(self) -> None:
         """Give threads their cores back; idempotent."""
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        if self._controller is not None:
+            self._controller.close()
+            self._controller = None
 
     # ------------------------------------------------------------ steps
 
     def begin(self, num_tokens: int) -> None:
         """A native step over `num_tokens` starts."""
-        if self._keeper is not None:
-            self._follow(self._keeper.begin())
+        if self._controller is not None:
+            self._follow(self._controller.begin())
         self._clock.begin(num_tokens)
 
     def end(self, runner: Runner, num_tokens: int) -> float:
         """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""
         took_s = self._clock.end(num_tokens)
-        keeper = self._keeper
+        keeper = self._controller
         if keeper is None or not runner.backend.capabilities.computes_on_cpu:
             runner.cost.learn(num_tokens, took_s)
             return took_s
@@ -111,8 +111,8 @@ class Pace:
     def abandon(self) -> None:
         """It failed: its time says nothing."""
         self._clock.abandon()
-        if self._keeper is not None:
-            self._keeper.abandon()
+        if self._controller is not None:
+            self._controller.abandon()
 
     def _follow(self, decision: Decision | None) -> None:
         if decision is not None:

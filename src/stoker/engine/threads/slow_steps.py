@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.engine.threads.cores import SPARE_CORES
+from stoker.machine.cores import SPARE_CORES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

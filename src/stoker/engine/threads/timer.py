@@ -17,7 +17,7 @@ STALL_S = 1.0
 """A reading this late means that the process stood still: it was stopped, or the whole machine was."""
 
 
-class StepClock:
+class StepTimer:
     """Times each native step. Time in which the process stood still does not count.
 
     Attributes:
@@ -35,7 +35,7 @@ class StepClock:
         self._stalled = (0.0, 0.0)  # the start of a step, and how long it has stood still
 
     def __repr__(self) -> str:
-        return f"<StepClock {self.num_steps} steps, {(self._token_s or 0.0) * 1000:.2f} ms a token at most>"
+        return f"<StepTimer {self.num_steps} steps, {(self._token_s or 0.0) * 1000:.2f} ms a token at most>"
 
     def begin(self, num_tokens: int) -> None:
         """A native step over `num_tokens` starts."""

@@ -13,12 +13,12 @@ from typing import NoReturn
 from stoker.errors import InvalidRequestError
 from stoker.grammar.gbnf.notation import (
     MAX_CODEPOINT,
-    Choice,
+    Alternatives,
+    Concatenation,
     Node,
     Ref,
     Repeat,
     Rules,
-    Sequence,
     char_class,
     is_character,
     references,
@@ -124,7 +124,7 @@ class _Reader:
         while self._symbol().text == "|" and self._symbol().kind == "mark":
             self._index += 1
             options.append(self._sequence())
-        return options[0] if len(options) == 1 else Choice(tuple(options))
+        return options[0] if len(options) == 1 else Alternatives(tuple(options))
 
     def _sequence(self) -> Node:
         items: list[Node] = []
@@ -139,7 +139,7 @@ class _Reader:
                 items[-1] = self._repeated(items[-1], symbol)
             else:
                 items.append(self._item(symbol))
-        return items[0] if len(items) == 1 else Sequence(tuple(items))
+        return items[0] if len(items) == 1 else Concatenation(tuple(items))
 
     def _item(self, symbol: _Symbol) -> Node:
         match symbol.kind, symbol.text:

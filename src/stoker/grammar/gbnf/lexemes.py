@@ -20,14 +20,14 @@ from stoker.errors import InvalidRequestError
 from stoker.grammar.automaton import Automaton, Overlong, meet, union
 from stoker.grammar.effort import Effort, Exhausted
 from stoker.grammar.gbnf.notation import (
+    Alternatives,
     Chars,
-    Choice,
+    Concatenation,
     Node,
     Ranges,
     Ref,
     Repeat,
     Rules,
-    Sequence,
     is_nullable,
     parts,
     references,
@@ -170,11 +170,11 @@ class _Cutter:
         match node:
             case Ref(name):
                 return _Rule(name)
-            case Choice(options):
+            case Alternatives(options):
                 return _Any(tuple(map(self._lower, options)))
             case Repeat(item, low, high):
                 return _Times(self._lower(item), low, high)
-            case Sequence(items):
+            case Concatenation(items):
                 return _All(tuple(self._runs(items)))
         return _Lexeme((node,))
 
@@ -389,11 +389,11 @@ class _Writer:
             case Ref(name):
                 self._inner.append(name)
                 return f"R{self._numbers[name]}"
-            case Choice(options):
+            case Alternatives(options):
                 return f"({' | '.join(map(self._node, options))})"
             case Repeat(item, low, high):
                 return f"({self._node(item)}){_times(low, high)}"
-            case Sequence(items):
+            case Concatenation(items):
                 return f"({self._nodes(items)})"
 
     def _nodes(self, nodes: tuple[Node, ...]) -> str:

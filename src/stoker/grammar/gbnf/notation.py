@@ -24,14 +24,14 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sequence:
+class Concatenation:
     """All items in turn; none is the empty text."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class Alternatives:
     """One of the options."""
 
     options: tuple[Node, ...]
@@ -53,16 +53,16 @@ class Ref:
     name: str
 
 
-Node: TypeAlias = Chars | Sequence | Choice | Repeat | Ref
+Node: TypeAlias = Chars | Concatenation | Alternatives | Repeat | Ref
 Rules: TypeAlias = Mapping[str, Node]
 
 
 def parts(node: Node) -> tuple[Node, ...]:
     """The nodes directly below."""
     match node:
-        case Sequence(items):
+        case Concatenation(items):
             return items
-        case Choice(options):
+        case Alternatives(options):
             return options
         case Repeat(item):
             return (item,)
@@ -118,7 +118,7 @@ def _num_wanted(node: Node, *, are_chars: bool) -> int:
     match node:
         case Chars():
             return 0 if are_chars else 1
-        case Sequence(items):
+        case Concatenation(items):
             return len(items)
         case Repeat(low=0):
             return 0
@@ -133,9 +133,9 @@ def is_nullable(node: Node, nullable: AbstractSet[str]) -> bool:
             return False
         case Ref(name):
             return name in nullable
-        case Sequence(items):
+        case Concatenation(items):
             return all(is_nullable(item, nullable) for item in items)
-        case Choice(options):
+        case Alternatives(options):
             return any(is_nullable(option, nullable) for option in options)
         case Repeat(item, low, _):
             return low == 0 or is_nullable(item, nullable)
@@ -154,7 +154,7 @@ def is_character(code: int) -> bool:
 def text(chars: str) -> Node:
     """These characters in turn."""
     items = tuple(map(one_char, chars))
-    return items[0] if len(items) == 1 else Sequence(items)
+    return items[0] if len(items) == 1 else Concatenation(items)
 
 
 def char_class(ranges: list[tuple[int, int]], *, is_negated: bool) -> Chars:

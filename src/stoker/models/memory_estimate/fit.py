@@ -21,7 +21,7 @@ _SLOTS = (4, 2, 1)
 _TIGHT_FRACTION = 10  # less than a tenth of the limit left over counts as tight
 
 
-class Verdict(StrEnum):
+class Fit(StrEnum):
     """How a model fits: as asked, barely, cut down, or not however it is cut down."""
 
     FITS = "fits"
@@ -55,7 +55,7 @@ Estimator = Callable[[ModelSpec], Estimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class MemoryBudget:
     """What there is for a model, in bytes.
 
     Attributes:
@@ -95,13 +95,13 @@ class Offer:
         degraded: what it gets less of than was asked for, for people.
     """
 
-    verdict: Verdict
+    verdict: Fit
     spec: ModelSpec
     estimate: Estimate
     degraded: tuple[str, ...] = ()
 
 
-def weigh(spec: ModelSpec, estimate: Estimator, budget: Budget, least_n_ctx: int = 0) -> Offer:
+def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ctx: int = 0) -> Offer:
     """How `spec` can be had within `budget`, with a context of `least_n_ctx` tokens or more.
 
     First the context is made shorter, then cells are quantised (with as long a context as then fits), then
@@ -114,12 +114,12 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: Budget, least_n_ctx: int
     """
     asked = estimate(spec)
     if asked.total_bytes <= budget.room_bytes:
-        verdict = Verdict.TIGHT if budget.is_tight(asked.total_bytes) else Verdict.FITS
+        verdict = Fit.TIGHT if budget.is_tight(asked.total_bytes) else Fit.FITS
         return Offer(verdict=verdict, spec=spec, estimate=asked)
     for smaller in smaller_forms(spec, asked, least_n_ctx):
         found = estimate(smaller)
         if found.total_bytes <= budget.room_bytes:
-            return _offer(Verdict.DEGRADED, spec, asked, smaller, found)
+            return _offer(Fit.DEGRADED, spec, asked, smaller, found)
     least = smallest(spec, estimate, least_n_ctx)
     needed = least.estimate.total_bytes
     if needed > budget.most_bytes:
@@ -138,7 +138,7 @@ def smallest(spec: ModelSpec, estimate: Estimator, least_n_ctx: int = 0) -> Offe
     asked = estimate(spec)
     forms = (spec, *smaller_forms(spec, asked, least_n_ctx))
     smaller, least = min(((form, estimate(form)) for form in forms), key=lambda pair: pair[1].total_bytes)
-    return _offer(Verdict.TOO_LARGE, spec, asked, smaller, least)
+    return _offer(Fit.TOO_LARGE, spec, asked, smaller, least)
 
 
 def smaller_forms(spec: ModelSpec, asked: Estimate, least_n_ctx: int = 0) -> Iterator[ModelSpec]:
@@ -165,7 +165,7 @@ def _pools(spec: ModelSpec, asked: Estimate) -> Iterator[int]:
         yield n_ctx
 
 
-def _offer(verdict: Verdict, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, found: Estimate) -> Offer:
+def _offer(verdict: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, found: Estimate) -> Offer:
     phrases = []
     if smaller.pool_cells != spec.pool_cells:
         sizes = found.n_ctx or smaller.pool_cells, asked.n_ctx or spec.pool_cells

@@ -15,7 +15,7 @@ from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import check_range
 from stoker.server.fields import GenerationFields, Int
 from stoker.server.inbound.body import Body, Many, Named
-from stoker.server.inbound.origin_rules import Origins, Translation
+from stoker.server.inbound.origin_rules import OriginRules, Translation
 from stoker.server.openai.constraints import ResponseFormat
 
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stop", "stream_options", "service_tier"}
@@ -59,7 +59,7 @@ class MessagesRequest(GenerationFields):
             check_range("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
         if self.n not in (None, 1):
             raise UnsupportedError("a message is one answer; n is not supported here", param="n")
-        origins = Origins({"prompt": "messages", "stop": "stop_sequences"})
+        origins = OriginRules({"prompt": "messages", "stop": "stop_sequences"})
         origins.add("max_completion_tokens", "max_tokens")
         choice = self.tool_choice or {}
         given = {
@@ -78,7 +78,7 @@ class MessagesRequest(GenerationFields):
             body | {name: value for name, value in given.items() if value is not None}, origins
         )
 
-    def _messages(self, origins: Origins) -> list[dict[str, Any]]:
+    def _messages(self, origins: OriginRules) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": _joined(self.system, "system")})
@@ -95,7 +95,7 @@ class MessagesRequest(GenerationFields):
                 _take_rest(turn, turn.content, where, messages, origins)
         return messages
 
-    def _tools(self, origins: Origins) -> list[dict[str, Any]]:
+    def _tools(self, origins: OriginRules) -> list[dict[str, Any]]:
         """Functions in the chat completions' form; tools of the vendor's own kinds as they are."""
         tools = []
         for index, tool in enumerate(self.tools or ()):
@@ -105,7 +105,7 @@ class MessagesRequest(GenerationFields):
             tools.append(_function(tool) if tool.get("type") in (None, "custom") else dict(tool))
         return tools
 
-    def _format(self, origins: Origins) -> dict[str, Any] | None:
+    def _format(self, origins: OriginRules) -> dict[str, Any] | None:
         """The form of the answer, by whichever of its three names it was asked for."""
         asked = {
             "output_config.format": (self.output_config or {}).get("format"),
@@ -138,7 +138,7 @@ class CountTokensRequest(MessagesRequest):
 # ------------------------------------------------------------ turns
 
 
-def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: Origins) -> dict[str, Any]:
+def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: OriginRules) -> dict[str, Any]:
     """The turn, which is `place` in the chat completion."""
     origins.add(place, where)
     texts: list[str] = []
@@ -174,7 +174,7 @@ def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _take_results(
-    blocks: list[dict[str, Any]], where: str, messages: list[dict[str, Any]], origins: Origins
+    blocks: list[dict[str, Any]], where: str, messages: list[dict[str, Any]], origins: OriginRules
 ) -> None:
     """Add the results of tools, each a turn of its own; they stand before the text beside them."""
     for index, block in enumerate(blocks):
@@ -195,7 +195,7 @@ def _take_rest(
     blocks: list[dict[str, Any]],
     where: str,
     messages: list[dict[str, Any]],
-    origins: Origins,
+    origins: OriginRules,
 ) -> None:
     """Add what is no result as one turn; blocks that are neither text nor pictures go on as they are."""
     place = f"messages.{len(messages)}"

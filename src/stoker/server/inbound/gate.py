@@ -35,7 +35,7 @@ _NO_CONTENT = 204
 _UNIDENTIFIED = Identity(refusal="no key is read on this path")
 
 
-class Gate:
+class WorkGate:
     """ASGI middleware around the whole application.
 
     Args:

@@ -1,7 +1,7 @@
 """Where the places of a chat completion stand in the body of the API that was called.
 
 `/v1/responses` and `/v1/messages` become chat completions. An error then names a place of the chat
-completion; `Origins` translates it, in `param` and in the message, to the field that the caller wrote.
+completion; `OriginRules` translates it, in `param` and in the message, to the field that the caller wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from stoker.errors import StokerError, error_from_info
 
 
-class Origins:
+class OriginRules:
     """The caller's own path for each path of the chat completion.
 
     Args:
@@ -77,4 +77,4 @@ class Translation:
     """The body of a chat completion as JSON values, and where its places stand in the body it was made of."""
 
     body: dict[str, Any]
-    origins: Origins
+    origins: OriginRules

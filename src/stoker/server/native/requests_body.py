@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from stoker.client.store.kept import KeptRequest
     from stoker.ipc.status import EngineStatus
     from stoker.runtime import RuntimeStatus
-    from stoker.server.context import LiveRequest
+    from stoker.server.context import OwnedRequest
 
 HELD = "held"  # the front has it: it has not reached an engine, or there is none
 
 
 def requests_document(
-    live: Sequence[LiveRequest], kept: Sequence[KeptRequest], status: RuntimeStatus
+    live: Sequence[OwnedRequest], kept: Sequence[KeptRequest], status: RuntimeStatus
 ) -> list[dict[str, object]]:
     """One entry a request of the runtime; the live ones first, as they came."""
     places = _places(status.engine)
@@ -27,7 +27,7 @@ def requests_document(
     return entries + [_entry(found, found.state, found.num_tokens) | {"is_kept": True} for found in kept]
 
 
-def _entry(request: LiveRequest | KeptRequest, state: str, num_tokens: int) -> dict[str, object]:
+def _entry(request: OwnedRequest | KeptRequest, state: str, num_tokens: int) -> dict[str, object]:
     return {
         "id": request.id,
         "names": request.names,

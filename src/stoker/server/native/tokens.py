@@ -13,7 +13,7 @@ from stoker.server.context import ServerContext
 from stoker.server.inbound.body import described, read_body
 from stoker.server.native.tokens_body import DetokenizeRequest, TokenizeRequest
 from stoker.server.openai.chat import prepared_chat
-from stoker.server.openai.chat_body import Conversation
+from stoker.server.openai.chat_body import ConversationFields
 from stoker.server.openai.completion_body import check_tokens
 
 
@@ -42,10 +42,10 @@ def router(context: ServerContext) -> APIRouter:
             check_tokens(body.tokens, info.n_vocab, "tokens")
         return _json({"content": await context.runtime.detokenize(body.tokens, model=info.id)})
 
-    @routes.post("/apply-template", openapi_extra=described(Conversation))
+    @routes.post("/apply-template", openapi_extra=described(ConversationFields))
     async def apply_template(request: Request) -> Response:
         """The prompt that a conversation becomes."""
-        body = await read_body(request, Conversation)
+        body = await read_body(request, ConversationFields)
         context.require_ready()
         info = context.runtime.resolve(body.model)
         plan = await prepared_chat(context, request, body, info)

@@ -146,7 +146,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class CompletionAnswer(msgspec.Struct, frozen=True):
     """A completion or a chunk of one; `object` tells which."""
 
     id: str

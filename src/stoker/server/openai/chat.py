@@ -22,12 +22,12 @@ from stoker.server.headers import (
     images_header,
 )
 from stoker.server.inbound.body import described, read_body, validated
-from stoker.server.inbound.origin_rules import Origins
+from stoker.server.inbound.origin_rules import OriginRules
 from stoker.server.native.states import initial_state
-from stoker.server.openai.chat_body import ChatRequest, Conversation
+from stoker.server.openai.chat_body import ChatRequest, ConversationFields
 from stoker.server.openai.chat_writer import ChatChunks, WholeChat
 from stoker.server.streaming.delivery import TranslatedSource, collected, streamed
-from stoker.server.streaming.generation import Caller, Generation
+from stoker.server.streaming.generation import Caller, GenerationCall
 from stoker.server.streaming.head import Head
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ChatTurn:
     form: AnswerForm
     images: tuple[ImageReport, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
-    origins: Origins = field(default_factory=lambda: Origins({}))
+    origins: OriginRules = field(default_factory=lambda: OriginRules({}))
 
     def tell(self, answer: Response) -> Response:
         """The answer with headers that say what became of the pictures and which tools were ignored."""
@@ -125,7 +125,7 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     initial = await initial_state(context, request, body.state, info.id)
     asked = msgspec.structs.replace(asked, **initial, pictures=tuple(one.picture for one in taken))
     reports = tuple(one.report for one in taken)
-    generation = Generation(context, prefix, Caller.of(request), [asked])
+    generation = GenerationCall(context, prefix, Caller.of(request), [asked])
     return ChatTurn(generation.id, asked, generation, plan.form, reports, plan.left_out)
 
 
@@ -172,7 +172,7 @@ async def prompt_tokens(context: ServerContext, request: Request, body: Translat
 
 
 async def prepared_chat(
-    context: ServerContext, request: Request, body: Conversation, info: ModelInfo
+    context: ServerContext, request: Request, body: ConversationFields, info: ModelInfo
 ) -> ChatPlan:
     """What a conversation asks of a model. Nothing that grows with the body is done on the event loop.
 

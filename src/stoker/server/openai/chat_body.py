@@ -94,7 +94,7 @@ def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
     return [message.to_template(f"messages.{index}", model) for index, message in enumerate(messages)]
 
 
-class Conversation(Body):
+class ConversationFields(Body):
     """Messages and what the template is told besides."""
 
     messages: Many[Message] = Field(min_length=1)
@@ -160,7 +160,7 @@ class Conversation(Body):
         return given
 
 
-class ChatRequest(Conversation, GenerationFields):
+class ChatRequest(ConversationFields, GenerationFields):
     """A chat completion to make."""
 
     max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))

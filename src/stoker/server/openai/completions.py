@@ -15,7 +15,7 @@ from stoker.server.native.states import initial_state
 from stoker.server.openai.completion_body import CompletionRequest
 from stoker.server.openai.completion_writer import TextChunks, WholeText
 from stoker.server.streaming.delivery import collected, streamed
-from stoker.server.streaming.generation import Caller, Generation
+from stoker.server.streaming.generation import Caller, GenerationCall
 from stoker.server.streaming.head import Head
 
 
@@ -33,7 +33,7 @@ def router(context: ServerContext) -> APIRouter:
         shared |= header_fields(request) | await initial_state(context, request, body.state, info.id)
         prompts = await asyncio.to_thread(body.prompts, info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
-        generation = Generation(context, "cmpl-", Caller.of(request), asked)
+        generation = GenerationCall(context, "cmpl-", Caller.of(request), asked)
         tier = tier_of(asked[0].priority)
         head = Head(generation.id, info.asked_as, asked[0].n, body.wants_usage, tier)
         if body.stream:

@@ -14,7 +14,7 @@ from stoker.ipc.request import GenerateRequest
 from stoker.json_size import num_chars
 from stoker.server.fields import GenerationFields, Int, tier_of
 from stoker.server.inbound.body import Many, Named
-from stoker.server.inbound.origin_rules import Origins, Translation
+from stoker.server.inbound.origin_rules import OriginRules, Translation
 from stoker.server.openai.constraints import ResponseFormat
 
 IGNORED_TOOLS = "stoker_ignored_tools"
@@ -76,7 +76,7 @@ class ResponsesRequest(GenerationFields):
             UnsupportedError: a kind of item, or a field, is not served.
         """
         self.refuse_unsupported()
-        origins = Origins({"messages": "input", "prompt": "input", "context_shift": "truncation"})
+        origins = OriginRules({"messages": "input", "prompt": "input", "context_shift": "truncation"})
         origins.add("max_completion_tokens", _LIMIT)
         origins.add("max_tokens", _LIMIT)
         given = {
@@ -149,7 +149,7 @@ class ResponsesRequest(GenerationFields):
             if isinstance(inner.get("name"), str)
         }
 
-    def _messages(self, origins: Origins) -> list[dict[str, Any]]:
+    def _messages(self, origins: OriginRules) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -171,7 +171,7 @@ class ResponsesRequest(GenerationFields):
             raise InvalidRequestError("input holds no message", param="input")
         return messages
 
-    def _tools(self, origins: Origins) -> list[dict[str, Any]]:
+    def _tools(self, origins: OriginRules) -> list[dict[str, Any]]:
         """The functions in the chat completions' form, those of namespaces too; other tools as they are."""
         tools: list[dict[str, Any]] = []
         for where, name, tool in _each_tool(self.tools or ()):
@@ -185,7 +185,7 @@ class ResponsesRequest(GenerationFields):
                 tools.append(dict(tool))
         return tools
 
-    def _format(self, origins: Origins) -> dict[str, Any] | None:
+    def _format(self, origins: OriginRules) -> dict[str, Any] | None:
         given = (self.text or {}).get("format")
         if not isinstance(given, Mapping) or given.get("type") in (None, "text"):
             if self.response_format is None:
@@ -215,7 +215,7 @@ def default_echo() -> dict[str, Any]:
 # ------------------------------------------------------------ items
 
 
-def _take(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]], origins: Origins) -> None:
+def _take(item: Mapping[str, Any], where: str, messages: list[dict[str, Any]], origins: OriginRules) -> None:
     """Add the message that an item is; calls join the assistant's turn before them."""
     kind = item.get("type", "message")
     if kind == "function_call":

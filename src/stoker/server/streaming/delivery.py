@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from stoker.client.requests.stream import StreamEvent
     from stoker.ipc.usage import CacheSource
-    from stoker.server.inbound.origin_rules import Origins
+    from stoker.server.inbound.origin_rules import OriginRules
 
 POSITION_HEADER = "X-Stoker-Queue-Position"
 ETA_HEADER = "X-Stoker-Eta"
@@ -64,7 +64,7 @@ class TranslatedSource:
         origins: where its places stand in the caller's body.
     """
 
-    def __init__(self, source: Source, origins: Origins) -> None:
+    def __init__(self, source: Source, origins: OriginRules) -> None:
         self._source = source
         self._origins = origins
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stoker.errors import OperatorOnlyError
 from stoker.ipc.usage import Usage
-from stoker.server.context import LiveRequest
+from stoker.server.context import OwnedRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
@@ -69,7 +69,7 @@ class Caller:
         return self.is_operator or (owner != "" and owner == self.key_digest)
 
 
-class Generation:
+class GenerationCall:
     """The prompts of one HTTP request, run side by side.
 
     Attributes:
@@ -111,9 +111,9 @@ class Generation:
         ready = {status.id for status in runtime.model_states() if status.state == "ready"}
         return needed <= ready
 
-    def _live(self) -> list[LiveRequest]:
+    def _live(self) -> list[OwnedRequest]:
         return [
-            LiveRequest(own, self._names, request.model, request.is_chat, self._owner)
+            OwnedRequest(own, self._names, request.model, request.is_chat, self._owner)
             for own, request in zip(self.runtime_ids, self._requests, strict=True)
         ]
 

@@ -10,9 +10,9 @@ from msgspec import UNSET, UnsetType
 
 from stoker.ipc.usage import Timings, Usage
 from stoker.server.openai.answers import (
-    Answer,
     ChatChoice,
     ChatChunkChoice,
+    CompletionAnswer,
     Progress,
     TextChoice,
     TimingsAnswer,
@@ -58,7 +58,7 @@ class Head:
 
     def answer(self, kind: str, choices: _Choices | list[ChatChoice], **fields: Any) -> bytes:
         """JSON of the answer, or of a chunk of it, whose `object` is `kind`."""
-        made = Answer(self.id, kind, self.created, self.model, choices, self.tier, **fields)
+        made = CompletionAnswer(self.id, kind, self.created, self.model, choices, self.tier, **fields)
         return encode(made)
 
 

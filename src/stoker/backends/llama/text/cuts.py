@@ -29,7 +29,7 @@ _NICE_CHARS = 256  # how far back a run is cut rather, where a line or a kind of
 _LINE_FEED = 10
 
 
-class Kind(IntEnum):
+class CutKind(IntEnum):
     """What the splitting into words tells apart; ANY may pass for each of them."""
 
     UNSEEN = 0
@@ -40,13 +40,15 @@ class Kind(IntEnum):
     SIGN = 5
 
 
-Runs = tuple[tuple[Kind, ...], ...]
+Runs = tuple[tuple[CutKind, ...], ...]
 """Kinds of characters that may lie side by side in one word."""
-BLANK_RUNS: Runs = ((Kind.ANY, Kind.BLANK),)
-KIND_RUNS: Runs = tuple((Kind.ANY, kind) for kind in (Kind.LETTER, Kind.NUMBER, Kind.BLANK, Kind.SIGN))
+BLANK_RUNS: Runs = ((CutKind.ANY, CutKind.BLANK),)
+KIND_RUNS: Runs = tuple(
+    (CutKind.ANY, kind) for kind in (CutKind.LETTER, CutKind.NUMBER, CutKind.BLANK, CutKind.SIGN)
+)
 ALL_RUNS: Runs = (
-    (Kind.ANY, Kind.LETTER, Kind.NUMBER, Kind.SIGN),
-    (Kind.ANY, Kind.LETTER, Kind.BLANK),
+    (CutKind.ANY, CutKind.LETTER, CutKind.NUMBER, CutKind.SIGN),
+    (CutKind.ANY, CutKind.LETTER, CutKind.BLANK),
 )
 # By `tokenizer.ggml.pre`, as llama-vocab.cpp has it; one that is not here is taken for the worst.
 _BY_HAND = (
@@ -65,7 +67,13 @@ _RUNS: dict[str, Runs] = dict.fromkeys(_BY_HAND.split(), BLANK_RUNS) | dict.from
     _BY_KIND.split(), KIND_RUNS
 )
 _KINDS = np.zeros(0x110000, np.uint8)  # filled as characters are seen; threads fill in the same
-_BY_CATEGORY = {"L": Kind.LETTER, "N": Kind.NUMBER, "Z": Kind.BLANK, "P": Kind.SIGN, "S": Kind.SIGN}
+_BY_CATEGORY = {
+    "L": CutKind.LETTER,
+    "N": CutKind.NUMBER,
+    "Z": CutKind.BLANK,
+    "P": CutKind.SIGN,
+    "S": CutKind.SIGN,
+}
 
 
 def runs_of(pre: str) -> Runs:
@@ -132,16 +140,16 @@ class TextCuts:
 def _kinds(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
     kinds = _KINDS[codes]
     if not kinds.all():
-        for code in np.unique(codes[kinds == Kind.UNSEEN]).tolist():
+        for code in np.unique(codes[kinds == CutKind.UNSEEN]).tolist():
             _KINDS[code] = _kind(chr(code))
         kinds = _KINDS[codes]
     return kinds
 
 
-def _kind(character: str) -> Kind:
+def _kind(character: str) -> CutKind:
     if character in "\t\n\v\f\r":
-        return Kind.BLANK
-    return _BY_CATEGORY.get(unicodedata.category(character)[0], Kind.ANY)  # marks, controls, unknown ones
+        return CutKind.BLANK
+    return _BY_CATEGORY.get(unicodedata.category(character)[0], CutKind.ANY)  # marks, controls, unknown ones
 
 
 def _long_runs(belongs: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Rows
 
 
-class Gate:
+class SliceGate:
     """The native callback of one projector: lets the encode that is under way pass, wait or end.
 
     Attributes:
@@ -32,7 +32,7 @@ class Gate:
         self.native = llama.ggml_backend_sched_eval_callback(self._on_operation)
 
     def __repr__(self) -> str:
-        return f"<Gate for {self.encoding!r}>"
+        return f"<SliceGate for {self.encoding!r}>"
 
     def _on_operation(self, _tensor: object, is_before: bool, _user_data: object) -> bool:  # noqa: FBT001
         """Before an operation: stop after it, always. After it: whether to go on."""
@@ -47,7 +47,7 @@ class SlicedEncode:
         encode: computes on this encode's thread; float32 (num_tokens, n_embd).
     """
 
-    def __init__(self, gate: Gate, encode: Callable[[], Rows]) -> None:
+    def __init__(self, gate: SliceGate, encode: Callable[[], Rows]) -> None:
         self._gate = gate
         self._encode = encode
         self._thread: threading.Thread | None = None

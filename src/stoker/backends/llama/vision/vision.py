@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from stoker.backends.llama.binding import capture_log, error_text, vision_library
-from stoker.backends.llama.vision.slices import Gate, SlicedEncode
+from stoker.backends.llama.vision.slices import SlicedEncode, SliceGate
 from stoker.errors import InvalidRequestError, ModelLoadError, StepFailedError, StokerError, UnsupportedError
 from stoker.models.fingerprint import fingerprint
 from stoker.models.projector import Pairing, pairing_of
@@ -55,29 +55,29 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Eyes:
+class VisionContext:
     """A model's projector, if it has one that works, and how the two stand (SPEC V1)."""
 
-    vision: Vision | None
+    vision: LlamaVision | None
     pairing: Pairing
 
 
-BLIND = Eyes(None, Pairing.NONE)
+BLIND = VisionContext(None, Pairing.NONE)
 """Of a model that is not meant to see."""
 
 
-def open_eyes(spec: ModelSpec, model: LlamaModel, header: GgufHeader, num_threads: int) -> Eyes:
+def open_vision(spec: ModelSpec, model: LlamaModel, header: GgufHeader, num_threads: int) -> VisionContext:
     """Load the projector that goes with a model; where that fails, the model is served for text alone."""
     if spec.projector is None:
-        return Eyes(None, pairing_of(header, None).pairing)
+        return VisionContext(None, pairing_of(header, None).pairing)
     try:
-        return Eyes(Vision(Path(spec.projector.path), model, num_threads), Pairing.READY)
+        return VisionContext(LlamaVision(Path(spec.projector.path), model, num_threads), Pairing.READY)
     except StokerError as error:
         log.warning("%s is served without its projector: %s", spec.id, error)
-        return Eyes(None, Pairing.BROKEN)
+        return VisionContext(None, Pairing.BROKEN)
 
 
-class Vision:
+class LlamaVision:
     """A projector beside `model`, whose embeddings it makes. Close it before the model.
 
     `layout` may be called on any thread; everything else on the one that drives the model.
@@ -101,7 +101,7 @@ class Vision:
         self.size_bytes = path.stat().st_size
         self._model = model
         self._library = vision_library()
-        self._gate = Gate()
+        self._gate = SliceGate()
         self._opening = threading.Lock()  # a layout must not meet a projector that is opened anew
         self._encoding: SlicedEncode | None = None
         self._handle: int | None = None
@@ -121,7 +121,7 @@ class Vision:
         return cls(path, model, num_threads)
 
     def __repr__(self) -> str:
-        return f"<Vision {self.path.name} {self._encoding or 'idle'}>"
+        return f"<LlamaVision {self.path.name} {self._encoding or 'idle'}>"
 
     def __enter__(self) -> Self:
         return self
