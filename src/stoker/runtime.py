@@ -20,6 +20,7 @@ from stoker.client.client import Client
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.models.catalogue import SpecChanges
 from stoker.client.process.suspend import GRACES_S
+from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
 from stoker.client.status import overview
 from stoker.client.store.kept import KeptRequest
@@ -72,7 +73,8 @@ class Runtime:
         if model is not None:
             settings = settings.replace(models=(str(model), *settings.models))
         self._settings = settings
-        self._client = Client(settings, lambda state: self.on_load(state))  # noqa: PLW0108 - it may be set later
+        new_transport = _in_thread if settings.isolation == "thread" else None
+        self._client = Client(settings, lambda state: self.on_load(state), new_transport)  # noqa: PLW0108 - it may be set later
         self.takes_up = True
         self.states = States(settings.states_dir, self)
         self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
@@ -501,3 +503,10 @@ class Runtime:
         """The prompt that a conversation becomes, by the model's own template; blocks as `plan_chat` does."""
         offer = offer_of(tools)
         return self.plan_chat(messages, offer, model=model, template_args=template_args).prompt
+
+
+def _in_thread(settings: EngineSettings) -> ThreadTransport:
+    """The transport of an engine in this process; only here does the client's side meet the engine's code."""
+    from stoker.engine.process import EngineInThread  # noqa: PLC0415 - a child process imports its own
+
+    return ThreadTransport(settings, EngineInThread)

@@ -23,6 +23,7 @@ from stoker.client.process.descriptors import DescriptorReserve
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.process.transport import ProcessTransport, ThreadTransport, Transport
 from stoker.client.supervisor import EngineSupervisor
+from stoker.engine.process import EngineInThread
 from stoker.errors import EngineError, MachineSetupError, NotReadyError
 from stoker.settings import EngineSettings
 
@@ -101,7 +102,7 @@ async def test_a_start_that_is_refused_something_is_tried_again_and_leaves_nothi
     async with hosting() as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
         before, others = num_descriptors(), children() - {host.pid}
-        faulty = host._new_carrier = Faulty(what, 2)
+        faulty = host._new_transport = Faulty(what, 2)
         kill(host)
         assert (await client.read_all()).tokens == list(range(6))
         assert faulty.num_starts == 3
@@ -129,7 +130,7 @@ async def test_an_engine_thread_that_cannot_be_started_is_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """L3, A2: the same by the other carrier."""
-    transport = ThreadTransport(EngineSettings())
+    transport = ThreadTransport(EngineSettings(), EngineInThread)
     monkeypatch.setattr(threading.Thread, "start", refuse(RuntimeError("can't start new thread")))
     with pytest.raises(MachineSetupError, match="can't start new thread"):
         await transport.start(lambda _: None)
@@ -159,7 +160,7 @@ async def test_an_engine_is_started_though_no_descriptor_is_left() -> None:
         return ProcessTransport(settings, "scripted_engine", host._reserve)
 
     async with hosting() as host:
-        host._new_carrier = reserved
+        host._new_transport = reserved
         client = await Client(host, "a", request(max_tokens=6, pause_after=1)).read(1)
         with no_descriptor_left():
             for life in range(2, 5):
@@ -193,7 +194,7 @@ async def test_an_engine_that_does_not_start_is_tried_on_and_told_of_truly() -> 
     async with hosting() as host:
         assert (host.health().state, host.health().is_alive) == ("serving", True)
         client = await Client(host, "a", request(pause_after=1)).read(1)
-        faulty = host._new_carrier = Faulty("a socket pair", 10**9)
+        faulty = host._new_transport = Faulty("a socket pair", 10**9)
         kill(host)
         assert isinstance(await client.error(), MachineSetupError)
         health = host.health()
@@ -213,7 +214,7 @@ async def test_an_engine_that_does_not_start_is_tried_on_and_told_of_truly() -> 
 async def test_a_resume_tries_anew_whatever_failed_before() -> None:
     """L2, A2: it is not refused for starts that failed before the suspension."""
     async with hosting() as host:
-        faulty = host._new_carrier = Faulty("a socket pair", 10**9)
+        faulty = host._new_transport = Faulty("a socket pair", 10**9)
         kill(host)
         await until(host, "failing")
         await host.suspend()
@@ -236,7 +237,7 @@ async def test_the_delay_between_failed_starts_grows_and_is_logged(
             await wait(condition, 0.0)
 
         monkeypatch.setattr(host._rest, "until", noted)
-        host._new_carrier = Faulty("a pipe", 9)
+        host._new_transport = Faulty("a pipe", 9)
         kill(host)
         await until(host, "failing")
         await until(host, "serving")

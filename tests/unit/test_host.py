@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from stoker.client.process.transport import (
 )
 from stoker.client.requests.stream import RequestStream
 from stoker.client.supervisor import EngineSupervisor
+from stoker.engine.process import EngineInThread
 from stoker.errors import (
     EngineCrashedError,
     InvalidRequestError,
@@ -63,7 +65,7 @@ def in_process(settings: EngineSettings) -> Transport:
 
 def in_thread(settings: EngineSettings) -> Transport:
     """The stand-in in a thread."""
-    return ThreadTransport(settings, ScriptedEngine)
+    return ThreadTransport(settings, partial(EngineInThread, make_engine=ScriptedEngine))
 
 
 both = pytest.mark.parametrize("transport", [in_process, in_thread])
@@ -449,7 +451,7 @@ async def test_a_deadline_that_passes_while_the_engine_is_away_is_kept() -> None
     async with hosting(watchdog_s=0.4) as host:
         asked = msgspec.structs.replace(request(pause_after=1), timeout_s=1.0)
         client = await Client(host, "a", asked).read(1)
-        host._new_carrier = lambda settings: NeverUp()
+        host._new_transport = lambda settings: NeverUp()
         kill(host)
         assert isinstance(await client.error(), RequestTimeoutError)
         assert host.state is EngineState.RESTARTING
@@ -470,7 +472,7 @@ async def test_requests_are_failed_when_no_engine_comes_up_again() -> None:
     """L6: nobody waits for ever, and intake says so."""
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=1)).read(1)
-        host._new_carrier = lambda settings: ProcessTransport(settings, "no_such_module")
+        host._new_transport = lambda settings: ProcessTransport(settings, "no_such_module")
         kill(host)
         assert isinstance(await client.error(), MachineSetupError)
         assert not host.is_taking

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
     from concurrent.futures import Future
 
+    from stoker.client.process.transport import NewTransport
     from stoker.client.worker.jobs import RenderChat
     from stoker.ipc.constraint import Constraint
     from stoker.ipc.events import ModelState
@@ -53,6 +54,7 @@ class Client:
     Args:
         settings: the engine's.
         on_load: called with each state a model reports.
+        new_transport: makes the transport of each engine; None: of child processes.
 
     Attributes:
         host: of the engine; None before `start`.
@@ -62,7 +64,12 @@ class Client:
         workers: run templates and prepare grammars.
     """
 
-    def __init__(self, settings: EngineSettings, on_load: Callable[[ModelState], None]) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        on_load: Callable[[ModelState], None],
+        new_transport: NewTransport | None = None,
+    ) -> None:
         self.supervisor: EngineSupervisor | None = None
         self.keeper = RequestStore(settings.run_dir / SUSPENDED_DIR)
         self.bus = EventBus(self._model_moved, owner_of=self.keeper.owner_of)
@@ -70,6 +77,7 @@ class Client:
         self.workers = WorkerPool()
         self._settings = settings
         self._on_load = on_load
+        self._new_transport = new_transport
         self._max_tokens: int | None = None
         self._lookup: ModelLookup | None = None
         self._last = LastModels(settings.run_dir)
@@ -90,7 +98,9 @@ class Client:
         self._max_tokens = max_tokens_of(settings, defaults)
         self.images.limits = ImageLimits.of(settings, defaults.image_edge_px)
         specs = [model.spec for model in found]
-        self.supervisor = EngineSupervisor(settings, specs, watcher=self.bus, keeper=self.keeper)
+        self.supervisor = EngineSupervisor(
+            settings, specs, watcher=self.bus, keeper=self.keeper, new_transport=self._new_transport
+        )
         for model in found:
             self.supervisor.registry.describe(model.info)
         self._lookup = ModelLookup(settings, defaults, self.supervisor, self.bus)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from stoker.client.process.exit import EngineExit, OomCounter
 from stoker.client.process.instance import EngineInstance
 from stoker.client.process.lifecycle import EngineState, Lifecycle
 from stoker.client.process.suspend import Suspension
-from stoker.client.process.transport import NewTransport, transport_for
+from stoker.client.process.transport import NewTransport, ProcessTransport
 from stoker.client.process.watchdog import Backoff
 from stoker.client.requests.calls import Question
 from stoker.client.requests.table import EventSink, Requests
@@ -58,7 +57,7 @@ class EngineSupervisor:
         specs: models to serve.
         watcher: is told of what happens.
         keeper: keeps the requests of a suspended engine.
-        new_carrier: makes the carrier of each life; None: the one that the settings name.
+        new_transport: makes the transport of each engine; None: of child processes.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class EngineSupervisor:
         watcher = Nobody() if watcher is None else watcher
         self._request_store = Nobody() if keeper is None else keeper
         self._reserve = DescriptorReserve()
-        self._new_carrier = new_transport or functools.partial(transport_for, reserve=self._reserve)
+        self._new_transport = new_transport or self._new_process
         self._lifecycle = Lifecycle(watcher.engine_moved)
         self.registry = ModelRegistry(specs)
         self._dispatcher = Dispatcher(settings.max_queue, self.registry, watcher)
@@ -255,7 +254,7 @@ class EngineSupervisor:
             if self._rest.is_wanted:
                 await self._stay_away("suspended while no engine ran")
                 continue
-            transport = self._new_carrier(self._settings)
+            transport = self._new_transport(self._settings)
             life = self._life = EngineInstance(transport, self._settings.watchdog_s, self._dispatcher.take)
             self._dispatcher.meet(life)
             async with asyncio.TaskGroup() as group:
@@ -266,6 +265,9 @@ class EngineSupervisor:
                 await self._stay_away("suspended")
             elif not self._is_closed:
                 await self._pause_after(life, death)
+
+    def _new_process(self, settings: EngineSettings) -> ProcessTransport:
+        return ProcessTransport(settings, reserve=self._reserve)
 
     async def _pause_after(self, life: EngineInstance, death: EngineExit) -> None:
         """The back-off between an unexpected death and the next start."""

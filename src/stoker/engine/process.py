@@ -24,6 +24,7 @@ from stoker.native_crash import prepare_to_crash
 
 if TYPE_CHECKING:
     from stoker.engine.inbox import Inbox
+    from stoker.ipc.commands import Command
     from stoker.ipc.events import Event, Heartbeat
     from stoker.settings import EngineSettings
 
@@ -129,6 +130,38 @@ def engine_loop(inbox: Inbox, publish: Publish, settings: EngineSettings) -> Run
     from stoker.engine.loop import EngineLoop  # noqa: PLC0415 - see above
 
     return EngineLoop(inbox, publish, settings)
+
+
+class EngineInThread:
+    """An engine for a thread of the client's process (`isolation="thread"`).
+
+    Args:
+        publish: called in the engine's thread with each frame of events.
+        settings: the engine's.
+        make_engine: builds the engine, in its thread.
+    """
+
+    def __init__(
+        self, publish: Publish, settings: EngineSettings, make_engine: MakeEngine = engine_loop
+    ) -> None:
+        from stoker.engine.inbox import Inbox  # noqa: PLC0415 - imports numpy
+
+        self._publish = publish
+        self._settings = settings
+        self._make_engine = make_engine
+        self._inbox = Inbox()
+
+    def put(self, command: Command) -> None:
+        """Add a command, from any thread."""
+        self._inbox.put(command)
+
+    def close(self) -> None:
+        """Make `run` return after the step under way, from any thread."""
+        self._inbox.close()
+
+    def run(self) -> None:
+        """Serve until `Shutdown` has drained or `close`; raises what the engine raises."""
+        self._make_engine(self._inbox, self._publish, self._settings).run()
 
 
 def load_native() -> None:

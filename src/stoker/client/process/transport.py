@@ -1,7 +1,7 @@
-"""How an engine is carried: in a child process (default) or in a thread of this one.
+"""Where an engine runs: in a child process (default) or in a thread of this one.
 
-A carrier starts one engine once, hands commands in and frames of events out, and says when it is over.
-It knows no requests and no models and never restarts anything; that is the host's business.
+A transport starts one engine once, carries commands in and frames of events out, and reports its exit.
+Restarts belong to `stoker.client.supervisor`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from stoker.client.process.descriptors import DescriptorReserve
 from stoker.client.process.stderr_tail import StderrTail
-from stoker.engine.process import MakeEngine, Publish, engine_loop
 from stoker.errors import MachineSetupError
 from stoker.ipc.codec import encode_command, event_decoder
 
 if TYPE_CHECKING:
-    from stoker.engine.inbox import Inbox
     from stoker.ipc.commands import Command
     from stoker.ipc.events import Event
     from stoker.settings import EngineSettings
@@ -242,27 +240,47 @@ class ProcessTransport:
         return status
 
 
-class ThreadTransport:
-    """The engine in a daemon thread: the same messages, but a native crash takes everything with it.
+class RunsInThread(Protocol):
+    """An engine that a thread of this process runs; `put` and `close` are called from other threads."""
 
-    A front that falls MAX_FRAMES_AHEAD frames behind makes the engine wait.
+    def put(self, command: Command) -> None:
+        """Add a command."""
+        ...
+
+    def close(self) -> None:
+        """Make `run` return after the step under way."""
+        ...
+
+    def run(self) -> None:
+        """Serve until `Shutdown` has drained or `close`."""
+        ...
+
+
+MakeEngine = Callable[[EventSink, "EngineSettings"], RunsInThread]
+"""Makes an engine that publishes frames through the sink, in the thread that runs it."""
+
+
+class ThreadTransport:
+    """The engine in a daemon thread: the same messages, but a native crash ends this process.
+
+    `publish` blocks the engine while MAX_FRAMES_AHEAD frames wait for this event loop.
 
     Args:
         settings: handed to the engine.
-        make_engine: builds the loop, in the engine's thread.
+        make_engine: the client knows no engine; its owner hands one in.
     """
 
     can_kill = False
 
-    def __init__(self, settings: EngineSettings, make_engine: MakeEngine = engine_loop) -> None:
+    def __init__(self, settings: EngineSettings, make_engine: MakeEngine) -> None:
         self._settings = settings
         self._make_engine = make_engine
-        self._inbox: Inbox | None = None
+        self._engine: RunsInThread | None = None
         self._exit: asyncio.Future[ExitReport] | None = None
         self._room = threading.Semaphore(MAX_FRAMES_AHEAD)
 
     def __repr__(self) -> str:
-        return f"<ThreadTransport started={self._inbox is not None}>"
+        return f"<ThreadTransport started={self._engine is not None}>"
 
     @property
     def pid(self) -> int:
@@ -271,10 +289,7 @@ class ThreadTransport:
 
     async def start(self, on_events: EventSink) -> None:
         """See `Transport.start`."""
-        from stoker.engine.inbox import Inbox  # noqa: PLC0415 - the engine's side, unused by the other carrier
-
         loop = asyncio.get_running_loop()
-        inbox = self._inbox = Inbox()
         self._exit = loop.create_future()
 
         def deliver(events: list[Event]) -> None:
@@ -286,18 +301,17 @@ class ThreadTransport:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
                 loop.call_soon_threadsafe(deliver, events)
 
-        thread = threading.Thread(
-            target=self._run, args=(loop, inbox, publish), name="stoker-engine", daemon=True
-        )
+        engine = self._engine = self._make_engine(publish, self._settings)
+        thread = threading.Thread(target=self._run, args=(loop, engine), name="stoker-engine", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
             raise MachineSetupError(f"the engine thread cannot be started: {error}") from error
 
-    def _run(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, publish: Publish) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop, engine: RunsInThread) -> None:
         status = ExitReport(0)
         try:
-            self._make_engine(inbox, publish, self._settings).run()
+            engine.run()
         except Exception:
             log.exception("the engine thread failed")
             status = ExitReport(1)
@@ -307,13 +321,13 @@ class ThreadTransport:
 
     def send(self, command: Command) -> None:
         """See `Transport.send`."""
-        if self._inbox is not None and self._exit is not None and not self._exit.done():
-            self._inbox.put(command)
+        if self._engine is not None and self._exit is not None and not self._exit.done():
+            self._engine.put(command)
 
     def kill(self) -> None:
-        """A thread cannot be killed: close its inbox, so that it leaves after the step it is in."""
-        if self._inbox is not None:
-            self._inbox.close()
+        """A thread cannot be killed: it leaves after the step under way."""
+        if self._engine is not None:
+            self._engine.close()
 
     async def wait(self) -> ExitReport:
         """See `Transport.wait`."""
@@ -323,13 +337,6 @@ class ThreadTransport:
 
 
 NewTransport = Callable[["EngineSettings"], Transport]
-
-
-def transport_for(settings: EngineSettings, reserve: DescriptorReserve | None = None) -> Transport:
-    """The carrier that `settings.isolation` names, not started yet; `reserve` is what its start may use."""
-    if settings.isolation == "process":
-        return ProcessTransport(settings, reserve=reserve)
-    return ThreadTransport(settings)
 
 
 def _resolve(future: asyncio.Future[ExitReport], status: ExitReport) -> None:
