@@ -67,9 +67,6 @@ ALLOWED = {
 STILL = {
     ("client.requests.admission", "scheduler"),
     ("client.models.specs", "backends"),
-    ("kv.limits", "scheduler"),
-    ("kv.trimming", "scheduler"),
-    ("speculation.speculator", "engine"),
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (

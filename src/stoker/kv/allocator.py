@@ -20,51 +20,43 @@ from stoker.kv.sequence import ParkForm
 from stoker.kv.slots import Reuse, SlotPlacement, SlotTable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stoker.cache.entry import Entry
     from stoker.cache.index import Hit
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.cache.snapshot import Snapshot
     from stoker.kv.limits import SchedulerLimits
-    from stoker.kv.ops import Effect
+    from stoker.kv.ops import Effect, Schedule
     from stoker.kv.sequence import Sequence
     from stoker.kv.slots import Slot
 
 GROWTH_CELLS = 64
 """Cells beyond its own that each running sequence should find; fewer where the pool is small."""
+IDLE_CELLS = 512
+"""Cells that may be held for no running sequence: attention walks over them, 7 % of a step each 1,000."""
+BUSY_CELLS = 1024
+"""The same while others run or wait in their cells: those left are moved together then (docs/adr/0019)."""
+STORABLE_CELLS = 256
+"""The same of what has ended and can be stored: it comes back quicker than attention walks over it."""
 
 
 class KVAllocator:
-    """Slots, cells and stored states of one model.
-
-    Attributes:
-        now: the time of the turn, set by the scheduler.
-    """
+    """Slots, cells and stored states of one model."""
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
+        self.cache = cache
         self.prefix_source = PrefixSource(limits, cache)
         self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
         self._late: list[Effect] = []
+        self._is_trim_due = False  # cells were left behind since it was last looked at
 
     def __repr__(self) -> str:
         return f"<KVAllocator {self.slots!r} {self.cells!r} {self.prefix_source!r}>"
 
     # ------------------------------------------------------------ questions
-
-    @property
-    def cache(self) -> PrefixCache:
-        """The stored prefixes, of this model and others."""
-        return self.prefix_source.cache
-
-    @property
-    def now(self) -> float:
-        """The time of the turn."""
-        return self.prefix_source.now
-
-    @now.setter
-    def now(self, now: float) -> None:
-        self.prefix_source.now = now
 
     def fits(self, sequence: Sequence, placement: SlotPlacement, num_cells: int) -> bool:
         """Whether it fits within so many cells beside those who run, with room to grow for each.
@@ -121,16 +113,6 @@ class KVAllocator:
         """A stored state that saves it more than cells do, and for which there is room."""
         return self.prefix_source.find(sequence, num_live, self._cells_at_hand())
 
-    def num_surplus(self) -> int:
-        """Cells held for nobody who runs, but for those kept last."""
-        return self.cells.used - self.cells.held(self.slots.in_use())
-
-    def num_storable(self) -> int:
-        """Cells of what has ended, but for the last, where a stored state can stand for them."""
-        guests = (slot.id for slot in self.slots.slots if slot.guest is not None)
-        num_kept = self.cells.used - self.cells.held([*self.slots.in_use(), *guests])
-        return num_kept if self.prefix_source.can_store else 0
-
     def _cells_at_hand(self) -> int:
         """Free cells, and those held for nobody who runs or waits."""
         idle = [slot for slot in self.slots.slots if slot.kept]
@@ -155,7 +137,7 @@ class KVAllocator:
             told = f"{placement.length} tokens from {sequence.cache_source}"
         else:
             told = self._take_live(sequence, slot, placement, effects)
-        self.slots.occupy(slot, sequence, self.now)
+        self.slots.occupy(slot, sequence, self.prefix_source.now)
         return f"slot {slot.id}, {told}"
 
     def _bring_back(
@@ -186,11 +168,17 @@ class KVAllocator:
             effects.append(Begin(slot.id, sequence))
         return f"{placement.length} tokens reused"
 
-    def release(self, sequence: Sequence) -> None:
+    def lodge(self, sequence: Sequence, now: float) -> None:
+        """Take a running sequence out of its slot, which keeps its cells for it."""
+        self.slots.lodge(sequence, now)
+        self._is_trim_due = True
+
+    def release(self, sequence: Sequence, now: float) -> None:
         """It ends: what was computed of it stays for reuse until the cells are needed."""
+        self.prefix_source.now, self._is_trim_due = now, True
         kept = [] if sequence.is_importing else sequence.tokens[: sequence.num_computed]
         if sequence.slot is not None:
-            slot = self.slots.vacate(sequence, kept, self.now)
+            slot = self.slots.vacate(sequence, kept, now)
             if sequence.is_importing:  # it ends in the turn that admitted it: its state does not come
                 self.cells.drop(slot.id)
                 sequence.is_importing = False
@@ -218,8 +206,13 @@ class KVAllocator:
         self._late.append(Trim(sequence.slot, sequence.num_computed))
         sequence.num_ahead = 0
 
+    def begin_turn(self, now: float) -> list[Effect]:
+        """Set the time; returns what `take_late` does."""
+        self.prefix_source.now = now
+        return self.take_late()
+
     def take_late(self) -> list[Effect]:
-        """Effects of what happened since the last turn, to be carried out before anything else."""
+        """Effects of what happened since the last turn, to be applied before anything else."""
         late, self._late = self._late, []
         return late
 
@@ -233,20 +226,58 @@ class KVAllocator:
         self._empty(slot, effects)
         return True
 
-    def drop_copied(self, effects: list[Effect]) -> None:
-        """Free what idle slots keep and stored states stand for: attention walks over these cells."""
-        for slot in self.slots.slots:
-            if slot.kept and slot.has_copy:
-                self._empty(slot, effects)
+    def trim(self, turn: Schedule, free_kept: Callable[[Schedule], bool], *, keeps_nothing: bool) -> None:
+        """Free cells of no running sequence beyond what may stay, and what idle slots may not keep.
 
-    def tidy(self, effects: list[Effect]) -> None:
-        """Drop what idle slots may not keep."""
+        Attention walks over every cell up to the last one in use, so what is only kept costs each step
+        something. In a turn that admits a sequence only what costs no time goes, the rest a turn later.
+
+        Args:
+            turn: takes the effects.
+            free_kept: frees cells that no running sequence needs; False: there are none.
+            keeps_nothing: all such cells go now.
+        """
+        if keeps_nothing:
+            while self.evict_oldest(turn.effects):
+                pass
+        elif turn.admitted:
+            self._drop_copied(turn)
+        elif self._is_trim_due:
+            allowed = BUSY_CELLS if self.slots.has_cells_in_use else IDLE_CELLS
+            while self.num_surplus() > allowed and free_kept(turn):
+                pass
+            while self._num_storable() > STORABLE_CELLS and self.evict_oldest(turn.effects):
+                pass
+            self._is_trim_due = False
         for slot in self.slots.slots:
             owner = slot.last
-            if slot.kept and owner is not None:
-                may_stay = owner.shares and self.limits.cache_mode.keeps_cells
-                if not may_stay:
-                    self._empty(slot, effects)
+            if slot.kept and owner and not (owner.shares and self.limits.cache_mode.keeps_cells):
+                self._empty(slot, turn.effects)
+
+    def _drop_copied(self, turn: Schedule) -> None:
+        """Free what idle slots keep and stored states stand for.
+
+        First of all, so that what enters cells in this turn fills the holes; unless an effect of the turn
+        reads these cells.
+        """
+        dropped: list[Effect] = []
+        for slot in self.slots.slots:
+            if slot.kept and slot.has_copy:
+                self._empty(slot, dropped)
+        read = {effect.src for effect in turn.effects if isinstance(effect, Fork)}
+        read |= {effect.seq for effect in turn.effects if isinstance(effect, Export)}
+        is_needed = any(isinstance(effect, Drop) and effect.seq in read for effect in dropped)
+        turn.effects = turn.effects + dropped if is_needed else dropped + turn.effects
+
+    def num_surplus(self) -> int:
+        """Cells of no running sequence, but for those kept last."""
+        return self.cells.used - self.cells.held(self.slots.in_use())
+
+    def _num_storable(self) -> int:
+        """Cells of what has ended, but for the last, where a stored state can stand for them."""
+        guests = (slot.id for slot in self.slots.slots if slot.guest is not None)
+        num_kept = self.cells.used - self.cells.held([*self.slots.in_use(), *guests])
+        return num_kept if self.prefix_source.can_store else 0
 
     @property
     def has_unstored(self) -> bool:
@@ -286,8 +317,9 @@ class KVAllocator:
 
     # ------------------------------------------------------------ stored states
 
-    def leave_checkpoint(self, sequence: Sequence) -> None:
+    def leave_checkpoint(self, sequence: Sequence, now: float) -> None:
         """Where a step has brought it to a place for one, its state is stored before it moves on."""
+        self.prefix_source.now = now
         if sequence.slot is not None and (entry := self.prefix_source.checkpoint(sequence)) is not None:
             self._late.append(Export(sequence.slot, entry))
 
@@ -304,7 +336,7 @@ class KVAllocator:
 
     def exported(self, entry: Entry, data: Snapshot) -> None:
         """The answer to an Export."""
-        self.cache.filled(entry, data, self.now)
+        self.cache.filled(entry, data, self.prefix_source.now)
 
     def not_exported(self, entry: Entry, sequence: Sequence | None) -> None:
         """An Export failed: whoever parked on it goes on from its tokens.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stoker.ipc.model import CacheMode, Policy
-from stoker.scheduler.budget import StepPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +41,6 @@ class SchedulerLimits:
     cache_mode: CacheMode = CacheMode.BOTH
     model: str = ""
     source: str = ""
-
-    @property
-    def step_policy(self) -> StepPolicy:
-        """The part of them that bounds a step."""
-        return StepPolicy(self.n_batch, self.policy, self.target_step_s)
 
     @property
     def can_export(self) -> bool:

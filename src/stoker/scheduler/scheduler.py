@@ -20,9 +20,8 @@ from stoker.kv.arrivals import Arrivals
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
 from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
-from stoker.kv.trimming import Trimming
 from stoker.scheduler.aging import Aging
-from stoker.scheduler.budget import StepBudget
+from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.counters import counters
 from stoker.scheduler.forecast import Forecast
@@ -57,12 +56,12 @@ class Scheduler:
         self._arrivals = Arrivals(self.allocator)
         self.cost = StepCost()
         self.forecast = Forecast(self.cost, limits.num_slots)
-        self._planner = Planner(StepBudget(limits.step_policy, self.cost), limits.max_prompt_rows)
+        policy = StepPolicy(limits.n_batch, limits.policy, limits.target_step_s)
+        self._planner = Planner(StepBudget(policy, self.cost), limits.max_prompt_rows)
         self.bursts = self._planner.budget.bursts
         self._patience = Aging(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False
-        self._trimming = Trimming(self.allocator)
         self.num_parked_total = 0
         self.num_retired_total = 0
 
@@ -160,9 +159,8 @@ class Scheduler:
             self.line.remove(sequence)
         else:
             self.forecast.note_end(sequence, now)
-        self.allocator.now, self._trimming.is_due = now, True
         self.take_back(sequence)
-        self.allocator.release(sequence)
+        self.allocator.release(sequence, now)
         sequence.finish_reason = reason
         sequence.move(SequenceState.DONE, now, reason)
         self.num_retired_total += 1
@@ -170,8 +168,7 @@ class Scheduler:
     def pause(self, sequence: Sequence, now: float) -> None:
         """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
         if sequence.slot is not None:
-            self.slots.lodge(sequence, now)
-            self._trimming.is_due = True
+            self.allocator.lodge(sequence, now)
         else:
             self.line.remove(sequence)
             if sequence.form is not ParkForm.SNAPSHOT:
@@ -213,8 +210,8 @@ class Scheduler:
         if self.line:
             self._admit(turn, now)
             self._make_room(turn, now)
-        self._trimming.shed(turn, self._free_kept, self.throttle)  # not before somebody could use it
-        self.allocator.tidy(turn.effects)
+        # not before an admitted sequence could use it
+        self.allocator.trim(turn, self._free_kept, keeps_nothing=self.throttle.keeps_nothing)
         return turn
 
     def rest(self, now: float) -> Schedule:
@@ -240,8 +237,7 @@ class Scheduler:
         return count
 
     def _begin(self, now: float) -> Schedule:
-        self.allocator.now = now
-        return Schedule(effects=self.allocator.take_late())
+        return Schedule(effects=self.allocator.begin_turn(now))
 
     def expire(self, now: float) -> Schedule:
         """End who is past its deadline, and nothing else."""
@@ -259,7 +255,6 @@ class Scheduler:
 
     def computed(self, plan: StepPlan, now: float) -> None:
         """The step of `plan` succeeded: its tokens are in the backend."""
-        self.allocator.now = now
         for part in plan.parts:
             sequence = part.sequence
             sequence.num_ahead = part.num_drafted
@@ -267,7 +262,7 @@ class Scheduler:
             count = len(part.item.tokens) - sequence.num_ahead
             self.prefix_statistics.computed(sequence, count)
             sequence.num_computed += count
-            self.allocator.leave_checkpoint(sequence)
+            self.allocator.leave_checkpoint(sequence, now)
             sequence.last_step_s = now
             if sequence.num_pending == 0:
                 sequence.owed_since_s = None  # its row is about to become a token
@@ -314,8 +309,7 @@ class Scheduler:
         self._lodge(victim, why, turn, now)
 
     def _lodge(self, sequence: Sequence, why: str, turn: Schedule, now: float) -> None:
-        self.slots.lodge(sequence, now)
-        self._trimming.is_due = True
+        self.allocator.lodge(sequence, now)
         sequence.move(SequenceState.PARKED, now, why)
         self.line.rejoin(sequence)
         turn.parked.append(Parking(sequence, why))
