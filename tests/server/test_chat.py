@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from stoker.server.openai.chat_body import ChatRequest
+from stoker.server.openai.conversation import ChatRequest
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 

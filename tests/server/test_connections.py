@@ -14,7 +14,7 @@ import httpx
 import pytest
 from stand_in import HOLD, delta
 
-from stoker.server.inbound import connections, descriptors
+from stoker.server.inbound import connections
 
 BOUND = 16
 WORK = b'{"prompt": "a", "stream": true}'
@@ -286,11 +286,11 @@ async def test_a_slow_reader_is_not_given_up(monkeypatch):
 
 def test_the_reserve_is_kept(monkeypatch):
     """S4: the limit of descriptors, less what the engine's start needs, bounds the connections."""
-    monkeypatch.setattr(descriptors, "limit", lambda: 1024)
-    assert descriptors.connections_within(1024) == 1024 - descriptors.RESERVED
-    assert descriptors.connections_within(100) == 100
-    monkeypatch.setattr(descriptors, "limit", lambda: 64)
-    assert descriptors.connections_within(1024) == 16
+    monkeypatch.setattr(connections, "descriptor_limit", lambda: 1024)
+    assert connections.connections_within(1024) == 1024 - connections.RESERVED
+    assert connections.connections_within(100) == 100
+    monkeypatch.setattr(connections, "descriptor_limit", lambda: 64)
+    assert connections.connections_within(1024) == 16
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit on Windows")
@@ -300,9 +300,9 @@ def test_the_soft_limit_is_raised_as_far_as_it_goes(soft, hard, after):
     code = (
         "import resource\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
-        "from stoker.server.inbound import descriptors\n"
-        "descriptors.raise_limit(1024)\n"
-        "print(descriptors.limit())\n"
+        "from stoker.server.inbound import connections\n"
+        "connections.raise_limit(1024)\n"
+        "print(connections.descriptor_limit())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(after)

@@ -21,9 +21,9 @@ from pictures import bomb, encoded, first_pixel, plain, uri
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.ipc.request import IMAGE_MARKER as HERE
-from stoker.server.anthropic.body import MessagesRequest
-from stoker.server.openai.chat_body import ConversationFields
-from stoker.server.openai.responses_body import ResponsesRequest
+from stoker.server.anthropic.messages import MessagesRequest
+from stoker.server.openai.conversation import ConversationFields
+from stoker.server.openai.responses import ResponsesRequest
 
 SEEING = msgspec.structs.replace(INFO, has_vision=True)
 NOISE = Pillow.effect_noise((90, 60), 60).convert("RGB")

@@ -13,7 +13,7 @@ from stand_in import FINISHED, INFO, delta
 
 from stoker.errors import NotReadyError
 from stoker.ipc.request import FinishReason
-from stoker.server.openai.chat_body import ChatRequest
+from stoker.server.openai.conversation import ChatRequest
 
 QWEN = "{{ tools }}<tool_call></tool_call></think>"
 CALLS = (

@@ -17,10 +17,10 @@ from stoker.errors import InvalidRequestError, NotReadyError, QueueFullError, Un
 from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, Usage
-from stoker.server.anthropic.body import CountTokensRequest, MessagesRequest
+from stoker.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from stoker.server.anthropic.writer import PING, MessageChunks, MessageHead, WholeMessage
 from stoker.server.errors import is_messages_path, messages_error
-from stoker.server.openai.chat_body import ChatRequest
+from stoker.server.openai.conversation import ChatRequest
 
 HEAD = MessageHead("msg_1", "m", "req-1")
 FORM = AnswerForm(HERMES, ("f",), THINK)

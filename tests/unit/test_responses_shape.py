@@ -16,8 +16,8 @@ from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.ipc.usage import Timings, Usage
-from stoker.server.openai.chat_body import ChatRequest
-from stoker.server.openai.responses_body import MAX_ECHO_CHARS, ResponsesRequest
+from stoker.server.openai.conversation import ChatRequest
+from stoker.server.openai.responses import MAX_ECHO_CHARS, ResponsesRequest
 from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead, WholeResponse
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

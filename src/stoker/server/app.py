@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
 from stoker.server.anthropic import messages
-from stoker.server.anthropic.body import MessagesRequest
+from stoker.server.anthropic.messages import MessagesRequest
 from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
 from stoker.server.inbound.body import body_schemas
@@ -21,22 +21,23 @@ from stoker.server.inbound.gate import WorkGate
 from stoker.server.inbound.origins import Origins
 from stoker.server.inbound.security import Access, HostList, KeyRing
 from stoker.server.metrics import Metrics
-from stoker.server.native import choose, probes, requests, rerank, residency, runtime, states, tokens
-from stoker.server.native.choose_body import ChooseRequest
-from stoker.server.native.rerank_body import RerankRequest
-from stoker.server.native.residency_body import (
+from stoker.server.native import choose, requests, rerank, runtime, states, tokens
+from stoker.server.native import models as residency
+from stoker.server.native.choose import ChooseRequest
+from stoker.server.native.models import (
     LoadModelRequest,
     ModelRequest,
     PinModelRequest,
     SuspendRequest,
 )
-from stoker.server.native.states_body import SaveStateRequest, StateEmbeddingRequest
-from stoker.server.native.tokens_body import DetokenizeRequest, TokenizeRequest
+from stoker.server.native.rerank import RerankRequest
+from stoker.server.native.states import SaveStateRequest, StateEmbeddingRequest
+from stoker.server.native.tokens import DetokenizeRequest, TokenizeRequest
 from stoker.server.openai import chat, completions, embeddings, models, responses
-from stoker.server.openai.chat_body import ChatRequest, ConversationFields
-from stoker.server.openai.completion_body import CompletionRequest
-from stoker.server.openai.embeddings_body import EmbeddingRequest
-from stoker.server.openai.responses_body import ResponsesRequest
+from stoker.server.openai.completions import CompletionRequest
+from stoker.server.openai.conversation import ChatRequest, ConversationFields
+from stoker.server.openai.embeddings import EmbeddingRequest
+from stoker.server.openai.responses import ResponsesRequest
 
 if TYPE_CHECKING:
     from stoker.runtime import Runtime
@@ -71,7 +72,6 @@ _ROUTERS = (
     choose.router,
     models.router,
     tokens.router,
-    probes.router,
     runtime.router,
     residency.router,
     requests.router,

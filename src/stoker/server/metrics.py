@@ -1,27 +1,32 @@
-"""Prometheus metrics (SPEC O1): what the front measures of each stream, beside what the engine's status says.
+"""Prometheus metrics (SPEC O1): what this process measures of each request, and the engine's status.
 
 Names are the field's with the prefix `stoker:`. Reading them asks the engine for its status and wakes
-nothing (SPEC S6). The figures of the status are `status_metrics`'s.
+nothing (SPEC S6).
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from stoker.errors import StokerError
 from stoker.ipc.events import Delta, Finished
-from stoker.server.status_metrics import StatusCollector
+from stoker.ipc.usage import CacheSource
+from stoker.server.native.runtime import models_now
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from stoker.ipc.events import Event
-    from stoker.ipc.status import ModelStatus
+    from stoker.ipc.status import CacheStatus, MemoryStatus, ModelStatus
     from stoker.runtime import RuntimeStatus
+
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -108,3 +113,149 @@ class StreamMeter:
             self._metrics.first_token.observe(now - self._begun)
         self._last[index] = now
         self.num_tokens += count
+
+
+_RUNNING = frozenset({"prefill", "decode"})
+_MILLISECONDS = 1000.0
+_MODEL_STATES = ("absent", "downloading", "loading", "ready", "suspended", "failed", "unloading")
+_PRESSURES = ("normal", "warning", "critical")
+_HEATS = ("nominal", "fair", "serious", "critical")
+
+
+class StatusCollector(Collector):
+    """The figures of one status.
+
+    Attributes:
+        status: what they are read from; None: there are none.
+        roster: served models as the front last heard of them.
+    """
+
+    def __init__(self) -> None:
+        self.status: RuntimeStatus | None = None
+        self.roster: Sequence[ModelStatus] = ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Every figure, in families; none without a status."""
+        status = self.status
+        if status is None:
+            return
+        engine = status.engine
+        running = sum(slot.state in _RUNNING for slot in engine.slots)
+        used = engine.kv_cells_used / engine.kv_cells_total if engine.kv_cells_total else 0.0
+        yield GaugeMetricFamily("stoker:num_requests_running", "Sequences in a slot.", running)
+        yield GaugeMetricFamily("stoker:num_requests_waiting", "Sequences in the queue.", len(engine.queue))
+        yield GaugeMetricFamily("stoker:num_requests_parked", "Sequences preempted.", len(engine.parked))
+        yield GaugeMetricFamily("stoker:num_requests_paused", "Sequences paused.", len(engine.paused))
+        yield GaugeMetricFamily("stoker:kv_cache_usage_perc", "Used KV cells, 0 to 1.", used)
+        yield GaugeMetricFamily("stoker:num_threads", "CPU threads a step uses.", status.threads)
+        yield from _counted(engine.counters)
+        yield from _cached(engine.counters)
+        yield from _stored(engine.cache)
+        yield from _served(models_now(status, self.roster))
+        if engine.memory.limit:  # else nobody has measured it
+            yield from _measured(engine.memory)
+        yield CounterMetricFamily("stoker:engine_restarts", "Restarts of the engine.", status.restarts)
+
+
+def _counted(counters: dict[str, float]) -> Iterable[Metric]:
+    """What the engine counts; after a restart it counts from 0."""
+    preemptions = counters.get("num_preemptions_total", 0.0)
+    yield CounterMetricFamily(
+        "stoker:num_preemptions", "Sequences that others took the place of.", preemptions
+    )
+    yield CounterMetricFamily(
+        "stoker:num_owed_steps",
+        "Steps given to background that had waited over its patience.",
+        counters.get("num_owed_steps_total", 0.0),
+    )
+    yield CounterMetricFamily(
+        "stoker:num_stalls",
+        "Requests ended because no step could be planned: bugs of the scheduler.",
+        counters.get("num_stalls_total", 0.0),
+    )
+    for name, text, key in (
+        ("num_draft_tokens", "Guessed tokens that steps computed.", "num_drafted_total"),
+        ("num_accepted_tokens", "Guessed tokens that were drawn.", "num_accepted_total"),
+    ):
+        yield CounterMetricFamily(f"stoker:spec_decode_{name}", text, counters.get(key, 0.0))
+    for name, text in (
+        ("images_encoded", "Pictures that a projector encoded."),
+        ("images_reused", "Places of pictures that needed no encoding."),
+    ):
+        yield CounterMetricFamily(f"stoker:{name}", text, counters.get(f"{name}_total", 0.0))
+    parked = counters.get("parked_bytes", 0.0)
+    yield GaugeMetricFamily("stoker:parked_bytes", "Host memory of parked sequences' states.", parked)
+    target_s = counters.get("step_target_ms", 0.0) / _MILLISECONDS
+    yield GaugeMetricFamily("stoker:step_target_seconds", "How long a step may take; 0: no target.", target_s)
+
+
+def _cached(counters: dict[str, float]) -> Iterable[Metric]:
+    """What the cache saved, by where it came from (SPEC C13); after a restart it counts from 0."""
+    tokens = {source: counters.get(f"cached_tokens_{source}_total", 0.0) for source in CacheSource}
+    hits = {source: counters.get(f"cache_hits_{source}_total", 0.0) for source in CacheSource}
+    for name, text, key in (
+        ("prefix_cache_queries", "Prompt tokens of admitted requests.", "prompt_tokens_total"),
+        ("prompt_tokens_computed", "Prompt tokens that steps computed.", "prompt_tokens_computed_total"),
+        ("cache_misses", "Admitted requests that the cache had nothing for.", "cache_misses_total"),
+        ("cache_stored", "Prefixes that were stored.", "cache_stored_total"),
+        ("cache_evicted", "Stored prefixes that were given up for room.", "cache_evicted_total"),
+        ("cache_damaged", "Stored prefixes that were found damaged.", "cache_damaged_total"),
+    ):
+        yield CounterMetricFamily(f"stoker:{name}", text, counters.get(key, 0.0))
+    yield CounterMetricFamily(
+        "stoker:prefix_cache_hits", "Prompt tokens that were not computed.", sum(tokens.values())
+    )
+    for name, text, values in (
+        ("cached_tokens", "Prompt tokens that were not computed, by where they came from.", tokens),
+        ("cache_hits", "Admitted requests that the cache had something for, by where it was.", hits),
+    ):
+        family = CounterMetricFamily(f"stoker:{name}", text, labels=["source"])
+        for source, value in values.items():
+            family.add_metric([source], value)
+        yield family
+
+
+def _stored(cache: CacheStatus) -> Iterable[Metric]:
+    """What the cache holds now."""
+    num_bytes = GaugeMetricFamily("stoker:cache_bytes", "Bytes of stored prefixes.", labels=["tier"])
+    entries = GaugeMetricFamily("stoker:cache_entries", "Stored prefixes.", labels=["tier"])
+    num_bytes.add_metric(["ram"], cache.ram_bytes)
+    num_bytes.add_metric(["disk"], cache.disk_bytes)
+    entries.add_metric(["ram"], cache.num_ram)
+    entries.add_metric(["disk"], cache.num_disk)
+    yield from (num_bytes, entries)
+
+
+def _served(models: Sequence[ModelStatus]) -> Iterable[Metric]:
+    """How many models are in each state."""
+    found = collections.Counter(model.state for model in models)
+    family = GaugeMetricFamily("stoker:models", "Served models by state.", labels=["state"])
+    for state in _MODEL_STATES:
+        family.add_metric([state], found[state])
+    yield family
+
+
+def _measured(memory: MemoryStatus) -> Iterable[Metric]:
+    """Memory by line of the ledger, pressure and heat."""
+    lines = GaugeMetricFamily("stoker:memory_bytes", "Bytes by line of the ledger.", labels=["line"])
+    for line, num_bytes in memory.lines.items():
+        lines.add_metric([line], num_bytes)
+    yield lines
+    for name, text, value in (
+        ("limit", "What engine and front may take together.", memory.limit),
+        ("footprint", "What they take.", memory.footprint),
+        ("available", "What could be used now without swapping.", memory.available),
+    ):
+        yield GaugeMetricFamily(f"stoker:memory_{name}_bytes", text, value)
+    yield GaugeMetricFamily(
+        "stoker:memory_pressure_fraction", "Of the worst source, 0 to 1 and more.", memory.pressure_fraction
+    )
+    yield _one_of("stoker:memory_pressure", "1 at the level it has.", _PRESSURES, memory.pressure)
+    yield _one_of("stoker:heat", "1 at the level it has.", _HEATS, memory.heat)
+
+
+def _one_of(name: str, text: str, levels: Sequence[str], level: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["level"])
+    for known in levels:
+        family.add_metric([known], known == level)
+    return family

@@ -1,4 +1,4 @@
-"""A server from start to exit: the port, the runtime, the readiness line, signals and shutdown.
+"""A server from start to exit: the port, the runtime, the readiness line, signals, sleep and shutdown.
 
 `Service` runs one app and one runtime on the running loop; `run_server` is what the command line calls.
 The server accepts connections while models load: /health answers, everything else says 503 (SPEC S3, S6).
@@ -20,19 +20,25 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
-from stoker.errors import MachineSetupError
+from stoker.errors import MachineSetupError, StokerError
+from stoker.power.sleep import SleepWatch
 from stoker.private import forbid_core_files
 from stoker.server.app import create_app, server_context
-from stoker.server.inbound.connections import Connection, Connections
-from stoker.server.inbound.descriptors import connections_within, raise_limit
-from stoker.server.inbound.descriptors import limit as descriptor_limit
-from stoker.server.sleep import SleepSwitch
+from stoker.server.inbound.connections import (
+    Connection,
+    Connections,
+    connections_within,
+    descriptor_limit,
+    raise_limit,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
+    from stoker.power.sleep import Sleeper
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings, ServerSettings
+
 
 log = logging.getLogger(__name__)
 
@@ -222,3 +228,58 @@ async def _serve(
 
 def _print_line(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)  # noqa: T201 - the one thing this program says on stdout
+
+
+log = logging.getLogger(__name__)
+
+
+class SleepSwitch:
+    """Suspends and resumes one runtime when told to; errors go to the log.
+
+    Args:
+        runtime: what is suspended and resumed.
+    """
+
+    def __init__(self, runtime: Sleeper) -> None:
+        self._runtime = runtime
+        self._acts: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"SleepSwitch({len(self._acts)} under way)"
+
+    def suspend(self) -> None:
+        """Begin to suspend, after the grace that the settings say."""
+        self._begin("suspend", self._runtime.suspend("signal"))
+
+    def resume(self) -> None:
+        """Begin to resume."""
+        self._begin("resume", self._runtime.resume())
+
+    def follow_machine(self, bus_address: str | None = None) -> None:
+        """Sleep and wake with the machine from now on, where it tells of that.
+
+        Args:
+            bus_address: of the bus that logind is on; None: the system's.
+        """
+        self._begin("follow the machine's sleep", SleepWatch(self._runtime, bus_address).run())
+
+    async def close(self) -> None:
+        """Give up what is under way. Idempotent."""
+        acts = list(self._acts)
+        for act in acts:
+            act.cancel()
+        await asyncio.gather(*acts, return_exceptions=True)
+
+    def _begin(self, what: str, work: Coroutine[None, None, None]) -> None:
+        act = asyncio.ensure_future(_logged(what, work))
+        self._acts.add(act)
+        act.add_done_callback(self._acts.discard)
+
+
+async def _logged(what: str, work: Coroutine[None, None, None]) -> None:
+    try:
+        await work
+    except StokerError as error:
+        log.warning("could not %s: %s", what, error)
+    except Exception:
+        log.exception("could not %s", what)

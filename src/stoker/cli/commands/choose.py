@@ -66,7 +66,7 @@ def _record(found: Choices) -> dict[str, object]:
     """As /v1/choose answers."""
     import msgspec
 
-    from stoker.server.native.choose_body import answer_of
+    from stoker.server.native.choose import answer_of
 
     record: dict[str, object] = msgspec.to_builtins(answer_of(found))
     return record

@@ -1,19 +1,305 @@
-"""POST /v1/messages: Anthropic's Messages API over the same core as chat completions, and its token count."""
+"""POST /v1/messages: Anthropic's Messages API as another spelling of chat completions, and its token count.
+
+A body becomes that of a chat completion as JSON values, which that route's schema checks.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.server.anthropic.body import CountTokensRequest, MessagesRequest
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.request import check_range
 from stoker.server.anthropic.writer import PING, MessageChunks, MessageHead, WholeMessage
 from stoker.server.context import ServerContext
-from stoker.server.inbound.body import described, read_body
+from stoker.server.fields import GenerationFields, Int, ResponseFormat
+from stoker.server.inbound.body import Body, Many, Named, described, read_body
 from stoker.server.openai.chat import prompt_tokens, translated_turn
+from stoker.server.openai.translation import OriginRules, Translation
 from stoker.server.streaming.delivery import collected, streamed
 from stoker.server.streaming.sse import Ending
+
+_SHARED = frozenset(GenerationFields.model_fields) - {"n", "stop", "stream_options", "service_tier"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_MAX_TEMPERATURE = 1.0  # Anthropic's; a client that sends more takes it for OpenAI's
+
+
+class MessageTurn(Body):
+    """One turn; a system prompt is no turn here, though some clients send one."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Named[Any]]
+
+
+class MessagesRequest(GenerationFields):
+    """A message to make."""
+
+    messages: Many[MessageTurn]
+    max_tokens: Int
+    system: str | Many[Named[Any]] | None = None
+    stop_sequences: Many[str] | None = None
+    tools: Many[Named[Any]] | None = None
+    tool_choice: Named[Any] | None = None
+    thinking: Named[Any] | None = None
+    output_config: Named[Any] | None = None
+    output_format: Named[Any] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: Named[Any] | None = None
+    # Their values, "standard_only" among them, choose what somebody pays.
+    service_tier: Any = None
+
+    def to_chat(self) -> Translation:
+        """The chat completion that asks for the same.
+
+        Raises:
+            InvalidRequestError: a block, a tool or the choice is malformed; `param` names it.
+            UnsupportedError: a kind of block, or a field, is not served.
+        """
+        self.refuse_unsupported()
+        if self.temperature is not None:
+            check_range("temperature", self.temperature, 0.0, _MAX_TEMPERATURE)
+        if self.n not in (None, 1):
+            raise UnsupportedError("a message is one answer; n is not supported here", param="n")
+        origins = OriginRules({"prompt": "messages", "stop": "stop_sequences"})
+        origins.add("max_completion_tokens", "max_tokens")
+        choice = self.tool_choice or {}
+        given = {
+            "messages": self._messages(origins),
+            "max_completion_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "tools": self._tools(origins) or None,
+            "tool_choice": _choice(choice) if choice else None,
+            "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
+            "service_tier": "flex" if self.service_tier == "flex" else None,
+            "response_format": self._format(origins),
+            "chat_template_kwargs": _template_args(self.thinking) | (self.chat_template_kwargs or {}) or None,
+        }
+        body = self.model_dump(include=set(_SHARED), exclude_none=True, by_alias=True)
+        return Translation(
+            body | {name: value for name, value in given.items() if value is not None}, origins
+        )
+
+    def _messages(self, origins: OriginRules) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _joined(self.system, "system")})
+            origins.add_text("messages.0", "system")
+        for index, turn in enumerate(self.messages):
+            where = f"messages.{index}"
+            if isinstance(turn.content, str):
+                origins.add(f"messages.{len(messages)}", where)
+                messages.append({"role": turn.role, "content": turn.content})
+            elif turn.role == "assistant":
+                messages.append(_assistant(turn.content, where, f"messages.{len(messages)}", origins))
+            else:
+                _take_results(turn.content, where, messages, origins)
+                _take_rest(turn, turn.content, where, messages, origins)
+        return messages
+
+    def _tools(self, origins: OriginRules) -> list[dict[str, Any]]:
+        """Functions in the chat completions' form; tools of the vendor's own kinds as they are."""
+        tools = []
+        for index, tool in enumerate(self.tools or ()):
+            where = f"tools.{index}"
+            origins.add(f"{where}.function", where)
+            origins.add(f"{where}.function.parameters", f"{where}.input_schema")
+            tools.append(_function(tool) if tool.get("type") in (None, "custom") else dict(tool))
+        return tools
+
+    def _format(self, origins: OriginRules) -> dict[str, Any] | None:
+        """The form of the answer, by whichever of its three names it was asked for."""
+        asked = {
+            "output_config.format": (self.output_config or {}).get("format"),
+            "output_format": self.output_format,
+        }
+        found = {where: given for where, given in asked.items() if given is not None}
+        if self.response_format is not None:
+            found["response_format"] = self.response_format.model_dump(exclude_none=True, by_alias=True)
+        if len(found) > 1:
+            text = f"{' and '.join(found)} cannot be asked for together"
+            raise InvalidRequestError(text, param=list(found)[1])
+        if not found:
+            return None
+        where, given = found.popitem()
+        if where == "response_format":
+            return dict(given)
+        if not isinstance(given, Mapping) or given.get("type") != "json_schema":
+            raise InvalidRequestError(f"{where}.type is json_schema", param=f"{where}.type")
+        origins.add("response_format", where)
+        origins.add("response_format.json_schema", where)
+        return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
+
+
+class CountTokensRequest(MessagesRequest):
+    """A message whose prompt is to be counted."""
+
+    max_tokens: Int | None = None  # type: ignore[assignment] # nothing is generated
+
+
+# ------------------------------------------------------------ turns
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str, place: str, origins: OriginRules) -> dict[str, Any]:
+    """The turn, which is `place` in the chat completion."""
+    origins.add(place, where)
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        here = f"{where}.content.{index}"
+        kind = block.get("type")
+        if kind == "text":
+            origins.add(f"{place}.content.{len(texts)}", here)
+            texts.append(_text(block, "text", here))
+        elif kind == "tool_use":
+            origins.add(f"{place}.tool_calls.{len(calls)}", here)
+            origins.add(f"{place}.tool_calls.{len(calls)}.function", here)
+            origins.add(f"{place}.tool_calls.{len(calls)}.function.arguments", f"{here}.input")
+            calls.append(_call(block, here))
+        elif kind == "thinking":
+            thoughts.append(_text(block, "thinking", here))
+        elif kind != "redacted_thinking":
+            raise UnsupportedError(f"{here}: blocks of type {str(kind)[:40]!r} are not supported", param=here)
+    parts = [{"type": "text", "text": text} for text in texts]
+    message: dict[str, Any] = {"role": "assistant", "content": parts if len(texts) > 1 else "".join(texts)}
+    optional = {"tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
+    return message | {name: value for name, value in optional.items() if value}
+
+
+def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = block.get("input")
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"{where}.input is not an object", param=f"{where}.input")
+    function = {"name": _text(block, "name", where), "arguments": msgspec.json.encode(given).decode()}
+    return {"id": _text(block, "id", where), "type": "function", "function": function}
+
+
+def _take_results(
+    blocks: list[dict[str, Any]], where: str, messages: list[dict[str, Any]], origins: OriginRules
+) -> None:
+    """Add the results of tools, each a turn of its own; they stand before the text beside them."""
+    for index, block in enumerate(blocks):
+        if block.get("type") != "tool_result":
+            continue
+        here = f"{where}.content.{index}"
+        origins.add(f"messages.{len(messages)}", here)
+        for number, _ in _pictures(block.get("content")):
+            place = f"messages.{len(messages)}.content.{number}.image_url"
+            origins.add(place, f"{here}.content.{number}.source")
+        content = _result(block.get("content") or "", f"{here}.content")
+        call_id = _text(block, "tool_use_id", here)
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def _take_rest(
+    turn: MessageTurn,
+    blocks: list[dict[str, Any]],
+    where: str,
+    messages: list[dict[str, Any]],
+    origins: OriginRules,
+) -> None:
+    """Add what is no result as one turn; blocks that are neither text nor pictures go on as they are."""
+    place = f"messages.{len(messages)}"
+    parts: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        here = f"{where}.content.{index}"
+        kind = block.get("type")
+        if kind == "tool_result":
+            continue
+        origins.add(f"{place}.content.{len(parts)}", here)
+        if kind == "text":
+            parts.append({"type": "text", "text": _text(block, "text", here)})
+        elif kind == "image":
+            origins.add(f"{place}.content.{len(parts)}.image_url", f"{here}.source")
+            parts.append(_image(block, here))
+        else:
+            parts.append({**block, "type": str(kind)})
+    if parts or not blocks:
+        origins.add(place, where)
+        messages.append({"role": turn.role, "content": parts})
+
+
+def _pictures(content: Any) -> Iterator[tuple[int, Any]]:
+    for number, block in enumerate(content if isinstance(content, list) else ()):
+        if _kind(block) == "image":
+            yield number, block
+
+
+def _result(content: Any, where: str) -> Any:
+    """Text, or parts where a tool shows pictures."""
+    if not isinstance(content, list) or not any(_pictures(content)):
+        return _joined(content, where)
+    return [
+        _image(block, f"{where}.{index}")
+        if _kind(block) == "image"
+        else {"type": "text", "text": _joined([block], f"{where}.{index}")}
+        for index, block in enumerate(content)
+    ]
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A picture as chat completions name it."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in ("base64", "url"):
+        raise InvalidRequestError(f"{where}.source.type is base64 or url", param=f"{where}.source")
+    url = _text(source, "url", f"{where}.source") if kind == "url" else None
+    if url is None:
+        media, data = (_text(source, name, f"{where}.source") for name in ("media_type", "data"))
+        url = f"data:{media};base64,{data}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _joined(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise InvalidRequestError(f"{where} is neither text nor a list of blocks", param=where)
+    for index, block in enumerate(content):
+        if block.get("type") != "text":
+            here = f"{where}.{index}"
+            raise UnsupportedError(f"{here}: text is taken here, no other block", param=here)
+    return "\n".join(_text(block, "text", f"{where}.{index}") for index, block in enumerate(content))
+
+
+def _text(given: Mapping[str, Any], name: str, where: str) -> str:
+    value = given.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{name} is not text", param=f"{where}.{name}")
+    return value
+
+
+def _function(given: Mapping[str, Any]) -> dict[str, Any]:
+    function = {
+        "name": given.get("name"),
+        "description": given.get("description"),
+        "parameters": given.get("input_schema"),
+    }
+    return {"type": "function", "function": function}
+
+
+def _choice(given: Mapping[str, Any]) -> Any:
+    kind = given.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise InvalidRequestError("tool_choice.type is auto, any, tool or none", param="tool_choice.type")
+    return _CHOICES[kind]
+
+
+def _template_args(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Thinking as templates know it; left to them where it is neither on nor off."""
+    kind = (thinking or {}).get("type")
+    return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
 
 
 def router(context: ServerContext) -> APIRouter:

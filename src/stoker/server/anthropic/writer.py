@@ -24,7 +24,7 @@ from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.usage import Usage
 from stoker.server.errors import messages_error
-from stoker.server.streaming.typed_events import progress_fields, typed_frames
+from stoker.server.streaming.sse import progress_fields, typed_frames
 from stoker.tasks.chat import ChoiceReaders
 
 if TYPE_CHECKING:

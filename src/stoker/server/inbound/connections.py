@@ -1,13 +1,15 @@
-"""Connections of the HTTP server, bounded in number and in how long a client may leave one waiting (SPEC S4).
+"""Connections of the HTTP server, bounded in number and in the time a client may take (SPEC S4).
 
-Owns a connection until the head of a request has come, between requests, and where its client does not read.
-Bodies are `bodies`', requests the application's. uvicorn has no bound on a head or on the time it takes, and
-closes nothing to let a new client in.
+Owns a connection until the head of a request has come, between requests, and where its client does not read;
+and how many connections the limit of file descriptors allows. Bodies are `bodies`', requests the
+application's. uvicorn has no bound on a head or on the time it takes, and closes nothing to let a new client
+in.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,40 @@ from stoker.server.errors import error_body
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+
+
+RESERVED = 128
+"""For the engine's start, model files, prefix files and pictures; some 40 are in use."""
+_MIN_CONNECTIONS = 16
+_UNLIMITED = 2**20
+
+
+def descriptor_limit() -> int:
+    """Descriptors that this process may open."""
+    if sys.platform == "win32":
+        return _UNLIMITED
+    import resource  # noqa: PLC0415 - not there on Windows
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_limit(num_connections: int) -> None:
+    """Raise the soft limit, as far as the hard one allows for so many connections and the reserve."""
+    wanted = num_connections + RESERVED
+    if sys.platform == "win32" or descriptor_limit() >= wanted:
+        return
+    import resource  # noqa: PLC0415 - not there on Windows
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def connections_within(wanted: int) -> int:
+    """How many connections the limit allows, `wanted` at most."""
+    return min(wanted, max(_MIN_CONNECTIONS, descriptor_limit() - RESERVED))
+
 
 log = logging.getLogger(__name__)
 

@@ -1,25 +1,109 @@
-"""/v1/rerank: documents in the order of what they have to say to a query.
+"""/v1/rerank (SPEC K4): documents in the order of what they have to say to a query.
 
-What scoring is, is `stoker.tasks.rerank`'s.
+Body and answer are those of Jina, Cohere and llama-server. What scoring is, is `stoker.tasks.rerank`'s.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.errors import InvalidRequestError
+from stoker.ipc.request import MAX_SALT_CHARS, Priority
+from stoker.server.fields import Int, keep_alive_seconds
 from stoker.server.headers import header_fields
-from stoker.server.inbound.body import described, read_body
+from stoker.server.inbound.body import Body, Many, Name, described, read_body
 from stoker.server.inbound.disconnect import while_connected
-from stoker.server.native.rerank_body import RerankRequest
-from stoker.server.native.states import json_later
+from stoker.server.inbound.security import salt_of
+from stoker.server.native.states import EmbeddingUsage, json_later
 from stoker.tasks.rerank import Reranking
 
 if TYPE_CHECKING:
     from stoker.server.context import ServerContext
+    from stoker.tasks.rerank import Ranking
+
+
+MAX_DOCUMENTS = 2048
+"""As many as texts to embed."""
+
+
+class Document(Body):
+    """A document that is written as an object."""
+
+    text: str
+
+
+class RerankRequest(Body):
+    """A query and the documents to be put in order for it."""
+
+    model: Name | None = None
+    query: str
+    documents: Many[str | Document] = Field(min_length=1)
+    top_n: Int | None = None
+    output: Int | None = None
+    return_documents: bool | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    timeout_s: float | None = None
+    keep_alive: float | str | None = None
+
+    def texts(self) -> list[str]:
+        """Every document. Raises InvalidRequestError where there are too many."""
+        if len(self.documents) > MAX_DOCUMENTS:
+            raise InvalidRequestError(
+                f"{len(self.documents)} documents; 1 to {MAX_DOCUMENTS} are taken", param="documents"
+            )
+        return [given if isinstance(given, str) else given.text for given in self.documents]
+
+    def fields(self, key_digest: str) -> dict[str, Any]:
+        """Keyword arguments of `Reranking.rerank`, but for query, documents and model."""
+        given = {
+            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
+            "top_n": self.top_n,
+            "output": self.output,
+            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
+            "timeout_s": self.timeout_s,
+            "keep_alive_s": keep_alive_seconds(self.keep_alive),
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def answer(self, found: Ranking) -> RerankAnswer:
+        """The ranking, with the documents where they are wanted."""
+        texts = self.texts() if self.return_documents else None
+        results = [
+            RerankResult(each.index, each.score, DocumentText(texts[each.index]) if texts else msgspec.UNSET)
+            for each in found.results
+        ]
+        num_tokens = found.usage.prompt_tokens
+        return RerankAnswer(found.model, results, EmbeddingUsage(num_tokens, num_tokens))
+
+
+class DocumentText(msgspec.Struct, frozen=True):
+    """A document as it was given."""
+
+    text: str
+
+
+class RerankResult(msgspec.Struct, frozen=True):
+    """One document's place; `relevance_score` is the model's own number, no probability."""
+
+    index: int
+    relevance_score: float
+    document: DocumentText | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankAnswer(msgspec.Struct, frozen=True):
+    """The documents, the best first."""
+
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingUsage
+    object: str = "list"
 
 
 def router(context: ServerContext) -> APIRouter:

@@ -1,25 +1,205 @@
-"""GET /v1/runtime and /v1/runtime/events: how the engine is, and what happens in it (SPEC I4, O3)."""
+"""GET /v1/runtime and its events, /health, /ready and /metrics (SPEC I4, O3): how the engine is.
+
+None of them wakes anything (SPEC S6). While no engine can be asked, models are shown as they were last heard
+of and memory as it is measured here.
+"""
+
+from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.errors import StokerError
 from stoker.server.context import ServerContext
-from stoker.server.native.status_body import status_document
-from stoker.server.redaction import redact_status, redacted_event
 from stoker.server.streaming.generation import Caller
 from stoker.server.streaming.sse import EventStream, frame
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stoker.client.event_bus import RuntimeEvent
+    from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
+    from stoker.runtime import RuntimeStatus
+
+
+def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dict[str, Any]:
+    """Engine, slots, everybody who does not run, models, memory and heat."""
+    engine = status.engine
+    return {
+        "engine": {
+            "pid": status.pid,
+            "restarts": status.restarts,
+            "label": status.label,
+            "threads": status.threads,
+            "threads_reason": engine.threads_reason,
+            **engine_document(status.health),
+        },
+        "slots": [_slot(slot) for slot in engine.slots],
+        "queue": [_waiting(waiting) for waiting in engine.queue],
+        "parked": [_waiting(waiting) for waiting in engine.parked],
+        "paused": [_waiting(waiting) for waiting in engine.paused],
+        "models": [_model(model) for model in models_now(status, roster)],
+        "memory": _memory(status),
+        "heat": engine.memory.heat,
+        "cache": _cache(engine),
+        "counters": engine.counters,
+    }
+
+
+def engine_document(health: EngineHealth) -> dict[str, Any]:
+    """Where the engine is, for how long, and if it is away: why, and when the next start is."""
+    document: dict[str, Any] = {"state": health.state, "for_s": round(health.for_s, 3)}
+    if health.num_failed_starts:
+        document["failed_starts"] = health.num_failed_starts
+    if health.next_start_s is not None:
+        document["next_start_s"] = round(health.next_start_s, 3)
+    if health.reason:
+        document["reason"] = health.reason
+    return document
+
+
+def models_now(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> list[ModelStatus]:
+    """Every served model, the default first: by the engine where it knows it, else by the front."""
+    known = {model.id: model for model in status.engine.models}
+    served = [known.pop(model.id, model) for model in roster]
+    return served + list(known.values())
+
+
+def _model(model: ModelStatus) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "state": model.state,
+        "stage": model.stage,
+        "fraction": model.fraction,
+        "bytes": model.bytes,
+        "pinned": model.is_pinned,
+        "leases": model.leases,
+        "keep_alive_s": model.keep_alive_s,
+        "unload_in_s": model.unload_in_s,
+        "degraded": model.degraded,
+        "reason": model.reason,
+    }
+
+
+def _slot(slot: SlotStatus) -> dict[str, Any]:
+    return {
+        "id": slot.id,
+        "state": slot.state,
+        "request_id": slot.request_id,
+        "class": slot.priority,
+        "model": slot.model,
+        "num_tokens": slot.num_tokens,
+        "story": slot.story,
+    }
+
+
+def _waiting(waiting: WaitStatus) -> dict[str, Any]:
+    return {
+        "request_id": waiting.request_id,
+        "class": waiting.priority,
+        "index": waiting.index,
+        "model": waiting.model,
+        "position": waiting.position,
+        "eta_s": waiting.eta_s,
+        "num_tokens": waiting.num_tokens,
+        "form": waiting.form,
+        "story": waiting.story,
+    }
+
+
+def _memory(status: RuntimeStatus) -> dict[str, Any]:
+    """Bytes and pressure as the engine measured them last; what can be measured here while there is none."""
+    memory = status.engine.memory
+    if not memory.limit:
+        return {**_measured(status.pid), "tier": None, "pressure": None, "rungs": [], "lines": {}}
+    return {
+        "limit": memory.limit,
+        "footprint": memory.footprint,
+        "available": memory.available,
+        "tier": memory.tier,
+        "pressure": memory.pressure or None,
+        "pressure_fraction": memory.pressure_fraction,
+        "pressure_source": memory.pressure_source,
+        "rungs": memory.rungs,
+        "lines": memory.lines,
+    }
+
+
+def _measured(engine_pid: int) -> dict[str, int]:
+    """What both processes hold, and what the machine could still give."""
+    footprint = 0
+    for pid in {psutil.Process().pid, engine_pid} - {0}:
+        try:
+            footprint += psutil.Process(pid).memory_info().rss
+        except psutil.Error:  # the engine died between the two questions
+            continue
+    machine = psutil.virtual_memory()
+    return {"limit": machine.total, "footprint": footprint, "available": machine.available}
+
+
+def _cache(engine: EngineStatus) -> dict[str, Any]:
+    """Tier by tier; bytes and how many stored prefixes (SPEC C14)."""
+    cache = engine.cache
+    return {
+        "entries": cache.num_entries,
+        "unsaved": cache.num_unsaved,
+        "live": {"cells_used": engine.kv_cells_used, "cells_total": engine.kv_cells_total},
+        "ram": {"bytes": cache.ram_bytes, "limit": cache.ram_limit_bytes, "entries": cache.num_ram},
+        "disk": {
+            "bytes": cache.disk_bytes,
+            "limit": cache.disk_limit_bytes,
+            "entries": cache.num_disk,
+            "problem": cache.disk_problem,
+        },
+    }
+
+
+_WITHHELD = "told to operators only"
+
+
+def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> None:
+    """Blank what belongs to other callers in a document of GET /v1/runtime; changes the document.
+
+    Args:
+        document: from `status_document`.
+        may_see: whether the request of that runtime id is shown.
+    """
+    for entry in (each for name in ("slots", "queue", "parked", "paused") for each in document[name]):
+        if entry["request_id"] is None or not may_see(entry["request_id"]):
+            entry |= {"request_id": None, "num_tokens": 0, "story": []}
+    for model in document["models"]:
+        model["reason"] = ""  # may name files and requests
+    document["cache"]["disk"]["problem"] = ""
+
+
+def redacted_event(event: RuntimeEvent, may_see: Callable[[str], bool]) -> RuntimeEvent | None:
+    """The event without reasons; None: it is about another caller's request and is not shown.
+
+    Args:
+        event: of the runtime.
+        may_see: whether requests of that owner are shown.
+    """
+    if event.event == "request":
+        return event if may_see(event.owner) else None
+    fields = {name: value for name, value in event.fields.items() if name != "reason"}
+    if error := fields.get("error"):
+        fields["error"] = {**error, "message": _WITHHELD}
+    return msgspec.structs.replace(event, fields=fields)
+
 
 def router(context: ServerContext) -> APIRouter:
-    """What the engine holds, now or as it changes; neither wakes anything (SPEC S6)."""
-    routes = APIRouter(tags=["runtime"])
+    """What the engine holds, now or as it changes; whether it is alive, takes work, and how it is doing."""
+    routes = APIRouter()
 
-    @routes.get("/v1/runtime")
+    @routes.get("/v1/runtime", tags=["runtime"])
     async def runtime(request: Request) -> Response:
         """Engine, slots, queue, parked and paused requests, models, memory and heat.
 
@@ -34,13 +214,42 @@ def router(context: ServerContext) -> APIRouter:
             redact_status(document, lambda request_id: caller.may_see(owner_of(request_id)))
         return Response(msgspec.json.encode(document), media_type="application/json")
 
-    @routes.get("/v1/runtime/events")
+    @routes.get("/v1/runtime/events", tags=["runtime"])
     async def events(request: Request) -> Response:
         """What happens from now on, as server-sent events; the first is a snapshot.
 
         A caller who is no operator gets events of the requests of its own key only.
         """
         return EventStream(_frames(context, Caller.of(request)), {}, context.settings.keepalive_s)
+
+    @routes.get("/health", tags=["probes"])
+    async def health() -> Response:
+        """200 while it serves or is about to; 503 where no engine starts, or none will any more.
+
+        `engine.state`: starting, serving, restarting, suspended, closing; failing, failed or closed.
+        """
+        found = context.runtime.health()
+        status = "ok" if found.is_alive else "error"
+        content = msgspec.json.encode({"status": status, "engine": engine_document(found)})
+        return Response(content, 200 if found.is_alive else 503, media_type="application/json")
+
+    @routes.get("/ready", tags=["probes"])
+    async def ready() -> Response:
+        """Requests are taken; 503 until then. A suspended runtime takes them and keeps them."""
+        context.require_ready()
+        state = context.runtime.health().state
+        status = "ready" if state == "serving" else state
+        return Response(msgspec.json.encode({"status": status}), media_type="application/json")
+
+    @routes.get("/metrics", tags=["probes"])
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        try:
+            status = await context.runtime.status()
+        except StokerError:  # an engine that restarts has no figures; the front's own still count
+            status = None
+        text = context.metrics.render(status, context.runtime.model_states())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     return routes
 

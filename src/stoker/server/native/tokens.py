@@ -1,20 +1,43 @@
 """POST /tokenize, /detokenize and /apply-template."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter
+from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.server.context import ServerContext
-from stoker.server.inbound.body import described, read_body
-from stoker.server.native.tokens_body import DetokenizeRequest, TokenizeRequest
+from stoker.server.fields import check_tokens
+from stoker.server.inbound.body import VALUES_WITH_TOKENS, Body, Name, TokenIds, described, read_body
 from stoker.server.openai.chat import prepared_chat
-from stoker.server.openai.chat_body import ConversationFields
-from stoker.server.openai.completion_body import check_tokens
+from stoker.server.openai.conversation import ConversationFields
+
+
+class TokenizeRequest(Body):
+    """Text to turn into token ids; as with llama-server no special tokens are added unless asked for."""
+
+    content: str = Field(validation_alias=AliasChoices("content", "prompt", "text"))
+    model: Name | None = None
+    add_special: bool = Field(
+        default=False, validation_alias=AliasChoices("add_special", "add_special_tokens")
+    )
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Body):
+    """Token ids to turn into text."""
+
+    max_values: ClassVar[int] = VALUES_WITH_TOKENS
+
+    tokens: TokenIds
+    model: Name | None = None
 
 
 def router(context: ServerContext) -> APIRouter:

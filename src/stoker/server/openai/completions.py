@@ -1,22 +1,197 @@
-"""POST /v1/completions."""
+"""POST /v1/completions: the body, the route, and the answer chunk by chunk or whole.
+
+Choice j of prompt i has the index i * n + j. Echoed prompts come first in the text and in the logprobs.
+"""
+
+from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastapi import APIRouter
+from msgspec import UNSET
+from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.events import Delta, Finished, PrefillProgress, PromptEcho
 from stoker.ipc.request import GenerateRequest
 from stoker.server.context import ServerContext
-from stoker.server.fields import tier_of
+from stoker.server.fields import GenerationFields, Int, check_logprobs, check_tokens, tier_of
 from stoker.server.headers import header_fields
-from stoker.server.inbound.body import described, read_body
+from stoker.server.inbound.body import VALUES_WITH_TOKENS, Many, TokenIds, described, read_body
 from stoker.server.native.states import initial_state
-from stoker.server.openai.completion_body import CompletionRequest
-from stoker.server.openai.completion_writer import TextChunks, WholeText
+from stoker.server.openai.answers import (
+    Head,
+    TextChoice,
+    TextLogprobs,
+    TextLogprobsWriter,
+    Totals,
+    closing,
+    progress,
+    whole,
+)
 from stoker.server.streaming.delivery import collected, streamed
 from stoker.server.streaming.generation import Caller, GenerationCall
-from stoker.server.streaming.head import Head
+from stoker.server.streaming.sse import frame
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.client.requests.stream import StreamEvent
+    from stoker.ipc.usage import TokenLogprob
+
+
+MAX_PROMPTS = 256
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionRequest(GenerationFields):
+    """Completions to make of one or several prompts."""
+
+    max_values: ClassVar[int] = VALUES_WITH_TOKENS
+
+    prompt: str | Many[str] | TokenIds | Many[TokenIds]
+    max_tokens: Int | None = Field(None, validation_alias=AliasChoices("max_tokens", "n_predict"))
+    logprobs: Int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Int | None = None
+
+    def refuse_unsupported(self) -> None:
+        """Refuse infill and re-ranking as well."""
+        super().refuse_unsupported()
+        check_logprobs("logprobs", self.logprobs)
+        if self.suffix:
+            raise UnsupportedError("suffix is not supported by this server", param="suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise UnsupportedError("best_of other than n is not supported by this server", param="best_of")
+
+    def prompts(self, n_vocab: int) -> list[str | tuple[int, ...]]:
+        """Every prompt: text, or token ids of a vocabulary of `n_vocab`.
+
+        Raises:
+            InvalidRequestError: none, too many, an empty one, or a token id out of range.
+        """
+        found = self._listed()
+        if not 0 < len(found) <= MAX_PROMPTS:
+            raise InvalidRequestError(f"{len(found)} prompts; 1 to {MAX_PROMPTS} are taken", param="prompt")
+        for prompt in found:
+            if not isinstance(prompt, str):
+                check_tokens(prompt, n_vocab, "prompt")
+        return found
+
+    def _listed(self) -> list[str | tuple[int, ...]]:
+        given: Any = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and isinstance(given[0], int):
+            return [tuple(given)]
+        return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in given]
+
+    def to_shared(self, n_vocab: int, key_digest: str) -> dict[str, Any]:
+        """Keyword arguments that every prompt's `GenerateRequest` gets."""
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        return self.common(n_vocab, key_digest) | {
+            "max_tokens": limit,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.logprobs if self.echo else None,
+            "echo": bool(self.echo),
+        }
+
+
+_OBJECT = "text_completion"
+
+
+class TextChunks:
+    """Completions as chunks."""
+
+    def __init__(self, head: Head, num_prompts: int) -> None:
+        self._head = head
+        self._totals = Totals()
+        self._logprobs = [TextLogprobsWriter() for _ in range(num_prompts * head.n)]
+        self._no_usage = None if head.wants_usage else UNSET
+
+    def write(self, prompt: int, event: StreamEvent) -> bytes:
+        """Frames of one event; empty if it shows nothing."""
+        first = prompt * self._head.n
+        if isinstance(event, Delta):
+            return self._delta(first + event.index, event)
+        if isinstance(event, PromptEcho):
+            return b"".join(self._echo(first + index, event) for index in range(self._head.n))
+        if isinstance(event, Finished):
+            self._totals.add(event)
+        elif isinstance(event, PrefillProgress):
+            return progress(self._head, _OBJECT, event, [TextChoice(first, "")])
+        return b""
+
+    def end(self) -> bytes:
+        """Frames after the last event."""
+        return closing(self._head, _OBJECT, self._totals, [TextChoice(0, "")])
+
+    def _delta(self, index: int, event: Delta) -> bytes:
+        """What it adds, and behind it the reason of its end in a chunk of its own."""
+        frames = b""
+        if event.text or event.logprobs:
+            frames = self._frame(TextChoice(index, event.text, self._lists(index, event.logprobs)))
+        if event.finish_reason is not None:
+            frames += self._frame(TextChoice(index, "", None, event.finish_reason))
+        return frames
+
+    def _echo(self, index: int, event: PromptEcho) -> bytes:
+        lists = self._logprobs[index].write_prompt(event.logprobs, event.text) if event.logprobs else None
+        return self._frame(TextChoice(index, event.text, lists))
+
+    def _lists(self, index: int, entries: Sequence[TokenLogprob] | None) -> TextLogprobs | None:
+        return self._logprobs[index].write(entries) if entries else None
+
+    def _frame(self, choice: TextChoice) -> bytes:
+        return frame(self._head.answer(_OBJECT, [choice], usage=self._no_usage))
+
+
+class WholeText:
+    """Completions as one answer."""
+
+    def __init__(self, head: Head, num_prompts: int) -> None:
+        num_choices = num_prompts * head.n
+        self._head = head
+        self._totals = Totals()
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        self._writers = [TextLogprobsWriter() for _ in range(num_choices)]
+        self._logprobs: list[TextLogprobs | None] = [None] * num_choices
+        self._reasons = ["length"] * num_choices
+
+    def add(self, prompt: int, event: StreamEvent) -> None:
+        """Take in one event."""
+        first = prompt * self._head.n
+        if isinstance(event, Delta):
+            self._add_delta(first + event.index, event)
+        elif isinstance(event, PromptEcho):
+            for index in range(first, first + self._head.n):
+                self._add_echo(index, event)
+        elif isinstance(event, Finished):
+            self._totals.add(event)
+
+    def _add_delta(self, index: int, event: Delta) -> None:
+        self._texts[index].append(event.text)
+        if event.logprobs:
+            self._logprobs[index] = self._writers[index].write(event.logprobs, self._logprobs[index])
+        if event.finish_reason is not None:
+            self._reasons[index] = event.finish_reason
+
+    def _add_echo(self, index: int, event: PromptEcho) -> None:
+        self._texts[index].append(event.text)
+        if event.logprobs:
+            self._logprobs[index] = self._writers[index].write_prompt(event.logprobs, event.text)
+
+    def whole(self) -> bytes:
+        """The answer's body."""
+        choices = [
+            TextChoice(index, "".join(texts), self._logprobs[index], self._reasons[index])
+            for index, texts in enumerate(self._texts)
+        ]
+        return whole(self._head, _OBJECT, self._totals, choices)
 
 
 def router(context: ServerContext) -> APIRouter:

@@ -25,7 +25,7 @@ from stoker.chat.answer_events import (
 from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Usage
-from stoker.server.streaming.typed_events import progress_fields, typed_frames
+from stoker.server.streaming.sse import progress_fields, typed_frames
 from stoker.tasks.chat import ChoiceReaders
 
 if TYPE_CHECKING:

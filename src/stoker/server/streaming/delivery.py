@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from stoker.client.requests.stream import StreamEvent
     from stoker.ipc.usage import CacheSource
-    from stoker.server.inbound.origin_rules import OriginRules
+    from stoker.server.openai.translation import OriginRules
 
 POSITION_HEADER = "X-Stoker-Queue-Position"
 ETA_HEADER = "X-Stoker-Eta"

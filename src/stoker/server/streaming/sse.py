@@ -8,14 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from starlette.responses import Response
 
 from stoker.errors import ErrorInfo, StokerError
+from stoker.ipc.events import PrefillProgress
 from stoker.server.errors import INTERNAL_ERROR, error_body
 from stoker.server.inbound.disconnect import ClientGoneError, while_connected
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from starlette.types import Receive, Scope, Send
+
 
 log = logging.getLogger(__name__)
 
@@ -171,3 +174,23 @@ def _info(error: Exception) -> ErrorInfo:
         return error.info()
     log.error("a stream failed after it began", exc_info=error)
     return INTERNAL_ERROR
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def typed_frames(objects: Iterable[dict[str, Any]]) -> bytes:
+    """Frames of objects that each have a `type`."""
+    return b"".join(
+        b"event: " + one["type"].encode() + b"\ndata: " + _encode(one) + b"\n\n" for one in objects
+    )
+
+
+def progress_fields(event: PrefillProgress) -> dict[str, Any]:
+    """`prompt_progress` as in chat chunks: tokens in all, from the cache, computed so far; milliseconds."""
+    return {
+        "total": event.total,
+        "cache": event.cached,
+        "processed": event.processed,
+        "time_ms": event.time_ms,
+    }

@@ -1,22 +1,62 @@
-"""POST /v1/runtime/models/load, unload and pin, /v1/runtime/suspend and resume (SPEC R3, L2, I4)."""
+"""POST /v1/runtime/models/load, unload and pin, /v1/runtime/suspend and resume (SPEC R3, L2, I2, I4)."""
+
+from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter
+from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.server.context import ServerContext
 from stoker.server.fields import keep_alive_seconds
-from stoker.server.inbound.body import described, read_body
+from stoker.server.inbound.body import Body, Name, described, read_body
 from stoker.server.inbound.disconnect import while_connected
-from stoker.server.native.residency_body import (
-    LoadModelRequest,
-    ModelRequest,
-    PinModelRequest,
-    SuspendRequest,
-)
 from stoker.server.streaming.generation import Caller
+from stoker.settings import MAX_SLOTS
+
+MAX_REASON_CHARS = 64
+MAX_GRACE_S = 86_400.0
+
+
+class ModelRequest(Body):
+    """A model to unload, by the id it is served under."""
+
+    model: Name
+
+
+class LoadModelRequest(ModelRequest):
+    """A model to load: a served one, one that `stoker models` lists, or OWNER/REPO[:FILE] of a hub.
+
+    Attributes:
+        keep_alive: seconds, or such as `10m`, that it stays after its last request; negative: for good.
+        ctx_size: tokens that all its slots share.
+        slots: requests that run on it at once.
+    """
+
+    keep_alive: float | str | None = None
+    ctx_size: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, validation_alias=AliasChoices("ctx_size", "ctx", "n_ctx")
+    )
+    slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] | None = Field(
+        None, validation_alias=AliasChoices("slots", "num_slots")
+    )
+
+
+class PinModelRequest(ModelRequest):
+    """A model to keep in memory whatever else needs room, or no longer so."""
+
+    pinned: bool = True
+
+
+class SuspendRequest(Body):
+    """Why, and after how many seconds; null: what the reason and the settings say (SPEC L2)."""
+
+    reason: Annotated[str, Field(min_length=1, max_length=MAX_REASON_CHARS)] = "request"
+    grace_s: Annotated[float, Field(ge=0, le=MAX_GRACE_S)] | None = None
 
 
 def router(context: ServerContext) -> APIRouter:

@@ -1,7 +1,7 @@
-"""Where the places of a chat completion stand in the body of the API that was called.
+"""Bodies of other APIs that are spelled as chat completions, and errors in the caller's own terms.
 
-`/v1/responses` and `/v1/messages` become chat completions. An error then names a place of the chat
-completion; `OriginRules` translates it, in `param` and in the message, to the field that the caller wrote.
+An error names a place of the chat completion; `OriginRules` translates it, in `param` and in the message, to
+the field that the caller wrote.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The body of /v1/chat/completions and of /apply-template."""
+"""Conversations in a body: messages, tools, and functions, which are tools in their older form."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
@@ -12,11 +12,48 @@ from stoker.chat.reasoning import reasoning_of
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import MAX_TOKENS, check_range
-from stoker.server.fields import GenerationFields, Int, check_logprobs
+from stoker.server.fields import GenerationFields, Int, ResponseFormat, check_logprobs
 from stoker.server.inbound.body import Body, Many, Name, Named
-from stoker.server.openai.constraints import ResponseFormat
-from stoker.server.openai.functions import call_id, function_offer, tool_call
-from stoker.tasks.chat import offer_of_functions
+from stoker.tasks.chat import offer_of, offer_of_functions
+
+
+def function_offer(functions: Sequence[Any], function_call: Any) -> ToolOffer:
+    """The offer of `functions`, with `function_call` as the choice among them.
+
+    Raises:
+        InvalidRequestError: malformed; `param` names the field.
+    """
+    try:
+        return offer_of([_tool(one) for one in functions], _choice(function_call), is_parallel=False)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(_named(error.message), param=_named(error.param or "")) from None
+
+
+def call_id(name: str) -> str:
+    """The id that links a call of this function to its result: the old form has names only."""
+    return f"call_{name}"
+
+
+def tool_call(call: Any, where: str) -> dict[str, Any]:
+    """`function_call` of an assistant's message as an entry of `tool_calls`. Raises InvalidRequestError."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        raise InvalidRequestError(f"{where} is not a call of a function with a name", param=where)
+    return {"id": call_id(call["name"]), "type": "function", "function": dict(call)}
+
+
+def _tool(function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": function}
+
+
+def _choice(given: Any) -> Any:
+    return _tool({"name": given.get("name")}) if isinstance(given, Mapping) else given
+
+
+def _named(text: str) -> str:
+    """A message or path about tools, about functions."""
+    text = text.replace("tool_choice.function", "function_call").replace("tool_choice", "function_call")
+    return text.replace(".function", "").replace("tools", "functions")
+
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _RESERVED_ARGS = frozenset({"messages", "model", "options", "self", "tools"})
