@@ -17,7 +17,7 @@ from operator import or_
 from typing import TypeAlias
 
 from stoker.errors import InvalidRequestError
-from stoker.grammar.automaton import Automaton, Overlong, meet, union
+from stoker.grammar.gbnf.automaton import Automaton, Overlong, meet, union
 from stoker.grammar.effort import Effort, Exhausted
 from stoker.grammar.gbnf.notation import (
     Alternatives,
