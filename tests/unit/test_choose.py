@@ -24,7 +24,7 @@ from stoker.ipc.model import ModelInfo, ModelSpec
 from stoker.ipc.request import MAX_CANDIDATES, FinishReason, GenerateRequest, Priority, Sampling, StateOutput
 from stoker.machine.ledger import Ledger
 from stoker.runtime import Runtime
-from stoker.sampling.choose import Likelihoods, negative_log_likelihood
+from stoker.sampling.logprobs import Likelihoods, negative_log_likelihood
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.throttle import Throttle
 from stoker.tasks.choose import ranked, require_choosing

@@ -14,11 +14,10 @@ from stoker.errors import InvalidRequestError
 from stoker.grammar import compiler as constraint_compile
 from stoker.grammar import matcher as constraint_state
 from stoker.grammar.compiler import compile_grammar
-from stoker.grammar.depth import deepest_path
 from stoker.grammar.gbnf import lexemes as constraint_lexemes
 from stoker.grammar.gbnf.gbnf import MAX_RULES
 from stoker.grammar.json_schema import MAX_NESTED
-from stoker.grammar.regex import MAX_QUANTIFIERS
+from stoker.grammar.limits import MAX_QUANTIFIERS, deepest_path
 from stoker.grammar.source import MAX_LARK_RULES, native_grammar
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind

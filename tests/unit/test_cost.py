@@ -5,12 +5,10 @@ import pytest
 from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
-from stoker.scheduler.budget import StepBudget, StepPolicy
+from stoker.scheduler.budget import LEAST_S, SliceBudget, StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.eta import waits_s
-from stoker.scheduler.forecast import Forecast
+from stoker.scheduler.eta import Forecast, waits_s
 from stoker.scheduler.plan import Planner
-from stoker.scheduler.slices import LEAST_S, SliceBudget
 
 
 def taught(times=None):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from stoker.sampling.logprobs import token_logprob
-from stoker.sampling.ranking import largest
+from stoker.sampling.logprobs import largest, token_logprob
 
 
 class _Numbers:

@@ -10,9 +10,8 @@ from llama_cpp import llama_cpp
 
 from stoker.errors import InvalidRequestError
 from stoker.ipc.request import Sampling
-from stoker.sampling.breakers import BreakerTable
-from stoker.sampling.dry import DryPenalty
-from stoker.sampling.penalties import RepeatPenalty
+from stoker.sampling.dry import BreakerTable, DryPenalty
+from stoker.sampling.logit_edits import RepeatPenalty
 
 
 def _penalised_natively(sampler, ids, logits):

@@ -8,8 +8,7 @@ import pytest
 
 from stoker.cache.disk.tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
 from stoker.cache.entry import Entry, EntryState, Line
-from stoker.cache.keys import key_of, picture_ids
-from stoker.cache.namespace import Namespace
+from stoker.cache.keys import Namespace, key_of, picture_ids
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
 from stoker.machine.ledger import Ledger
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.sampling.stops import StopGate
+from stoker.sampling.detokenize import StopGate
 
 
 def _feed(gate, pieces):

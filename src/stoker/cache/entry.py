@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 from stoker.cache.keys import num_tokens
 
-if TYPE_CHECKING:
-    from stoker.cache.snapshot import Snapshot
+Snapshot: TypeAlias = bytes | bytearray | memoryview
 
 
 class EntryState(StrEnum):

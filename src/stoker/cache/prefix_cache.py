@@ -20,8 +20,8 @@ from stoker.ipc.status import CacheStatus
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
+    from stoker.cache.entry import Snapshot
     from stoker.cache.index import Hit
-    from stoker.cache.snapshot import Snapshot
     from stoker.machine.ledger import Ledger
 
 MAX_ENTRIES = 256

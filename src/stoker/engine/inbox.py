@@ -14,8 +14,7 @@ from threading import Event
 
 from stoker.backends.protocol.backend import Backend
 from stoker.backends.protocol.encoding import Encoder
-from stoker.cache.entry import Entry
-from stoker.cache.snapshot import Snapshot
+from stoker.cache.entry import Entry, Snapshot
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.errors import StokerError

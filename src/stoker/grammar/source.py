@@ -13,7 +13,7 @@ from stoker.errors import InvalidRequestError
 from stoker.grammar.gbnf.gbnf import parse_bnf, parse_gbnf
 from stoker.grammar.gbnf.lexemes import to_lark
 from stoker.grammar.json_schema import checked_schema
-from stoker.grammar.regex import MAX_QUANTIFIERS, refusal
+from stoker.grammar.limits import MAX_QUANTIFIERS, refusal
 from stoker.ipc.constraint import Constraint, ConstraintKind, NativeGrammar, Notation
 
 MAX_LARK_RULES = 1000

@@ -22,10 +22,9 @@ from stoker.kv.slots import Reuse, SlotPlacement, SlotTable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stoker.cache.entry import Entry
+    from stoker.cache.entry import Entry, Snapshot
     from stoker.cache.index import Hit
     from stoker.cache.prefix_cache import PrefixCache
-    from stoker.cache.snapshot import Snapshot
     from stoker.kv.limits import SchedulerLimits
     from stoker.kv.ops import Effect, Schedule
     from stoker.kv.sequence import Sequence

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.cache.index import MIN_TOKENS
-from stoker.kv.sequence import SequenceState
+from stoker.kv.sequence import ParkForm, SequenceState
 from stoker.kv.slots import common_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from stoker.kv.allocator import KVAllocator
     from stoker.kv.sequence import Sequence
 
 
@@ -51,3 +52,77 @@ def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: i
         if is_to_come and (best is None or length > best.length):
             best = Following(other, length)
     return best
+
+
+MAX_MEETING_TOKENS = 64
+"""Tokens after a common part up to which those who share it go on together."""
+
+
+class Arrivals:
+    """Who waits for a prefix that comes sooner than it could compute it."""
+
+    def __init__(self, allocator: KVAllocator) -> None:
+        self._allocator = allocator
+
+    def __repr__(self) -> str:
+        return f"<Arrivals of {self._allocator!r}>"
+
+    def raise_leaders(self, line: Iterable[Sequence]) -> None:
+        """Whom somebody who waits for an answer follows is not background meanwhile."""
+        for sequence in self._allocator.slots.running:
+            sequence.is_raised = False
+        for sequence in line:
+            follows = sequence.follows
+            if follows is not None and not follows.is_over and not sequence.is_background:
+                follows.leader.is_raised = True
+
+    def is_awaiting(self, sequence: Sequence) -> bool:
+        """Whether what it goes on from is on its way."""
+        if sequence.is_held or self._allocator.prefix_source.is_fetching(sequence):
+            return True
+        if sequence.follows is not None:
+            if not sequence.follows.is_over:
+                return True
+            sequence.follows = None
+        has_its_own = sequence.form in {ParkForm.CELLS, ParkForm.SNAPSHOT}
+        if has_its_own or sequence.wants_prompt_logits or not sequence.shares:
+            return False
+        return self._follow(sequence) or self._fetch(sequence)
+
+    def _follow(self, sequence: Sequence) -> bool:
+        """Wait for somebody's prefill of a common prefix, if anybody is at it."""
+        limits, running = self._allocator.limits, self._allocator.slots.running
+        if not (limits.can_share_cells or self._allocator.prefix_source.may_store(sequence)):
+            return False
+        if not any(other.state is SequenceState.PREFILL for other in running):
+            return False
+        following = leader_for(sequence, running, self._allocator.num_available(sequence))
+        if following is None:
+            return False
+        if not limits.can_share_cells and not self._allocator.prefix_source.mark(
+            following.leader, following.length
+        ):
+            return False
+        sequence.follows = following
+        _let_meet(sequence, following)
+        if not sequence.is_background:
+            following.leader.is_raised = True
+        return True
+
+    def _fetch(self, sequence: Sequence) -> bool:
+        """Have its prefix read, if the most of it is on disk."""
+        entry = self._allocator.to_fetch(sequence)
+        if entry is not None:
+            self._allocator.prefix_source.fetch(sequence, entry)
+        return entry is not None
+
+
+def _let_meet(sequence: Sequence, following: Following) -> None:
+    """Where little is left after the common part, the leader waits for those who follow it.
+
+    Their few tokens are then computed in one step, not beside its first decode steps, which would have to be
+    short: all of them are answered sooner, and the leader hardly later.
+    """
+    leader, length = following.leader, following.length
+    if max(len(sequence.tokens), len(leader.tokens)) - length <= MAX_MEETING_TOKENS:
+        leader.meets_at = max(leader.meets_at, length)

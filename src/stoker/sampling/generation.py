@@ -14,13 +14,11 @@ from stoker.backends.protocol.backend import Rows, Vocabulary
 from stoker.grammar.matcher import ConstraintState
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import TokenLogprob
-from stoker.sampling.detokenize import TextAssembler
+from stoker.sampling.detokenize import StopGate, TextAssembler
 from stoker.sampling.dry import DryPenalty
-from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, LogitEdit
+from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, LogitEdit, RepeatPenalty
 from stoker.sampling.logprobs import token_logprob
-from stoker.sampling.penalties import RepeatPenalty
 from stoker.sampling.sampler import Sampler
-from stoker.sampling.stops import StopGate
 from stoker.sampling.workspace import Workspace
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stoker.backends.protocol.backend import Rows, Vocabulary
 from stoker.ipc.usage import TokenLogprob
-from stoker.sampling.ranking import largest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.backends.protocol.backend import Rows
 
 
 def log_normalizer(row: Rows) -> float:
@@ -35,3 +41,56 @@ def token_logprob(row: Rows, token_id: int, num_top: int, vocabulary: Vocabulary
     ]
     logprob = float(row[token_id]) - normalizer
     return TokenLogprob(token_id, vocabulary.special_piece(token_id), logprob, top)
+
+
+def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
+    """Indices of the `count` largest of `values`, best first, ties by lower index.
+
+    A selection and a sort of the few that are left: the row itself is never sorted.
+
+    Args:
+        values: floats (n,), without NaN.
+        count: 0 or more; more than n means all.
+    """
+    if count <= 0:
+        return np.empty(0, np.intp)
+    cut = len(values) - count
+    bound = np.partition(values, cut)[cut] if cut > 0 else -np.inf
+    reached = np.flatnonzero(values >= bound)
+    return reached[np.argsort(-values[reached], kind="stable")[:count]]
+
+
+def negative_log_likelihood(rows: Rows, tokens: Sequence[int]) -> float:
+    """The sum of -ln p(token) over tokens, p being the softmax of the row that predicts it.
+
+    Args:
+        rows: raw logits, float32 (len(tokens), n_vocab), finite at the largest of each.
+        tokens: what each row predicts.
+    """
+    pairs = zip(rows, tokens, strict=True)
+    return math.fsum(log_normalizer(row) - float(row[token]) for row, token in pairs)
+
+
+class Likelihoods:
+    """Sums over the tokens of each text, as they come in."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = tuple(lengths)
+        self._sums = [0.0] * len(self._lengths)
+        self._counts = [0] * len(self._lengths)
+
+    def __repr__(self) -> str:
+        return f"<Likelihoods of {sum(self._counts)} of {sum(self._lengths)} tokens>"
+
+    def add(self, text: int, rows: Rows, tokens: Sequence[int]) -> None:
+        """Tokens of a text and the rows that predict them."""
+        self._sums[text] += negative_log_likelihood(rows, tokens)
+        self._counts[text] += len(tokens)
+
+    def means(self) -> list[float]:
+        """Nats a token of each text; +inf for one without tokens."""
+        assert list(self._lengths) == self._counts, f"{self!r} are not complete"
+        return [
+            total / length if length else math.inf
+            for total, length in zip(self._sums, self._lengths, strict=True)
+        ]

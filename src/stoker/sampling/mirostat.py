@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stoker.backends.protocol.backend import Rows
 from stoker.ipc.request import Sampling
-from stoker.sampling.ranking import largest
+from stoker.sampling.logprobs import largest
 from stoker.sampling.rng import Probabilities, pick, probabilities
 
 _NUM_FITTED = 100  # most likely tokens that v1 fits the Zipf exponent to

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp
 
 from stoker.backends.protocol.backend import Rows
-from stoker.sampling.breakers import BreakerTable
+from stoker.sampling.dry import BreakerTable
 
 TokenIds = npt.NDArray[np.int32]
 

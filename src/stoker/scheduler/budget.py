@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import Policy
-from stoker.scheduler.bursts import Bursts
 
 if TYPE_CHECKING:
     from stoker.scheduler.cost import StepCost
@@ -114,3 +113,78 @@ class StepBudget:
         alone_s, together_s = self._cost.predict(num_tokens), self._cost.predict(num_tokens + num_joined)
         if alone_s is not None and together_s is not None:
             self._credit_s = max(0.0, self._credit_s - (together_s - alone_s))
+
+
+PLAIN_STEPS = 40
+"""Steps between two bursts: fewer than one token in twenty is late, so the 95th percentile stays."""
+SHORT = 0.5
+"""Steps up to this part of the target are short."""
+
+
+class Bursts:
+    """Counts the steps of one model in which people decode.
+
+    Args:
+        target_s: how long such a step may take.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._num_plain = PLAIN_STEPS
+
+    def __repr__(self) -> str:
+        return f"<Bursts {self._num_plain} steps since the last one>"
+
+    def suit(self, step_s: float) -> bool:
+        """Whether steps that take so long are short; else work is spread evenly over them."""
+        return step_s <= SHORT * self._target_s
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there were enough plain steps."""
+        return self._num_plain >= PLAIN_STEPS
+
+    def stepped(self) -> None:
+        """A step in which people decode is planned."""
+        self._num_plain += 1
+
+    def taken(self) -> None:
+        """A burst is made."""
+        self._num_plain = 0
+
+
+SHARE = 0.25
+"""Part of the time of steps with interactive decode rows that goes to slices between them."""
+LEAST_S = 0.001
+"""A shorter slice would be mostly waking and stopping."""
+
+
+class SliceBudget:
+    """Counts the time that slices may take.
+
+    Args:
+        target_s: what a slice takes where nobody decodes.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._credit_s = target_s
+
+    def __repr__(self) -> str:
+        return f"<SliceBudget {self._credit_s * 1000:.1f} of {self._target_s * 1000:g} ms>"
+
+    def stepped(self, took_s: float) -> None:
+        """A step in which people decode has taken so long."""
+        self._credit_s = min(self._credit_s + SHARE * took_s, self._target_s)
+
+    def idle(self) -> None:
+        """Nobody decodes."""
+        self._credit_s = self._target_s
+
+    def next_s(self) -> float:
+        """Seconds of the next slice; 0: there is no time for one yet."""
+        return self._credit_s if self._credit_s >= LEAST_S else 0.0
+
+    def spent(self, took_s: float) -> None:
+        """A slice has taken so long; one that took too long is paid for by the next ones."""
+        self._credit_s -= took_s

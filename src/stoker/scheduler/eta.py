@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence as Line
 
+    from stoker.kv.sequence import Sequence
+    from stoker.scheduler.cost import StepCost
+
 
 def waits_s(running: Line[float], waiting: Line[float], num_slots: int) -> list[float]:
     """Seconds until each waiter gets a slot, in order of the line.
@@ -29,3 +32,59 @@ def waits_s(running: Line[float], waiting: Line[float], num_slots: int) -> list[
         starts.append(start)
         heapq.heapreplace(free_at, start + own_s)
     return starts
+
+
+TYPICAL_TOKENS = 128.0
+"""Length of an answer, until some have ended."""
+MIN_RETRY_AFTER_S = 1.0
+FOLLOW = 0.2
+
+CLOSE_POSITIONS = 32
+"""Places of the line whose waits are simulated one by one at each arrival."""
+
+
+class Forecast:
+    """Learns how long answers are and how often one ends."""
+
+    def __init__(self, cost: StepCost, num_slots: int) -> None:
+        self._cost = cost
+        self._num_slots = num_slots
+        self._answer_tokens = TYPICAL_TOKENS
+        self._service_s = MIN_RETRY_AFTER_S
+
+    def __repr__(self) -> str:
+        return f"<Forecast answers of {self._answer_tokens:.0f} tokens, one in {self._service_s:.1f} s>"
+
+    def note_end(self, sequence: Sequence, now: float) -> None:
+        """A sequence that ran has ended."""
+        started_s = sequence.arrival_s if sequence.started_s is None else sequence.started_s
+        self._answer_tokens += FOLLOW * (sequence.num_generated - self._answer_tokens)
+        self._service_s += FOLLOW * ((now - started_s) / self._num_slots - self._service_s)
+
+    def wait_s(self, running: Line[Sequence], waiting: Line[Sequence], position: int) -> float:
+        """Seconds until one place of the line runs; far back roughly, as arrivals must not cost much."""
+        if position < CLOSE_POSITIONS:
+            return self.waits_s(running, waiting[: position + 1])[position]
+        close_s = self.waits_s(running, waiting[:CLOSE_POSITIONS])[-1]
+        return close_s * (position + 1) / CLOSE_POSITIONS
+
+    def retry_after_s(self) -> float:
+        """When a refused caller may find room: the time an answer takes, over the slots."""
+        return max(MIN_RETRY_AFTER_S, self._service_s)
+
+    def needs_s(self, sequence: Sequence) -> float:
+        """Seconds it needs from now on, if it runs beside as many others as there are slots."""
+        wanted = self._answer_tokens if sequence.num_wanted is None else sequence.num_wanted
+        num_left = max(1.0, wanted - sequence.num_generated)
+        step_s = self._cost.predict(self._num_slots) or 0.0
+        prefill_s = self._cost.predict(sequence.num_pending) or 0.0
+        return prefill_s + num_left * step_s
+
+    def waits_s(self, running: Line[Sequence], waiting: Line[Sequence]) -> list[float]:
+        """Seconds until each of the line runs. Interactive work takes the places of background at once."""
+        people = [self.needs_s(s) for s in running if not s.is_background]
+        jobs = [self.needs_s(s) for s in running if s.is_background]
+        num_people = sum(not s.is_background for s in waiting)
+        needs = [self.needs_s(s) for s in waiting]
+        starts = waits_s(people, needs[:num_people], self._num_slots)
+        return starts + waits_s(people + jobs, needs, self._num_slots)[num_people:]

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING
 
 from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.allocator import KVAllocator
-from stoker.kv.arrivals import Arrivals
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
 from stoker.kv.ops import Parking, Schedule
+from stoker.kv.prefix_wait import Arrivals
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.scheduler.aging import Aging
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.counters import counters
-from stoker.scheduler.forecast import Forecast
-from stoker.scheduler.invariants import check
+from stoker.scheduler.eta import Forecast
 from stoker.scheduler.plan import Planner, StepPlan
 from stoker.scheduler.queue import RequestQueue
 from stoker.scheduler.throttle import Throttle
@@ -103,11 +101,6 @@ class Scheduler:
         """Whether some background of it has waited over its patience (SPEC Q7)."""
         return any(self._patience.is_owed(s, now) for s in self._allowed())
 
-    @property
-    def num_owed_steps_total(self) -> int:
-        """Steps that were given to background because it had waited over its patience."""
-        return self._patience.num_steps_total
-
     def _allowed(self) -> list[Sequence]:
         return [s for s in (*self.line, *self.slots.running) if not self.throttle.holds(s)]
 
@@ -134,7 +127,22 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
-        return counters(self)
+        running = self.slots.running
+        return {
+            "num_waiting": len(self.line),
+            "num_parked": sum(s.state is SequenceState.PARKED for s in self.line),
+            "num_paused": len(self.paused),
+            "num_running": len(running),
+            "num_prefill": sum(s.state is SequenceState.PREFILL for s in running),
+            "num_slots": self.limits.num_slots,
+            "cells_total": self.cells.total,
+            "cells_used": self.cells.used,
+            "num_preemptions_total": self.num_parked_total,
+            "num_retired_total": self.num_retired_total,
+            "num_owed": sum(s.is_owed for s in (*self.line, *running)),
+            "num_owed_steps_total": self._patience.num_steps_total,
+            **self.prefix_statistics.stats(),
+        }
 
     # ------------------------------------------------------------ commands
 
@@ -287,8 +295,22 @@ class Scheduler:
         return turn
 
     def check(self) -> None:
-        """Assert the invariants."""
-        check(self)
+        """Assert that slots, line, cells and stored states tell one story, between any two calls."""
+        self.allocator.check()
+        running, line = self.slots.running, self.waiting()
+        waiting, everybody = [*line, *self.paused], [*line, *self.paused, *running]
+        assert len({s.key for s in everybody}) == len(everybody), "held twice"
+        assert all(s.state in (SequenceState.PREFILL, SequenceState.DECODE) for s in running), running
+        assert all(s.state in (SequenceState.QUEUED, SequenceState.PARKED) for s in line), line
+        assert all(s.state is SequenceState.PAUSED for s in self.paused), self.paused
+        for sequence in waiting:
+            assert sequence.slot is None, f"{sequence!r} waits with a slot"
+            assert (sequence.form is ParkForm.CELLS) == (sequence.home is not None), repr(sequence)
+        assert {id(guest) for guest in self.slots.guests()} <= {id(s) for s in waiting}, "a guest is gone"
+        for sequence in everybody:
+            entry = sequence.entry
+            assert entry is None or sequence.key in entry.leases, f"{sequence!r} has no lease"
+            assert sequence.form is not ParkForm.SNAPSHOT or entry is not None, repr(sequence)
 
     def _expire(self, turn: Schedule, now: float) -> None:
         everybody = (*self.line, *self.paused, *self.slots.running)

@@ -25,8 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from stoker.cache.keys import TOKEN_BYTES, num_tokens
-from stoker.cache.namespace import DIGEST_BYTES
+from stoker.cache.keys import DIGEST_BYTES, TOKEN_BYTES, num_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

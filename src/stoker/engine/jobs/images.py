@@ -9,7 +9,7 @@ from stoker.cache.keys import key_of, picture_ids
 from stoker.engine.jobs.texts import text_tokens
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import IMAGE_MARKER
-from stoker.kv.images import PictureSpan
+from stoker.kv.sequence import PictureSpan
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Vocabulary

@@ -16,7 +16,7 @@ import msgspec
 from stoker.backends.protocol.backend import Conditioning, Vocabulary
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.backends.protocol.vision import Vision
-from stoker.cache.namespace import DIGEST_BYTES, Namespace
+from stoker.cache.keys import DIGEST_BYTES, Namespace
 from stoker.engine.jobs.adapters import adapter_key, adapters_of
 from stoker.engine.jobs.candidates import ToScore, candidates_of, check_candidates
 from stoker.engine.jobs.images import pictured_prompt, refuse_pictures
@@ -31,8 +31,7 @@ from stoker.ipc.model import CacheMode
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Preempt, Priority, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.kv.context_shift import note_dropped, replayed
-from stoker.kv.images import PictureSpan
-from stoker.kv.sequence import Sequence, SequenceKey
+from stoker.kv.sequence import PictureSpan, Sequence, SequenceKey
 from stoker.models.states.file import parse_state
 from stoker.sampling.generation import Generation
 from stoker.sampling.workspace import Workspace

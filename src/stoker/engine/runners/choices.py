@@ -22,9 +22,9 @@ from stoker.ipc.events import Event, Failed, Paused, Queued, Resumed, StateReady
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Tensor
 from stoker.kv.sequence import Sequence, SequenceState
-from stoker.sampling.choose import Likelihoods
+from stoker.sampling.logprobs import Likelihoods
+from stoker.scheduler.budget import LEAST_S, SliceBudget
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.slices import LEAST_S, SliceBudget
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend

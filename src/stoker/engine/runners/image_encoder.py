@@ -16,8 +16,7 @@ import numpy as np
 
 from stoker.backends.protocol.backend import Placed
 from stoker.cache.entry import Entry, EntryState
-from stoker.cache.keys import num_tokens
-from stoker.cache.namespace import Namespace
+from stoker.cache.keys import Namespace, num_tokens
 from stoker.errors import StepFailedError
 from stoker.kv.sequence import SequenceState
 
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.backends.protocol.vision import Encoding, Vision
     from stoker.cache.prefix_cache import PrefixCache
-    from stoker.kv.images import PictureSpan
-    from stoker.kv.sequence import Sequence
+    from stoker.kv.sequence import PictureSpan, Sequence
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stoker.engine.runners.image_encoder import ImageEncoder
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.slices import SliceBudget
+from stoker.scheduler.budget import SliceBudget
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from stoker.grammar.effort import Effort
 from stoker.grammar.gbnf.notation import (
     Alternatives,
     Chars,
@@ -22,6 +21,7 @@ from stoker.grammar.gbnf.notation import (
     Rules,
     joined,
 )
+from stoker.grammar.limits import Effort
 
 MAX_POSITIONS = 2000
 _MAX_NODES = 20_000

@@ -18,7 +18,6 @@ from typing import TypeAlias
 
 from stoker.errors import InvalidRequestError
 from stoker.grammar.gbnf.automaton import Automaton, Overlong, meet, union
-from stoker.grammar.effort import Effort, Exhausted
 from stoker.grammar.gbnf.notation import (
     Alternatives,
     Chars,
@@ -33,6 +32,7 @@ from stoker.grammar.gbnf.notation import (
     references,
     rules_that,
 )
+from stoker.grammar.limits import Effort, Exhausted
 
 # Beyond these everything is cut into single characters: slower masks, the same language.
 _MAX_ROUNDS = 40
