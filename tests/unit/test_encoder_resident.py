@@ -244,7 +244,7 @@ def test_a_paused_text_stands_still_until_it_is_resumed():
     house.enter("c")
     house.runner.resume("a", house.now)
     assert len(house.of(Resumed, "a")) == 1
-    line = house.runner.line_status(SequenceState.QUEUED, 0.0)
+    line = house.runner.queue_status(SequenceState.QUEUED, 0.0)
     assert [(status.request_id, status.position) for status in line] == [("a", 0), ("b", 1), ("c", 2)]
     house.turn(3)
     assert house.order() == ["a", "b", "c"]

@@ -32,7 +32,8 @@ from stoker.engine.residency.placement import Placement
 from stoker.engine.residency.pressure import PressureHandler
 from stoker.engine.residency.residency import Residency
 from stoker.engine.residency.workers import Workers
-from stoker.engine.runners.runners import ModelRunner, Runners
+from stoker.engine.runners.runner import ModelRunner
+from stoker.engine.runners.runners import Runners
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
 from stoker.errors import NotReadyError, StokerError
@@ -412,10 +413,10 @@ class EngineLoop:
         return EngineStatus(
             slots=[status for runner in runners for status in runner.slot_status(now)],
             queue=[
-                *(s for r in runners for s in r.line_status(SequenceState.QUEUED, now)),
+                *(s for r in runners for s in r.queue_status(SequenceState.QUEUED, now)),
                 *self._pending.status(),
             ],
-            parked=[s for r in runners for s in r.line_status(SequenceState.PARKED, now)],
+            parked=[s for r in runners for s in r.queue_status(SequenceState.PARKED, now)],
             paused=[s for r in runners for s in r.paused_status(now)],
             num_threads=self._pace.num_threads,
             threads_reason=self._pace.reason,

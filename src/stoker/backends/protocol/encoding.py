@@ -6,7 +6,7 @@ when is the engine's business.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Capabilities, Rows, Vocabulary
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """One loaded encoder.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from stoker.engine.jobs.preparations import Preparation
     from stoker.engine.residency.workers import Workers
-    from stoker.engine.runners.runners import ModelRunner
+    from stoker.engine.runners.runner import ModelRunner
     from stoker.errors import StokerError
     from stoker.ipc.commands import TextQuestion
     from stoker.ipc.events import Event

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.residency.loading import Load
-    from stoker.engine.runners.runners import ModelRunner
+    from stoker.engine.runners.runner import ModelRunner
     from stoker.ipc.model import ModelSpec
     from stoker.machine.gauge import Sample
     from stoker.machine.ledger import Ledger

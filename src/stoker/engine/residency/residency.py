@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from stoker.engine.inbox import LoadPost
     from stoker.engine.residency.pending import PendingRequests
     from stoker.engine.residency.workers import Workers
-    from stoker.engine.runners.runners import ModelRunner, Runners
+    from stoker.engine.runners.runner import ModelRunner
+    from stoker.engine.runners.runners import Runners
     from stoker.ipc.events import Event
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.status import ModelStatus

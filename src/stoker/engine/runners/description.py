@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stoker.backends.protocol.backend import Backend
+    from stoker.backends.protocol.encoding import Encoder
     from stoker.ipc.model import ModelSpec
 
 PROMPT_ROWS_BYTES = 128 * 2**20
 """What the logits of one prompt slice may take, when prompt logprobs are asked."""
 
 
-def model_info(spec: ModelSpec, backend: Backend, num_slots: int, degraded: Sequence[str]) -> ModelInfo:
+def model_info(
+    spec: ModelSpec, backend: Backend | Encoder, num_slots: int, degraded: Sequence[str]
+) -> ModelInfo:
     """What was loaded and the limits that resulted."""
     limits, vocabulary = backend.capabilities, backend.vocabulary
     return ModelInfo(

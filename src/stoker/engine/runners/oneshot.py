@@ -9,7 +9,7 @@ who wait for another model wait no longer than one step of any other.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.runners.description import model_info
 from stoker.engine.runners.queue import TextQueue, shared_text
+from stoker.engine.runners.turns import Contender
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -37,7 +38,7 @@ from stoker.scheduler.cost import StepCost
 if TYPE_CHECKING:
     from collections.abc import Sequence as Several
 
-    from stoker.backends.protocol.backend import Backend, Rows
+    from stoker.backends.protocol.backend import Rows
     from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.jobs.job import Job
     from stoker.engine.residency.loading import Load
@@ -80,8 +81,7 @@ class OneShotRunner:
         self._told_s = 0.0
         self._live: dict[str, Job] = {}
         self._cost = StepCost()
-        # Pace needs of a runner what an encoder shares with any backend: its device and its threads.
-        self._runner = pace.join(cast("Backend", encoder), self._cost)
+        self._runner = pace.join(encoder, self._cost)
         limits = encoder.capabilities
         self.prep = PrepContext(
             encoder.vocabulary,
@@ -146,7 +146,7 @@ class OneShotRunner:
         """What was loaded and the limits that resulted."""
         encoder = self.backend
         num_texts = encoder.capabilities.num_sequences
-        info = model_info(self.spec, cast("Backend", encoder), num_texts, self.degraded)
+        info = model_info(self.spec, encoder, num_texts, self.degraded)
         return msgspec.structs.replace(info, pooling=encoder.pooling, n_embd=encoder.n_embd)
 
     def stats(self) -> dict[str, float]:
@@ -157,6 +157,10 @@ class OneShotRunner:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
         wait_s = self._wait_s(self.line.num_tokens_before(len(self.line.waiting())))
         self.line.check_allocator(priority, num_arriving, max(LEAST_RETRY_S, wait_s or 0.0))
+
+    def contender(self) -> Contender:
+        """How it takes part in the choice of the next turn."""
+        return Contender(self.spec.id, is_encoder=True)
 
     def is_owed(self, now: float) -> bool:
         """Whether background of it has waited over its patience."""
@@ -174,7 +178,7 @@ class OneShotRunner:
         """It has no slots: nothing of a text outlives a call."""
         return []
 
-    def line_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
+    def queue_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
         """The texts in the line that are in `state`, next first."""
         line, tokens, found = self.line.waiting(), 0, []
         for position, sequence in enumerate(line):

@@ -7,12 +7,12 @@ there are is decided by residency.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.runners.turns import Contender, ModelTurns
-from stoker.ipc.model import ModelClass
+from stoker.engine.runners.turns import ModelTurns
 from stoker.scheduler.aging import ONE_STEP_IN
 from stoker.scheduler.throttle import Throttle
 
@@ -20,15 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from stoker.backends.protocol.backend import Backend
-    from stoker.backends.protocol.encoding import Encoder
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.jobs.prepare import PrepContext
     from stoker.engine.residency.loading import Load
+    from stoker.engine.runners.runner import ModelRunner
     from stoker.engine.threads.pace import Pace
-
-
-ModelRunner = SlotRunner | OneShotRunner
-"""A model in memory: one that generates, or one that makes vectors of texts."""
 
 
 class Runners:
@@ -77,10 +73,10 @@ class Runners:
         assert load.offer is not None, f"{load!r} was loaded without an offer"
         spec = load.offer.spec
         runner: ModelRunner
-        if backend.capabilities.model_class is ModelClass.ENCODER:
-            runner = OneShotRunner(spec, cast("Encoder", backend), self._pace)
+        if isinstance(backend, Encoder):
+            runner = OneShotRunner(spec, backend, self._pace)
         else:
-            runner = SlotRunner(spec, cast("Backend", backend), self._pace, self._cache)
+            runner = SlotRunner(spec, backend, self._pace, self._cache)
         runner.load, runner.degraded = load, load.offer.degraded
         runner.hold_back(self._throttle)
         self._models[runner.spec.id] = runner
@@ -116,14 +112,13 @@ class Runners:
         people = [runner for runner in working if runner.has_people]
         owed = [runner for runner in working if runner not in people and runner.is_owed(now)]
         self._turns_since_owed += 1
-        contenders = [_contender(runner) for runner in people or working]
+        contenders = [runner.contender() for runner in people or working]
         if owed and (not people or self._turns_since_owed >= ONE_STEP_IN):
             self._turns_since_owed = 0
             chosen = owed[0]
         else:
             chosen = self._models[self._turns.choose(contenders)]
-        if isinstance(chosen, OneShotRunner):
-            chosen.allowance_s = self._turns.allowance_s(contenders)
+        chosen.allowance_s = self._turns.allowance_s(contenders)
         return chosen
 
     def next_deadline_s(self) -> float | None:
@@ -137,9 +132,3 @@ class Runners:
             if not is_used(runner.prep):
                 runner.close()
         self._models.clear()
-
-
-def _contender(runner: ModelRunner) -> Contender:
-    is_encoder = isinstance(runner, OneShotRunner)
-    has_readers = isinstance(runner, SlotRunner) and runner.has_readers
-    return Contender(runner.spec.id, is_encoder=is_encoder, has_readers=has_readers)

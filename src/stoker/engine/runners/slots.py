@@ -20,6 +20,7 @@ from stoker.engine.runners.choices import ChoiceRunner
 from stoker.engine.runners.description import model_info, scheduler_limits
 from stoker.engine.runners.image_steps import ImageSteps
 from stoker.engine.runners.postprocess import Postprocess
+from stoker.engine.runners.turns import Contender
 from stoker.engine.threads.pace import Pace
 from stoker.errors import (
     ContextLengthError,
@@ -55,6 +56,7 @@ class SlotRunner:
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
+        allowance_s: not used: a step is bounded by the model's own policy.
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend, pace: Pace, cache: PrefixCache) -> None:
@@ -62,6 +64,7 @@ class SlotRunner:
         self.backend = backend
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
+        self.allowance_s: float | None = None
         self._pace = pace
         self._told_s = 0.0
         self._num_stalls_total = 0
@@ -158,6 +161,10 @@ class SlotRunner:
         running = self.scheduler.slots.running
         return any(not each.is_background and each.state is SequenceState.DECODE for each in running)
 
+    def contender(self) -> Contender:
+        """How it takes part in the choice of the next turn."""
+        return Contender(self.spec.id, has_readers=self.has_readers)
+
     def is_owed(self, now: float) -> bool:
         """Whether background of it has waited over its patience."""
         return self.scheduler.is_owed(now) or self._choosing.line.is_owed(now)
@@ -171,7 +178,7 @@ class SlotRunner:
         """Each slot as it is now."""
         return report.slots_of(self.scheduler, self.spec.id, now)
 
-    def line_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
+    def queue_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
         """The sequences in the line that are in `state`, next first."""
         line = report.line_of(self.scheduler, self.spec.id, state, now)
         if state is SequenceState.QUEUED:

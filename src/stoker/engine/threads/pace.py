@@ -13,6 +13,7 @@ from stoker.engine.threads.controller import ThreadController
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
+    from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.threads.governor import Decision
     from stoker.engine.threads.timer import StepTimer
     from stoker.scheduler.cost import StepCost
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 class Runner:
     """A model that steps: its backend, what its steps cost, the most threads it was given."""
 
-    backend: Backend
+    backend: Backend | Encoder
     cost: StepCost
     max_threads: int
 
@@ -54,7 +55,7 @@ class Pace:
 
     # ------------------------------------------------------------ models
 
-    def join(self, backend: Backend, cost: StepCost) -> Runner:
+    def join(self, backend: Backend | Encoder, cost: StepCost) -> Runner:
         """A model was loaded; on a CPU its threads follow the machine from now on."""
         runner = Runner(backend, cost, backend.num_threads)
         cost.use_threads(backend.num_threads)
