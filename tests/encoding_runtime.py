@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from grouping import OpensGroups
 from stoker.backends.fake.encoder import N_EMBD, vector_of
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.errors import InvalidRequestError, ModelNotFoundError, QueueFullError
@@ -46,7 +47,7 @@ def score_of(query, document):
     return float(vector_of(FakeVocabulary().pair(query, document))[0])
 
 
-class EncodingRuntime:
+class EncodingRuntime(OpensGroups):
     """What embedding takes of a runtime.
 
     Attributes:

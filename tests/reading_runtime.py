@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from encoding_runtime import ENCODER_INFO
+from grouping import OpensGroups
 from planning import planned_chat
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
@@ -16,7 +17,7 @@ from stoker.settings import EngineSettings
 READER_INFO = msgspec.structs.replace(ENCODER_INFO, id="reader", model_class="decoder", has_vision=True)
 
 
-class ReadingRuntime:
+class ReadingRuntime(OpensGroups):
     """What reading and its command take of a runtime.
 
     Attributes:

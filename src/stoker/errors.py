@@ -198,6 +198,13 @@ class RequestNotFoundError(CallerError):
     http_status = 404
 
 
+class RequestCancelledError(CallerError):
+    """The call was cancelled by its id before it had its answer."""
+
+    code = "request_cancelled"
+    http_status = 499
+
+
 class StateNotFoundError(CallerError):
     """No saved state of the caller has that id."""
 

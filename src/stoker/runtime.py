@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import TYPE_CHECKING, Any, Self
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
@@ -21,6 +21,7 @@ from stoker.client.event_bus import RuntimeEvent
 from stoker.client.models.catalogue import SpecChanges
 from stoker.client.process.suspend import GRACES_S
 from stoker.client.process.transport import ThreadTransport
+from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
 from stoker.client.status import overview
 from stoker.client.store.kept import KeptRequest
@@ -30,7 +31,7 @@ from stoker.ipc.commands import Tokenize
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import GenerateRequest
-from stoker.ipc.status import EngineHealth, ModelStatus, RuntimeStatus
+from stoker.ipc.status import CallKind, EngineHealth, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 from stoker.tasks import texts
 from stoker.tasks.chat import ChatPlan, chat_deltas, drafted_chat, offer_of
@@ -255,8 +256,8 @@ class Runtime:
         return self._client.keeper.kept()
 
     def owner_of(self, request_id: str) -> str:
-        """The `owner` that a live or kept request was given; empty: none, or there is no such request."""
-        return self._client.keeper.owner_of(request_id)
+        """The `owner` that a live or kept request or group was given; empty: none, or there is no such."""
+        return self._client.owner_of(request_id)
 
     async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
         """The stream of a kept request from its first delta on; leaving it does not end the request.
@@ -303,9 +304,27 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        async with aclosing(self._client.stream(request, request_id, names, owner)) as events:
+        known_as = KnownAs(request_id, tuple(names), owner)
+        async with aclosing(self._client.stream(request, known_as)) as events:
             async for event in events:
                 yield event
+
+    def group(
+        self, kind: CallKind, request: GenerateRequest, num_members: int, known_as: KnownAs
+    ) -> AbstractContextManager[RequestGroup]:
+        """One call that is several requests, under one id while the block runs; its `stream` runs them.
+
+        Args:
+            kind: what the call computes.
+            request: its first one; model, class and timeout of all are its.
+            num_members: how many there will be.
+            known_as: id, names and owner; without an id one is made up.
+
+        Raises:
+            InvalidRequestError: the id is in use.
+            StokerError: the model is not served.
+        """
+        return self._client.group(kind, request, num_members, known_as)
 
     async def generate(
         self,
@@ -368,8 +387,11 @@ class Runtime:
     async def cancel(self, request_id: str) -> None:
         """End a live request; its stream finishes with `cancelled`.
 
+        The id of a call of several (`embed`, `rerank`, `choose`, `read`, `states`) ends all of it: the call
+        raises RequestCancelledError.
+
         Raises:
-            RequestNotFoundError: no live request has that id.
+            RequestNotFoundError: no live request or call has that id.
         """
         self._client.running().cancel(request_id)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grouping import OpensGroups
 from stoker.chat.continuation import continuation_of
 from stoker.chat.conversation import NO_TOOLS, prepared_turn
 from stoker.client.event_bus import RuntimeEvent
@@ -83,7 +84,7 @@ class StandInStatus:
 
 
 @dataclass
-class StandInRuntime:
+class StandInRuntime(OpensGroups):
     """Plays `scripts`, one a request in order of arrival; without one, as many words as were asked for."""
 
     is_ready: bool = False

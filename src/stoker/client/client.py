@@ -7,8 +7,7 @@ calls is `stoker.runtime`'s; processes, restarts and replay are `stoker.client.s
 from __future__ import annotations
 
 import asyncio
-import secrets
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +17,7 @@ from stoker.client.event_bus import EventBus
 from stoker.client.models.catalogue import ModelLookup
 from stoker.client.models.specs import max_tokens_of, served_of
 from stoker.client.process.lifecycle import EngineState
+from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.stream import RequestStream, StreamEvent
 from stoker.client.store.last_models import LastModels
 from stoker.client.store.requests import RequestStore
@@ -34,7 +34,7 @@ from stoker.tasks.embed import require_generation
 from stoker.tasks.fields import adapted, sealed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator
     from concurrent.futures import Future
 
     from stoker.client.process.transport import NewTransport
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stoker.ipc.constraint import Constraint
     from stoker.ipc.events import ModelState
     from stoker.ipc.request import GenerateRequest
-    from stoker.ipc.status import ModelStatus
+    from stoker.ipc.status import CallKind, ModelStatus
     from stoker.settings import EngineSettings
 
 SUSPENDED_DIR = "suspended"
@@ -171,26 +171,45 @@ class Client:
     # ------------------------------------------------------------ requests
 
     async def stream(
-        self, request: GenerateRequest, request_id: str | None, names: Sequence[str], owner: str
+        self, request: GenerateRequest, known_as: KnownAs, group: RequestGroup | None = None
     ) -> AsyncGenerator[StreamEvent, None]:
-        """See `Runtime.stream`."""
+        """See `Runtime.stream`; one of a group is steered by the group's id too."""
         supervisor = self.running()
-        request_id = request_id or f"req-{secrets.token_hex(8)}"
+        request_id, owner = known_as.id, known_as.owner
         info = supervisor.registry.resolve(request.model)
         require_generation(request, info)
         request = sealed(adapted(request, info), info.id, self._max_tokens)
         if request.constraint is not None:
             request = await self._translated(request, request.constraint, owner)
         events = RequestStream(request_id, supervisor.cancel)
-        sink = self.keeper.open(request_id, request, names, owner, events.push)
+        sink = self.keeper.open(request_id, request, known_as.names, owner, events.push)
         try:
-            supervisor.submit(request_id, request, sink)
+            supervisor.submit(request_id, request, sink, group)
         except BaseException:
             self.keeper.discard(request_id)
             raise
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    @contextmanager
+    def group(
+        self, kind: CallKind, request: GenerateRequest, num_members: int, known_as: KnownAs
+    ) -> Iterator[RequestGroup]:
+        """See `Runtime.group`."""
+        supervisor = self.running()
+        request = msgspec.structs.replace(request, model=supervisor.registry.resolve(request.model).id)
+        group = RequestGroup(kind, request, num_members, known_as, self.stream)
+        supervisor.requests.open_group(group)
+        try:
+            yield group
+        finally:
+            supervisor.requests.close_group(group)
+
+    def owner_of(self, request_id: str) -> str:
+        """See `Runtime.owner_of`."""
+        of_group = self.supervisor.requests.owner_of_group(request_id) if self.supervisor else ""
+        return of_group or self.keeper.owner_of(request_id)
 
     def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
         """Have a worker process render a conversation; `owner` is as in `Runtime.prepare_chat`.

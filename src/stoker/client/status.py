@@ -30,6 +30,7 @@ async def overview(supervisor: EngineSupervisor) -> RuntimeStatus:
         threads=engine.num_threads or (default.num_threads if default else 0),
         engine=engine,
         health=supervisor.health(),
+        groups=supervisor.requests.groups(),
     )
 
 

@@ -37,6 +37,7 @@ from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
     from stoker.client.models.loading import ModelLoading
+    from stoker.client.requests.group import RequestGroup
     from stoker.errors import StokerError
     from stoker.ipc.request import GenerateRequest
     from stoker.ipc.status import ModelStatus
@@ -160,6 +161,11 @@ class EngineSupervisor:
         return self._dispatcher.statuses()
 
     @property
+    def requests(self) -> Requests:
+        """The live requests and groups of them."""
+        return self._dispatcher.requests
+
+    @property
     def loads(self) -> ModelLoading:
         """Who waits for models to come or to go."""
         return self._dispatcher.loads
@@ -215,7 +221,7 @@ class EngineSupervisor:
         if self._task is None:
             return
         if life and was_serving:
-            self._requests.close_held(NotReadyError("the engine is shutting down"))
+            self.requests.close_held(NotReadyError("the engine is shutting down"))
             life.send(Shutdown(drain_s))
             await asyncio.wait({self._task}, timeout=drain_s + EXIT_LIMIT_S)
         if self._leaving and not self._leaving.done():  # it saves what it computed
@@ -362,7 +368,7 @@ class EngineSupervisor:
         if self._is_kept:
             error = NotReadyError("the program ends while suspended; its next start goes on with this")
         else:
-            self._requests.close(error)
+            self.requests.close(error)
         self._dispatcher.fail_all(error)
         if self._started and not self._started.done():
             self._started.set_exception(error)
@@ -374,7 +380,7 @@ class EngineSupervisor:
             self._reserve.fill()
             if self._life and not self._life.is_over:
                 self._life.check(time.monotonic())
-            self._requests.expire()
+            self.requests.expire()
 
     # ------------------------------------------------------------ sleep
 
@@ -425,15 +431,15 @@ class EngineSupervisor:
         self._dispatcher.sleep()
         if not self._is_closed:
             self._lifecycle.move(EngineState.SUSPENDED, why)
-        await self._request_store.keep(self._requests.portable())
+        await self._request_store.keep(self.requests.portable())
         self._is_kept = True
         self._rest.begin()
         await self._rest.until(lambda: self._is_closed or not self._rest.is_wanted)
         if self._is_closed:
-            await self._request_store.keep(self._requests.portable())  # with those that came meanwhile
+            await self._request_store.keep(self.requests.portable())  # with those that came meanwhile
             return
         self._rest.end()
-        self._requests.wake()
+        self.requests.wake()
         if not self._is_closed:
             back = EngineState.RESTARTING if self._has_served else EngineState.STARTING
             self._lifecycle.move(back, "resumed")
@@ -441,10 +447,6 @@ class EngineSupervisor:
     @property
     def _is_failing(self) -> bool:
         return self._num_failed_starts >= MAX_FAILED_STARTS
-
-    @property
-    def _requests(self) -> Requests:
-        return self._dispatcher.requests
 
     def _check_running(self) -> None:
         if self._failure is not None:
@@ -462,10 +464,12 @@ class EngineSupervisor:
             InvalidRequestError: a live request has that id.
         """
         self.check_open()
-        self._requests.take_up(kept, sink)
+        self.requests.take_up(kept, sink)
         self._dispatcher.hand_out()
 
-    def submit(self, request_id: str, request: GenerateRequest, sink: EventSink) -> None:
+    def submit(
+        self, request_id: str, request: GenerateRequest, sink: EventSink, group: RequestGroup | None = None
+    ) -> None:
         """Run a request; `sink` is called with each of its events, last a `Finished` or a `Failed`.
 
         Raises:
@@ -475,16 +479,16 @@ class EngineSupervisor:
             InvalidRequestError: a live request has that id.
         """
         self.check_open()
-        self._requests.submit(request_id, request, sink)
+        self.requests.submit(request_id, request, sink, group)
         self._dispatcher.hand_out()
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its open choices finish as `cancelled`.
+        """End a request or a group of them; open choices finish as `cancelled`.
 
         Raises:
-            RequestNotFoundError: no live request has that id.
+            RequestNotFoundError: no live request or group has that id.
         """
-        self._requests.cancel(request_id)
+        self.requests.cancel(request_id)
         self._dispatcher.hand_out()
 
     def pause(self, request_id: str) -> None:
@@ -493,7 +497,7 @@ class EngineSupervisor:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._requests.pause(request_id)
+        self.requests.pause(request_id)
         self._dispatcher.hand_out()
 
     def resume(self, request_id: str) -> None:
@@ -502,7 +506,7 @@ class EngineSupervisor:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._requests.resume(request_id)
+        self.requests.resume(request_id)
         self._dispatcher.hand_out()
 
     async def ask(self, question: Question) -> dict[str, Any]:

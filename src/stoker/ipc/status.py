@@ -5,9 +5,12 @@ Values only, as `/v1/runtime` and the metrics show them.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from stoker.ipc.request import Priority
+from stoker.ipc.usage import Timings, Usage
 
 
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,44 @@ class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     form: str | None = None
     story: list[tuple[float, str]] = []
+
+
+class CallKind(StrEnum):
+    """What a caller's call of several requests computes."""
+
+    EMBED = "embed"
+    RERANK = "rerank"
+    CHOOSE = "choose"
+    STATE = "state"
+    READ = "read"
+
+
+class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One call that is several requests of the engine, which are cancelled, paused and resumed by its id.
+
+    Attributes:
+        state: queued, running or paused.
+        num_members, num_done: requests it is made of, and those that have ended with what they were for.
+        position, eta_s: of its foremost request, as in `WaitStatus`; None: one runs, or none waits.
+        deadline_s: seconds left of its `timeout_s`; None: it has none.
+        age_s: seconds since it began.
+        usage: of those that have ended.
+        timings: of the same: the least time in the queue, and the sum of the others.
+    """
+
+    id: str
+    kind: CallKind
+    model: str
+    priority: Priority
+    state: str
+    num_members: int
+    num_done: int = 0
+    position: int | None = None
+    eta_s: float | None = None
+    deadline_s: float | None = None
+    age_s: float = 0.0
+    usage: Usage = Usage()
+    timings: Timings = Timings()
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +220,7 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
         label: backend and device of the default model.
         threads: CPU threads its steps use now; `engine.threads_reason` tells why not as many as asked for.
         health: why it does not serve, and when the next start is.
+        groups: calls that are several requests, the oldest first.
     """
 
     pid: int
@@ -188,3 +230,4 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     engine: EngineStatus
     health: EngineHealth
+    groups: list[GroupStatus] = []

@@ -12,13 +12,15 @@ from typing import Any
 
 import msgspec
 
+from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import ENCODER, ENCODER_DECODER, floats_of
 from stoker.tasks.fields import request_of
-from stoker.tasks.tensor_call import Engine, tensors_of
+from stoker.tasks.tensor_call import Engine, answers_of
 
 __all__ = ["Choice", "Choices", "Choosing", "require_choosing"]
 
@@ -81,23 +83,24 @@ class Choosing:
             choices: texts, each tokenised alone and appended to the prompt's tokens as it is.
             calibrate: subtract how likely each is from the initial state: after the model's BOS token alone.
             model: a served model that generates.
-            fields: of `GenerateRequest`, by name.
+            fields: of `GenerateRequest` and `KnownAs`, by name.
 
         Raises:
             UnsupportedError: the model predicts no tokens of a prompt.
             InvalidRequestError: a field is out of range, or there are too many choices or none.
             ContextLengthError: the prompt with a choice is longer than the context.
+            RequestCancelledError: the call was cancelled by its id.
             StokerError: the request failed.
         """
         if isinstance(choices, str):
             raise InvalidRequestError("choices are several texts, not one", param="choices")
         info = self._engine.resolve(model)
         require_choosing(info)
-        ((tensor, usage),) = await tensors_of(
-            self._engine,
-            [_request(prompt, choices, {**fields, "model": info.asked_as, "is_calibrated": calibrate})],
-        )
-        numbers = floats_of(tensor.data)
+        known_as = KnownAs.taken_from(fields)
+        fields |= {"model": info.asked_as, "is_calibrated": calibrate}
+        requests = [_request(prompt, choices, fields)]
+        ((ready, end),) = await answers_of(self._engine, CallKind.CHOOSE, requests, known_as)
+        numbers = floats_of(ready.tensors[0].data)
         scores = list(numbers[: len(choices)])
         if calibrate:
             baseline = numbers[len(choices) :]
@@ -105,7 +108,7 @@ class Choosing:
                 score if math.isinf(score) else score - initial
                 for score, initial in zip(scores, baseline, strict=True)
             ]
-        return Choices(model=info.id, results=ranked(choices, scores), usage=usage)
+        return Choices(model=info.id, results=ranked(choices, scores), usage=end.usage)
 
 
 def ranked(choices: Sequence[str], scores: Sequence[float]) -> list[Choice]:

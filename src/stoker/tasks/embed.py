@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 
+from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
 from stoker.tasks.fields import request_of
-from stoker.tasks.tensor_call import Engine, tensors_of
+from stoker.tasks.tensor_call import Engine, answers_of
 
 __all__ = ["Embeddings", "Text", "TextEmbeddings", "require_embedding", "require_generation"]
 
@@ -66,25 +68,27 @@ class Embeddings:
             model: a served encoder.
             normalize: scale each to length 1; one of zeros stays as it is.
             dimensions: keep so many numbers of each, the first ones; None: all.
-            fields: of `GenerateRequest`, by name; `timeout_s` is for all texts together.
+            fields: of `GenerateRequest` and `KnownAs`, by name; `timeout_s` is for all texts together.
 
         Raises:
             UnsupportedError: the model gives no vectors of texts.
             InvalidRequestError: a field or a token id is out of range.
             ContextLengthError: a text is longer than the model takes.
+            RequestCancelledError: the call was cancelled by its id.
             StokerError: a request failed; the others are cancelled.
         """
         info = self._engine.resolve(model)
         require_embedding(info)
         _check_dimensions(dimensions, info)
+        known_as = KnownAs.taken_from(fields)
         wanted = {"temperature": 0.0, **fields, "model": info.id}
         requests = [_request(text, wanted) for text in _several(texts)]
-        found = await tensors_of(self._engine, requests)
-        vectors = [_vector_of(tensor, info) for tensor, _ in found]
+        found = await answers_of(self._engine, CallKind.EMBED, requests, known_as)
+        vectors = [_vector_of(ready.tensors[0], info) for ready, _ in found]
         return TextEmbeddings(
             model=info.id,
             vectors=[_finished(vector, dimensions, normalize=normalize) for vector in vectors],
-            usage=Usage(prompt_tokens=sum(usage.prompt_tokens for _, usage in found)),
+            usage=Usage(prompt_tokens=sum(end.usage.prompt_tokens for _, end in found)),
         )
 
 

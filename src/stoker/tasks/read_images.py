@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from jsonschema import exceptions, validators
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.stream import StreamEvent, text_deltas
 from stoker.errors import InvalidRequestError, ReadingError
 from stoker.images.image import ImageReport, images_of
@@ -25,6 +26,7 @@ from stoker.images.intake import Intake
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.status import CallKind
 from stoker.tasks.chat import ChatPlan, chat_deltas
 from stoker.tasks.fields import request_of
 
@@ -193,8 +195,10 @@ class ReadingEngine(Protocol):
         """What a conversation asks of the model."""
         ...
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
-        """The events of a request."""
+    def group(
+        self, kind: CallKind, request: GenerateRequest, num_members: int, known_as: KnownAs
+    ) -> AbstractContextManager[RequestGroup]:
+        """One call that is several requests, under one id while the block runs."""
         ...
 
 
@@ -220,16 +224,18 @@ class ImageReader:
             images: paths, bytes, data URIs, Pillow images or `Image`s.
             question: what is asked.
             model: a served vision model.
-            fields: of `GenerateRequest` and `Sampling`, by name.
+            fields: of `GenerateRequest`, `Sampling` and `KnownAs`, by name.
 
         Raises:
             UnsupportedError: the model reads no pictures.
             InvalidRequestError: a picture is not taken; `param` names it.
             ReadingError: the answer is not what was asked for, or was cancelled.
+            RequestCancelledError: the call was cancelled by its id before it was asked.
             StokerError: a request failed.
         """
         if fields.get("n", 1) != 1:
             raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
+        known_as = KnownAs.taken_from(fields)
         info = self._engine.resolve(model)
         pictures = images_of(images)
         if not pictures:
@@ -243,21 +249,29 @@ class ImageReader:
 
         async def answer(attempt: Attempt) -> Told:
             how = {"max_tokens": attempt.max_tokens, **attempt.sampling, **given}
-            return await self._told(request_of(plan.prompt, how), plan, reports)
+            return await _told(group.stream, request_of(plan.prompt, how), plan, reports)
 
-        return await read_with(question, answer)
+        first = request_of(plan.prompt, dict(given))
+        with self._engine.group(CallKind.READ, first, 1, known_as) as group:
+            return await read_with(question, answer)
 
-    async def _told(self, request: GenerateRequest, plan: ChatPlan, images: tuple[ImageReport, ...]) -> Told:
-        parts, is_cut = [], False
-        async with (
-            aclosing(self._engine.stream(request)) as events,
-            aclosing(text_deltas(request, events)) as pieces,
-            aclosing(chat_deltas(pieces, plan.form)) as deltas,
-        ):
-            async for delta in deltas:
-                parts.append(delta.text)
-                is_cut = is_cut or delta.finish_reason is FinishReason.LENGTH
-                if delta.finish_reason in _GIVEN_UP:  # somebody wanted that; nothing is asked again
-                    told = f"the answer was not finished: {delta.finish_reason}"
-                    raise ReadingError(told, text="".join(parts), attempts=1)
-        return Told("".join(parts).strip(), images, is_cut)
+
+async def _told(
+    stream: Callable[[GenerateRequest], AsyncGenerator[StreamEvent, None]],
+    request: GenerateRequest,
+    plan: ChatPlan,
+    images: tuple[ImageReport, ...],
+) -> Told:
+    parts, is_cut = [], False
+    async with (
+        aclosing(stream(request)) as events,
+        aclosing(text_deltas(request, events)) as pieces,
+        aclosing(chat_deltas(pieces, plan.form)) as deltas,
+    ):
+        async for delta in deltas:
+            parts.append(delta.text)
+            is_cut = is_cut or delta.finish_reason is FinishReason.LENGTH
+            if delta.finish_reason in _GIVEN_UP:  # somebody wanted that; nothing is asked again
+                told = f"the answer was not finished: {delta.finish_reason}"
+                raise ReadingError(told, text="".join(parts), attempts=1)
+    return Told("".join(parts).strip(), images, is_cut)

@@ -11,13 +11,15 @@ from typing import Any
 
 import msgspec
 
+from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import ENCODER, floats_of
 from stoker.tasks.fields import request_of
-from stoker.tasks.tensor_call import Engine, tensors_of
+from stoker.tasks.tensor_call import Engine, answers_of
 
 __all__ = ["RankedDocument", "Ranking", "Reranking", "require_reranking"]
 
@@ -73,28 +75,31 @@ class Reranking:
             top_n: tell of so many only, the best ones; None: of all.
             output: which output of the classifier is the score. llama.cpp takes the first; of a model with
                 the classes "irrelevant, relevant" that is the wrong end, and 1 is wanted.
-            fields: of `GenerateRequest`, by name; `timeout_s` is for all documents together.
+            fields: of `GenerateRequest` and `KnownAs`, by name; `timeout_s` is for all documents together.
 
         Raises:
             UnsupportedError: the model scores nothing.
             InvalidRequestError: a field is out of range.
             ContextLengthError: a document with the query is longer than the model takes.
+            RequestCancelledError: the call was cancelled by its id.
             StokerError: a request failed; the others are cancelled.
         """
         info = self._engine.resolve(model)
         require_reranking(info)
         if top_n is not None and top_n < 1:
             raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
+        known_as = KnownAs.taken_from(fields)
         wanted = {"temperature": 0.0, **fields, "model": info.id}
-        found = await tensors_of(self._engine, [_request(query, each, wanted) for each in documents])
+        requests = [_request(query, each, wanted) for each in documents]
+        found = await answers_of(self._engine, CallKind.RERANK, requests, known_as)
         scored = [
-            RankedDocument(at, _score(floats_of(tensor.data), output, info.id))
-            for at, (tensor, _) in enumerate(found)
+            RankedDocument(at, _score(floats_of(ready.tensors[0].data), output, info.id))
+            for at, (ready, _) in enumerate(found)
         ]
         return Ranking(
             model=info.id,
             results=sorted(scored, key=lambda document: -document.score)[:top_n],
-            usage=Usage(prompt_tokens=sum(usage.prompt_tokens for _, usage in found)),
+            usage=Usage(prompt_tokens=sum(end.usage.prompt_tokens for _, end in found)),
         )
 
 

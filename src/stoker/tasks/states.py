@@ -7,22 +7,23 @@ their format `models.state_file`'s; whether names and shapes fit the model is th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from stoker.client.requests.stream import StreamEvent
-from stoker.errors import EngineError, InvalidRequestError, StateNotFoundError, UnsupportedError
-from stoker.ipc.events import Finished, StateReady
+from stoker.client.requests.group import KnownAs
+from stoker.errors import InvalidRequestError, StateNotFoundError, UnsupportedError
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
 from stoker.models.states.file import MAX_STATE_BYTES, check_state, dump_state
 from stoker.models.states.store import SavedState, StateStore, check_name
 from stoker.tasks.fields import request_of
+from stoker.tasks.tensor_call import Engine, answers_of
 
 __all__ = ["GivenState", "Prompt", "SavedState", "StateEmbedding", "States"]
 
@@ -50,18 +51,6 @@ class StateEmbedding(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class StateEngine(Protocol):
-    """What making a state takes of the runtime."""
-
-    def resolve(self, model: str | None) -> ModelInfo:
-        """The served model of that name."""
-        ...
-
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
-        """The events of a request."""
-        ...
-
-
 class States:
     """See the module.
 
@@ -72,7 +61,7 @@ class States:
         engine: the runtime whose models make them.
     """
 
-    def __init__(self, folder: Path, engine: StateEngine) -> None:
+    def __init__(self, folder: Path, engine: Engine) -> None:
         self._folder = folder
         self._engine = engine
         self._store = StateStore(folder)
@@ -81,26 +70,38 @@ class States:
         return f"<States in {self._folder}>"
 
     async def save(
-        self, prompt: Prompt | GenerateRequest, *, name: str | None = None, owner: str = "", **fields: Any
+        self,
+        prompt: Prompt | GenerateRequest,
+        *,
+        name: str | None = None,
+        request_id: str | None = None,
+        names: Sequence[str] = (),
+        owner: str = "",
+        **fields: Any,
     ) -> SavedState:
         """Let a recurrent model read a prompt and keep its state.
 
         Args:
             prompt: text, token ids or a whole request; `state` among its fields begins from another state.
             name: what to call it; None: it gets a name.
+            request_id: of the call, as in `Runtime.stream`.
+            names: what else the call is known by.
             owner: see the class.
             fields: of `GenerateRequest`, by name, and `state`.
 
         Raises:
             UnsupportedError: the model has no recurrent state.
             InvalidRequestError: the name is no good or taken, or the request is.
+            RequestCancelledError: the call was cancelled by its id.
             StokerError: the request failed.
         """
         if name is not None:
             check_name(name)
         request = await self.request(prompt, owner=owner, **fields)
         info = self.recurrent(request.model)
-        ready, _ = await self._ready(request, StateOutput.SAVE)
+        wanted = [_delivering(request, StateOutput.SAVE)]
+        known_as = KnownAs(request_id, tuple(names), owner)
+        ((ready, _),) = await answers_of(self._engine, CallKind.STATE, wanted, known_as)
         data = dump_state(ready.tensors, {})
         return await asyncio.to_thread(
             self._store.save, data, model=info.id, num_tokens=ready.num_tokens, name=name, owner=owner
@@ -113,12 +114,31 @@ class States:
 
         Arguments and errors are those of `save`, but any decoder will do.
         """
-        request = await self.request(prompt, owner=owner, **fields)
-        info = self._engine.resolve(request.model)
-        _require_state(info)
-        ready, finished = await self._ready(request, StateOutput.EMBED)
-        shape, data = _stacked(ready.tensors)
-        return StateEmbedding(model=info.id, shape=shape, data=data, usage=finished.usage)
+        (embedding,) = await self.embed_all([prompt], owner=owner, **fields)
+        return embedding
+
+    async def embed_all(
+        self,
+        prompts: Sequence[Prompt | GenerateRequest],
+        *,
+        request_id: str | None = None,
+        names: Sequence[str] = (),
+        owner: str = "",
+        **fields: Any,
+    ) -> Sequence[StateEmbedding]:
+        """The same of several prompts, as one call with one id; `timeout_s` is for all together."""
+        requests = [await self.request(prompt, owner=owner, **fields) for prompt in prompts]
+        infos = [self._engine.resolve(request.model) for request in requests]
+        for info in infos:
+            _require_state(info)
+        wanted = [_delivering(request, StateOutput.EMBED) for request in requests]
+        known_as = KnownAs(request_id, tuple(names), owner)
+        found = await answers_of(self._engine, CallKind.STATE, wanted, known_as)
+        stacked = [_stacked(ready.tensors) for ready, _ in found]
+        return [
+            StateEmbedding(model=info.id, shape=shape, data=data, usage=end.usage)
+            for info, (shape, data), (_, end) in zip(infos, stacked, found, strict=True)
+        ]
 
     async def put(
         self, state: Path | bytes, *, model: str = "default", name: str | None = None, owner: str = ""
@@ -225,17 +245,9 @@ class States:
         except StateNotFoundError as error:
             raise InvalidRequestError(error.message, param="state") from None
 
-    async def _ready(self, request: GenerateRequest, output: StateOutput) -> tuple[StateReady, Finished]:
-        request = msgspec.structs.replace(request, max_tokens=0, n=1, state_output=output)
-        ready: StateReady | None = None
-        async with aclosing(self._engine.stream(request)) as events:
-            async for event in events:
-                match event:
-                    case StateReady():
-                        ready = event
-                    case Finished() if ready is not None:
-                        return ready, event
-        raise EngineError("the request ended without the state that it asked for")
+
+def _delivering(request: GenerateRequest, output: StateOutput) -> GenerateRequest:
+    return msgspec.structs.replace(request, max_tokens=0, n=1, state_output=output)
 
 
 def _require_state(info: ModelInfo) -> None:

@@ -1,24 +1,22 @@
-"""One call that is many requests, each of which comes back as a tensor: texts to embed or to score.
+"""Calls that are requests each of which comes back as a tensor: texts to embed or to score, states.
 
-Owns how many of a call are under way at once and that their deadline is one. What the tensors mean is the
-caller's business, computing the engine's.
+Owns how many requests of a call are under way at once. Their id and their deadline are the group's, what the
+tensors mean is known to the task that asks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from typing import Protocol
 
-import msgspec
-
-from stoker.client.requests.stream import StreamEvent
-from stoker.errors import EngineError, QueueFullError, RequestTimeoutError
-from stoker.ipc.events import Finished, StateReady
+from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.errors import EngineError, QueueFullError
+from stoker.ipc.events import Delta, Finished, StateReady
 from stoker.ipc.model import ModelInfo
-from stoker.ipc.request import GenerateRequest
-from stoker.ipc.usage import Tensor, Usage
+from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.status import CallKind
 
 MAX_IN_FLIGHT = 64
 """Texts of one call that are under way at once."""
@@ -31,44 +29,55 @@ class Engine(Protocol):
         """The served model of that name."""
         ...
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
-        """The events of a request."""
+    def group(
+        self, kind: CallKind, request: GenerateRequest, num_members: int, known_as: KnownAs
+    ) -> AbstractContextManager[RequestGroup]:
+        """One call that is several requests, under one id while the block runs."""
         ...
 
 
-async def tensors_of(engine: Engine, requests: Sequence[GenerateRequest]) -> list[tuple[Tensor, Usage]]:
+Answered = tuple[StateReady, Finished]
+"""What a request with `state_output` comes back with."""
+
+
+async def answers_of(
+    engine: Engine, kind: CallKind, requests: Sequence[GenerateRequest], known_as: KnownAs
+) -> list[Answered]:
     """What each request asked for with `state_output`, in their order; `timeout_s` is for all together.
 
     Raises:
+        RequestCancelledError: the call was cancelled by its id.
         StokerError: one failed; the others are cancelled.
     """
-    call = _TensorCall(engine, asyncio.get_running_loop().time())
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call.tensor(request)) for request in requests]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+    if not requests:
+        return []
+    with engine.group(kind, requests[0], len(requests), known_as) as group:
+        call = _TensorCall(group)
+        try:
+            async with asyncio.TaskGroup() as tasks_of_call:
+                tasks = [tasks_of_call.create_task(call.answer(request)) for request in requests]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
 
 
 class _TensorCall:
-    """The requests of one call. Where the line is at its bound, fewer of them are under way at once."""
+    """The requests of one call. Where the queue is at its bound, fewer of them are under way at once."""
 
-    def __init__(self, engine: Engine, begun_s: float) -> None:
-        self._engine = engine
-        self._begun_s = begun_s
+    def __init__(self, group: RequestGroup) -> None:
+        self._group = group
         self._limit = MAX_IN_FLIGHT
         self._num_running = 0
         self._has_moved = asyncio.Condition()
 
-    async def tensor(self, request: GenerateRequest) -> tuple[Tensor, Usage]:
-        """The tensor of one request as the model gave it."""
+    async def answer(self, request: GenerateRequest) -> Answered:
+        """What one request comes back with."""
         while True:
             async with self._place():
                 try:
-                    return await self._ask(self._with_time_left(request))
+                    return await self._ask(request)
                 except QueueFullError:
-                    if self._num_running == 1:  # it is others who wait there
+                    if self._num_running == 1:  # the requests that wait there are not of this call
                         raise
                     self._limit = min(self._limit, self._num_running - 1)
 
@@ -84,23 +93,18 @@ class _TensorCall:
             async with self._has_moved:
                 self._has_moved.notify_all()
 
-    def _with_time_left(self, request: GenerateRequest) -> GenerateRequest:
-        if request.timeout_s is None:
-            return request
-        left_s = request.timeout_s - (asyncio.get_running_loop().time() - self._begun_s)
-        if left_s <= 0:
-            raise RequestTimeoutError(
-                f"the texts took longer than their timeout_s {request.timeout_s}", param="timeout_s"
-            )
-        return msgspec.structs.replace(request, timeout_s=left_s)
-
-    async def _ask(self, request: GenerateRequest) -> tuple[Tensor, Usage]:
-        tensor: Tensor | None = None
-        async with aclosing(self._engine.stream(request)) as events:
+    async def _ask(self, request: GenerateRequest) -> Answered:
+        ready: StateReady | None = None
+        is_cancelled = False
+        async with aclosing(self._group.stream(request)) as events:
             async for event in events:
                 match event:
                     case StateReady():
-                        tensor = event.tensors[0]
-                    case Finished() if tensor is not None:
-                        return tensor, event.usage
+                        ready = event
+                    case Delta():
+                        is_cancelled |= event.finish_reason is FinishReason.CANCELLED
+                    case Finished() if ready is not None:
+                        return ready, event
+        if is_cancelled:
+            raise self._group.cancelled_error()
         raise EngineError("the request ended without what it asked for")

@@ -69,6 +69,7 @@ class RequestRecord:
     Attributes:
         is_paused: its caller wants it to stand still, whether or not an engine has confirmed it.
         parked: choices that gave their slot up and have not been heard of since.
+        place: in the queue, 0 is next, and in about how many seconds it runs; None: it is not in it.
         was_accepted: an engine had it in its line, or waiting for its model.
         num_context: as in `Admitted`; 0: it was not admitted yet.
         preparation_crashes: engines that ended while they may have prepared it; 0 once one has.
@@ -91,6 +92,7 @@ class RequestRecord:
         "num_context",
         "num_prompt_tokens",
         "parked",
+        "place",
         "preparation_crashes",
         "request",
         "request_id",
@@ -108,6 +110,7 @@ class RequestRecord:
         self.is_finished = [False] * request.n
         self.mirostat_mu: list[float | None] = [None] * request.n
         self.parked: set[int] = set()
+        self.place: tuple[int, float | None] | None = None
         self.has_echo = False
         self.has_shown_pause = False
         self.is_asleep = False
@@ -251,6 +254,10 @@ class Replay:
         """Whether a suspect runs or wants to: it gets the engine to itself."""
         return any(live.is_suspect and not live.is_at_rest for live in self)
 
+    def slept_s(self, now: float) -> float:
+        """For how long everything has stood still; 0: it does not."""
+        return 0.0 if self._asleep_since is None else now - self._asleep_since
+
     @property
     def is_asleep(self) -> bool:
         """Whether everything stands still until `wake`, time included."""
@@ -330,6 +337,7 @@ class Replay:
         match event:
             case Queued():
                 live.was_accepted = True
+                live.place = event.position, event.eta_s
                 if live.stage is Stage.PREPARING:
                     self._prepared(live)
                 if live.may_be_in_preparation:
@@ -341,6 +349,7 @@ class Replay:
                 live.was_accepted = True
                 live.num_context = event.num_context
                 live.stage = Stage.ADMITTED
+                live.place = None
                 live.parked.clear()
             case Parked():
                 live.parked.add(event.index)
@@ -348,6 +357,7 @@ class Replay:
                 is_shown = True
             case Paused():  # unless it was resumed meanwhile
                 live.stage = Stage.PAUSED if live.is_paused else Stage.QUEUED
+                live.place = None
                 live.parked.clear()
                 self._may_release |= live.is_suspect
                 is_shown = bool(live.tell_pause())
@@ -378,6 +388,7 @@ class Replay:
     def _take_back(self, live: RequestRecord) -> None:
         """A fresh engine's line was full: it had a place before the restart, and asks again when one ends."""
         live.stage = Stage.HELD
+        live.place = None
         self._may_release |= all(one.is_held or one.is_at_rest for one in self)
 
     def release(self, now: float) -> list[Submit]:
@@ -441,6 +452,7 @@ class Replay:
         events: list[RequestEvent] = []
         for live in self:
             live.stage = Stage.HELD
+            live.place = None
             live.parked.clear()
             if live.is_cancelling:
                 events += live.cancelled()

@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 
 from stoker.client.requests.admission import Admission, num_waiting
 from stoker.client.requests.replay import Replay, RequestRecord
-from stoker.errors import RequestNotFoundError, RequestTimeoutError
+from stoker.errors import InvalidRequestError, RequestNotFoundError, RequestTimeoutError
 from stoker.ipc.commands import Cancel, Pause, Resume
 from stoker.ipc.events import Delta, Failed, Finished, RequestEvent
 
 if TYPE_CHECKING:
     from stoker.client.models.registry import ModelRegistry
     from stoker.client.process.exit import EngineExit
+    from stoker.client.requests.group import RequestGroup
     from stoker.errors import ErrorInfo, StokerError
     from stoker.ipc.commands import Submit
     from stoker.ipc.request import GenerateRequest
+    from stoker.ipc.status import GroupStatus
 
 EventSink = Callable[[RequestEvent], None]
 SendToEngine = Callable[[Cancel | Pause | Resume], None]
@@ -35,6 +37,7 @@ class _Client:
 
     model: str
     sink: EventSink
+    group: RequestGroup | None
 
 
 class Requests:
@@ -54,6 +57,7 @@ class Requests:
         self._replay = Replay()
         self._admission = Admission(max_queue)
         self._clients: dict[str, _Client] = {}
+        self._groups: dict[str, RequestGroup] = {}
 
     def __repr__(self) -> str:
         return f"<Requests {self.stats()}>"
@@ -87,8 +91,12 @@ class Requests:
 
     # ------------------------------------------------------------ what callers want
 
-    def submit(self, request_id: str, request: GenerateRequest, sink: EventSink) -> None:
+    def submit(
+        self, request_id: str, request: GenerateRequest, sink: EventSink, group: RequestGroup | None = None
+    ) -> None:
         """Take a request in, held until `release`; `sink` gets each of its events, last the terminal one.
+
+        One of a group that is paused enters paused.
 
         Raises:
             QueueFullError: as many requests of its model wait as may for one of its class.
@@ -97,7 +105,9 @@ class Requests:
         now = time.monotonic()
         waiting = num_waiting(self._replay, request.model, self._registry.num_slots(request.model))
         self._admission.check(request, waiting, now)
-        self._add(RequestRecord(request_id, request, now), sink)
+        live = RequestRecord(request_id, request, now)
+        live.is_paused = group is not None and group.is_paused
+        self._add(live, sink, group)
 
     def take_up(self, kept: Submit, sink: EventSink) -> None:
         """Take a request in that another program left, as `portable` told of it; no bound keeps it out.
@@ -107,57 +117,93 @@ class Requests:
         """
         self._add(RequestRecord.taken_up(kept, time.monotonic()), sink)
 
-    def _add(self, live: RequestRecord, sink: EventSink) -> None:
+    def _add(self, live: RequestRecord, sink: EventSink, group: RequestGroup | None = None) -> None:
+        if live.request_id in self._groups:
+            raise _in_use(live.request_id)
         model = live.request.model
         events = self._replay.add(live)
         self._admission.arrived(model, time.monotonic())
-        self._clients[live.request_id] = _Client(model, sink)
+        self._clients[live.request_id] = _Client(model, sink, group)
+        if group is not None:
+            group.members[live.request_id] = live
         self._deliver_all(events)
 
-    def cancel(self, request_id: str) -> None:
-        """End a request; its open choices finish as `cancelled`.
+    def open_group(self, group: RequestGroup) -> None:
+        """Know a group until `close_group`; its id stands for all of its requests.
 
         Raises:
-            RequestNotFoundError: no live request has that id.
+            InvalidRequestError: a live request or another group has that id.
         """
-        live = self._find(request_id)
+        if group.id in self._groups or self._replay.get(group.id) is not None:
+            raise _in_use(group.id)
+        self._groups[group.id] = group
+
+    def close_group(self, group: RequestGroup) -> None:
+        """The call has ended."""
+        del self._groups[group.id]
+
+    def owner_of_group(self, group_id: str) -> str:
+        """Digest of the API key that a group came with; empty: none, or there is no such group."""
+        return self._groups[group_id].owner if group_id in self._groups else ""
+
+    def groups(self) -> list[GroupStatus]:
+        """How far every group is, the oldest first."""
+        return [group.status() for group in self._groups.values()]
+
+    def cancel(self, request_id: str) -> None:
+        """End a request or all of a group; open choices finish as `cancelled`.
+
+        Raises:
+            RequestNotFoundError: no live request or group has that id.
+        """
+        if group := self._groups.get(request_id):
+            group.is_cancelled = True
+        for live in self._find(request_id):
+            self._cancel(live)
+
+    def _cancel(self, live: RequestRecord) -> None:
         if live.is_held:
             self._deliver_all(live.cancelled())
         else:
             live.is_cancelling = True
-            self._send(Cancel(request_id))
+            self._send(Cancel(live.request_id))
 
     def pause(self, request_id: str) -> None:
-        """Let a request stand still until `resume`, over restarts of the engine too; again: nothing.
+        """Let a request or a group stand still until `resume`, over restarts of the engine too. Idempotent.
 
         Raises:
-            RequestNotFoundError: no live request has that id.
+            RequestNotFoundError: no live request or group has that id.
         """
-        live = self._find(request_id)
-        if live.is_paused:
-            return
-        self._deliver_all(self._replay.pause(live))
-        if not live.is_held:
-            self._send(Pause(request_id))
+        if group := self._groups.get(request_id):
+            group.is_paused = True
+        for live in self._find(request_id):
+            if not live.is_paused:
+                self._deliver_all(self._replay.pause(live))
+                if not live.is_held:
+                    self._send(Pause(live.request_id))
 
     def resume(self, request_id: str) -> None:
-        """Let a paused request go on; one that is not paused goes on anyway.
+        """Let a paused request or group go on; one that is not paused goes on anyway.
 
         Raises:
-            RequestNotFoundError: no live request has that id.
+            RequestNotFoundError: no live request or group has that id.
         """
-        live = self._find(request_id)
-        if not live.is_paused:
-            return
-        self._deliver_all(self._replay.resume(live))
-        if not live.is_held:
-            self._send(Resume(request_id))
+        if group := self._groups.get(request_id):
+            group.is_paused = False
+        for live in self._find(request_id):
+            if live.is_paused:
+                self._deliver_all(self._replay.resume(live))
+                if not live.is_held:
+                    self._send(Resume(live.request_id))
 
-    def _find(self, request_id: str) -> RequestRecord:
+    def _find(self, request_id: str) -> list[RequestRecord]:
+        """The live request of that id, or the live ones of the group of that id."""
+        if group := self._groups.get(request_id):
+            return list(group.members.values())
         live = self._replay.get(request_id)
         if live is None:
             raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
-        return live
+        return [live]
 
     # ------------------------------------------------------------ what the engine does
 
@@ -180,7 +226,10 @@ class Requests:
 
     def wake(self) -> None:
         """Their time goes on, and the next engine gets them."""
-        self._deliver_all(self._replay.wake(time.monotonic()))
+        now = time.monotonic()
+        for group in self._groups.values():
+            group.postpone(self._replay.slept_s(now))
+        self._deliver_all(self._replay.wake(now))
 
     # ------------------------------------------------------------ ends
 
@@ -236,8 +285,14 @@ class Requests:
             return
         if not isinstance(event, Delta):
             self._watch(event)  # before the sink, which forgets a request with its terminal event
+        if client.group is not None and isinstance(event, Finished | Failed):
+            client.group.ended(event.request_id, event if isinstance(event, Finished) else None)
         client.sink(event)
         if isinstance(event, Finished | Failed):
             del self._clients[event.request_id]
             self._replay.drop(event.request_id)
             self._admission.ended(client.model, time.monotonic())
+
+
+def _in_use(request_id: str) -> InvalidRequestError:
+    return InvalidRequestError(f"request id {request_id!r} is in use", param="request_id")

@@ -1,0 +1,184 @@
+"""One call of a caller that is several requests of the engine: texts to embed, documents to score.
+
+Owns its id and how far it is. A cancel, a pause and a deadline hold for all of its requests, those still to
+come included. The requests themselves are the table's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stoker.errors import RequestCancelledError, RequestTimeoutError
+from stoker.ipc.events import Finished
+from stoker.ipc.status import CallKind, GroupStatus
+from stoker.ipc.usage import Timings, Usage
+
+if TYPE_CHECKING:
+    from stoker.client.requests.replay import RequestRecord
+    from stoker.client.requests.stream import StreamEvent
+    from stoker.ipc.request import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class KnownAs:
+    """What a caller's request or group of requests is known by.
+
+    Attributes:
+        request_id: unique among live requests and groups; None: one is made up.
+        names: what else it is known by.
+        owner: digest of the API key that it came with; empty: none.
+    """
+
+    request_id: str | None = None
+    names: tuple[str, ...] = ()
+    owner: str = ""
+
+    @classmethod
+    def taken_from(cls, fields: dict[str, Any]) -> KnownAs:
+        """What of it is among the keyword arguments of a call; taken out of them."""
+        own = {name: fields.pop(name) for name in ("request_id", "names", "owner") if name in fields}
+        return cls(**(own | {"names": tuple(own.get("names", ()))}))
+
+    @property
+    def id(self) -> str:
+        """The given id, or a new one each time."""
+        return self.request_id or f"req-{secrets.token_hex(8)}"
+
+
+class RequestGroup:
+    """The requests of one call.
+
+    Args:
+        kind: what the call computes.
+        request: its first one; model, class and timeout of all are its.
+        num_members: how many there will be.
+        known_as: its id, names and owner.
+        run: runs one of its requests under the given id.
+
+    Attributes:
+        members: those that are live, by id, in order of submission.
+        is_paused, is_cancelled: what its caller wants of all of them.
+    """
+
+    def __init__(
+        self,
+        kind: CallKind,
+        request: GenerateRequest,
+        num_members: int,
+        known_as: KnownAs,
+        run: Callable[[GenerateRequest, KnownAs, RequestGroup], AsyncGenerator[StreamEvent, None]],
+    ) -> None:
+        self.id = known_as.id
+        self.owner = known_as.owner
+        self.members: dict[str, RequestRecord] = {}
+        self.is_paused = False
+        self.is_cancelled = False
+        self._kind = kind
+        self._request = request
+        self._names = known_as.names
+        self._num_members = num_members
+        self._num_begun = 0
+        self._num_done = 0
+        self._usage = Usage()
+        self._timings: Timings | None = None
+        self._begun_s = asyncio.get_running_loop().time()
+        self._run = run
+
+    def __repr__(self) -> str:
+        return f"<RequestGroup {self.id} {self._kind} {self._num_done} of {self._num_members} done>"
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
+        """The events of one more request of the group, which gets what is left of the group's time.
+
+        Raises:
+            RequestCancelledError: the group was cancelled before it began.
+            RequestTimeoutError: the group's time is over.
+            StokerError: it was refused or failed.
+        """
+        if self.is_cancelled:
+            raise self.cancelled_error()
+        request = self._with_time_left(request)
+        known_as = KnownAs(f"{self.id}-{self._num_begun}", (self.id, *self._names), self.owner)
+        self._num_begun += 1
+        async with aclosing(self._run(request, known_as, self)) as events:
+            async for event in events:
+                yield event
+
+    def _with_time_left(self, request: GenerateRequest) -> GenerateRequest:
+        left_s = self._left_s()
+        if left_s is None:
+            return request
+        if left_s <= 0:
+            text = f"the requests of {self.id} took longer than their timeout_s {self._request.timeout_s}"
+            raise RequestTimeoutError(text, param="timeout_s")
+        return msgspec.structs.replace(request, timeout_s=left_s)
+
+    def _left_s(self) -> float | None:
+        timeout_s = self._request.timeout_s
+        return None if timeout_s is None else timeout_s - self._age_s()
+
+    def _age_s(self) -> float:
+        return asyncio.get_running_loop().time() - self._begun_s
+
+    def cancelled_error(self) -> RequestCancelledError:
+        """What its call ends with once it was cancelled."""
+        text = f"{self.id} was cancelled with {self._num_done} of {self._num_members} done"
+        return RequestCancelledError(text)
+
+    # ------------------------------------------------------------ what the table says
+
+    def ended(self, request_id: str, end: Finished | None) -> None:
+        """One of its requests has ended; None: it failed."""
+        del self.members[request_id]
+        if end is None or self.is_cancelled:
+            return
+        self._num_done += 1
+        self._usage = Usage(
+            prompt_tokens=self._usage.prompt_tokens + end.usage.prompt_tokens,
+            completion_tokens=self._usage.completion_tokens + end.usage.completion_tokens,
+            cached_tokens=self._usage.cached_tokens + end.usage.cached_tokens,
+            dropped_tokens=self._usage.dropped_tokens + end.usage.dropped_tokens,
+        )
+        before, new = self._timings, end.timings
+        self._timings = (
+            new
+            if before is None
+            else Timings(
+                queue_s=min(before.queue_s, new.queue_s),
+                prefill_s=before.prefill_s + new.prefill_s,
+                decode_s=before.decode_s + new.decode_s,
+                num_preemptions=before.num_preemptions + new.num_preemptions,
+            )
+        )
+
+    def postpone(self, slept_s: float) -> None:
+        """The engine was suspended for so long: that time does not count."""
+        self._begun_s += min(slept_s, self._age_s())
+
+    def status(self) -> GroupStatus:
+        """How far it is."""
+        places = [member.place for member in self.members.values() if member.place is not None]
+        position, eta_s = min(places, default=(None, None), key=lambda place: place[0])
+        is_running = any(member.num_running for member in self.members.values())
+        return GroupStatus(
+            id=self.id,
+            kind=self._kind,
+            model=self._request.model,
+            priority=self._request.priority,
+            state="paused" if self.is_paused else "running" if is_running else "queued",
+            num_members=max(self._num_members, self._num_begun),
+            num_done=self._num_done,
+            position=None if is_running or self.is_paused else position,
+            eta_s=None if is_running or self.is_paused else eta_s,
+            deadline_s=self._left_s(),
+            age_s=self._age_s(),
+            usage=self._usage,
+            timings=self._timings or Timings(),
+        )

@@ -1,0 +1,238 @@
+"""Calls that are many requests and have one id: cancelled, paused, resumed and listed as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from stoker import GenerateRequest, Runtime
+from stoker.errors import (
+    InvalidRequestError,
+    RequestCancelledError,
+    RequestNotFoundError,
+    RequestTimeoutError,
+)
+from stoker.ipc.request import Priority
+from stoker.ipc.status import CallKind, GroupStatus
+
+ENCODER = "fake:encoder=1,step_delay_s=0.005"
+RANKER = "fake:encoder=1,pooling=rank,step_delay_s=0.005"
+DECODER = "fake:eog_period=0,step_delay_s=0.02"
+TEXTS = [f"text {at}" for at in range(500)]
+CHOICES = [f"answer {at}" for at in range(40)]
+LONG = "word " * 60
+
+Call = Callable[..., Awaitable[Any]]
+
+
+@asynccontextmanager
+async def running(model: str, **fields: Any) -> AsyncIterator[Runtime]:
+    """A runtime of one slow fake."""
+    settings = {"isolation": "thread", "slots": 2, "ctx_size": 1024, "drain_s": 0.0} | fields
+    async with Runtime(model, **settings) as runtime:
+        yield runtime
+
+
+async def group_of(runtime: Runtime, group_id: str) -> GroupStatus | None:
+    """How far the call of that id is."""
+    groups = (await runtime.status()).groups
+    return next((group for group in groups if group.id == group_id), None)
+
+
+async def until(runtime: Runtime, group_id: str, is_so: Callable[[GroupStatus], bool]) -> GroupStatus:
+    """The call's status as soon as that holds of it."""
+    async with asyncio.timeout(60):
+        while True:
+            group = await group_of(runtime, group_id)
+            if group is not None and is_so(group):
+                return group
+
+
+def embed(runtime: Runtime, **fields: Any) -> Awaitable[Any]:
+    """An embedding of 500 texts."""
+    return runtime.embed(TEXTS, **fields)
+
+
+def rerank(runtime: Runtime, **fields: Any) -> Awaitable[Any]:
+    """500 documents in order."""
+    return runtime.rerank("query", TEXTS, **fields)
+
+
+def choose(runtime: Runtime, **fields: Any) -> Awaitable[Any]:
+    """One of forty choices."""
+    return runtime.choose(LONG, CHOICES, **fields)
+
+
+def states(runtime: Runtime, **fields: Any) -> Awaitable[Any]:
+    """The states after several prompts."""
+    return runtime.states.embed_all([f"{LONG}{at}" for at in range(20)], **fields)
+
+
+each_call = pytest.mark.parametrize(
+    ("model", "call", "kind", "num_members"),
+    [
+        (ENCODER, embed, CallKind.EMBED, 500),
+        (RANKER, rerank, CallKind.RERANK, 500),
+        (DECODER, choose, CallKind.CHOOSE, 1),
+        (DECODER, states, CallKind.STATE, 20),
+    ],
+)
+
+
+def shown(result: Any) -> Any:
+    """What of an answer has to be equal whatever interrupted it."""
+    if isinstance(result, list):
+        return [each.data for each in result]
+    return result.vectors if hasattr(result, "vectors") else result.results
+
+
+@each_call
+async def test_a_call_is_cancelled_by_its_id(
+    model: str, call: Call, kind: CallKind, num_members: int
+) -> None:
+    """SPEC I4, S5: all of its requests end, those that had not begun never do, and the call says why."""
+    async with running(model) as runtime:
+        work = asyncio.ensure_future(call(runtime, request_id="mine", names=("also",), owner="key"))
+        group = await until(runtime, "mine", lambda group: runtime.stats()["num_live_requests"] > 0)
+        assert (group.kind, group.num_members, group.model) == (kind, num_members, runtime.models[0].id)
+        assert runtime.owner_of("mine") == "key"
+        await runtime.cancel("mine")
+        with pytest.raises(RequestCancelledError, match="mine"):
+            await work
+        assert runtime.stats()["num_live_requests"] == 0
+        assert (await runtime.status()).groups == []
+        with pytest.raises(RequestNotFoundError):
+            await runtime.cancel("mine")
+        assert runtime.owner_of("mine") == ""
+        assert len(shown(await call(runtime, request_id="mine"))) > 0  # the id is free again
+
+
+@each_call
+async def test_a_paused_call_stands_still_and_goes_on_by_its_id(
+    model: str, call: Call, kind: CallKind, num_members: int
+) -> None:
+    """SPEC Q17: nothing of it is computed meanwhile, later requests wait too; the same answer."""
+    async with running(model) as runtime:
+        expected = shown(await call(runtime))
+        work = asyncio.ensure_future(call(runtime, request_id="mine"))
+        await until(runtime, "mine", lambda group: runtime.stats()["num_live_requests"] > 0)
+        await runtime.pause_request("mine")
+        await runtime.pause_request("mine")
+        group = await until(runtime, "mine", lambda group: group.state == "paused")
+        assert (group.position, group.eta_s) == (None, None)
+        await all_stand_still(runtime)
+        before = await group_of(runtime, "mine")
+        assert before is not None
+        assert before.num_done < num_members
+        await call(runtime)  # others go on
+        after = await group_of(runtime, "mine")
+        assert after is not None
+        assert after.num_done == before.num_done
+        assert not work.done()
+        await runtime.resume_request("mine")
+        assert shown(await work) == expected
+
+
+async def all_stand_still(runtime: Runtime) -> None:
+    """Until every live request is paused; those without an engine stand still anyway."""
+    async with asyncio.timeout(60):
+        while True:
+            stats, engine = runtime.stats(), (await runtime.status()).engine
+            paused = {waiting.request_id for waiting in engine.paused}
+            if len(paused) + stats["num_held_requests"] == stats["num_live_requests"]:
+                return
+
+
+async def test_a_call_tells_how_far_it_is() -> None:
+    """SPEC I4, Q14: class, deadline, place, what is done, and what that took."""
+    async with running(ENCODER) as runtime:
+        work = asyncio.ensure_future(
+            runtime.embed(TEXTS, request_id="mine", priority=Priority.BACKGROUND, timeout_s=300.0)
+        )
+        begun = await until(runtime, "mine", lambda group: group.num_done > 0)
+        assert begun.priority is Priority.BACKGROUND
+        assert begun.deadline_s is not None
+        assert 0 < begun.deadline_s < 300.0
+        assert begun.state in {"queued", "running"}
+        later = await until(runtime, "mine", lambda group: group.num_done > begun.num_done)
+        assert later.usage.prompt_tokens > begun.usage.prompt_tokens > 0
+        assert later.timings.prefill_s + later.timings.queue_s > 0
+        assert later.age_s > begun.age_s
+        assert (later.deadline_s or 0) < begun.deadline_s
+        place = await until(runtime, "mine", lambda group: group.position is not None)
+        assert place.state == "queued"
+        found = await work
+        assert found.usage.prompt_tokens >= later.usage.prompt_tokens
+
+
+async def test_a_calls_deadline_is_one_for_all_of_it_while_it_is_paused_too() -> None:
+    """SPEC Q6: the time that the first texts took is not given to the later ones."""
+    async with running("fake:encoder=1,step_delay_s=0.05") as runtime:
+        work = asyncio.ensure_future(runtime.embed(TEXTS, request_id="mine", timeout_s=0.5))
+        await until(runtime, "mine", lambda group: group.num_done > 0)
+        await runtime.pause_request("mine")
+        with pytest.raises(RequestTimeoutError):
+            await work
+        assert runtime.stats()["num_live_requests"] == 0
+
+
+async def test_ids_are_unique_over_requests_and_calls() -> None:
+    """SPEC I4: an id leads to one request or one call."""
+    async with running(ENCODER) as runtime:
+        work = asyncio.ensure_future(runtime.embed(TEXTS, request_id="mine"))
+        await until(runtime, "mine", lambda group: True)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await runtime.embed("x", request_id="mine")
+        await runtime.cancel("mine")
+        with pytest.raises(RequestCancelledError):
+            await work
+    async with running(DECODER) as runtime:
+        work = asyncio.ensure_future(runtime.choose(LONG, CHOICES, request_id="mine"))
+        await until(runtime, "mine", lambda group: True)
+        with pytest.raises(InvalidRequestError, match="in use"):
+            await anext(runtime.stream(GenerateRequest(prompt="x"), "mine"))
+        await runtime.cancel("mine")
+        with pytest.raises(RequestCancelledError):
+            await work
+
+
+@each_call
+async def test_a_call_goes_on_over_the_end_of_its_engine(
+    model: str, call: Call, kind: CallKind, num_members: int
+) -> None:
+    """SPEC L3, Q17: paused it stays paused, and cancelled meanwhile it ends."""
+    async with running(model, isolation="process") as runtime:
+        expected = shown(await call(runtime))
+        work = asyncio.ensure_future(call(runtime, request_id="mine"))
+        await until(runtime, "mine", lambda group: runtime.stats()["num_live_requests"] > 0)
+        await runtime.pause_request("mine")
+        pid = (await runtime.status()).pid
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while True:
+                status = await runtime.status()
+                if status.pid != pid and status.state == "serving":
+                    break
+        assert (await until(runtime, "mine", lambda group: True)).state == "paused"
+        await all_stand_still(runtime)
+        assert not work.done()
+        await runtime.resume_request("mine")
+        assert shown(await work) == expected
+
+
+async def test_a_call_is_cancelled_while_there_is_no_engine() -> None:
+    """SPEC L2: those that no engine has end at once."""
+    async with running(ENCODER) as runtime:
+        work = asyncio.ensure_future(runtime.embed(TEXTS, request_id="mine", timeout_s=60.0))
+        await until(runtime, "mine", lambda group: group.num_done > 0)
+        await runtime.suspend()
+        await runtime.cancel("mine")
+        with pytest.raises(RequestCancelledError):
+            await work
+        assert runtime.stats()["num_live_requests"] == 0
