@@ -256,4 +256,4 @@ class Machine(stepping.Machine):
             assert sequence.finish_reason is not FinishReason.PREEMPTED or sequence.ends_if_preempted
         assert self.cache.parked_bytes == 0
         assert not any(set(entry.leases) - {"disk"} for entry in self.cache.entries())
-        assert not self.scheduler.slots.guests()
+        assert not self.scheduler.slots.parked()

@@ -64,7 +64,7 @@ class Machine:
         self.now += 1
         self.tend_disk()
         has_work = self.scheduler.has_work
-        self.carry_out(self.scheduler.schedule(self.now) if has_work else self.scheduler.rest(self.now))
+        self.carry_out(self.scheduler.schedule(self.now) if has_work else self.scheduler.store_idle(self.now))
         plan = self.scheduler.plan()
         if plan is None:
             assert not self.scheduler.has_work, f"no step although there is work: {self.scheduler.stats()}"
@@ -90,7 +90,7 @@ class Machine:
 
     def carry_out(self, turn):
         """What the resident does with it."""
-        carry_out(turn.effects, self.backend, self.scheduler.allocator)
+        carry_out(turn.ops, self.backend, self.scheduler.allocator)
 
     def tend_disk(self):
         """There is none."""

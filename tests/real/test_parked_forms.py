@@ -82,7 +82,7 @@ def run(runner, sampling, form=None, stop=()):
 def park(runner, sequence, form):
     """Out of its slot in that form; a visitor uses the cells meanwhile."""
     scheduler = runner.scheduler
-    carry_out(scheduler.park(sequence, form, 0.0).effects, runner.backend, scheduler.allocator)
+    carry_out(scheduler.park(sequence, form, 0.0).ops, runner.backend, scheduler.allocator)
     assert sequence.form is form
     scheduler.pause(sequence, 0.0)
     visit = GenerateRequest(

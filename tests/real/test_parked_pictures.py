@@ -108,9 +108,9 @@ def is_at(runner: SlotRunner, sequence: Sequence, stage: str) -> bool:
     """Whether it is in the middle of it."""
     match stage:
         case "encode":
-            return runner._image_steps._image_encoder.is_encoding and bool(sequence.unseen)
+            return runner._image_steps._image_encoder.is_encoding and bool(sequence.unencoded_images)
         case "prefill":
-            return any(span.start < sequence.num_computed < span.end for span in sequence.pictures)
+            return any(span.start < sequence.num_computed < span.end for span in sequence.images)
         case "decode":
             return sequence.num_generated > 0
     return False
@@ -119,7 +119,7 @@ def is_at(runner: SlotRunner, sequence: Sequence, stage: str) -> bool:
 def park(runner: SlotRunner, sequence: Sequence, form: ParkForm) -> None:
     """Out of its slot in that form; a visitor, with a picture too, uses the cells meanwhile."""
     scheduler = runner.scheduler
-    carry_out(scheduler.park(sequence, form, 0.0).effects, runner.backend, scheduler.allocator)
+    carry_out(scheduler.park(sequence, form, 0.0).ops, runner.backend, scheduler.allocator)
     scheduler.pause(sequence, 0.0)
     visit = GenerateRequest(
         prompt=f"Visit {IMAGE_MARKER}",

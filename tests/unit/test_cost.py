@@ -5,9 +5,9 @@ import pytest
 from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
-from stoker.scheduler.budget import LEAST_S, SliceBudget, StepBudget, StepPolicy
+from stoker.scheduler.budget import MIN_SLICE_S, SliceBudget, StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.eta import Forecast, waits_s
+from stoker.scheduler.eta import EtaEstimator, waits_s
 from stoker.scheduler.plan import Planner
 
 
@@ -198,7 +198,7 @@ def test_a_waiter_gets_the_slot_that_is_free_first_and_keeps_it_for_its_own_time
 
 def test_people_do_not_wait_for_background_and_background_waits_for_people():
     """Q14, Q3."""
-    forecast = Forecast(taught(), 1)
+    forecast = EtaEstimator(taught(), 1)
     job = member("running", SequenceState.DECODE, priority=Priority.BACKGROUND)
     job.num_wanted = 100
     person = member("person", SequenceState.QUEUED)
@@ -212,7 +212,7 @@ def test_people_do_not_wait_for_background_and_background_waits_for_people():
 
 def test_answers_that_have_ended_count_for_a_fifth_of_what_is_expected():
     """Q11, Q14: of how long an answer is, and of how often one ends."""
-    forecast = Forecast(taught(), 2)
+    forecast = EtaEstimator(taught(), 2)
     waiting = member("waiting", SequenceState.QUEUED)
     before_s = forecast.needs_s(waiting)
     ended = member("ended", SequenceState.DECODE)
@@ -229,5 +229,5 @@ def test_a_slice_waits_until_there_is_a_millisecond_for_it():
     slices = SliceBudget(0.05)
     slices.spent(0.05)
     assert slices.next_s() == 0.0
-    slices.stepped(4 * LEAST_S)
-    assert slices.next_s() == pytest.approx(LEAST_S)
+    slices.stepped(4 * MIN_SLICE_S)
+    assert slices.next_s() == pytest.approx(MIN_SLICE_S)

@@ -202,12 +202,12 @@ def test_a_full_line_refuses_jobs_first():
     house = House(max_queue=4)
     for at in range(2):
         house.enter(f"r{at}")
-    house.runner.check_allocator(Priority.INTERACTIVE, 1)
+    house.runner.check_queue(Priority.INTERACTIVE, 1)
     with pytest.raises(QueueFullError) as refused:
-        house.runner.check_allocator(BACKGROUND, 0)
+        house.runner.check_queue(BACKGROUND, 0)
     assert refused.value.retry_after_s >= 1
     with pytest.raises(QueueFullError):
-        house.runner.check_allocator(Priority.INTERACTIVE, 2)
+        house.runner.check_queue(Priority.INTERACTIVE, 2)
 
 
 def test_who_leaves_or_is_late_is_never_computed():

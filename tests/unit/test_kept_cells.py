@@ -55,7 +55,7 @@ def test_a_sequence_that_ends_in_the_turn_that_admitted_it_leaves_nothing_in_its
     late = machine.enter(200, 101)
     machine.now += 1
     turn = machine.scheduler.schedule(machine.now)
-    assert any(isinstance(effect, Import) for effect in turn.effects)
+    assert any(isinstance(effect, Import) for effect in turn.ops)
     machine.scheduler.retire(late, FinishReason.PREEMPTED, machine.now)
     machine.carry_out(turn)
     machine.check()

@@ -71,12 +71,12 @@ def step(machine, now=0.0):
 
 def carry_out(machine, turn):
     """What the resident does about snapshots."""
-    for effect in turn.effects:
-        match effect:
+    for op in turn.ops:
+        match op:
             case Export():
-                machine.allocator.exported(effect.entry, bytes(STATE_BYTES))
+                machine.allocator.exported(op.entry, bytes(STATE_BYTES))
             case Import():
-                machine.allocator.imported(effect.sequence)
+                machine.allocator.imported(op.sequence)
 
 
 def names(sequences):
@@ -96,14 +96,14 @@ def test_an_interactive_arrival_takes_the_place_of_the_youngest_background_at_th
     turn = step(machine, 1.0)
     assert [parking.sequence for parking in turn.parked] == [young]
     assert turn.admitted == [arrival]
-    assert turn.effects == []
+    assert turn.ops == []
     assert young.form is ParkForm.CELLS
     assert young.num_computed == 40
     assert young.num_generated == 1
     machine.retire(arrival, FinishReason.STOP, 2.0)
     turn = step(machine, 2.0)
     assert turn.admitted == [young]
-    assert turn.effects == []
+    assert turn.ops == []
     assert young.num_computed == 41
 
 
@@ -171,13 +171,13 @@ def test_cells_that_are_needed_move_to_a_snapshot_and_come_back():
     step(machine)
     enter(machine, visitor, now=1.0)
     turn = step(machine, 1.0)
-    assert turn.effects == [Export(0, job.entry, job), Drop(0)]
+    assert turn.ops == [Export(0, job.entry, job), Drop(0)]
     entry = job.entry
     assert (job.form, job.entry.size_bytes) == (ParkForm.SNAPSHOT, STATE_BYTES)
     assert machine.allocator.cache.parked_bytes == STATE_BYTES
     machine.retire(visitor, FinishReason.STOP, 2.0)
     turn = step(machine, 2.0)
-    assert turn.effects[-1] == Import(job.slot, entry, job, 60)
+    assert turn.ops[-1] == Import(job.slot, entry, job, 60)
     assert job.num_computed == 61
     assert machine.allocator.cache.parked_bytes == 0
 
@@ -192,7 +192,7 @@ def test_tokens_are_kept_where_no_snapshot_can_be(limits):
     enter(machine, job)
     step(machine)
     enter(machine, visitor, now=1.0)
-    assert step(machine, 1.0).effects == [Drop(0)]
+    assert step(machine, 1.0).ops == [Drop(0)]
     assert (job.form, job.num_computed) == (ParkForm.TOKENS, 0)
     machine.retire(visitor, FinishReason.STOP, 2.0)
     step(machine, 2.0)
@@ -229,17 +229,17 @@ def test_a_place_that_is_given_and_taken_within_one_turn_leaves_the_snapshot_who
     """Q4: its state is not put back, and it is counted once."""
     limits = scheduler().limits
     allocator = KVAllocator(limits, PrefixCache(CacheLimits(), Ledger()))
-    job, effects = sequence("job", 60), []
-    allocator.seat(job, allocator.placement(job), effects)
+    job, ops = sequence("job", 60), []
+    allocator.admit(job, allocator.placement(job), ops)
     allocator.cells.extend(job.slot, 60)
     job.num_computed = 60
-    allocator.slots.lodge(job, 0.0)
-    allocator.demote(job, effects)
+    allocator.slots.park(job, 0.0)
+    allocator.demote(job, ops)
     allocator.exported(job.entry, bytes(STATE_BYTES))
     coming = []
-    allocator.seat(job, allocator.placement(job), coming)
+    allocator.admit(job, allocator.placement(job), coming)
     assert coming == [Import(0, job.entry, job, 60)]
-    allocator.slots.lodge(job, 1.0)
+    allocator.slots.park(job, 1.0)
     allocator.demote(job, coming)
     assert coming == []
     assert (job.form, job.entry.size_bytes, allocator.cells.used) == (ParkForm.SNAPSHOT, STATE_BYTES, 0)
@@ -263,13 +263,13 @@ class Place:
         self.given = tensors_of(12345)
         self.job = sequence("job", 60, initial_state=self.given)
         self.job.tokens = [97] * 60
-        self.effects = []
-        self.seat()
+        self.ops = []
+        self.admit()
         self.carry_out()
         self.backend.step(BatchPlan((PlanItem(0, 0, self.job.tokens, 0),)))
         self.allocator.cells.extend(0, 60)
         self.job.num_computed = 60
-        self.allocator.slots.lodge(self.job, 0.0)
+        self.allocator.slots.park(self.job, 0.0)
 
     def _guard(self, name):
         real = getattr(self.backend, name)
@@ -281,18 +281,18 @@ class Place:
 
         setattr(self.backend, name, guarded)
 
-    def seat(self):
+    def admit(self):
         """The job has the place again."""
-        self.allocator.seat(self.job, self.allocator.placement(self.job), self.effects)
+        self.allocator.admit(self.job, self.allocator.placement(self.job), self.ops)
 
     def demote(self):
         """Its cells go."""
-        self.allocator.demote(self.job, self.effects)
+        self.allocator.demote(self.job, self.ops)
 
     def carry_out(self):
         """The turn ends: room and backend tell one story."""
-        orders.carry_out(self.effects, self.backend, self.allocator)
-        self.effects = []
+        orders.carry_out(self.ops, self.backend, self.allocator)
+        self.ops = []
         self.allocator.check()
         self.backend.check()
         assert self.backend.num_cells_used == self.allocator.cells.used
@@ -304,15 +304,15 @@ def test_one_parked_in_the_turn_its_state_should_have_come_back_keeps_no_place()
     place.demote()
     place.carry_out()
     assert place.job.form is ParkForm.SNAPSHOT
-    place.seat()
-    place.allocator.slots.lodge(place.job, 1.0)
+    place.admit()
+    place.allocator.slots.park(place.job, 1.0)
     place.has_memory = False
     place.carry_out()
     job = place.job
-    assert (job.form, job.home, job.entry, job.num_computed) == (ParkForm.TOKENS, None, None, 0)
+    assert (job.form, job.parked_slot, job.entry, job.num_computed) == (ParkForm.TOKENS, None, None, 0)
     assert not job.is_importing
     assert place.backend.read_state(0) == tensors_of(SEED)
-    place.seat()
+    place.admit()
     place.carry_out()
     assert place.backend.read_state(0) == place.given
 
@@ -321,7 +321,7 @@ def test_one_that_lost_its_state_on_the_way_begins_from_what_it_was_given():
     """Q4, K5: also where the state is to go and come back within one turn and cannot be had."""
     place = Place()
     place.demote()
-    place.seat()
+    place.admit()
     place.has_memory = False
     place.carry_out()
     assert (place.job.slot, place.job.num_computed) == (0, 0)
@@ -455,7 +455,7 @@ def test_completions_that_share_a_prompt_are_parked_and_resumed_as_one_would_be(
         machine.retire(visitor, FinishReason.STOP, 2.0)
     turn = step(machine, 2.0)
     assert len(turn.admitted) == 2
-    assert not any(isinstance(effect, Fork) for effect in turn.effects)
+    assert not any(isinstance(op, Fork) for op in turn.ops)
 
 
 def test_owed_background_that_needs_cells_gets_them_from_the_youngest_for_its_step():

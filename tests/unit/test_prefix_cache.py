@@ -8,7 +8,7 @@ import pytest
 
 from stoker.cache.disk.tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
 from stoker.cache.entry import Entry, EntryState, Line
-from stoker.cache.keys import Namespace, key_of, picture_ids
+from stoker.cache.keys import Namespace, image_ids, key_of
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
 from stoker.machine.ledger import Ledger
 
@@ -797,7 +797,7 @@ def test_a_key_is_the_same_bytes_on_every_machine():
     assert key_of([1, 258, -2]) == bytes([1, 0, 0, 0, 2, 1, 0, 0, 254, 255, 255, 255])
     stream = hashlib.shake_128(b"cat").digest(8)
     numbers = [int.from_bytes(stream[at : at + 4], "little") for at in (0, 4)]
-    assert picture_ids(b"cat", 2) == [-1 - (number >> 1) for number in numbers]
+    assert image_ids(b"cat", 2) == [-1 - (number >> 1) for number in numbers]
 
 
 def test_the_status_tells_what_is_where():

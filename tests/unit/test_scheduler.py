@@ -78,17 +78,17 @@ def test_a_freed_slot_goes_to_the_head_of_the_line_and_not_to_a_later_arrival():
 def test_the_queue_is_bounded_and_background_has_half_the_room():
     """Q11."""
     machine = scheduler(num_slots=1, max_queue=4)
-    machine.check_allocator(BACKGROUND, 1)  # the slot is idle: whoever arrives does not wait
+    machine.check_queue(BACKGROUND, 1)  # the slot is idle: whoever arrives does not wait
     machine.enqueue(sequence("running", 4), 0.0)
     step(machine)
     for name in "ab":
         machine.enqueue(sequence(name, 4), 0.0)
     with pytest.raises(QueueFullError, match="2 requests wait and 2 may") as refused:
-        machine.check_allocator(BACKGROUND, 0)
+        machine.check_queue(BACKGROUND, 0)
     assert refused.value.retry_after_s >= 1
-    machine.check_allocator(INTERACTIVE, 1)
+    machine.check_queue(INTERACTIVE, 1)
     with pytest.raises(QueueFullError):
-        machine.check_allocator(INTERACTIVE, 2)
+        machine.check_queue(INTERACTIVE, 2)
 
 
 def test_a_waiter_past_its_deadline_leaves_without_ever_starting():
@@ -174,7 +174,7 @@ def test_an_idle_slot_with_the_longest_prefix_is_reused_before_an_empty_one():
     again = sequence("b", [*range(36), 99, 98])
     machine.enqueue(again, 2.0)
     turn, plan = step(machine, 2.0)
-    assert turn.effects == [Trim(0, 36)]
+    assert turn.ops == [Trim(0, 36)]
     assert (again.slot, again.num_cached, plan.parts[0].item.start) == (0, 36, 36)
 
 
@@ -191,7 +191,7 @@ def test_without_a_usable_prefix_an_empty_slot_comes_first_then_the_one_unused_f
     machine.enqueue(other, 5.0)
     turn, _ = step(machine, 5.0)
     assert other.slot == 0
-    assert turn.effects == [Drop(0)]
+    assert turn.ops == [Drop(0)]
 
 
 def test_a_running_sequence_shares_its_cells_with_a_newcomer_of_the_same_prefix():
@@ -202,7 +202,7 @@ def test_a_running_sequence_shares_its_cells_with_a_newcomer_of_the_same_prefix(
     used = machine.cells.used
     machine.enqueue(sequence("b", [*range(45), 77]), 1.0)
     turn, plan = step(machine, 1.0)
-    assert turn.effects == [Fork(0, 1, 45)]
+    assert turn.ops == [Fork(0, 1, 45)]
     assert machine.cells.used == used + 2
     assert {len(part.item.tokens) for part in plan.parts} == {1}
 
@@ -302,16 +302,16 @@ def test_spare_sequences_let_a_newcomer_start_without_freeing_cells_under_those_
     for at in range(4):
         member = sequence(f"m{at}", [at + 2] * 500)
         machine.enqueue(member, float(at))
-        assert step(machine, float(at))[0].effects == []
+        assert step(machine, float(at))[0].ops == []
         machine.retire(member, FinishReason.STOP, float(at))
     newcomer = sequence("n", [9] * 4)
     machine.enqueue(newcomer, 9.0)
-    assert step(machine, 9.0)[0].effects == []  # the newcomer's first step comes first
-    assert step(machine, 9.1)[0].effects == [Drop(1)]
+    assert step(machine, 9.0)[0].ops == []  # the newcomer's first step comes first
+    assert step(machine, 9.1)[0].ops == [Drop(1)]
     assert [len(slot.kept) for slot in machine.slots.slots] == [0, 0, 500, 500, 500, 0]
     machine.retire(running, FinishReason.STOP, 10.0)
     machine.retire(newcomer, FinishReason.STOP, 10.5)
-    assert machine.schedule(11.0).effects == [Drop(2), Drop(3), Drop(4)]
+    assert machine.schedule(11.0).ops == [Drop(2), Drop(3), Drop(4)]
 
 
 def test_a_token_that_the_backend_computed_by_itself_takes_a_cell():

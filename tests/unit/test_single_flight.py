@@ -89,7 +89,7 @@ class Machine(stepping.Machine):
         """Everything that idle slots keep goes, stored."""
         self.rest()
         turn = Schedule()
-        while self.scheduler.allocator.evict_oldest(turn.effects):
+        while self.scheduler.allocator.evict_oldest(turn.ops):
             pass
         self.carry_out(turn)
         self.check()

@@ -19,7 +19,7 @@ from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
 from stoker.kv.sequence import ParkForm, Sequence, SequenceKey
 from stoker.machine.ledger import Ledger
 from stoker.speculation.draft_length import Acceptance, DraftLength
-from stoker.speculation.speculator import FIRST_ODDS, MOST_WATCHED, Subject
+from stoker.speculation.speculator import MOST_WATCHED, REPEAT_ACCEPTANCE, Subject
 
 ROUND = Constraint(kind=ConstraintKind.REGEX, source="(the same again, )+")
 REQUESTS = {
@@ -357,7 +357,7 @@ def test_a_step_for_one_of_several_gets_no_draft_either():
 def test_a_repeat_that_nobody_bets_on_is_followed_to_its_first_miss():
     """SPEC D9: how often repeats go on is learned for nothing, also where no guess pays."""
     told = [*list(range(10, 30)), 10, 11, 12]
-    odds = (*tuple(Acceptance(*rates) for rates in FIRST_ODDS), Acceptance(0.5, 0.5))
+    odds = (*tuple(Acceptance(*rates) for rates in REPEAT_ACCEPTANCE), Acceptance(0.5, 0.5))
     subject = Subject(Sequence(key=SequenceKey("r", 0), tokens=told, num_prompt=len(told)), odds)
     match = subject.index.match()
     subject.watch(0, match)
@@ -374,7 +374,7 @@ def test_what_was_watched_teaches_the_odds(monkeypatch):
     """SPEC D9: a text that repeats itself makes repeats likelier, with no draft computed."""
     monkeypatch.setattr(EagerWager, "num_worth", lambda *_, **__: 0)
     bench = Bench(Speculation.LOOKUP)
-    odds = bench.runner._speculator._acceptance[: len(FIRST_ODDS)]
+    odds = bench.runner._speculator._acceptance[: len(REPEAT_ACCEPTANCE)]
     before = [each.miss for each in odds]
     bench.run()
     assert bench.counts == (0, 0)

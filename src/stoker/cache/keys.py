@@ -29,7 +29,7 @@ def num_tokens(key: bytes) -> int:
     return len(key) // TOKEN_BYTES
 
 
-def picture_ids(content: bytes, count: int) -> list[int]:
+def image_ids(content: bytes, count: int) -> list[int]:
     """Negative numbers for the `count` tokens of a picture with these bytes."""
     stream = hashlib.shake_128(content).digest(count * TOKEN_BYTES)
     numbers = array("I", stream)

@@ -346,10 +346,10 @@ class EngineLoop:
         model, priority = submit.request.model, submit.request.priority
         num_arriving = self._pending.num_total(model)
         if runner is not None:
-            runner.check_allocator(priority, num_arriving)
+            runner.check_queue(priority, num_arriving)
         else:
             line = RequestQueue(self._residency.max_queue(model))
-            line.check_allocator(priority, num_arriving, RETRY_WHILE_LOADING_S)
+            line.check_queue(priority, num_arriving, RETRY_WHILE_LOADING_S)
 
     def _prepared(self, post: Prepared | PrepareFailed) -> None:
         request_id = post.live.request_id if isinstance(post, Prepared) else post.request_id

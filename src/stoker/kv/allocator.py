@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stoker.cache.index import Hit
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.kv.limits import SchedulerLimits
-    from stoker.kv.ops import Effect, Schedule
+    from stoker.kv.ops import KVOp, Schedule
     from stoker.kv.sequence import Sequence
     from stoker.kv.slots import Slot
 
@@ -49,7 +49,7 @@ class KVAllocator:
         self.prefix_source = PrefixSource(limits, cache)
         self.slots = SlotTable(limits.num_slots, limits.num_sequences)
         self.cells = CellPool(limits.num_cells)
-        self._late: list[Effect] = []
+        self._late_ops: list[KVOp] = []
         self._is_trim_due = False  # cells were left behind since it was last looked at
 
     def __repr__(self) -> str:
@@ -81,8 +81,8 @@ class KVAllocator:
 
     def placement(self, sequence: Sequence) -> SlotPlacement | None:
         """Where it would go: home, to its snapshot, or with the most of its tokens; None: all are busy."""
-        if sequence.home is not None:
-            return SlotPlacement(sequence.home, sequence.home, sequence.num_computed)
+        if sequence.parked_slot is not None:
+            return SlotPlacement(sequence.parked_slot, sequence.parked_slot, sequence.num_computed)
         if sequence.form is ParkForm.SNAPSHOT:
             vacant = self.slots.vacant()
             return None if vacant is None else SlotPlacement(vacant.id, vacant.id, sequence.num_computed)
@@ -123,53 +123,49 @@ class KVAllocator:
 
     # ------------------------------------------------------------ coming and going
 
-    def seat(self, sequence: Sequence, placement: SlotPlacement, effects: list[Effect]) -> str:
+    def admit(self, sequence: Sequence, placement: SlotPlacement, ops: list[KVOp]) -> str:
         """Give it the slot, with what is kept of it or shared with it; returns what happened in words."""
         slot = self.slots[placement.slot]
         if sequence.form is ParkForm.CELLS:
             told = f"{sequence.num_computed} tokens still in their cells"
         elif sequence.form is ParkForm.SNAPSHOT:
-            self._bring_back(sequence, slot, placement, effects)
+            self._bring_back(sequence, slot, placement, ops)
             told = f"{sequence.num_computed} tokens from their snapshot"
         elif placement.entry is not None:
-            self._bring_back(sequence, slot, placement, effects)
+            self._bring_back(sequence, slot, placement, ops)
             told = f"{placement.length} tokens from {sequence.cache_source}"
         else:
-            told = self._take_live(sequence, slot, placement, effects)
+            told = self._take_live(sequence, slot, placement, ops)
         self.slots.occupy(slot, sequence, self.prefix_source.now)
         return f"slot {slot.id}, {told}"
 
-    def _bring_back(
-        self, sequence: Sequence, slot: Slot, placement: SlotPlacement, effects: list[Effect]
-    ) -> None:
+    def _bring_back(self, sequence: Sequence, slot: Slot, placement: SlotPlacement, ops: list[KVOp]) -> None:
         assert sequence.entry is not None, f"{sequence!r} has no state to bring back"
-        self._clear(slot, effects)
+        self._clear(slot, ops)
         self.cells.extend(slot.id, placement.length)
         sequence.num_computed = placement.length
         sequence.is_importing = True
-        effects.append(Import(slot.id, sequence.entry, sequence, placement.length))
+        ops.append(Import(slot.id, sequence.entry, sequence, placement.length))
 
-    def _take_live(
-        self, sequence: Sequence, slot: Slot, placement: SlotPlacement, effects: list[Effect]
-    ) -> str:
+    def _take_live(self, sequence: Sequence, slot: Slot, placement: SlotPlacement, ops: list[KVOp]) -> str:
         source = self.slots[placement.source]
         if placement.length:
             is_shared = source.sequence is not None
             self.prefix_source.note_source(sequence, CacheSource.SHARED if is_shared else CacheSource.LIVE)
         if source is slot:
-            self._cut(slot, placement.length, effects)
+            self._cut(slot, placement.length, ops)
         else:
-            self._clear(slot, effects)
+            self._clear(slot, ops)
             self.cells.fork(source.id, slot.id, placement.length)
-            effects.append(Fork(source.id, slot.id, placement.length))
+            ops.append(Fork(source.id, slot.id, placement.length))
         sequence.num_computed = placement.length
         if placement.length == 0 and sequence.initial_state is not None:
-            effects.append(Begin(slot.id, sequence))
+            ops.append(Begin(slot.id, sequence))
         return f"{placement.length} tokens reused"
 
-    def lodge(self, sequence: Sequence, now: float) -> None:
+    def park(self, sequence: Sequence, now: float) -> None:
         """Take a running sequence out of its slot, which keeps its cells for it."""
-        self.slots.lodge(sequence, now)
+        self.slots.park(sequence, now)
         self._is_trim_due = True
 
     def release(self, sequence: Sequence, now: float) -> None:
@@ -181,10 +177,10 @@ class KVAllocator:
             if sequence.is_importing:  # it ends in the turn that admitted it: its state does not come
                 self.cells.drop(slot.id)
                 sequence.is_importing = False
-        elif sequence.home is not None:
+        elif sequence.parked_slot is not None:
             self.slots.clear(sequence, kept)
         sequence.form = None
-        self.prefix_source.let_go(sequence)
+        self.prefix_source.release(sequence)
 
     def shift(self, sequence: Sequence, tokens: list[int], num_kept: int) -> None:
         """A running sequence goes on with other tokens, the first `num_kept` as before (SPEC C12)."""
@@ -192,37 +188,37 @@ class KVAllocator:
         seq = sequence.slot
         num_kept = num_kept if self.limits.can_trim else 0
         self.cells.trim(seq, num_kept)
-        self._late.append(Trim(seq, num_kept) if num_kept else Drop(seq))
+        self._late_ops.append(Trim(seq, num_kept) if num_kept else Drop(seq))
         sequence.tokens, sequence.num_computed = tokens, num_kept
         self.prefix_source.begin_checkpoints(sequence)
         if num_kept == 0 and sequence.initial_state is not None:
-            self._late.append(Begin(seq, sequence))
+            self._late_ops.append(Begin(seq, sequence))
 
     def take_back(self, sequence: Sequence) -> None:
         """Free the cells of a draft that was not drawn."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
         self.cells.trim(sequence.slot, sequence.num_computed)
-        self._late.append(Trim(sequence.slot, sequence.num_computed))
+        self._late_ops.append(Trim(sequence.slot, sequence.num_computed))
         sequence.num_ahead = 0
 
-    def begin_turn(self, now: float) -> list[Effect]:
-        """Set the time; returns what `take_late` does."""
+    def begin_turn(self, now: float) -> list[KVOp]:
+        """Set the time; returns what `take_late_ops` does."""
         self.prefix_source.now = now
-        return self.take_late()
+        return self.take_late_ops()
 
-    def take_late(self) -> list[Effect]:
+    def take_late_ops(self) -> list[KVOp]:
         """Effects of what happened since the last turn, to be applied before anything else."""
-        late, self._late = self._late, []
+        late, self._late_ops = self._late_ops, []
         return late
 
     # ------------------------------------------------------------ making room
 
-    def evict_oldest(self, effects: list[Effect]) -> bool:
+    def evict_oldest(self, ops: list[KVOp]) -> bool:
         """Drop what the idle slot unused for longest keeps, stored if worth it; False: none keeps any."""
         slot = self.slots.oldest_kept()
         if slot is None:
             return False
-        self._empty(slot, effects)
+        self._empty(slot, ops)
         return True
 
     def trim(self, turn: Schedule, free_kept: Callable[[Schedule], bool], *, keeps_nothing: bool) -> None:
@@ -237,7 +233,7 @@ class KVAllocator:
             keeps_nothing: all such cells go now.
         """
         if keeps_nothing:
-            while self.evict_oldest(turn.effects):
+            while self.evict_oldest(turn.ops):
                 pass
         elif turn.admitted:
             self._drop_copied(turn)
@@ -245,13 +241,13 @@ class KVAllocator:
             allowed = BUSY_CELLS if self.slots.has_cells_in_use else IDLE_CELLS
             while self.num_surplus() > allowed and free_kept(turn):
                 pass
-            while self._num_storable() > STORABLE_CELLS and self.evict_oldest(turn.effects):
+            while self._num_storable() > STORABLE_CELLS and self.evict_oldest(turn.ops):
                 pass
             self._is_trim_due = False
         for slot in self.slots.slots:
             owner = slot.last
             if slot.kept and owner and not (owner.shares and self.limits.cache_mode.keeps_cells):
-                self._empty(slot, turn.effects)
+                self._empty(slot, turn.ops)
 
     def _drop_copied(self, turn: Schedule) -> None:
         """Free what idle slots keep and stored states stand for.
@@ -259,14 +255,14 @@ class KVAllocator:
         First of all, so that what enters cells in this turn fills the holes; unless an effect of the turn
         reads these cells.
         """
-        dropped: list[Effect] = []
+        dropped: list[KVOp] = []
         for slot in self.slots.slots:
             if slot.kept and slot.has_copy:
                 self._empty(slot, dropped)
-        read = {effect.src for effect in turn.effects if isinstance(effect, Fork)}
-        read |= {effect.seq for effect in turn.effects if isinstance(effect, Export)}
-        is_needed = any(isinstance(effect, Drop) and effect.seq in read for effect in dropped)
-        turn.effects = turn.effects + dropped if is_needed else dropped + turn.effects
+        read = {op.src for op in turn.ops if isinstance(op, Fork)}
+        read |= {op.seq for op in turn.ops if isinstance(op, Export)}
+        is_needed = any(isinstance(op, Drop) and op.seq in read for op in dropped)
+        turn.ops = turn.ops + dropped if is_needed else dropped + turn.ops
 
     def num_surplus(self) -> int:
         """Cells of no running sequence, but for those kept last."""
@@ -274,45 +270,45 @@ class KVAllocator:
 
     def _num_storable(self) -> int:
         """Cells of what has ended, but for the last, where a stored state can stand for them."""
-        guests = (slot.id for slot in self.slots.slots if slot.guest is not None)
-        num_kept = self.cells.used - self.cells.held([*self.slots.in_use(), *guests])
+        parked = (slot.id for slot in self.slots.slots if slot.parked is not None)
+        num_kept = self.cells.used - self.cells.held([*self.slots.in_use(), *parked])
         return num_kept if self.prefix_source.can_store else 0
 
     @property
     def has_unstored(self) -> bool:
         """Whether an idle slot keeps what nobody has looked at to be stored."""
-        return any(slot.kept and not slot.is_weighed for slot in self.slots.slots)
+        return any(slot.kept and not slot.is_store_decided for slot in self.slots.slots)
 
-    def store_kept(self, effects: list[Effect]) -> None:
+    def store_kept(self, ops: list[KVOp]) -> None:
         """Store what one idle slot keeps, if it is worth it (SPEC C6)."""
-        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_weighed), None)
+        slot = next((slot for slot in self.slots.slots if slot.kept and not slot.is_store_decided), None)
         if slot is not None:
-            self._store(slot, effects)
+            self._store(slot, ops)
 
-    def demote(self, guest: Sequence, effects: list[Effect], best: ParkForm = ParkForm.SNAPSHOT) -> None:
+    def demote(self, parked: Sequence, ops: list[KVOp], best: ParkForm = ParkForm.SNAPSHOT) -> None:
         """Free a guest's cells: into a snapshot if it is worth one and the budget has room, else for good."""
-        slot = self.slots.clear(guest, [])
-        if guest.is_importing:
-            self._call_back(guest, effects)
+        slot = self.slots.clear(parked, [])
+        if parked.is_importing:
+            self._call_back(parked, ops)
         else:
-            self._snapshot(guest, slot, effects, best)
-            effects.append(Drop(slot.id))
+            self._snapshot(parked, slot, ops, best)
+            ops.append(Drop(slot.id))
         self.cells.drop(slot.id)
 
-    def _call_back(self, guest: Sequence, effects: list[Effect]) -> None:
+    def _call_back(self, parked: Sequence, ops: list[KVOp]) -> None:
         """It was given this place in the same turn and its state is not there yet: it does not come."""
-        effects[:] = [e for e in effects if not (isinstance(e, Import) and e.sequence is guest)]
-        guest.is_importing = False
-        guest.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
+        ops[:] = [e for e in ops if not (isinstance(e, Import) and e.sequence is parked)]
+        parked.is_importing = False
+        parked.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
 
-    def _snapshot(self, guest: Sequence, slot: Slot, effects: list[Effect], best: ParkForm) -> None:
-        entry = self.prefix_source.park(guest) if best is ParkForm.SNAPSHOT else None
+    def _snapshot(self, parked: Sequence, slot: Slot, ops: list[KVOp], best: ParkForm) -> None:
+        entry = self.prefix_source.park(parked) if best is ParkForm.SNAPSHOT else None
         if entry is None:
-            guest.form, guest.num_computed = ParkForm.TOKENS, 0
+            parked.form, parked.num_computed = ParkForm.TOKENS, 0
             return
-        guest.form, guest.entry = ParkForm.SNAPSHOT, entry
+        parked.form, parked.entry = ParkForm.SNAPSHOT, entry
         if entry.state is EntryState.PENDING:
-            effects.append(Export(slot.id, entry, guest))
+            ops.append(Export(slot.id, entry, parked))
 
     # ------------------------------------------------------------ stored states
 
@@ -320,16 +316,16 @@ class KVAllocator:
         """Where a step has brought it to a place for one, its state is stored before it moves on."""
         self.prefix_source.now = now
         if sequence.slot is not None and (entry := self.prefix_source.checkpoint(sequence)) is not None:
-            self._late.append(Export(sequence.slot, entry))
+            self._late_ops.append(Export(sequence.slot, entry))
 
-    def _store(self, slot: Slot, effects: list[Effect]) -> None:
+    def _store(self, slot: Slot, ops: list[KVOp]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""
         assert slot.last is not None, f"{slot!r} keeps what nobody left"
-        slot.is_weighed, slot.copy = True, None
+        slot.is_store_decided, slot.copy = True, None
         entry = self.prefix_source.store(slot.last, len(slot.kept))
         if entry is not None:
             slot.copy = entry
-            effects.append(Export(slot.id, entry))
+            ops.append(Export(slot.id, entry))
 
     # ------------------------------------------------------------ answers
 
@@ -360,7 +356,7 @@ class KVAllocator:
         if sequence.slot is not None:
             self.cells.drop(sequence.slot)
             return
-        if sequence.home is not None:  # it was parked in the turn that brought it there
+        if sequence.parked_slot is not None:  # it was parked in the turn that brought it there
             self.cells.drop(self.slots.clear(sequence, []).id)
         sequence.form = ParkForm.TOKENS
 
@@ -373,33 +369,33 @@ class KVAllocator:
         for slot in self.slots.slots:
             assert self.cells.length(slot.id) == slot.num_tokens, f"slot {slot.id} and its cells differ"
             assert slot.sequence is None or slot.sequence.slot == slot.id, f"{slot!r}"
-            assert slot.guest is None or slot.guest.home == slot.id, f"{slot!r}"
-            assert slot.sequence is None or slot.guest is None, f"{slot!r} is busy and a home"
+            assert slot.parked is None or slot.parked.parked_slot == slot.id, f"{slot!r}"
+            assert slot.sequence is None or slot.parked is None, f"{slot!r} is busy and kept for another"
             assert (slot.last is not None) == bool(slot.kept), f"{slot!r} keeps what nobody left"
 
-    def _empty(self, slot: Slot, effects: list[Effect]) -> None:
+    def _empty(self, slot: Slot, ops: list[KVOp]) -> None:
         """Free what an idle slot keeps, stored first if it is worth it."""
         if slot.kept:
             if slot.is_unstored:
-                self._store(slot, effects)
+                self._store(slot, ops)
             slot.keep([])
             self.cells.drop(slot.id)
-            effects.append(Drop(slot.id))
+            ops.append(Drop(slot.id))
 
-    def _clear(self, slot: Slot, effects: list[Effect]) -> None:
+    def _clear(self, slot: Slot, ops: list[KVOp]) -> None:
         """Make an idle slot ready for something new, also where an initial state was left without a token."""
         if slot.kept:
-            self._empty(slot, effects)
+            self._empty(slot, ops)
         elif not self.limits.can_trim:
-            effects.append(Drop(slot.id))
+            ops.append(Drop(slot.id))
 
-    def _cut(self, slot: Slot, length: int, effects: list[Effect]) -> None:
+    def _cut(self, slot: Slot, length: int, ops: list[KVOp]) -> None:
         """Keep the first tokens of an idle slot; if many more go, they are stored first."""
         if length == 0:
-            self._clear(slot, effects)
+            self._clear(slot, ops)
         elif length < len(slot.kept):
             if slot.is_unstored and len(slot.kept) - length >= MIN_TOKENS:
-                self._store(slot, effects)
+                self._store(slot, ops)
             slot.keep(slot.kept[:length])
             self.cells.trim(slot.id, length)
-            effects.append(Trim(slot.id, length))
+            ops.append(Trim(slot.id, length))

@@ -64,7 +64,7 @@ class Begin:
     sequence: Sequence
 
 
-Effect = Fork | Trim | Drop | Export | Import | Begin
+KVOp = Fork | Trim | Drop | Export | Import | Begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Schedule:
         expired: passed their deadline, and were ended.
     """
 
-    effects: list[Effect] = field(default_factory=list)
+    ops: list[KVOp] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     parked: list[Parking] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)

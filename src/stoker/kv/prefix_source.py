@@ -69,17 +69,17 @@ class PrefixSource:
             self._asked = tokens, len(tokens), key
         return key
 
-    def take_up(self, sequence: Sequence, entry: Entry | None) -> None:
+    def lease(self, sequence: Sequence, entry: Entry | None) -> None:
         """Lease the state it is about to go on from, lest it goes before it is used; None: it needs none."""
         if entry is None:
             if sequence.form is not ParkForm.SNAPSHOT:
-                self.let_go(sequence)  # what it had fetched is superfluous by now
+                self.release(sequence)  # what it had fetched is superfluous by now
             return
         is_fetched = sequence.entry is entry
         self.note_source(sequence, CacheSource.DISK if is_fetched else CacheSource.RAM)
         self.cache.lease(entry, sequence.key)
         if not is_fetched:
-            self.let_go(sequence)
+            self.release(sequence)
         sequence.entry = entry
 
     @staticmethod
@@ -87,7 +87,7 @@ class PrefixSource:
         """Cells its stored state takes while it is put back: all of it goes in before it is cut."""
         return 0 if sequence.entry is None else sequence.entry.num_tokens
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """It needs its stored state no longer."""
         entry, sequence.entry = sequence.entry, None
         if entry is not None:
@@ -97,18 +97,18 @@ class PrefixSource:
         """Its stored state is in its slot."""
         if sequence.entry is not None:
             self.cache.used(sequence.entry, self.now)
-        self.let_go(sequence)
+        self.release(sequence)
 
     def lost(self, sequence: Sequence) -> None:
         """Its stored state could not be had; if it was to begin with it, nothing was saved."""
-        self.let_go(sequence)
+        self.release(sequence)
         if sequence.started_s == self.now:
             self.prefix_statistics.taken_back(sequence)
             sequence.num_cached, sequence.cache_source = 0, None
 
     def fetch(self, sequence: Sequence, entry: Entry) -> None:
         """Have a state read from disk for it; it waits in the line until that has ended."""
-        self.let_go(sequence)
+        self.release(sequence)
         sequence.entry = entry
         self.cache.fetch(entry, sequence.key)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class PrefixFollow:
     """A sequence waits until `leader` has computed `length` tokens."""
 
     leader: Sequence
@@ -36,12 +36,12 @@ class Following:
         return leader.state is not SequenceState.PREFILL or leader.num_computed >= self.length
 
 
-def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: int) -> Following | None:
+def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: int) -> PrefixFollow | None:
     """The running prefill that will have the most of its tokens, if that is worth waiting for.
 
     `num_available` tokens can be had without waiting.
     """
-    best: Following | None = None
+    best: PrefixFollow | None = None
     for other in running:
         if other.state is not SequenceState.PREFILL or not other.shares:
             continue
@@ -50,7 +50,7 @@ def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: i
         length = min(common_prefix(other.tokens, sequence.tokens), len(sequence.tokens) - 1)
         is_to_come = length > other.num_computed and length >= num_available + MIN_TOKENS
         if is_to_come and (best is None or length > best.length):
-            best = Following(other, length)
+            best = PrefixFollow(other, length)
     return best
 
 
@@ -58,20 +58,20 @@ MAX_MEETING_TOKENS = 64
 """Tokens after a common part up to which those who share it go on together."""
 
 
-class Arrivals:
+class PrefixWait:
     """Who waits for a prefix that comes sooner than it could compute it."""
 
     def __init__(self, allocator: KVAllocator) -> None:
         self._allocator = allocator
 
     def __repr__(self) -> str:
-        return f"<Arrivals of {self._allocator!r}>"
+        return f"<PrefixWait of {self._allocator!r}>"
 
-    def raise_leaders(self, line: Iterable[Sequence]) -> None:
+    def raise_leaders(self, queue: Iterable[Sequence]) -> None:
         """Whom somebody who waits for an answer follows is not background meanwhile."""
         for sequence in self._allocator.slots.running:
             sequence.is_raised = False
-        for sequence in line:
+        for sequence in queue:
             follows = sequence.follows
             if follows is not None and not follows.is_over and not sequence.is_background:
                 follows.leader.is_raised = True
@@ -96,17 +96,17 @@ class Arrivals:
             return False
         if not any(other.state is SequenceState.PREFILL for other in running):
             return False
-        following = leader_for(sequence, running, self._allocator.num_available(sequence))
-        if following is None:
+        follow = leader_for(sequence, running, self._allocator.num_available(sequence))
+        if follow is None:
             return False
         if not limits.can_share_cells and not self._allocator.prefix_source.mark(
-            following.leader, following.length
+            follow.leader, follow.length
         ):
             return False
-        sequence.follows = following
-        _let_meet(sequence, following)
+        sequence.follows = follow
+        _let_meet(sequence, follow)
         if not sequence.is_background:
-            following.leader.is_raised = True
+            follow.leader.is_raised = True
         return True
 
     def _fetch(self, sequence: Sequence) -> bool:
@@ -117,12 +117,12 @@ class Arrivals:
         return entry is not None
 
 
-def _let_meet(sequence: Sequence, following: Following) -> None:
+def _let_meet(sequence: Sequence, follow: PrefixFollow) -> None:
     """Where little is left after the common part, the leader waits for those who follow it.
 
     Their few tokens are then computed in one step, not beside its first decode steps, which would have to be
     short: all of them are answered sooner, and the leader hardly later.
     """
-    leader, length = following.leader, following.length
+    leader, length = follow.leader, follow.length
     if max(len(sequence.tokens), len(leader.tokens)) - length <= MAX_MEETING_TOKENS:
         leader.meets_at = max(leader.meets_at, length)

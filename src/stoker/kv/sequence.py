@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from stoker.ipc.request import Picture
     from stoker.ipc.usage import Tensor
     from stoker.kv.checkpoints import Checkpoints
-    from stoker.kv.prefix_wait import Following
+    from stoker.kv.prefix_wait import PrefixFollow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PictureSpan:
+class ImageSpan:
     """A place of a picture, or of a part of one.
 
     Attributes:
@@ -52,13 +52,15 @@ class PictureSpan:
         return self.start + self.num_tokens
 
 
-def unseen(spans: Iterable[PictureSpan], placed: Iterable[Placed], num_computed: int) -> list[PictureSpan]:
+def unencoded_images(
+    spans: Iterable[ImageSpan], placed: Iterable[Placed], num_computed: int
+) -> list[ImageSpan]:
     """The pictures still to be computed whose embeddings are not there yet, in their order."""
     seen = {each.start for each in placed}
     return [span for span in spans if span.end > num_computed and span.start not in seen]
 
 
-def next_border(spans: Iterable[PictureSpan], num_computed: int) -> int | None:
+def next_border(spans: Iterable[ImageSpan], num_computed: int) -> int | None:
     """Where the run of tokens, or the picture, of the next position ends: a step takes one or the other."""
     borders = (border for span in spans for border in (span.start, span.end))
     return next((border for border in borders if border > num_computed), None)
@@ -166,16 +168,16 @@ class Sequence:
     ends_if_preempted: bool = False
     slot: int | None = None
     form: ParkForm | None = None
-    home: int | None = None
+    parked_slot: int | None = None
     entry: Entry | None = None
     is_importing: bool = False
     namespace: bytes = b""
     shares: bool = True
     initial_state: list[Tensor] | None = None
     conditioning: Conditioning = PLAIN
-    pictures: tuple[PictureSpan, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     is_to_embed: bool = False
-    follows: Following | None = None
+    follows: PrefixFollow | None = None
     meets_at: int = 0
     num_ahead: int = 0
     is_raised: bool = False
@@ -226,27 +228,27 @@ class Sequence:
         """How many of them a step may carry: up to the next place where something is to happen."""
         place = None if self.checkpoints is None else self.checkpoints.next_after(self.num_computed)
         border = None
-        if self.pictures:
-            if self.awaits_picture:
+        if self.images:
+            if self.awaits_image:
                 return 0
-            border = next_border(self.pictures, self.num_computed)
+            border = next_border(self.images, self.num_computed)
         places = [at for at in (place, border, self.meets_at) if at is not None and at > self.num_computed]
         return min([self.num_pending, *(at - self.num_computed for at in places)])
 
     @property
-    def unseen(self) -> list[PictureSpan]:
+    def unencoded_images(self) -> list[ImageSpan]:
         """Its pictures that are still to be computed and whose embeddings are not there yet."""
-        return unseen(self.pictures, self.conditioning.pictures, self.num_computed)
+        return unencoded_images(self.images, self.conditioning.pictures, self.num_computed)
 
     @property
-    def is_at_picture(self) -> bool:
+    def is_at_image(self) -> bool:
         """Whether its next token is a picture's; text before and after it is text as any other."""
-        return bool(self.pictures) and self.num_pending > 0 and self.tokens[self.num_computed] < 0
+        return bool(self.images) and self.num_pending > 0 and self.tokens[self.num_computed] < 0
 
     @property
-    def awaits_picture(self) -> bool:
+    def awaits_image(self) -> bool:
         """Whether its next token is a picture's, whose embeddings are not there yet."""
-        return bool(self.pictures) and any(span.start <= self.num_computed for span in self.unseen)
+        return bool(self.images) and any(span.start <= self.num_computed for span in self.unencoded_images)
 
     @property
     def num_generated(self) -> int:

@@ -45,7 +45,7 @@ def common_prefix(left: Tokens[int], right: Tokens[int], limit: int | None = Non
 
 @dataclass(slots=True)
 class Slot:
-    """One place to run: `sequence` while busy, `guest` while home to one that waits, else `kept` tokens.
+    """One place to run: `sequence` while busy, `parked` while home to one that waits, else `kept` tokens.
 
     Attributes:
         last: who ran here last, if its tokens are kept.
@@ -55,17 +55,17 @@ class Slot:
 
     id: int
     sequence: Sequence | None = None
-    guest: Sequence | None = None
+    parked: Sequence | None = None
     kept: list[int] = field(default_factory=list)
     last: Sequence | None = None
-    is_weighed: bool = False
+    is_store_decided: bool = False
     copy: Entry | None = None
     last_used_s: float = 0.0
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs here and nobody's cells are kept for them."""
-        return self.sequence is None and self.guest is None
+        return self.sequence is None and self.parked is None
 
     @property
     def tokens(self) -> list[int]:
@@ -76,7 +76,7 @@ class Slot:
     @property
     def holder(self) -> Sequence | None:
         """Whose cells they are while it runs or waits."""
-        return self.sequence or self.guest
+        return self.sequence or self.parked
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,7 @@ class Slot:
         """Hold these for reuse; none: it is empty."""
         self.kept = tokens
         if not tokens:
-            self.last, self.is_weighed, self.copy = None, False, None
+            self.last, self.is_store_decided, self.copy = None, False, None
 
     @property
     def has_copy(self) -> bool:
@@ -98,7 +98,9 @@ class Slot:
     @property
     def is_unstored(self) -> bool:
         """Whether storing it is to be decided before it goes: nobody has, or its copy has gone since."""
-        return bool(self.kept) and (not self.is_weighed or (self.copy is not None and not self.has_copy))
+        return bool(self.kept) and (
+            not self.is_store_decided or (self.copy is not None and not self.has_copy)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +180,11 @@ class SlotTable:
     @property
     def has_cells_in_use(self) -> bool:
         """Whether any sequence runs or waits in its cells: what is freed among them has to be closed up."""
-        return any(slot.sequence or slot.guest for slot in self.slots)
+        return any(slot.sequence or slot.parked for slot in self.slots)
 
-    def guests(self) -> list[Sequence]:
+    def parked(self) -> list[Sequence]:
         """Sequences whose cells are kept while they wait."""
-        return [slot.guest for slot in self.slots if slot.guest is not None]
+        return [slot.parked for slot in self.slots if slot.parked is not None]
 
     @property
     def running(self) -> list[Sequence]:
@@ -191,10 +193,10 @@ class SlotTable:
 
     def occupy(self, slot: Slot, sequence: Sequence, now: float) -> None:
         """Put a sequence in an idle slot, or its home; what the slot kept is the sequence's from here on."""
-        assert slot.guest in (None, sequence), f"slot {slot.id} is home to {slot.guest!r}"
-        slot.sequence, slot.guest, slot.last_used_s = sequence, None, now
+        assert slot.parked in (None, sequence), f"slot {slot.id} is kept for {slot.parked!r}"
+        slot.sequence, slot.parked, slot.last_used_s = sequence, None, now
         slot.keep([])
-        sequence.slot, sequence.home, sequence.form = slot.id, None, None
+        sequence.slot, sequence.parked_slot, sequence.form = slot.id, None, None
         self._running.append(sequence)
 
     def vacate(self, sequence: Sequence, kept: list[int], now: float) -> Slot:
@@ -207,18 +209,18 @@ class SlotTable:
         self._running.remove(sequence)
         return slot
 
-    def lodge(self, sequence: Sequence, now: float) -> None:
+    def park(self, sequence: Sequence, now: float) -> None:
         """Take a sequence out of its slot, which becomes its home and keeps its cells."""
         slot = self.vacate(sequence, [], now)
-        slot.guest, sequence.home, sequence.form = sequence, slot.id, ParkForm.CELLS
+        slot.parked, sequence.parked_slot, sequence.form = sequence, slot.id, ParkForm.CELLS
 
-    def clear(self, guest: Sequence, kept: list[int]) -> Slot:
+    def clear(self, parked: Sequence, kept: list[int]) -> Slot:
         """End a guest's stay; its home is idle from here on and keeps `kept` of its tokens."""
-        assert guest.home is not None, f"{guest!r} has no home"
-        slot = self.slots[guest.home]
-        slot.guest, slot.last = None, guest
+        assert parked.parked_slot is not None, f"{parked!r} has no slot of its own"
+        slot = self.slots[parked.parked_slot]
+        slot.parked, slot.last = None, parked
         slot.keep(kept)
-        guest.home, guest.form = None, None
+        parked.parked_slot, parked.form = None, None
         return slot
 
     def in_use(self) -> list[int]:

@@ -19,10 +19,10 @@ BALANCED_TARGETS = 3
 """Targets that a step with interactive prefill may take under the policy `balanced`."""
 MIN_PREFILL_TOKENS = 8
 """An interactive prompt gets that many tokens a step even where decoding alone takes the whole target."""
-JOBS_TARGETS = 4
+BACKGROUND_TARGETS = 4
 """Targets that a step of background alone may take: an arrival waits for its end."""
-MIN_JOBS_TOKENS = 64
-JOBS_SHARE = 0.1
+MIN_BACKGROUND_TOKENS = 64
+BACKGROUND_SHARE = 0.1
 """Under `latency`: the part of their time that interactive requests give to background in their steps."""
 FINISH_TARGETS = 3.0
 """Targets that a step may take to bring a prompt to its end: its first token comes some steps sooner, and the
@@ -74,10 +74,10 @@ class StepBudget:
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
         return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
-    def pictured(self, num_rows: int) -> int:
+    def image_prefill(self, num_rows: int) -> int:
         """Tokens of prompts with pictures beside `num_rows` of people's decode rows (SPEC V3)."""
         num_left, alone_s = self.n_batch - num_rows, self._cost.predict(num_rows)
-        if alone_s is None or self.policy is Policy.THROUGHPUT or not self.bursts.suit(alone_s):
+        if alone_s is None or self.policy is Policy.THROUGHPUT or not self.bursts.suits(alone_s):
             return self.prefill(num_rows, 1)
         if not self.bursts.is_due:
             return 0
@@ -95,13 +95,13 @@ class StepBudget:
         if not num_tokens:
             if self.policy is Policy.THROUGHPUT:
                 return num_left
-            within = self._cost.tokens_within(JOBS_TARGETS * self.target_s, self.n_batch)
-            return min(num_left, max(within, MIN_JOBS_TOKENS))
+            within = self._cost.tokens_within(BACKGROUND_TARGETS * self.target_s, self.n_batch)
+            return min(num_left, max(within, MIN_BACKGROUND_TOKENS))
         if has_decoding:
             num_left = min(num_left, self._cost.tokens_within(self.target_s, self.n_batch) - num_tokens)
         alone_s = self._cost.predict(num_tokens)
         if self.policy is Policy.LATENCY and alone_s is not None:
-            self._credit_s = min(self._credit_s + JOBS_SHARE * alone_s, self.target_s)
+            self._credit_s = min(self._credit_s + BACKGROUND_SHARE * alone_s, self.target_s)
             within = self._cost.tokens_within(alone_s + self._credit_s, self.n_batch)
             num_left = min(num_left, within - num_tokens)
         return max(0, num_left)
@@ -117,7 +117,7 @@ class StepBudget:
 
 PLAIN_STEPS = 40
 """Steps between two bursts: fewer than one token in twenty is late, so the 95th percentile stays."""
-SHORT = 0.5
+SHORT_STEP = 0.5
 """Steps up to this part of the target are short."""
 
 
@@ -135,9 +135,9 @@ class Bursts:
     def __repr__(self) -> str:
         return f"<Bursts {self._num_plain} steps since the last one>"
 
-    def suit(self, step_s: float) -> bool:
+    def suits(self, step_s: float) -> bool:
         """Whether steps that take so long are short; else work is spread evenly over them."""
-        return step_s <= SHORT * self._target_s
+        return step_s <= SHORT_STEP * self._target_s
 
     @property
     def is_due(self) -> bool:
@@ -153,9 +153,9 @@ class Bursts:
         self._num_plain = 0
 
 
-SHARE = 0.25
+SLICE_SHARE = 0.25
 """Part of the time of steps with interactive decode rows that goes to slices between them."""
-LEAST_S = 0.001
+MIN_SLICE_S = 0.001
 """A shorter slice would be mostly waking and stopping."""
 
 
@@ -175,7 +175,7 @@ class SliceBudget:
 
     def stepped(self, took_s: float) -> None:
         """A step in which people decode has taken so long."""
-        self._credit_s = min(self._credit_s + SHARE * took_s, self._target_s)
+        self._credit_s = min(self._credit_s + SLICE_SHARE * took_s, self._target_s)
 
     def idle(self) -> None:
         """Nobody decodes."""
@@ -183,7 +183,7 @@ class SliceBudget:
 
     def next_s(self) -> float:
         """Seconds of the next slice; 0: there is no time for one yet."""
-        return self._credit_s if self._credit_s >= LEAST_S else 0.0
+        return self._credit_s if self._credit_s >= MIN_SLICE_S else 0.0
 
     def spent(self, took_s: float) -> None:
         """A slice has taken so long; one that took too long is paid for by the next ones."""

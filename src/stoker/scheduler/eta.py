@@ -9,13 +9,13 @@ import heapq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as Line
+    from collections.abc import Sequence as SequenceOf
 
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.cost import StepCost
 
 
-def waits_s(running: Line[float], waiting: Line[float], num_slots: int) -> list[float]:
+def waits_s(running: SequenceOf[float], waiting: SequenceOf[float], num_slots: int) -> list[float]:
     """Seconds until each waiter gets a slot, in order of the line.
 
     Args:
@@ -43,7 +43,7 @@ CLOSE_POSITIONS = 32
 """Places of the line whose waits are simulated one by one at each arrival."""
 
 
-class Forecast:
+class EtaEstimator:
     """Learns how long answers are and how often one ends."""
 
     def __init__(self, cost: StepCost, num_slots: int) -> None:
@@ -53,7 +53,7 @@ class Forecast:
         self._service_s = MIN_RETRY_AFTER_S
 
     def __repr__(self) -> str:
-        return f"<Forecast answers of {self._answer_tokens:.0f} tokens, one in {self._service_s:.1f} s>"
+        return f"<EtaEstimator answers of {self._answer_tokens:.0f} tokens, one in {self._service_s:.1f} s>"
 
     def note_end(self, sequence: Sequence, now: float) -> None:
         """A sequence that ran has ended."""
@@ -61,7 +61,7 @@ class Forecast:
         self._answer_tokens += FOLLOW * (sequence.num_generated - self._answer_tokens)
         self._service_s += FOLLOW * ((now - started_s) / self._num_slots - self._service_s)
 
-    def wait_s(self, running: Line[Sequence], waiting: Line[Sequence], position: int) -> float:
+    def wait_s(self, running: SequenceOf[Sequence], waiting: SequenceOf[Sequence], position: int) -> float:
         """Seconds until one place of the line runs; far back roughly, as arrivals must not cost much."""
         if position < CLOSE_POSITIONS:
             return self.waits_s(running, waiting[: position + 1])[position]
@@ -80,11 +80,11 @@ class Forecast:
         prefill_s = self._cost.predict(sequence.num_pending) or 0.0
         return prefill_s + num_left * step_s
 
-    def waits_s(self, running: Line[Sequence], waiting: Line[Sequence]) -> list[float]:
+    def waits_s(self, running: SequenceOf[Sequence], waiting: SequenceOf[Sequence]) -> list[float]:
         """Seconds until each of the line runs. Interactive work takes the places of background at once."""
-        people = [self.needs_s(s) for s in running if not s.is_background]
-        jobs = [self.needs_s(s) for s in running if s.is_background]
-        num_people = sum(not s.is_background for s in waiting)
+        interactive = [self.needs_s(s) for s in running if not s.is_background]
+        background = [self.needs_s(s) for s in running if s.is_background]
+        num_interactive = sum(not s.is_background for s in waiting)
         needs = [self.needs_s(s) for s in waiting]
-        starts = waits_s(people, needs[:num_people], self._num_slots)
-        return starts + waits_s(people + jobs, needs, self._num_slots)[num_people:]
+        starts = waits_s(interactive, needs[:num_interactive], self._num_slots)
+        return starts + waits_s(interactive + background, needs, self._num_slots)[num_interactive:]

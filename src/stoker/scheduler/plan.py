@@ -81,16 +81,16 @@ class Planner:
         `favoured` is background whose turn this step is (SPEC Q7): no target of time keeps it out.
         """
         self._turn += 1
-        people = [s for s in running if not s.is_background and s is not favoured]
-        jobs = [s for s in running if s.is_background and s is not favoured]
+        interactive = [s for s in running if not s.is_background and s is not favoured]
+        background = [s for s in running if s.is_background and s is not favoured]
         if favoured is not None:
-            people.append(favoured)
-        parts = self._people(people, favoured)
-        if jobs:
-            parts += self._jobs(jobs, parts)
+            interactive.append(favoured)
+        parts = self._interactive(interactive, favoured)
+        if background:
+            parts += self._background(background, parts)
         return StepPlan(tuple(parts)) if parts else None
 
-    def _people(self, sequences: list[Sequence], favoured: Sequence | None) -> list[Planned]:
+    def _interactive(self, sequences: list[Sequence], favoured: Sequence | None) -> list[Planned]:
         """Every decode row that fits the batch, then prefill within its budget."""
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
@@ -98,10 +98,10 @@ class Planner:
         parts = [Planned(s, _item(s, 1)) for s in rows]
         if rows:
             self.budget.bursts.stepped()
-        looking = [s for s in prefilling if rows and s.is_at_picture and s is not favoured]
-        if looking:
-            prefilling = [s for s in prefilling if s not in looking]
-        return self._beside(prefilling, favoured, parts) + self._looking(looking, parts)
+        at_images = [s for s in prefilling if rows and s.is_at_image and s is not favoured]
+        if at_images:
+            prefilling = [s for s in prefilling if s not in at_images]
+        return self._beside(prefilling, favoured, parts) + self._at_images(at_images, parts)
 
     def _beside(
         self, prefilling: list[Sequence], favoured: Sequence | None, rows: list[Planned]
@@ -119,12 +119,12 @@ class Planner:
             parts.append(Planned(last, _item(last, last.num_pending)))
         return parts + self._prefill(prefilling, num_left, self.budget.n_batch - _num_tokens(parts))
 
-    def _looking(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
+    def _at_images(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
         """Prompts that are at a picture beside decode rows: seldom, as what is done for them is long."""
         if not sequences:
             return []
         num_others = _num_tokens(rows)
-        num_left = self.budget.pictured(num_others)
+        num_left = self.budget.image_prefill(num_others)
         parts = self._prefill(sequences, num_left, self.budget.n_batch - num_others)
         if parts:
             self.budget.bursts.taken()
@@ -141,7 +141,7 @@ class Planner:
         num_others = len(rows) + max(0, num_left - nearest.num_pending)
         return nearest if self.budget.can_finish(nearest.num_pending, num_others) else None
 
-    def _jobs(self, sequences: list[Sequence], others: list[Planned]) -> list[Planned]:
+    def _background(self, sequences: list[Sequence], others: list[Planned]) -> list[Planned]:
         """Background: decode rows, then prefill, within what the `others` of the step leave it."""
         num_others = _num_tokens(others)
         has_decoding = any(part.sequence.state is SequenceState.DECODE for part in others)

@@ -8,18 +8,18 @@ Admission is the scheduler's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Line
+from collections.abc import Sequence as SequenceOf
 
 from stoker.errors import QueueFullError
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceState
 
 
-def insert_position(line: Line[Priority], newcomer: Priority) -> int:
+def insert_position(queue: SequenceOf[Priority], newcomer: Priority) -> int:
     """Where `newcomer` goes: background to the end, interactive before the first waiting background."""
     if newcomer is Priority.BACKGROUND:
-        return len(line)
-    return next((at for at, waiting in enumerate(line) if waiting is Priority.BACKGROUND), len(line))
+        return len(queue)
+    return next((at for at, waiting in enumerate(queue) if waiting is Priority.BACKGROUND), len(queue))
 
 
 class RequestQueue:
@@ -27,22 +27,22 @@ class RequestQueue:
 
     def __init__(self, max_queue: int) -> None:
         self.max_queue = max_queue
-        self._line: list[Sequence] = []
+        self._sequences: list[Sequence] = []
 
     def __repr__(self) -> str:
-        return f"<RequestQueue {len(self._line)} of {self.max_queue}>"
+        return f"<RequestQueue {len(self._sequences)} of {self.max_queue}>"
 
     def __len__(self) -> int:
-        return len(self._line)
+        return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(tuple(self._line))
+        return iter(tuple(self._sequences))
 
     def bound(self, priority: Priority) -> int:
         """How many requests may wait when one of this class arrives."""
         return self.max_queue if priority is Priority.INTERACTIVE else max(1, self.max_queue // 2)
 
-    def check_allocator(self, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
+    def check_queue(self, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
         """Raises QueueFullError when `num_waiting` requests are at the bound of the class."""
         bound = self.bound(priority)
         if num_waiting >= bound:
@@ -55,8 +55,8 @@ class RequestQueue:
 
     def push(self, sequence: Sequence) -> int:
         """Enter at the place of its class; returns the position."""
-        at = insert_position([waiting.priority for waiting in self._line], sequence.priority)
-        self._line.insert(at, sequence)
+        at = insert_position([waiting.priority for waiting in self._sequences], sequence.priority)
+        self._sequences.insert(at, sequence)
         return at
 
     def rejoin(self, sequence: Sequence) -> int:
@@ -67,9 +67,10 @@ class RequestQueue:
         """
         place = self._place(sequence)
         at = next(
-            (at for at, waiting in enumerate(self._line) if self._place(waiting) > place), len(self._line)
+            (at for at, waiting in enumerate(self._sequences) if self._place(waiting) > place),
+            len(self._sequences),
         )
-        self._line.insert(at, sequence)
+        self._sequences.insert(at, sequence)
         return at
 
     @staticmethod
@@ -79,4 +80,4 @@ class RequestQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Leave the line."""
-        self._line.remove(sequence)
+        self._sequences.remove(sequence)

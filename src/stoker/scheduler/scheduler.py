@@ -18,12 +18,12 @@ from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.allocator import KVAllocator
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
 from stoker.kv.ops import Parking, Schedule
-from stoker.kv.prefix_wait import Arrivals
+from stoker.kv.prefix_wait import PrefixWait
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.scheduler.aging import Aging
 from stoker.scheduler.budget import StepBudget, StepPolicy
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.eta import Forecast
+from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepPlan
 from stoker.scheduler.queue import RequestQueue
 from stoker.scheduler.throttle import Throttle
@@ -46,25 +46,25 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
-        self.line = RequestQueue(limits.max_queue)
+        self.queue = RequestQueue(limits.max_queue)
         self.paused: list[Sequence] = []
         self.throttle = Throttle()
         self.allocator = KVAllocator(limits, cache)
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
-        self._arrivals = Arrivals(self.allocator)
+        self._prefix_wait = PrefixWait(self.allocator)
         self.cost = StepCost()
-        self.forecast = Forecast(self.cost, limits.num_slots)
+        self.eta = EtaEstimator(self.cost, limits.num_slots)
         policy = StepPolicy(limits.n_batch, limits.policy, limits.target_step_s)
         self._planner = Planner(StepBudget(policy, self.cost), limits.max_prompt_rows)
         self.bursts = self._planner.budget.bursts
-        self._patience = Aging(limits.background_patience_s)
+        self._aging = Aging(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False
         self.num_parked_total = 0
         self.num_retired_total = 0
 
     def __repr__(self) -> str:
-        return f"<Scheduler {self.line!r} {len(self.paused)} paused {self.allocator!r}>"
+        return f"<Scheduler {self.queue!r} {len(self.paused)} paused {self.allocator!r}>"
 
     # ------------------------------------------------------------ questions
 
@@ -81,8 +81,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something: those that wait for the disk have the first places."""
-        allowed = (sequence for sequence in self.line if not self.throttle.holds(sequence))
-        return any(not sequence.awaits_picture for sequence in self.slots.running) or any(
+        allowed = (sequence for sequence in self.queue if not self.throttle.holds(sequence))
+        return any(not sequence.awaits_image for sequence in self.slots.running) or any(
             not (sequence.is_held or self.allocator.prefix_source.is_fetching(sequence))
             for sequence in islice(allowed, self.limits.num_slots)
         )
@@ -90,47 +90,47 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         """Whether anybody waits or runs, be it for the disk; those that are paused are not counted."""
-        return len(self.line) > 0 or len(self.slots.running) > 0
+        return len(self.queue) > 0 or len(self.slots.running) > 0
 
     @property
     def has_people(self) -> bool:
         """Whether somebody waits for an answer of it."""
-        return any(not sequence.is_background for sequence in (*self.line, *self.slots.running))
+        return any(not sequence.is_background for sequence in (*self.queue, *self.slots.running))
 
     def is_owed(self, now: float) -> bool:
         """Whether some background of it has waited over its patience (SPEC Q7)."""
-        return any(self._patience.is_owed(s, now) for s in self._allowed())
+        return any(self._aging.is_owed(s, now) for s in self._allowed())
 
     def _allowed(self) -> list[Sequence]:
-        return [s for s in (*self.line, *self.slots.running) if not self.throttle.holds(s)]
+        return [s for s in (*self.queue, *self.slots.running) if not self.throttle.holds(s)]
 
     def waiting(self) -> list[Sequence]:
         """Sequences in the line, next first, parked ones included."""
-        return list(self.line)
+        return list(self.queue)
 
     def etas_s(self) -> list[float]:
         """Estimated seconds until each sequence of the line runs, next first (SPEC Q14)."""
-        return self.forecast.waits_s(self.slots.running, self.waiting())
+        return self.eta.waits_s(self.slots.running, self.waiting())
 
     def eta_s(self, position: int) -> float:
         """The same for one place of the line; far back a rough figure, as arrivals must not cost much."""
-        return self.forecast.wait_s(self.slots.running, self.waiting(), position)
+        return self.eta.wait_s(self.slots.running, self.waiting(), position)
 
     def next_deadline_s(self) -> float | None:
         """When the first sequence passes its deadline: it may be paused, or the model get no turns."""
-        everybody = (*self.line, *self.paused, *self.slots.running)
+        everybody = (*self.queue, *self.paused, *self.slots.running)
         return min((s.deadline_s for s in everybody if s.deadline_s is not None), default=None)
 
     def num_waiting_requests(self) -> int:
         """Requests of which a choice waits for its first place."""
-        return len({s.key.request_id for s in self.line if s.state is SequenceState.QUEUED})
+        return len({s.key.request_id for s in self.queue if s.state is SequenceState.QUEUED})
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
         running = self.slots.running
         return {
-            "num_waiting": len(self.line),
-            "num_parked": sum(s.state is SequenceState.PARKED for s in self.line),
+            "num_waiting": len(self.queue),
+            "num_parked": sum(s.state is SequenceState.PARKED for s in self.queue),
             "num_paused": len(self.paused),
             "num_running": len(running),
             "num_prefill": sum(s.state is SequenceState.PREFILL for s in running),
@@ -139,34 +139,34 @@ class Scheduler:
             "cells_used": self.cells.used,
             "num_preemptions_total": self.num_parked_total,
             "num_retired_total": self.num_retired_total,
-            "num_owed": sum(s.is_owed for s in (*self.line, *running)),
-            "num_owed_steps_total": self._patience.num_steps_total,
+            "num_owed": sum(s.is_owed for s in (*self.queue, *running)),
+            "num_owed_steps_total": self._aging.num_steps_total,
             **self.prefix_statistics.stats(),
         }
 
     # ------------------------------------------------------------ commands
 
-    def check_allocator(self, priority: Priority, num_arriving: int) -> None:
+    def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when the line is at its bound (SPEC Q11); `num_arriving` are on their way."""
         num_idle = self.limits.num_slots - len(self.slots.running)
         num_waiting = self.num_waiting_requests() + num_arriving - num_idle
-        self.line.check_allocator(priority, num_waiting, self.forecast.retry_after_s())
+        self.queue.check_queue(priority, num_waiting, self.eta.retry_after_s())
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new sequence in the line; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
         self.allocator.prefix_source.begin_checkpoints(sequence)
-        return self.line.push(sequence)
+        return self.queue.push(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence wherever it is. What was computed of it is kept for reuse while there is room."""
         if sequence.state is SequenceState.PAUSED:
             self.paused.remove(sequence)
         elif sequence.slot is None:
-            self.line.remove(sequence)
+            self.queue.remove(sequence)
         else:
-            self.forecast.note_end(sequence, now)
+            self.eta.note_end(sequence, now)
         self.take_back(sequence)
         self.allocator.release(sequence, now)
         sequence.finish_reason = reason
@@ -176,11 +176,11 @@ class Scheduler:
     def pause(self, sequence: Sequence, now: float) -> None:
         """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
         if sequence.slot is not None:
-            self.allocator.lodge(sequence, now)
+            self.allocator.park(sequence, now)
         else:
-            self.line.remove(sequence)
+            self.queue.remove(sequence)
             if sequence.form is not ParkForm.SNAPSHOT:
-                self.allocator.prefix_source.let_go(sequence)  # what it waited for from disk
+                self.allocator.prefix_source.release(sequence)  # what it waited for from disk
         sequence.move(SequenceState.PAUSED, now, "asked to")
         self.paused.append(sequence)
 
@@ -190,7 +190,7 @@ class Scheduler:
         state = SequenceState.QUEUED if sequence.form is None else SequenceState.PARKED
         sequence.move(state, now, "resumed")
         sequence.last_step_s = now
-        return self.line.rejoin(sequence)
+        return self.queue.rejoin(sequence)
 
     def park(self, sequence: Sequence, form: ParkForm, now: float) -> Schedule:
         """Park a running sequence in that form whatever the room, as tokens where no snapshot can be had.
@@ -199,8 +199,8 @@ class Scheduler:
         """
         turn = self._begin(now)
         self._park(sequence, "asked to", turn, now)
-        if form is not ParkForm.CELLS and sequence.home is not None:
-            self.allocator.demote(sequence, turn.effects, best=form)
+        if form is not ParkForm.CELLS and sequence.parked_slot is not None:
+            self.allocator.demote(sequence, turn.ops, best=form)
         return turn
 
     # ------------------------------------------------------------ a turn
@@ -209,29 +209,29 @@ class Scheduler:
         """Let go who is past its deadline, make room for the next step, give places to the line."""
         turn = self._begin(now)
         self._expire(turn, now)
-        self._arrivals.raise_leaders(self.line)
+        self._prefix_wait.raise_leaders(self.queue)
         self._hold_back(turn, now)
         self._return_favoured(turn, now)
         self._make_room(turn, now)
         if self._favoured is None:
-            self._favoured = self._patience.next_owed(self._allowed(), now)
-        if self.line:
-            self._admit(turn, now)
+            self._favoured = self._aging.next_owed(self._allowed(), now)
+        if self.queue:
+            self._admit_queue(turn, now)
             self._make_room(turn, now)
         # not before an admitted sequence could use it
         self.allocator.trim(turn, self._free_kept, keeps_nothing=self.throttle.keeps_nothing)
         return turn
 
-    def rest(self, now: float) -> Schedule:
+    def store_idle(self, now: float) -> Schedule:
         """Nothing is to be computed: store something that is only in cells, if anything is (SPEC C6)."""
         turn = self._begin(now)
-        self.allocator.store_kept(turn.effects)
+        self.allocator.store_kept(turn.ops)
         return turn
 
     def drop_idle(self, now: float) -> Schedule:
         """Give up every cell that nobody who runs or waits needs (SPEC M4)."""
         turn = self._begin(now)
-        while self.allocator.evict_oldest(turn.effects):
+        while self.allocator.evict_oldest(turn.ops):
             pass
         return turn
 
@@ -245,7 +245,7 @@ class Scheduler:
         return count
 
     def _begin(self, now: float) -> Schedule:
-        return Schedule(effects=self.allocator.begin_turn(now))
+        return Schedule(ops=self.allocator.begin_turn(now))
 
     def expire(self, now: float) -> Schedule:
         """End who is past its deadline, and nothing else."""
@@ -258,7 +258,7 @@ class Scheduler:
         favoured = self._favoured if self._favoured and self._favoured.is_running else None
         plan = self._planner.plan(self.slots.running, favoured)
         if plan is not None:
-            self._patience.stepped(favoured)
+            self._aging.stepped(favoured)
         return plan
 
     def computed(self, plan: StepPlan, now: float) -> None:
@@ -288,7 +288,7 @@ class Scheduler:
         self.cells.extend(sequence.slot, sequence.num_pending)
         sequence.num_computed += sequence.num_pending
 
-    def relieve(self, now: float) -> Schedule:
+    def free_more(self, now: float) -> Schedule:
         """The backend found no room where the count saw some: free one thing more, if there is one."""
         turn = self._begin(now)
         self._free_something(turn, now)
@@ -297,23 +297,25 @@ class Scheduler:
     def check(self) -> None:
         """Assert that slots, line, cells and stored states tell one story, between any two calls."""
         self.allocator.check()
-        running, line = self.slots.running, self.waiting()
-        waiting, everybody = [*line, *self.paused], [*line, *self.paused, *running]
+        running, queue = self.slots.running, self.waiting()
+        waiting, everybody = [*queue, *self.paused], [*queue, *self.paused, *running]
         assert len({s.key for s in everybody}) == len(everybody), "held twice"
         assert all(s.state in (SequenceState.PREFILL, SequenceState.DECODE) for s in running), running
-        assert all(s.state in (SequenceState.QUEUED, SequenceState.PARKED) for s in line), line
+        assert all(s.state in (SequenceState.QUEUED, SequenceState.PARKED) for s in queue), queue
         assert all(s.state is SequenceState.PAUSED for s in self.paused), self.paused
         for sequence in waiting:
             assert sequence.slot is None, f"{sequence!r} waits with a slot"
-            assert (sequence.form is ParkForm.CELLS) == (sequence.home is not None), repr(sequence)
-        assert {id(guest) for guest in self.slots.guests()} <= {id(s) for s in waiting}, "a guest is gone"
+            assert (sequence.form is ParkForm.CELLS) == (sequence.parked_slot is not None), repr(sequence)
+        assert {id(parked) for parked in self.slots.parked()} <= {id(s) for s in waiting}, (
+            "a parked one is gone"
+        )
         for sequence in everybody:
             entry = sequence.entry
             assert entry is None or sequence.key in entry.leases, f"{sequence!r} has no lease"
             assert sequence.form is not ParkForm.SNAPSHOT or entry is not None, repr(sequence)
 
     def _expire(self, turn: Schedule, now: float) -> None:
-        everybody = (*self.line, *self.paused, *self.slots.running)
+        everybody = (*self.queue, *self.paused, *self.slots.running)
         turn.expired += [s for s in everybody if s.deadline_s is not None and s.deadline_s <= now]
         for sequence in turn.expired:
             self.retire(sequence, FinishReason.ERROR, now)
@@ -328,12 +330,12 @@ class Scheduler:
             self.retire(victim, FinishReason.PREEMPTED, now)
             turn.preempted.append(victim)
             return
-        self._lodge(victim, why, turn, now)
+        self._park_in_place(victim, why, turn, now)
 
-    def _lodge(self, sequence: Sequence, why: str, turn: Schedule, now: float) -> None:
-        self.allocator.lodge(sequence, now)
+    def _park_in_place(self, sequence: Sequence, why: str, turn: Schedule, now: float) -> None:
+        self.allocator.park(sequence, now)
         sequence.move(SequenceState.PARKED, now, why)
-        self.line.rejoin(sequence)
+        self.queue.rejoin(sequence)
         turn.parked.append(Parking(sequence, why))
 
     def _return_favoured(self, turn: Schedule, now: float) -> None:
@@ -349,7 +351,7 @@ class Scheduler:
             is_too_many = self._is_beyond and len(self.slots.running) > self.limits.num_slots
             self._favoured, self._is_beyond = None, False
             if is_too_many:
-                self._lodge(favoured, "its step in ten is over", turn, now)
+                self._park_in_place(favoured, "its step in ten is over", turn, now)
 
     def _hold_back(self, turn: Schedule, now: float) -> None:
         """Whoever may not run for now is parked (SPEC M4, M6)."""
@@ -383,37 +385,37 @@ class Scheduler:
         victim = self._youngest([s for s in running if s is not self._favoured] or running)
         self._park(victim, f"no cells: {self.cells.free} free of {self.cells.total}", turn, now)
         if victim.form is ParkForm.CELLS:
-            self.allocator.demote(victim, turn.effects)
+            self.allocator.demote(victim, turn.ops)
         return True
 
     def _free_kept(self, turn: Schedule) -> bool:
         """Free cells that no running sequence needs; False: there are none."""
-        return self.allocator.evict_oldest(turn.effects) or self._demote_last(turn)
+        return self.allocator.evict_oldest(turn.ops) or self._demote_last(turn)
 
     def _demote_last(self, turn: Schedule) -> bool:
         """Demote the guest that will run last: a paused one, else the last of the line."""
         for sequence in (*self.paused, *reversed(self.waiting())):
-            if sequence.home is not None:
-                self.allocator.demote(sequence, turn.effects)
+            if sequence.parked_slot is not None:
+                self.allocator.demote(sequence, turn.ops)
                 return True
         return False
 
     # ------------------------------------------------------------ admission
 
-    def _admit(self, turn: Schedule, now: float) -> None:
+    def _admit_queue(self, turn: Schedule, now: float) -> None:
         favoured = self._favoured
-        if favoured is not None and not favoured.is_running and not self._arrivals.is_awaiting(favoured):
-            self._seat_favoured(favoured, turn, now)
+        if favoured is not None and not favoured.is_running and not self._prefix_wait.is_awaiting(favoured):
+            self._admit_favoured(favoured, turn, now)
         num_ahead = 0  # those that will run as soon as what they wait for is there: their places are theirs
-        for sequence in self.line:
+        for sequence in self.queue:
             if self.throttle.holds(sequence):
                 continue
             if not (self._has_place(num_ahead) or self._may_displace(sequence)):
                 return
-            if self._arrivals.is_awaiting(sequence):
+            if self._prefix_wait.is_awaiting(sequence):
                 num_ahead += 1
             elif self._can_place(sequence, num_ahead, turn, now):
-                self._seat(sequence, turn, now)
+                self._admit(sequence, turn, now)
             else:
                 return
 
@@ -427,10 +429,10 @@ class Scheduler:
     def _can_place(self, sequence: Sequence, num_ahead: int, turn: Schedule, now: float) -> bool:
         """Whether there is a slot and cells for it; interactive makes background give way (SPEC Q3)."""
         while not (self._has_place(num_ahead) and self._fits(sequence, turn)):
-            jobs = self._displaceable()
-            if sequence.is_background or not jobs or not self._has_place(num_ahead - len(jobs)):
+            background = self._displaceable()
+            if sequence.is_background or not background or not self._has_place(num_ahead - len(background)):
                 return False
-            self._park(self._youngest(jobs), f"gives way to {sequence.key}", turn, now)
+            self._park(self._youngest(background), f"gives way to {sequence.key}", turn, now)
         return True
 
     def _fits(self, sequence: Sequence, turn: Schedule) -> bool:
@@ -443,14 +445,14 @@ class Scheduler:
         num_slots = self.throttle.lowered(self.limits.num_slots)
         return len(self.slots.running) - self._is_beyond + num_ahead < num_slots
 
-    def _seat_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
+    def _admit_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
         """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7).
 
         Where there are no cells for it, the youngest give way: it has waited for longer.
         """
         while not self._fits(sequence, turn):
             self._park(self._youngest(self.slots.running), f"no cells for {sequence.key}", turn, now)
-        self._seat(sequence, turn, now)
+        self._admit(sequence, turn, now)
         self._is_beyond = True
 
     def _placement(self, sequence: Sequence, turn: Schedule) -> SlotPlacement | None:
@@ -460,16 +462,16 @@ class Scheduler:
             placement = self.allocator.placement(sequence)
         return placement
 
-    def _seat(self, sequence: Sequence, turn: Schedule, now: float) -> None:
+    def _admit(self, sequence: Sequence, turn: Schedule, now: float) -> None:
         placement = self._placement(sequence, turn)
         assert placement is not None, f"no slot for {sequence!r}"
-        self.allocator.prefix_source.take_up(sequence, placement.entry)
+        self.allocator.prefix_source.lease(sequence, placement.entry)
         while self.cells.free < self.allocator.prefix_source.num_to_import(sequence) and self._free_kept(
             turn
         ):
             pass
-        self.line.remove(sequence)
-        told = self.allocator.seat(sequence, placement, turn.effects)
+        self.queue.remove(sequence)
+        told = self.allocator.admit(sequence, placement, turn.ops)
         if sequence.started_s is None:
             sequence.started_s = now
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)

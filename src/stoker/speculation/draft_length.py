@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Guesses that a step may carry; matrix products grow in steps of eight rows."""
-GAIN = 1.1
+MIN_SPEEDUP = 1.1
 """So much faster than plain decoding has a step to promise to be."""
-OPENING = 3.0
-MOST = 5.0
-LEAST = -6.0
+FIRST_CREDIT = 3.0
+MAX_CREDIT = 5.0
+MIN_CREDIT = -6.0
 """The account at first, and its bounds: what one bad stretch may cost after a good one, and how long a bad
 one is remembered."""
-COVER = 0.15
+MAX_RISKED = 0.15
 """The part of the account that a bet may be expected to lose if its first guess is wrong."""
-STAKE = 0.01
+TRIAL_CREDIT = 0.01
 """What each plain step puts by for further trials."""
 MEMORY = 0.8
 """What counts of the odds so far with each further bet."""
-FORGETTING = 0.01
+PRIOR_PULL = 0.01
 """How far odds come back to what is assumed at first, with each plain step."""
-HANDED_ON = 4.0
+PRIOR_WEIGHT = 4.0
 """Tokens that a model's odds count for in those of a new sequence."""
 UNMEASURED = 0.35
 """What a further token of a step costs, in plain steps, as long as no such step was measured."""
@@ -48,7 +48,7 @@ class Rate:
         weight: trials that it counts for.
     """
 
-    def __init__(self, rate: float, weight: float = HANDED_ON) -> None:
+    def __init__(self, rate: float, weight: float = PRIOR_WEIGHT) -> None:
         self._first = rate * weight, weight
         self._true, self._tried = self._first
 
@@ -68,8 +68,8 @@ class Rate:
     def fade(self) -> None:
         """Nothing was tried: come back a little to what was assumed."""
         true, tried = self._first
-        self._true += FORGETTING * (true - self._true)
-        self._tried += FORGETTING * (tried - self._tried)
+        self._true += PRIOR_PULL * (true - self._true)
+        self._tried += PRIOR_PULL * (tried - self._tried)
 
 
 class Acceptance:
@@ -120,7 +120,7 @@ class DraftLength:
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
-        self.credit = OPENING
+        self.credit = FIRST_CREDIT
 
     def __repr__(self) -> str:
         return f"<DraftLength {self.credit:.1f} steps to lose>"
@@ -136,11 +136,11 @@ class DraftLength:
         alone_s = self._cost.predict(1)
         if alone_s is None or self.credit <= 0.0:
             return 0
-        best, best_s = 0, alone_s / GAIN
+        best, best_s = 0, alone_s / MIN_SPEEDUP
         for count in _counts(most):
             step_s = self._step_s(count + 1, alone_s) + count * guess_s
             token_s = step_s / acceptance.num_expected(count)
-            is_covered = (step_s / alone_s - 1.0) * acceptance.miss <= COVER * self.credit
+            is_covered = (step_s / alone_s - 1.0) * acceptance.miss <= MAX_RISKED * self.credit
             if token_s < best_s and is_covered:
                 best, best_s = count, token_s
         return best
@@ -159,10 +159,10 @@ class DraftLength:
 
     def stepped(self) -> None:
         """A plain step, in which guesses were allowed, was made."""
-        self._pay(STAKE)
+        self._pay(TRIAL_CREDIT)
 
     def _pay(self, won: float) -> None:
-        self.credit = min(max(self.credit + won, LEAST), MOST)
+        self.credit = min(max(self.credit + won, MIN_CREDIT), MAX_CREDIT)
 
 
 def _counts(most: int) -> Sequence[int]:

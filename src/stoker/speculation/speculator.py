@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 FOLLOW = 0.2
 """How quickly the time of a guess by a draft model is learned anew."""
-MODEL_ODDS = (0.75, 0.75)
+MODEL_ACCEPTANCE = (0.75, 0.75)
 """What is assumed of a draft model."""
-FIRST_ODDS = ((0.5, 0.75), (0.65, 0.85), (0.8, 0.9), (0.9, 0.95))
+REPEAT_ACCEPTANCE = ((0.5, 0.75), (0.65, 0.85), (0.8, 0.9), (0.9, 0.95))
 """What is assumed of repeats of up to 4, 8, 16 and more tokens."""
 MOST_WATCHED = 8
 """Guesses of one place that are followed where nothing was bet on them."""
@@ -115,9 +115,9 @@ class Speculator:
         self._jobs = jobs
         self._draft_length = DraftLength(scheduler.cost)
         self._now = now
-        self._acceptance = tuple(Acceptance(*rates) for rates in (*FIRST_ODDS, MODEL_ODDS))
+        self._acceptance = tuple(Acceptance(*rates) for rates in (*REPEAT_ACCEPTANCE, MODEL_ACCEPTANCE))
         self._subject: Subject | None = None
-        self._bet: tuple[Acceptance, ...] = ()
+        self._drafted_by: tuple[Acceptance, ...] = ()
         self._guessing_s = 0.0
         self._guess_s: float | None = None
         self.num_drafted_total = 0
@@ -137,7 +137,7 @@ class Speculator:
 
     def extended(self, plan: StepPlan) -> StepPlan:
         """The step with a draft, where one pays."""
-        self._bet, self._guessing_s = (), 0.0
+        self._drafted_by, self._guessing_s = (), 0.0
         can_guess = self._looks_up or self._drafter is not None
         subject = self._subject_of(plan) if can_guess else None
         if subject is None:
@@ -168,20 +168,20 @@ class Speculator:
         match = subject.index.match() if self._looks_up else None
         if match is None:
             return []
-        kind = min(max((match.length - 1).bit_length() - 2, 0), len(FIRST_ODDS) - 1)
+        kind = min(max((match.length - 1).bit_length() - 2, 0), len(REPEAT_ACCEPTANCE) - 1)
         acceptance = subject.repeats[kind]
         count = self._draft_length.num_worth(acceptance, self._num_possible(subject.sequence))
         if not count:
             subject.watch(kind, match)
             return []
         subject.watch_none()
-        self._bet = acceptance, self._acceptance[kind]
+        self._drafted_by = acceptance, self._acceptance[kind]
         return self._drawable(subject.index.continuation(match, count))
 
     def _modelled(self, subject: Subject) -> list[int]:
         """What the draft model says."""
         sequence, acceptance = subject.sequence, subject.of_model
-        if self._drafter is None or sequence.pictures:
+        if self._drafter is None or sequence.images:
             return []
         count = self._draft_length.num_worth(acceptance, self._num_possible(sequence), self._guess_s or 0.0)
         if not count:
@@ -193,7 +193,7 @@ class Speculator:
         self._guessing_s = self._now() - begun_s
         each_s = self._guessing_s / len(draft)
         self._guess_s = each_s if self._guess_s is None else self._guess_s + FOLLOW * (each_s - self._guess_s)
-        self._bet = acceptance, self._acceptance[-1]
+        self._drafted_by = acceptance, self._acceptance[-1]
         return self._drawable(draft)
 
     def _num_possible(self, sequence: Sequence) -> int:
@@ -222,12 +222,12 @@ class Speculator:
         if not num_drafted:
             self._pass(subject)
             self._observe(subject, part.item.start + 1)
-        elif self._bet:
+        elif self._drafted_by:
             num_drawn = len(subject.sequence.tokens) - part.item.start - 1
             num_accepted = min(max(num_drawn - 1, 0), num_drafted)
             has_ended = subject.sequence.state is SequenceState.DONE
             self._settle(num_drafted, num_accepted, took_s + self._guessing_s)
-            for acceptance in self._bet:
+            for acceptance in self._drafted_by:
                 acceptance.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)
         if subject.sequence.state is SequenceState.DONE:
             self._subject = None

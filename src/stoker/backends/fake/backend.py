@@ -211,7 +211,7 @@ class FakeBackend:
         for item in plan.items:
             self._meet_faults(item)
         seen = {item.seq: seen_tokens(item, self._pictures(item.seq)) for item in plan.items}
-        self._cells.check_allocator(plan.num_tokens)
+        self._cells.check_queue(plan.num_tokens)
         self.close_up([item.seq for item in plan.items])
         if self.faults.step_delay_s:
             time.sleep(self.faults.step_delay_s)

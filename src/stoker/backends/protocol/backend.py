@@ -247,7 +247,7 @@ class Backend(Protocol):
     def step(self, plan: BatchPlan) -> Rows:
         """One forward pass.
 
-        Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.picture_ids`);
+        Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.image_ids`);
         an item is all of one picture or all of tokens, and embeddings are computed in the tokens' place.
 
         Returns:

@@ -89,7 +89,7 @@ class Admission:
         if num_over > 0:
             retry_s = num_over * self._interval_s(request.model, now)
             retry_s = min(max(retry_s, MIN_RETRY_S), MAX_RETRY_S)
-            self._line.check_allocator(request.priority, num_waiting, retry_s)
+            self._line.check_queue(request.priority, num_waiting, retry_s)
 
     def arrived(self, model: str, now: float) -> None:
         """A request was taken in."""

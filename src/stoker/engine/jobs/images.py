@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from stoker.cache.keys import key_of, picture_ids
+from stoker.cache.keys import image_ids, key_of
 from stoker.engine.jobs.texts import text_tokens
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import IMAGE_MARKER
-from stoker.kv.sequence import PictureSpan
+from stoker.kv.sequence import ImageSpan
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Vocabulary
@@ -27,7 +27,7 @@ def refuse_pictures(request: GenerateRequest, model: str) -> None:
 
 def pictured_prompt(
     request: GenerateRequest, vocabulary: Vocabulary, vision: Vision
-) -> tuple[list[int], tuple[PictureSpan, ...]]:
+) -> tuple[list[int], tuple[ImageSpan, ...]]:
     """Token ids of the prompt, negative ones at the pictures' places, and these places.
 
     Raises:
@@ -44,7 +44,7 @@ def pictured_prompt(
             param="messages" if request.is_chat or num_given else "prompt",
         )
     tokens = text_tokens(texts[0], vocabulary, is_chat=request.is_chat)
-    spans: list[PictureSpan] = []
+    spans: list[ImageSpan] = []
     apart = [bytes.fromhex(vision.fingerprint), request.cache_salt.encode()]
     if not request.cache:
         apart.append(secrets.token_bytes(16))  # it is seen anew, and nobody finds it
@@ -62,17 +62,17 @@ def _check(request: GenerateRequest) -> None:
             raise UnsupportedError(f"{name} cannot be had of a prompt with pictures", param=name)
 
 
-def _append(tokens: list[int], picture: Picture, layout: Layout, content: bytes) -> list[PictureSpan]:
+def _append(tokens: list[int], picture: Picture, layout: Layout, content: bytes) -> list[ImageSpan]:
     """Put a picture at the end of `tokens`; a tall one may come in several parts.
 
     `content` is what its numbers are made of: all who have the same share what was computed of it.
     """
     spans, offset = [], 0
     num_tokens = sum(part for part in layout if isinstance(part, int))
-    ids = picture_ids(content, num_tokens)
+    ids = image_ids(content, num_tokens)
     for part in layout:
         if isinstance(part, int):
-            spans.append(PictureSpan(len(tokens), part, picture, key_of(ids), offset))
+            spans.append(ImageSpan(len(tokens), part, picture, key_of(ids), offset))
             tokens += ids[offset : offset + part]
             offset += part
         else:

@@ -31,7 +31,7 @@ from stoker.ipc.model import CacheMode
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Preempt, Priority, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.kv.context_shift import note_dropped, replayed
-from stoker.kv.sequence import PictureSpan, Sequence, SequenceKey
+from stoker.kv.sequence import ImageSpan, Sequence, SequenceKey
 from stoker.models.states.file import parse_state
 from stoker.sampling.generation import Generation
 from stoker.sampling.workspace import Workspace
@@ -99,7 +99,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
         if submit.is_finished and submit.is_finished[index]:
             continue
         choice = _choice(submit, index, prompt, context)
-        choice.sequence.arrival_s, choice.sequence.pictures = arrival_s, pictures
+        choice.sequence.arrival_s, choice.sequence.images = arrival_s, pictures
         choice.sequence.namespace, choice.sequence.initial_state = namespace, initial
         choice.sequence.conditioning = msgspec.structs.replace(
             choice.sequence.conditioning, namespace=scoring_namespace
@@ -259,7 +259,7 @@ def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
     return Namespace(context.fingerprint, adapter, initial_state=state, salt=request.cache_salt).digest
 
 
-def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], tuple[PictureSpan, ...]]:
+def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], tuple[ImageSpan, ...]]:
     """Token ids of the prompt, and where pictures stand among them."""
     if context.vision is None:
         refuse_pictures(request, context.model)

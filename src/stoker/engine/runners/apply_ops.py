@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
 from stoker.errors import InvalidRequestError, StokerError
-from stoker.kv.ops import Begin, Drop, Effect, Export, Fork, Import, Trim
+from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def carry_out(effects: Iterable[Effect], backend: Backend, allocator: KVAllocator) -> None:
+def carry_out(ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator) -> None:
     """Run the orders in their order. A state that cannot be had costs its sequence time, not its tokens."""
-    for effect in effects:
-        match effect:
+    for op in ops:
+        match op:
             case Fork(src, dst, length):
                 backend.fork(src, dst, length)
             case Trim(seq, length):
@@ -30,9 +30,9 @@ def carry_out(effects: Iterable[Effect], backend: Backend, allocator: KVAllocato
             case Drop(seq):
                 backend.drop(seq)
             case Export():
-                _export(effect, backend, allocator)
+                _export(op, backend, allocator)
             case Import():
-                _import(effect, backend, allocator)
+                _import(op, backend, allocator)
             case Begin(seq, sequence):
                 backend.write_state(seq, sequence.initial_state or [])
 

@@ -23,7 +23,7 @@ from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Tensor
 from stoker.kv.sequence import Sequence, SequenceState
 from stoker.sampling.logprobs import Likelihoods
-from stoker.scheduler.budget import LEAST_S, SliceBudget
+from stoker.scheduler.budget import MIN_SLICE_S, SliceBudget
 from stoker.scheduler.cost import StepCost
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class ChoiceRunner:
         self._scheduler = scheduler
         self._pace = pace
         self._events = events
-        self._budget = SliceBudget(max(limits.target_step_s, LEAST_S))
+        self._budget = SliceBudget(max(limits.target_step_s, MIN_SLICE_S))
         self._jobs: dict[str, _ChoiceJob] = {}
         self._cost = StepCost()
         self._runner = pace.join(backend, self._cost)

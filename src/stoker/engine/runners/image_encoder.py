@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.backends.protocol.vision import Encoding, Vision
     from stoker.cache.prefix_cache import PrefixCache
-    from stoker.kv.sequence import PictureSpan, Sequence
+    from stoker.kv.sequence import ImageSpan, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _SPACE = "embeddings of pictures"
 class _Wish:
     """A picture that is wanted, and by whom."""
 
-    span: PictureSpan
+    span: ImageSpan
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
@@ -97,7 +97,7 @@ class ImageEncoder:
 
     def has_work(self, running: Iterable[Sequence]) -> bool:
         """Whether a picture of theirs is to be encoded, or its embeddings are there to be given out."""
-        return any(not self._is_reading(span) for sequence in running for span in sequence.unseen)
+        return any(not self._is_reading(span) for sequence in running for span in sequence.unencoded_images)
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
@@ -114,7 +114,7 @@ class ImageEncoder:
         wishes: dict[bytes, _Wish] = {}
         for sequence in running:
             self._place(sequence, now)
-            for span in sequence.unseen:
+            for span in sequence.unencoded_images:
                 wishes.setdefault(span.key, _Wish(span)).sequences.append(sequence)
         if self._job is not None:
             self._join(self._job.wish, wishes)
@@ -162,21 +162,21 @@ class ImageEncoder:
     def _place(self, sequence: Sequence, now: float) -> None:
         """Tell the backend of embeddings it gets now, and of those that are computed and can go."""
         placed = list(sequence.conditioning.pictures)
-        ends = {span.start: span.end for span in sequence.pictures}
+        ends = {span.start: span.end for span in sequence.images}
         needed = [each for each in placed if ends[each.start] > sequence.num_computed]
-        found = [(span, self._rows_of(span, now)) for span in sequence.unseen]
+        found = [(span, self._rows_of(span, now)) for span in sequence.unencoded_images]
         new = [Placed(span.start, rows) for span, rows in found if rows is not None]
         if (new or len(needed) < len(placed)) and sequence.slot is not None:
             pictures = tuple(sorted([*needed, *new], key=lambda each: each.start))
             sequence.conditioning = msgspec.structs.replace(sequence.conditioning, pictures=pictures)
             self._backend.condition(sequence.slot, sequence.conditioning)
 
-    def _rows_of(self, span: PictureSpan, now: float) -> Rows | None:
+    def _rows_of(self, span: ImageSpan, now: float) -> Rows | None:
         """What stands at a place, float32 (num_tokens, n_embd); None: it is not there yet."""
         rows = self._picture_rows(span, now)
         return None if rows is None else rows[span.offset : span.offset + span.num_tokens]
 
-    def _picture_rows(self, span: PictureSpan, now: float) -> Rows | None:
+    def _picture_rows(self, span: ImageSpan, now: float) -> Rows | None:
         if span.key in self._fresh:
             return self._fresh[span.key][0]
         entry = self._cache.get(self._namespace, span.key)
@@ -187,7 +187,7 @@ class ImageEncoder:
         rows = np.frombuffer(entry.data, _FLOATS).reshape(num_tokens(span.key), -1)
         return rows.astype(np.float32, copy=False)
 
-    def _is_reading(self, span: PictureSpan) -> bool:
+    def _is_reading(self, span: ImageSpan) -> bool:
         entry = self._cache.get(self._namespace, span.key)
         return entry is not None and entry.state is EntryState.READING
 
@@ -251,4 +251,4 @@ def _is_past(sequence: Sequence, key: bytes) -> bool:
     """Whether it needs the embeddings of that picture no longer, as far as can be seen."""
     if sequence.state is SequenceState.DONE:
         return True
-    return all(span.key != key or span.end <= sequence.num_computed for span in sequence.pictures)
+    return all(span.key != key or span.end <= sequence.num_computed for span in sequence.images)

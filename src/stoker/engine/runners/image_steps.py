@@ -45,7 +45,7 @@ class ImageSteps:
     @property
     def is_awaited(self) -> bool:
         """Whether somebody who runs can do nothing before a picture was looked at."""
-        return any(sequence.awaits_picture for sequence in self._scheduler.slots.running)
+        return any(sequence.awaits_image for sequence in self._scheduler.slots.running)
 
     @property
     def goes_first(self) -> bool:
@@ -53,7 +53,7 @@ class ImageSteps:
         if self._image_encoder is None or not self._image_encoder.is_encoding:
             return False
         people = [each for each in self._scheduler.slots.running if not each.is_background]
-        return bool(people) and all(each.awaits_picture for each in people)
+        return bool(people) and all(each.awaits_image for each in people)
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
@@ -92,7 +92,7 @@ class ImageSteps:
             self._budget.idle()
         elif any(_is_of_picture(part) for part in plan.parts):
             return 0.0  # the step was the longer for another's picture already
-        elif not self._scheduler.bursts.suit(took_s):
+        elif not self._scheduler.bursts.suits(took_s):
             self._budget.stepped(took_s)
         elif not self._scheduler.bursts.is_due:
             return 0.0

@@ -153,10 +153,10 @@ class OneShotRunner:
         """Every counter, for status pages and bug reports."""
         return self.line.stats()
 
-    def check_allocator(self, priority: Priority, num_arriving: int) -> None:
+    def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
         wait_s = self._wait_s(self.line.num_tokens_before(len(self.line.waiting())))
-        self.line.check_allocator(priority, num_arriving, max(LEAST_RETRY_S, wait_s or 0.0))
+        self.line.check_queue(priority, num_arriving, max(LEAST_RETRY_S, wait_s or 0.0))
 
     def contender(self) -> Contender:
         """How it takes part in the choice of the next turn."""

@@ -93,9 +93,9 @@ class TextQueue:
 
     # ------------------------------------------------------------ commands
 
-    def check_allocator(self, priority: Priority, num_arriving: int, retry_after_s: float) -> None:
+    def check_queue(self, priority: Priority, num_arriving: int, retry_after_s: float) -> None:
         """Raises QueueFullError when the line is at its bound; `num_arriving` are on their way."""
-        self._line.check_allocator(priority, len(self._line) + num_arriving, retry_after_s)
+        self._line.check_queue(priority, len(self._line) + num_arriving, retry_after_s)
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new text in the line; returns its position."""

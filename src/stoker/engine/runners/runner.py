@@ -97,7 +97,7 @@ class ModelRunner(Protocol):
         """When the first of its requests passes its deadline."""
         ...
 
-    def check_allocator(self, priority: Priority, num_arriving: int) -> None:
+    def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its queue is at its bound; `num_arriving` requests are on their way."""
         ...
 

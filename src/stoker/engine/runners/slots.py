@@ -146,9 +146,9 @@ class SlotRunner:
         counters = {name: value for part in parts for name, value in part.stats().items()}
         return counters | {"num_stalls_total": self._num_stalls_total}
 
-    def check_allocator(self, priority: Priority, num_arriving: int) -> None:
+    def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
-        self.scheduler.check_allocator(priority, num_arriving + len(self._choosing.line))
+        self.scheduler.check_queue(priority, num_arriving + len(self._choosing.line))
 
     @property
     def has_people(self) -> bool:
@@ -302,7 +302,7 @@ class SlotRunner:
 
     def rest(self, now: float) -> None:
         """There is time: store something that is only in cells."""
-        self._carry_out(self.scheduler.rest(now), now)
+        self._carry_out(self.scheduler.store_idle(now), now)
 
     def expire(self, now: float) -> None:
         """End who is past its deadline, without a turn."""
@@ -326,7 +326,7 @@ class SlotRunner:
         self._choosing.step(took_s, has_readers=has_readers)
 
     def _carry_out(self, schedule: Schedule, now: float) -> None:
-        carry_out(schedule.effects, self.backend, self.scheduler.allocator)
+        carry_out(schedule.ops, self.backend, self.scheduler.allocator)
         for sequence in schedule.expired:
             live = self._live.get(sequence.key.request_id)
             if live is not None:
@@ -347,7 +347,7 @@ class SlotRunner:
 
     def _tell_positions(self, now: float) -> None:
         """Those whose place in the line has changed hear of it, now and then (SPEC Q14)."""
-        if not self.scheduler.line or now - self._told_s < TELL_EVERY_S:
+        if not self.scheduler.queue or now - self._told_s < TELL_EVERY_S:
             return
         self._told_s = now
         etas_s = self.scheduler.etas_s()
@@ -390,7 +390,7 @@ class SlotRunner:
         else:
             took_s = self._pace.end(self._runner, num_tokens)
             self.scheduler.computed(plan, self._pace.now())
-            if late := self.scheduler.allocator.take_late():
+            if late := self.scheduler.allocator.take_late_ops():
                 carry_out(late, self.backend, self.scheduler.allocator)  # before it moves on
             self._postprocess.draw(plan, rows)
             self._speculator.learn(plan, took_s)
@@ -402,8 +402,8 @@ class SlotRunner:
 
     def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
         """The native pool is fuller than counted: free something and let the next turn try again."""
-        pressure_handler = self.scheduler.relieve(now)
-        if pressure_handler.effects or pressure_handler.preempted:
+        pressure_handler = self.scheduler.free_more(now)
+        if pressure_handler.ops or pressure_handler.preempted:
             self._carry_out(pressure_handler, now)
             return
         live = self._live[plan.parts[0].sequence.key.request_id]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from stoker.scheduler.cost import StepCost
-from stoker.speculation.draft_length import LEAST, MOST, UNMEASURED, Acceptance, DraftLength, Rate
+from stoker.speculation.draft_length import MAX_CREDIT, MIN_CREDIT, UNMEASURED, Acceptance, DraftLength, Rate
 
 CURVES = {
     "processor": {1: 0.017, 4: 0.044, 8: 0.078, 32: 0.110, 256: 0.9},
@@ -108,10 +108,10 @@ def test_the_account_is_bounded_both_ways():
     draft_length = DraftLength(measured(CURVES["processor"]))
     for _ in range(100):
         draft_length.settle(31, 32, step_s(CURVES["processor"], 32))
-    assert draft_length.credit == MOST
+    assert draft_length.credit == MAX_CREDIT
     for _ in range(100):
         draft_length.settle(31, 1, step_s(CURVES["processor"], 32))
-    assert draft_length.credit == LEAST
+    assert draft_length.credit == MIN_CREDIT
     assert draft_length.num_worth(Acceptance(0.99, 0.99), 31) == 0
     for _ in range(1000):
         draft_length.stepped()
