@@ -20,7 +20,7 @@ from stoker.ipc.events import Delta, Finished
 from stoker.ipc.usage import Usage
 
 EQUAL_WITHIN = 0.05
-"""SPEC's Equal: a first difference is allowed where the reference's two best logits are this near."""
+"""SPEC E1: a first difference is allowed where the reference's two best logits are this near."""
 LEAST_REUSED = 32
 _ids = count()
 

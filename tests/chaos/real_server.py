@@ -31,7 +31,7 @@ WAIT_S = 120.0
 PAUSE_S = 0.02
 """Between two questions for what nobody is told unasked."""
 CLOSE_CALL = 0.05
-"""SPEC's Equal: a first difference is allowed where the two best logits are this near."""
+"""SPEC E1: a first difference is allowed where the two best logits are this near."""
 
 Event = dict[str, Any]
 
@@ -118,7 +118,7 @@ class Answer:
             self.news.notify_all()
 
     def assert_equals(self, undisturbed: Answer) -> None:
-        """Whole, and the same; a near tie may fall either way and change what follows (SPEC, Equal)."""
+        """Whole, and the same; a near tie may fall either way and change what follows (SPEC E1)."""
         assert (self.finish, len(self.tokens)) == (undisturbed.finish, len(undisturbed.tokens)), self.name
         pairs = enumerate(zip(self.tokens, undisturbed.tokens, strict=True))
         at = next((at for at, (got, wanted) in pairs if got != wanted), None)

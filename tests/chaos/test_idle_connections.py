@@ -29,7 +29,7 @@ class DescriptorLimit:
 
 
 async def test_an_engine_comes_back_beside_1100_idle_connections() -> None:
-    """L2, L3, A2: killed, suspended, resumed; the stream that runs loses nothing, new requests are taken."""
+    """L2, L3, L9: killed, suspended, resumed; the stream that runs loses nothing, new requests are taken."""
     limit = DescriptorLimit(NUM_DESCRIPTORS)
     async with serving(MODEL, group=limit, slots=2, ctx_size=2048) as server:
         engine = psutil.Process((await server.status())["engine"]["pid"])

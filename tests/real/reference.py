@@ -7,7 +7,7 @@ import numpy as np
 from llama_cpp import llama_cpp as llama
 
 EQUAL_WITHIN = 0.05
-"""Two runs are equal if they first differ where the reference's two best logits are this close (SPEC)."""
+"""Two runs are equal if they first differ where the reference's two best logits are this close (SPEC E1)."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Run:
     gaps: list[float]
 
     def assert_equal(self, tokens):
-        """`tokens` equals this run in SPEC's sense."""
+        """`tokens` equals this run as of SPEC E1."""
         for at, (mine, theirs) in enumerate(zip(self.tokens, tokens, strict=False)):
             if mine != theirs:
                 gap = self.gaps[at]

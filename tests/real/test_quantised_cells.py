@@ -54,7 +54,7 @@ def test_quantised_cells_are_reported_and_take_half(backend: LlamaBackend) -> No
 
 
 def test_results_do_not_depend_on_the_batch(backend: LlamaBackend) -> None:
-    """SPEC Equal: a prompt at once, in slices, and its state put back give the same bits."""
+    """SPEC E1: a prompt at once, in slices, and its state put back give the same bits."""
     whole = last_row(backend, 0, PROMPT)
     for begin in range(0, 90, 30):
         sliced = last_row(backend, 1, PROMPT[begin : begin + 30])
@@ -66,7 +66,7 @@ def test_results_do_not_depend_on_the_batch(backend: LlamaBackend) -> None:
 
 
 def test_holes_are_closed_up_bit_exactly(backend: LlamaBackend) -> None:
-    """SPEC Equal: the order of cells matters to the sums over quantised ones too."""
+    """SPEC E1: the order of cells matters to the sums over quantised ones too."""
     last_row(backend, 3, PROMPT)
     expected = last_row(backend, 3, (7, 8, 9))
     backend.drop(3)

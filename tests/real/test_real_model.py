@@ -105,7 +105,7 @@ async def test_characters_split_over_tokens_arrive_whole(runtime, reference):
 
 
 async def test_a_seed_gives_the_same_text_alone_and_in_company(runtime):
-    """D1: the draw is counter-based; equal in SPEC's sense is exact here but for near ties."""
+    """D1: the draw is counter-based; equal as of SPEC E1 is exact here but for near ties."""
     sampling = Sampling(temperature=0.7, seed=11)
     request = GenerateRequest(prompt="My favourite place is", max_tokens=24, sampling=sampling)
     alone = tokens_of(await collect(runtime, request))

@@ -151,7 +151,7 @@ def requantised(source, folder, kind):
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q4_0", "Q5_1"])
 def test_histories_on_a_tiny_model_keep_every_bit(opened, folder, kind):
-    """SPEC Equal, Q4, Q10, C3, C6, C7: eight of each type of weights."""
+    """SPEC E1, Q4, Q10, C3, C6, C7: eight of each type of weights."""
     tiny = folder / "tiny.gguf"
     backend, alone = opened(requantised(tiny if tiny.exists() else write_llama(tiny), folder, kind))
     for seed in range(8):

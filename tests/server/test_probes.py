@@ -364,7 +364,7 @@ def test_every_prompt_of_a_request_is_cancelled_with_it(scripted, scripted_http,
     ],
 )
 def test_health_tells_the_truth_of_the_engine(scripted, scripted_http, state: str, code: int):
-    """S6, A2: 200 while it serves or recovers, 503 where no engine comes; state, reason and next start."""
+    """S6, L9: 200 while it serves or recovers, 503 where no engine comes; state, reason and next start."""
     scripted.runtime.engine_health = EngineHealth(
         state=state, for_s=2.5, num_failed_starts=4, next_start_s=1.5, reason="Too many open files"
     )
@@ -376,7 +376,7 @@ def test_health_tells_the_truth_of_the_engine(scripted, scripted_http, state: st
 
 
 def test_what_is_not_served_says_why_and_when_to_come_again(scripted, scripted_http):
-    """S3, A2: 503 with the reason and the time to the next start, for requests and for /ready."""
+    """S3, L9: 503 with the reason and the time to the next start, for requests and for /ready."""
     scripted.runtime.engine_health = EngineHealth(
         state="failing", for_s=9.0, next_start_s=7.2, reason="no room"
     )
@@ -393,7 +393,7 @@ def test_what_is_not_served_says_why_and_when_to_come_again(scripted, scripted_h
 
 
 def test_a_server_whose_engine_has_gone_for_good_ends_with_the_reason(start_server):
-    """A2: it does not linger and refuse everything for ever."""
+    """L9: it does not linger and refuse everything for ever."""
     server = start_server()
     assert server.ready.result(60)
     server.call(lambda: server.runtime.end(EngineError("the engine's host has failed: a bug")))

@@ -163,7 +163,7 @@ def test_what_a_conversation_adds_to_a_request_joins_what_was_asked_for() -> Non
 
 
 def test_a_model_without_a_template_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Issue 'Front': that the fallback is ChatML is said."""
+    """D10: that the fallback is ChatML is said."""
     bare = msgspec.structs.replace(info(""), id="bare")
     for _ in range(2):
         assert planned_chat(bare, HELLO).prompt.startswith("<|im_start|>user")

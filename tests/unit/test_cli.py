@@ -225,7 +225,7 @@ def test_ctrl_c_ends_run_with_130(runtime: RuntimeStandIn) -> None:
 
 
 def test_a_closed_pipe_ends_run_quietly() -> None:
-    """Issue, CLI: `stoker run ... | head -1` leaves no traceback."""
+    """I1: `stoker run ... | head -1` leaves no traceback."""
     code = (
         "import sys\nfrom tests.unit.test_cli import RuntimeStandIn\nfrom stoker.cli.main import app\n"
         "sys.argv = ['stoker', 'run', 'Hi']\napp(obj=RuntimeStandIn())"
@@ -568,7 +568,7 @@ def test_help_names_the_commands_and_loads_nothing_heavy() -> None:
 
 
 def test_the_version_is_the_packages() -> None:
-    """Issue, Project: `stoker --version`."""
+    """I1: `stoker --version`."""
     assert invoke("--version").stdout.startswith("stoker 0.")
 
 

@@ -215,7 +215,7 @@ HOSTILE_RULES = {
 
 @pytest.mark.parametrize("rule", HOSTILE_RULES.values(), ids=HOSTILE_RULES)
 def test_a_grammar_is_translated_in_bounded_work(rule):
-    """A4: fixpoints, positions and pairs are counted; one of 13 kB took 28 s, some hundred million calls."""
+    """D2: fixpoints, positions and pairs are counted; one of 13 kB took 28 s, some hundred million calls."""
     rules = "\n".join(f"r{i} ::= {rule(i)}" for i in range(480))
     every = " ".join(f"r{i}?" for i in range(480))
     constraint = Constraint(kind=ConstraintKind.GBNF, source=f"root ::= r0 {every}\n{rules}")
@@ -239,7 +239,7 @@ def test_a_grammar_is_translated_in_bounded_work(rule):
     ("text", "is_valid"), [("aab1", True), ("b22", True), ("aab", False), ("ab1x", False)]
 )
 def test_where_the_effort_ends_the_language_is_the_same(monkeypatch, max_steps, text, is_valid):
-    """A4: a grammar that is too much work is cut into single characters; it is not refused."""
+    """D2: a grammar that is too much work is cut into single characters; it is not refused."""
     monkeypatch.setattr(constraint_lexemes, "_MAX_STEPS", max_steps)
     state = compiled("gbnf", 'root ::= "a"* (pair | root)\npair ::= "b" [0-9]+').state()
     try:
@@ -252,7 +252,7 @@ def test_where_the_effort_ends_the_language_is_the_same(monkeypatch, max_steps, 
 
 
 def test_a_grammar_whose_first_token_takes_too_long_is_refused(monkeypatch):
-    """A4: items are counted natively, but where rules are ambiguous one may cost a hundred times another."""
+    """D2: items are counted natively, but where rules are ambiguous one may cost a hundred times another."""
     monkeypatch.setattr(constraint_compile, "GRAMMAR_S_AHEAD", 0.0)
     with pytest.raises(InvalidRequestError, match="the GBNF grammar is refused: a token takes") as caught:
         compiled("gbnf", 'root ::= "a"')
@@ -279,7 +279,7 @@ class SlowMatcher:
 
 @pytest.mark.parametrize(("slow", "num_tokens"), [("unsafe_compute_mask_ptr", 9), ("try_consume_tokens", 10)])
 def test_a_grammar_that_takes_too_long_to_follow_ends_its_own_request(monkeypatch, slow, num_tokens):
-    """A4: every sequence of a step waits for masks and for steps through it: so much a token is saved up."""
+    """D2: every sequence of a step waits for masks and for steps through it: so much a token is saved up."""
     state = compiled("gbnf", 'root ::= "a"*').state()
     matcher = state._matcher = SlowMatcher(state._matcher, slow)
     monkeypatch.setattr(constraint_state, "GRAMMAR_S_AHEAD", 5.0)

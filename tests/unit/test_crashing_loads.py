@@ -45,7 +45,7 @@ async def refusal(runtime: Runtime, model: str) -> StokerError:
 
 
 async def test_a_crash_before_the_first_progress_is_charged_to_the_load(tmp_path: Path) -> None:
-    """L3, A2: the engine had said that it began; after two the model is refused with the native text."""
+    """L3: the engine had said that it began; after two the model is refused with the native text."""
     async with running(tmp_path, FAKE) as runtime:
         undisturbed = await text_of(runtime, "good", NUM_TOKENS)
         text, error = await asyncio.gather(
@@ -61,7 +61,7 @@ async def test_a_crash_before_the_first_progress_is_charged_to_the_load(tmp_path
 
 
 async def test_a_file_that_crashes_llama_cpp_is_refused_and_its_successor_served(tmp_path: Path) -> None:
-    """L3, A2, R9: one engine ends of it, then a child; the other model's answer is whole and the same."""
+    """L3, R9: one engine ends of it, then a child; the other model's answer is whole and the same."""
     models = tmp_path / "models_dir"
     good = tiny_models.write_llama(models / "good.gguf")  # its kind is remembered as safe
     bad = tiny_models.write_crashing_llama(models / "bad.gguf")

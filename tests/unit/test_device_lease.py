@@ -107,7 +107,7 @@ def test_a_lock_file_that_is_a_link_is_refused(tmp_path):
 
 
 def test_a_forgotten_lease_warns_and_lets_go(tmp_path):
-    """STYLE 13: a leaked resource warns with its story."""
+    """R6: a leaked resource warns with its story."""
     lease = DeviceLease(["CUDA0"], tmp_path)
     with pytest.warns(ResourceWarning, match="DeviceLease CUDA0"):
         lease.__del__()

@@ -59,7 +59,7 @@ def test_draws_follow_the_distribution_at_the_temperature():
 
 
 def test_two_nearly_equal_logits_that_swap_ranks_hardly_move_the_draw():
-    """SPEC Equal: another batch shape changes logits in the last digits; the drawn token stays."""
+    """SPEC E1: another batch shape changes logits in the last digits; the drawn token stays."""
     first = probabilities(np.array([1.0, 2.000001, 2.0, 0.5], np.float32), 1.0)
     second = probabilities(np.array([1.0, 2.0, 2.000001, 0.5], np.float32), 1.0)
     numbers = [uniform(0, index, Stream.TOKEN) for index in range(2000)]

@@ -98,7 +98,7 @@ def children() -> set[int]:
 
 @pytest.mark.parametrize("what", FAULTS)
 async def test_a_start_that_is_refused_something_is_tried_again_and_leaves_nothing_open(what: str) -> None:
-    """L3, A2: whatever is missing, the request goes on in the engine that comes at last."""
+    """L3, L9: whatever is missing, the request goes on in the engine that comes at last."""
     async with hosting() as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
         before, others = num_descriptors(), children() - {host.pid}
@@ -114,7 +114,7 @@ async def test_a_start_that_is_refused_something_is_tried_again_and_leaves_nothi
 async def test_a_connection_that_cannot_be_made_ends_the_child_that_was_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """L3, A2: the child exists by then, and does not stay."""
+    """L3, L9: the child exists by then, and does not stay."""
     before = num_descriptors()
     transport = ProcessTransport(EngineSettings(), "scripted_engine")
     loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ async def test_a_connection_that_cannot_be_made_ends_the_child_that_was_started(
 async def test_an_engine_thread_that_cannot_be_started_is_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """L3, A2: the same by the other carrier."""
+    """L3, L9: the same by the other carrier."""
     transport = ThreadTransport(EngineSettings(), EngineInThread)
     monkeypatch.setattr(threading.Thread, "start", refuse(RuntimeError("can't start new thread")))
     with pytest.raises(MachineSetupError, match="can't start new thread"):
@@ -154,7 +154,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 async def test_an_engine_is_started_though_no_descriptor_is_left() -> None:
-    """A2: some are kept for that; killed and suspended again and again, there are always enough."""
+    """L9: some are kept for that; killed and suspended again and again, there are always enough."""
 
     def reserved(settings: EngineSettings) -> Transport:
         return ProcessTransport(settings, "scripted_engine", host._reserve)
@@ -174,7 +174,7 @@ async def test_an_engine_is_started_though_no_descriptor_is_left() -> None:
 
 
 def test_a_reserve_is_filled_as_far_as_there_are_descriptors() -> None:
-    """A2: what is short is taken later; closed, nothing is held."""
+    """L9: what is short is taken later; closed, nothing is held."""
     before = num_descriptors()
     reserve = DescriptorReserve(4)
     with no_descriptor_left():
@@ -190,7 +190,7 @@ def test_a_reserve_is_filled_as_far_as_there_are_descriptors() -> None:
 
 
 async def test_an_engine_that_does_not_start_is_tried_on_and_told_of_truly() -> None:
-    """L3, A2, S6: after three failures nobody is kept waiting, and it serves once the cause has gone."""
+    """L3, L9, S6: after three failures nobody is kept waiting, and it serves once the cause has gone."""
     async with hosting() as host:
         assert (host.health().state, host.health().is_alive) == ("serving", True)
         client = await Client(host, "a", request(pause_after=1)).read(1)
@@ -212,7 +212,7 @@ async def test_an_engine_that_does_not_start_is_tried_on_and_told_of_truly() -> 
 
 
 async def test_a_resume_tries_anew_whatever_failed_before() -> None:
-    """L2, A2: it is not refused for starts that failed before the suspension."""
+    """L2, L9: it is not refused for starts that failed before the suspension."""
     async with hosting() as host:
         faulty = host._new_transport = Faulty("a socket pair", 10**9)
         kill(host)
@@ -227,7 +227,7 @@ async def test_a_resume_tries_anew_whatever_failed_before() -> None:
 async def test_the_delay_between_failed_starts_grows_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """L3, A2: ever more rarely, so that a cause that lasts does not fill the log."""
+    """L3, L9: ever more rarely, so that a cause that lasts does not fill the log."""
     waits: list[float | None] = []
     async with hosting() as host:
         wait = host._rest.until
@@ -250,7 +250,7 @@ async def test_the_delay_between_failed_starts_grows_and_is_logged(
 async def test_a_host_that_fails_by_itself_ends_everything_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """L6, A2: nothing lingers: streams, calls, health and whoever waits for the end are told why."""
+    """L6, L9: nothing lingers: streams, calls, health and whoever waits for the end are told why."""
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=1)).read(1)
         monkeypatch.setattr(host._backoff, "after_life", refuse(TypeError("a bug")))

@@ -56,7 +56,7 @@ def test_greedy_text_is_printable_and_ends_rarely() -> None:
 
 
 def test_rows_are_overwritten_by_the_next_step() -> None:
-    """ARCHITECTURE backend protocol: rows are valid until the next step; who keeps them notices."""
+    """B1: rows are valid until the next step; who keeps them notices."""
     backend = FakeBackend()
     rows = step(backend, (0, [65]))
     kept = rows.copy()
@@ -93,7 +93,7 @@ def test_an_ordered_abort_kills_the_process() -> None:
 
 
 def test_a_path_orders_limits_and_faults() -> None:
-    """ARCHITECTURE: "fake:" loads like a file, with faults after the colon."""
+    """B4: "fake:" loads like a file, with faults after the colon."""
     fractions: list[float] = []
     spec = ModelSpec(id="m", path="fake:bad_tokens=1+2,step_delay_s=0.5,eog_period=9", num_slots=3, n_ctx=99)
     backend = load(spec, fractions.append)
@@ -159,7 +159,7 @@ def test_a_decoder_fake_has_a_last_hidden_state_and_no_other() -> None:
 
 
 def test_bytes_and_control_tokens_are_the_vocabulary() -> None:
-    """ARCHITECTURE: byte tokens let a character be split over tokens, as real vocabularies do."""
+    """B3: byte tokens let a character be split over tokens, as real vocabularies do."""
     vocabulary = FakeVocabulary()
     assert vocabulary.tokenize("é", add_special=True, parse_special=True) == [BOS, 0xC3, 0xA9]
     text = "<|im_start|>a<|im_end|>"

@@ -300,7 +300,7 @@ async def test_a_model_whose_load_crashes_twice_fails_the_start() -> None:
 
 
 async def test_a_load_that_ends_the_engine_leaves_the_others_served() -> None:
-    """L3, A2: their streams go on, what crashed is tried in a child, and is refused at once from then on."""
+    """L3: their streams go on, what crashed is tried in a child, and is refused at once from then on."""
     bad = ModelSpec(id="x", path="crash once")
     async with hosting() as host:
         client = await Client(host, "a", request(max_tokens=9, pause_after=3)).read(3)
@@ -316,7 +316,7 @@ async def test_a_load_that_ends_the_engine_leaves_the_others_served() -> None:
 
 
 async def test_requests_are_not_charged_with_a_load_that_ends_the_engine() -> None:
-    """L3, A2: those that wait in the line had no part in it."""
+    """L3: those that wait in the line had no part in it."""
     bad = ModelSpec(id="x", path="crash")
     async with hosting() as host:
         waiting = Client(host, "a", request(is_waiting=True))

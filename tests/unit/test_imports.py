@@ -126,7 +126,7 @@ def test_every_room_imports_only_the_rooms_below_it() -> None:
 
 
 def test_client_and_engine_know_nothing_of_each_other() -> None:
-    """ARCHITECTURE: two processes; what both speak is `ipc`."""
+    """Two processes; what both speak is `ipc`."""
     ways = {("client", "engine"), ("engine", "client")}
     wrong = [
         f"{name} imports {target}"
@@ -146,7 +146,7 @@ def test_every_module_belongs_to_a_room() -> None:
 
 
 def test_policy_reads_no_clock_and_has_no_effects() -> None:
-    """ARCHITECTURE: scheduler and policy import no asyncio, logging, time, ctypes."""
+    """Scheduler and policy import no asyncio, logging, time, ctypes."""
     wrong = [
         f"{name} imports {target}"
         for name, tree in modules()
@@ -158,7 +158,7 @@ def test_policy_reads_no_clock_and_has_no_effects() -> None:
 
 
 def test_the_front_loads_no_native_code() -> None:
-    """ARCHITECTURE: the client survives anything the engine does: it imports no bindings, nor the engine."""
+    """The client survives anything the engine does: it imports no bindings, nor the engine."""
     code = (
         "import sys, stoker, stoker.runtime, stoker.sync, stoker.cli.main, stoker.server.serve\n"
         f"print([name for name in sys.modules if name in {NATIVE | {'stoker.engine'}!r}])"

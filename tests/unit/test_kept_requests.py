@@ -167,7 +167,7 @@ def test_files_that_were_put_aside_are_bounded(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_whoever_attaches_to_a_damaged_request_is_told_so(tmp_path: Path) -> None:
-    """SPEC L2, A12: by any of its names, its owner alone, and not that there is no such request."""
+    """SPEC L2, S10: by any of its names, its owner alone, and not that there is no such request."""
     folder = KeptFolder(tmp_path)
     folder.write(KeptFile(submit=submit("a"), shown=[], names=["xid"], owner="k"))
     folder.close()

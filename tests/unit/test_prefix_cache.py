@@ -523,7 +523,7 @@ def test_an_entry_that_is_put_off_holds_up_nobody_behind_it():
 
 
 def test_at_the_end_an_entry_worth_less_than_every_file_is_not_looked_at_again():
-    """C7, R12: the engine would never end."""
+    """C7: the engine would never end."""
     store = Store(disk=600)
     kept = store.put(span(0, 50), 0.0)
     store.carry_out(1.0)

@@ -44,7 +44,7 @@ def mode(path: Path) -> int:
 
 
 def test_every_folder_that_is_made_is_private_and_one_that_is_there_stays(tmp_path: Path) -> None:
-    """S4, A12: also those above the one that was asked for."""
+    """S4, S10: also those above the one that was asked for."""
     there = tmp_path / "there"
     there.mkdir(mode=0o755)
     folder = there / "a" / "b"
@@ -57,7 +57,7 @@ def test_every_folder_that_is_made_is_private_and_one_that_is_there_stays(tmp_pa
 
 
 def test_a_file_is_private_and_put_in_place_whole(tmp_path: Path) -> None:
-    """S4, A12: a second text replaces the first; where it cannot be written the first stays."""
+    """S4, S10: a second text replaces the first; where it cannot be written the first stays."""
     file = tmp_path / "a" / "file.json"
     write_text(file, "one")
     write_text(file, "two")
@@ -84,7 +84,7 @@ def test_writers_of_one_file_do_not_meet_before_it_is_in_place(tmp_path: Path) -
 
 @pytest.mark.usefixtures("_wants_core_files")
 async def test_nothing_that_a_runtime_leaves_is_readable_by_others(tmp_path: Path) -> None:
-    """S4, A12: folders and files of cache, run and states, while it is suspended with a request."""
+    """S4, S10: folders and files of cache, run and states, while it is suspended with a request."""
     folders = {name: tmp_path / "home" / name for name in ("cache_dir", "run_dir", "states_dir")}
     fake = "fake:eog_period=0,step_delay_s=0.01"
     async with Runtime(model=fake, isolation="process", **folders) as runtime:  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ async def test_nothing_that_a_runtime_leaves_is_readable_by_others(tmp_path: Pat
 
 @pytest.mark.usefixtures("_wants_core_files")
 def test_a_server_leaves_no_core_file() -> None:
-    """S4, A12: its memory holds prompts and keys; an application that embeds a runtime decides for itself."""
+    """S4, S10: its memory holds prompts and keys; an application that embeds a runtime decides for itself."""
     script = (
         "import resource\n"
         "from stoker.server import serve\n"

@@ -458,7 +458,7 @@ def failed(events: list[RequestEvent]) -> list[str]:
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_crash_that_only_one_preparation_can_have_caused_convicts_it_at_once(is_told) -> None:
-    """L3, A5: whether or not the engine could still say so; the requests in the line are not concerned."""
+    """L3: whether or not the engine could still say so; the requests in the line are not concerned."""
     replay = added(Replay(), "waiting")
     prepared(replay, "waiting")
     added(replay, "bad")
@@ -474,7 +474,7 @@ def test_a_crash_that_only_one_preparation_can_have_caused_convicts_it_at_once(i
 
 
 def test_a_preparation_beside_running_requests_is_tried_alone_before_it_is_convicted() -> None:
-    """L3, A5: the crash may have been a step's; alone it can only be its own."""
+    """L3: the crash may have been a step's; alone it can only be its own."""
     replay = added(replay_of("running"), "bad")
     assert failed(replay.bury(CRASH)) == []
     assert given(replay) == ["bad"]
@@ -485,7 +485,7 @@ def test_a_preparation_beside_running_requests_is_tried_alone_before_it_is_convi
 
 
 def test_a_kill_for_a_hang_or_for_memory_convicts_no_preparation_at_once() -> None:
-    """L3, A5: what else the machine was short of is not its doing; alone again, it is."""
+    """L3: what else the machine was short of is not its doing; alone again, it is."""
     replay = added(Replay(), "bad")
     killed = EngineExit("killed: no sign of life", is_blamable=True, was_killed=True)
     assert failed(replay.bury(killed)) == []
@@ -494,7 +494,7 @@ def test_a_kill_for_a_hang_or_for_memory_convicts_no_preparation_at_once() -> No
 
 
 def test_of_several_in_preparation_each_is_tried_until_it_is_prepared() -> None:
-    """L3, A5: the newest first; who has a place in the line is cleared, and the others may come."""
+    """L3: the newest first; who has a place in the line is cleared, and the others may come."""
     replay = added(Replay(), "good", "bad", "better")
     assert failed(replay.bury(CRASH)) == []
     assert given(replay) == ["better"]
@@ -508,7 +508,7 @@ def test_of_several_in_preparation_each_is_tried_until_it_is_prepared() -> None:
 
 
 def test_waiting_for_a_model_clears_nobody() -> None:
-    """L3, A5: it has not been prepared yet; once it is, a crash is its own."""
+    """L3: it has not been prepared yet; once it is, a crash is its own."""
     replay = added(replay_of("running"), "bad")
     replay.bury(CRASH)
     assert given(replay) == ["bad"]
@@ -519,7 +519,7 @@ def test_waiting_for_a_model_clears_nobody() -> None:
 
 
 def test_a_load_or_a_question_beside_a_preparation_may_have_been_the_cause() -> None:
-    """L3, A2: it is tried alone; and no request in the line is charged with a load."""
+    """L3: it is tried alone; and no request in the line is charged with a load."""
     replay = added(Replay(), "waiting")
     prepared(replay, "waiting")
     added(replay, "new")

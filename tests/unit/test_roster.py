@@ -146,7 +146,7 @@ def barred(registry: ModelRegistry, model: str) -> None:
 
 
 def test_a_load_is_charged_before_it_has_said_how_far_it_is() -> None:
-    """SPEC L3, A2: from the reading of its header on; the error quotes what native code said last."""
+    """SPEC L3: from the reading of its header on; the error quotes what native code said last."""
     for stage in ("header", "weights"):
         registry = roster_of("a")
         for _ in range(2):
@@ -195,7 +195,7 @@ def test_whoever_asks_for_a_barred_model_has_it_tried_once_more() -> None:
 
 
 def test_what_has_ended_an_engine_is_loaded_when_the_next_one_serves() -> None:
-    """SPEC L3, A2: nobody waits for it; once in memory it is as any other."""
+    """SPEC L3: nobody waits for it; once in memory it is as any other."""
     registry = roster_of("a", "b")
     due(registry)
     tell(registry, "b", "ready")

@@ -39,39 +39,39 @@ def render(source: str | None, messages: Sequence[dict[str, Any]] = (USER,), **e
 
 
 def test_a_conversation_is_laid_out_by_the_models_own_template() -> None:
-    """Issue 'Front': the template's roles, special tokens and trimming appear as it writes them."""
+    """D10: the template's roles, special tokens and trimming appear as it writes them."""
     messages = [{"role": "user", "content": " Hi "}, {"role": "assistant", "content": "Hello"}, USER]
     assert render(LLAMA2, messages) == "<s>[INST] Hi [/INST] Hello </s><s>[INST] Hi [/INST]"
 
 
 def test_a_model_without_a_template_gets_chatml() -> None:
-    """Issue 'Front': the fallback is ChatML."""
+    """D10: the fallback is ChatML."""
     assert ChatTemplate(None).render([{"role": "system", "content": "Be brief."}, USER]) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
 def test_the_opening_of_the_answer_is_left_out_when_not_wanted() -> None:
-    """Issue 'Front': add_generation_prompt reaches the template."""
+    """D10: add_generation_prompt reaches the template."""
     prompt = ChatTemplate(None).render([USER], RenderOptions(add_generation_prompt=False))
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n"
 
 
 def test_text_parts_are_joined_for_templates_that_know_text_only() -> None:
-    """Issue 'Front': OpenAI content parts are lines of one text, as vLLM and llama-server have it."""
+    """D10: OpenAI content parts are lines of one text, as vLLM and llama-server have it."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "user\na\nb<|im_end|>" in ChatTemplate(None).render([{"role": "user", "content": parts}])
 
 
 def test_other_parts_reach_the_template_as_they_are() -> None:
-    """Issue 'Front': nothing but text is touched."""
+    """D10: nothing but text is touched."""
     source = "{% for part in messages[0].content %}[{{ part.type }}]{% endfor %}"
     content = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
     assert render(source, [{"role": "user", "content": content}]) == "[text][image_url]"
 
 
 def test_templates_find_what_transformers_gives_them() -> None:
-    """Issue 'Front': loop controls, tojson without HTML escapes, strftime_now, tools, generation blocks."""
+    """D10: loop controls, tojson without HTML escapes, strftime_now, tools, generation blocks."""
     source = (
         "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
         "|{{ tools | tojson }}|{{ strftime_now('%Y') | length }}|{{ enable_thinking }}"
@@ -82,12 +82,12 @@ def test_templates_find_what_transformers_gives_them() -> None:
 
 
 def test_blocks_leave_no_blank_lines_behind() -> None:
-    """Issue 'Front': trim_blocks and lstrip_blocks are on, as templates expect."""
+    """D10: trim_blocks and lstrip_blocks are on, as templates expect."""
     assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
 
 
 def test_macros_namespaces_and_slices_work() -> None:
-    """Issue 'Front': the constructs that real templates use survive the metering."""
+    """D10: the constructs that real templates use survive the metering."""
     source = (
         "{% macro wrap(text) %}<{{ text }}>{% endmacro %}"
         "{% set ns = namespace(seen=0) %}"
@@ -152,7 +152,7 @@ def test_a_caller_cannot_replace_what_the_template_is_given() -> None:
     ],
 )
 def test_a_hostile_template_reaches_nothing_private(source: str) -> None:
-    """Issue 'Front', sandbox: private attributes and mutation are refused."""
+    """D10: private attributes and mutation are refused."""
     with pytest.raises(InvalidRequestError):
         render(source)
 
@@ -168,7 +168,7 @@ def test_a_hostile_template_reaches_nothing_private(source: str) -> None:
     ],
 )
 def test_a_hostile_template_cannot_compute_without_end(source: str) -> None:
-    """Issue 'Front', sandbox: loops and recursion run into the budget."""
+    """D10: loops and recursion run into the budget."""
     with pytest.raises(InvalidRequestError):
         render(source)
 
@@ -211,19 +211,19 @@ def test_a_hostile_template_cannot_compute_without_end(source: str) -> None:
     ],
 )
 def test_a_hostile_template_is_ended_where_it_takes_too_much(pool: WorkerPool, source: str) -> None:
-    """Issue 'Front', A9: no operator, method, filter or block fills the memory or goes on for ever."""
+    """D10, S9: no operator, method, filter or block fills the memory or goes on for ever."""
     conversation = Conversation(messages=[USER], template=source)
     with pytest.raises((InvalidRequestError, UnsupportedError, WorkLimitError)):
         pool.run(RenderChat(model="m", conversation=conversation), Layout)
 
 
 def test_the_budget_is_per_rendering() -> None:
-    """Issue 'Front', sandbox: a template in use for long does not run out."""
+    """D10: a template in use for long does not run out."""
     template = ChatTemplate("{% for a in range(90000) %}{% endfor %}ok")
     assert [template.render([USER]) for _ in range(3)] == ["ok"] * 3
 
 
 def test_an_overlong_template_is_refused() -> None:
-    """Issue 'Front', sandbox: the source is bounded before it is compiled."""
+    """D10: the source is bounded before it is compiled."""
     with pytest.raises(UnsupportedError, match=str(MAX_TEMPLATE_CHARS)):
         render("x" * (MAX_TEMPLATE_CHARS + 1))

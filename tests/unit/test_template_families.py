@@ -195,7 +195,7 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_laid_out_within_the_bounds(pool: WorkerPool, family: str) -> None:
-    """A9: nothing that real templates do is refused; every turn is there, and the tools are told."""
+    """S9: nothing that real templates do is refused; every turn is there, and the tools are told."""
     conversation = Conversation(
         messages=TURNS, offer=offer_of(TOOLS), template=FAMILIES[family], bos_text="<s>", eos_text="</s>"
     )
@@ -207,7 +207,7 @@ def test_a_family_is_laid_out_within_the_bounds(pool: WorkerPool, family: str) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_long_conversation_is_laid_out_within_the_bounds(pool: WorkerPool, family: str) -> None:
-    """A9: thousands of turns of a megabyte take a fraction of the limit."""
+    """S9: thousands of turns of a megabyte take a fraction of the limit."""
     turns = [{"role": role, "content": "word " * 100} for _ in range(1000) for role in ("user", "assistant")]
     conversation = Conversation(messages=[*turns, TURNS[1]], template=FAMILIES[family], bos_text="<s>")
     assert "Weather?" in pool.run(RenderChat(model=family, conversation=conversation), Layout).prompt

@@ -69,7 +69,7 @@ def test_a_front_that_stood_still_does_not_blame_the_engine() -> None:
 
 
 def test_what_was_heard_before_a_stall_is_not_held_against_a_step() -> None:
-    """L3, A10: a heartbeat that stood in the socket all the while says nothing of now; the next one does."""
+    """L3: a heartbeat that stood in the socket all the while says nothing of now; the next one does."""
     watchdog = Watchdog(3.0, now=0.0)
     late = Heartbeat(step_s=5.5, step_limit_s=5.0)
     watchdog.beat(late, 0.4)
@@ -80,7 +80,7 @@ def test_what_was_heard_before_a_stall_is_not_held_against_a_step() -> None:
 
 
 def test_a_tree_that_stood_still_in_a_step_is_not_taken_for_hung() -> None:
-    """L3, A10: the engine leaves the time out, and the front forgets what it heard before it."""
+    """L3: the engine leaves the time out, and the front forgets what it heard before it."""
     clock = FakeClock(10.0)
     watchdog = Watchdog(3.0, now=0.0)
     clock.begin(1)
@@ -99,7 +99,7 @@ def test_a_tree_that_stood_still_in_a_step_is_not_taken_for_hung() -> None:
 
 
 def test_a_step_that_hangs_is_found_after_a_stall_too() -> None:
-    """L3, A10: what it takes before and after counts."""
+    """L3: what it takes before and after counts."""
     clock = FakeClock(10.0)
     watchdog = Watchdog(3.0, now=0.0)
     clock.begin(1)
@@ -116,7 +116,7 @@ def test_a_step_that_hangs_is_found_after_a_stall_too() -> None:
 
 
 def test_a_stall_teaches_nothing_of_what_a_token_costs() -> None:
-    """L3, A10: though the step ends before the next reading; without readings nothing is known of it."""
+    """L3: though the step ends before the next reading; without readings nothing is known of it."""
     clock = FakeClock(10.0)
     clock.heartbeat()
     clock.begin(1)
@@ -131,7 +131,7 @@ def test_a_stall_teaches_nothing_of_what_a_token_costs() -> None:
 
 
 def test_a_stall_that_ended_before_a_step_is_not_its_own() -> None:
-    """L3, A10: a step is not excused for longer than it has run."""
+    """L3: a step is not excused for longer than it has run."""
     clock = FakeClock(10.0)
     clock.heartbeat()
     clock.time_s += 450.0

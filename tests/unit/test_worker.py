@@ -75,7 +75,7 @@ def pools() -> Iterator[Pools]:
 
 
 def test_a_template_that_does_not_end_is_ended_and_others_are_rendered_meanwhile(pools: Pools) -> None:
-    """A9: it costs its own request an error that names the limit, and the others nothing."""
+    """S9: it costs its own request an error that names the limit, and the others nothing."""
     patient = pools()
     hanging = patient.submit(chat(ENDLESS), Layout)
     assert patient.run(chat(), Layout).prompt.endswith("<|im_start|>assistant\n")
@@ -88,7 +88,7 @@ def test_a_template_that_does_not_end_is_ended_and_others_are_rendered_meanwhile
 
 
 def test_what_takes_too_much_memory_is_ended(pools: Pools) -> None:
-    """A9: the bound is the system's; the process is as good as new behind it, and this one has not grown."""
+    """S9: the bound is the system's; the process is as good as new behind it, and this one has not grown."""
     pool = pools(Bounds(limit_s=60.0, max_bytes=64 * 1024**2))
     pool.run(chat(), Layout)
     before = psutil.Process().memory_info().rss
@@ -128,7 +128,7 @@ def test_a_job_whose_process_dies_twice_is_an_error_and_costs_only_itself(pools:
 
 
 def test_a_group_takes_its_places_and_no_more(pools: Pools) -> None:
-    """A9: whoever sends many that do not end delays nobody else."""
+    """S9: whoever sends many that do not end delays nobody else."""
     pool = pools(Bounds(limit_s=60.0, max_of_group=2, num_places=3))
     slow = [pool.submit(chat(ENDLESS), Layout, group="one") for _ in range(5)]
     assert "Hi" in pool.run(chat(), Layout, group="other").prompt
@@ -213,7 +213,7 @@ def test_a_process_whose_front_is_gone_ends_by_itself() -> None:
 def test_without_a_free_descriptor_a_job_is_refused_and_the_next_is_done(
     pools: Pools, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A2: an error that may pass, nothing leaks, and nothing is broken for good."""
+    """L9: an error that may pass, nothing leaks, and nothing is broken for good."""
     pool, own = pools(), psutil.Process()
     pool.run(chat(), Layout)
     num_fds = own.num_fds()
@@ -233,7 +233,7 @@ def test_without_a_free_descriptor_a_job_is_refused_and_the_next_is_done(
 
 
 def test_without_a_thread_a_job_is_refused(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A2: threads run out as descriptors do."""
+    """L9: threads run out as descriptors do."""
     pool = pools()
 
     def refuse(_: object) -> None:
@@ -264,7 +264,7 @@ def test_a_process_is_small_and_inherits_nothing(pools: Pools) -> None:
 
 
 async def test_an_event_loop_goes_on_while_a_template_does_not_end(pools: Pools) -> None:
-    """A9: the wait is not the loop's."""
+    """S9: the wait is not the loop's."""
     pool = pools()
     hanging = asyncio.create_task(pool.answer(chat(ENDLESS), Layout))
     assert "Hi" in (await pool.answer(chat(), Layout)).prompt
@@ -319,7 +319,7 @@ def test_a_grammar_is_translated_as_it_would_be_here(pools: Pools, kind: Constra
 async def test_a_model_whose_template_does_not_end_generates_and_cannot_chat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A9: it is loaded and completes texts; a chat says that it is the template."""
+    """S9: it is loaded and completes texts; a chat says that it is the template."""
     monkeypatch.setattr("stoker.backends.fake.vocabulary.CHATML", ENDLESS)
     monkeypatch.setattr("stoker.client.client.WorkerPool", lambda: WorkerPool(BRIEF))
     async with Runtime("fake:", isolation="thread") as runtime:

@@ -1,6 +1,6 @@
 """One running completion: its tokens, where it stands, and how it got there.
 
-Owns the state table of a sequence (SPEC, ARCHITECTURE "Lifecycles"). Which slot, when and with whom is the
+Owns the state table of a sequence ("Lifecycles" in docs/architecture.md). Which slot, when and with whom is the
 scheduler's decision; what its text looks like is decode's.
 """
 
