@@ -1,7 +1,7 @@
 """One running completion: its tokens, where it stands, and how it got there.
 
-Owns the state table of a sequence ("Lifecycles" in docs/architecture.md). The scheduler decides which slot, when
-and with whom; `sampling` decides the text.
+Owns the state table of a sequence ("Lifecycles" in docs/architecture.md). The scheduler decides which slot,
+when and with whom; `sampling` decides the text.
 """
 
 from __future__ import annotations
