@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.client import Client
 from stoker.client.event_bus import RuntimeEvent
-from stoker.client.models.catalogue import SpecChanges
-from stoker.client.process.suspend import GRACES_S
+from stoker.client.models.loading import SpecChanges
+from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
-from stoker.client.status import overview
 from stoker.client.store.kept import KeptRequest
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
@@ -159,7 +158,7 @@ class Runtime:
         Raises:
             NotReadyError: not started.
         """
-        return await overview(self._client.running())
+        return await self._client.running().status()
 
     @property
     def images(self) -> Intake:
@@ -195,7 +194,7 @@ class Runtime:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
         changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=n_ctx, num_slots=num_slots)
-        return await self._client.lookup.load(model, changes, reach)
+        return await self._client.load_model(model, changes, reach)
 
     async def unload_model(self, model: str) -> None:
         """Free a served model, or stop its load or download; the next request for it loads it again.
@@ -203,7 +202,7 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        await self._client.lookup.unload(model)
+        await self._client.running().loads.unload(model)
 
     async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
         """Never unload a model to make room, or no longer so.
@@ -253,7 +252,7 @@ class Runtime:
 
         They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
         """
-        return self._client.keeper.kept()
+        return self._client.store.kept()
 
     def owner_of(self, request_id: str) -> str:
         """The `owner` that a live or kept request or group was given; empty: none, or there is no such."""

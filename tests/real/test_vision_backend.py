@@ -14,7 +14,7 @@ from real_models import PROJECTOR, READER, REPORTS, needs_reader
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.vision.vision import LlamaVision
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, Placed, PlanItem, Rows
-from stoker.client.models.projector_specs import projector_by_model
+from stoker.client.models.specs import projector_by_model
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
 from stoker.ipc.model import ModelSpec, ProjectorSpec
 from stoker.ipc.request import Picture

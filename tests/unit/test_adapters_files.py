@@ -10,8 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
-from stoker.client.models.adapter_specs import adapters_by_model, parse_adapter
-from stoker.client.models.specs import served_of
+from stoker.client.models.specs import ModelSource, adapters_by_model, parse_adapter
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
 from stoker.models.adapters import check_fits, read_adapter
 from stoker.models.gguf.header import read_header
@@ -150,11 +149,11 @@ def test_an_adapter_belongs_to_the_first_model_that_it_fits(tmp_path: Path, base
     """SPEC K6: settings name models and adapters side by side; what an adapter takes is counted (R1)."""
     mamba, adapter = write_mamba(tmp_path / "mamba.gguf"), write_adapter(tmp_path / "a.gguf").path
     settings = EngineSettings(models=(str(mamba), str(base)), lora=(f"a={adapter}@0.5",))
-    _, (first, second) = served_of(settings)
+    first, second = ModelSource.read(settings).served
     assert first.spec.adapters == first.info.adapters == ()
     (found,) = second.spec.adapters
     assert (found.name, found.scale, second.info.adapters) == ("a", 0.5, (found,))
-    _, (_, plain) = served_of(settings.replace(lora=()))
+    _, plain = ModelSource.read(settings.replace(lora=())).served
     estimate = estimator(read_header(base))
     assert found.size_bytes == read_adapter(adapter).size_bytes
     more = estimate(second.spec).total_bytes - estimate(plain.spec).total_bytes
@@ -165,9 +164,9 @@ def test_an_adapter_that_fits_no_model_fails_the_start(tmp_path: Path, base: Pat
     """SPEC K6: with what tells it from the first model."""
     adapter = write_adapter(tmp_path / "a.gguf", architecture="qwen2").path
     with pytest.raises(ModelFileError, match=r"a\.gguf does not fit base\.gguf"):
-        served_of(EngineSettings(models=(str(base),), lora=(f"a={adapter}",)))
+        ModelSource.read(EngineSettings(models=(str(base),), lora=(f"a={adapter}",)))
     with pytest.raises(ModelFileError, match=r"nowhere\.gguf"):
-        served_of(EngineSettings(models=(str(base),), lora=("a=nowhere.gguf",)))
+        ModelSource.read(EngineSettings(models=(str(base),), lora=("a=nowhere.gguf",)))
 
 
 @pytest.mark.parametrize("name", ["base", "default", "a"])
@@ -176,7 +175,7 @@ def test_names_of_models_and_adapters_are_all_different(tmp_path: Path, base: Pa
     path = write_adapter(tmp_path / "a.gguf").path
     settings = EngineSettings(models=(str(base),), lora=(f"a={path}", f"{name}={path}"))
     with pytest.raises(InvalidRequestError, match=f"'{name}' is the name of"):
-        served_of(settings)
+        ModelSource.read(settings)
 
 
 def test_without_a_model_to_adapt_there_is_no_adapter(tmp_path: Path) -> None:

@@ -16,12 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 from scripted_engine import request
-from test_host import MODEL, Client, hosting, in_process, kill
+from test_host import MODEL, Client, hosting, in_process, kill, serving
 
-from stoker.client.process import transport as carriers
-from stoker.client.process.descriptors import DescriptorReserve
+from stoker.client.process import transport as transports
 from stoker.client.process.lifecycle import EngineState
-from stoker.client.process.transport import ProcessTransport, ThreadTransport, Transport
+from stoker.client.process.transport import (
+    DescriptorReserve,
+    ProcessTransport,
+    ThreadTransport,
+    Transport,
+)
 from stoker.client.supervisor import EngineSupervisor
 from stoker.engine.process import EngineInThread
 from stoker.errors import EngineError, MachineSetupError, NotReadyError
@@ -67,7 +71,7 @@ class Faulty:
         transport = in_process(settings)
         start = transport.start
 
-        async def refused(on_events: carriers.EventSink) -> None:
+        async def refused(on_events: transports.EventSink) -> None:
             self.num_starts += 1
             if self.num_starts > self.num_faults:
                 await start(on_events)
@@ -230,13 +234,13 @@ async def test_the_delay_between_failed_starts_grows_and_is_logged(
     """L3, L9: ever more rarely, so that a cause that lasts does not fill the log."""
     waits: list[float | None] = []
     async with hosting() as host:
-        wait = host._rest.until
+        wait = host._suspension.until
 
         async def noted(condition: Callable[[], bool], limit_s: float | None = None) -> None:
             waits.append(limit_s)
             await wait(condition, 0.0)
 
-        monkeypatch.setattr(host._rest, "until", noted)
+        monkeypatch.setattr(host._suspension, "until", noted)
         host._new_transport = Faulty("a pipe", 9)
         kill(host)
         await until(host, "failing")
@@ -253,7 +257,7 @@ async def test_a_host_that_fails_by_itself_ends_everything_with_an_error(
     """L6, L9: nothing lingers: streams, calls, health and whoever waits for the end are told why."""
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=1)).read(1)
-        monkeypatch.setattr(host._backoff, "after_life", refuse(TypeError("a bug")))
+        monkeypatch.setattr(host._backoff, "after_serving", refuse(TypeError("a bug")))
         kill(host)
         with pytest.raises(EngineError, match="TypeError: a bug"):
             await host.ended()
@@ -272,7 +276,7 @@ async def test_a_host_that_fails_by_itself_ends_everything_with_an_error(
 
 async def test_an_end_that_was_asked_for_is_no_failure() -> None:
     """L4: whoever waits for the end is told by returning."""
-    host = EngineSupervisor(EngineSettings(), [MODEL], new_transport=in_process)
+    host = EngineSupervisor(EngineSettings(), serving(MODEL), new_transport=in_process)
     await host.start()
     ended = asyncio.ensure_future(host.ended())
     await host.close(0.0)

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from scripted_engine import NUM_SLOTS, ScriptedEngine, model_info, request, text_of
 
+from stoker.client.models.specs import ModelSource, ServedModel
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.process.transport import (
     ExitReport,
@@ -51,7 +52,7 @@ from stoker.ipc.events import (
     Queued,
     Resumed,
 )
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelInfo, ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority
 from stoker.settings import EngineSettings
 
@@ -68,6 +69,11 @@ def in_thread(settings: EngineSettings) -> Transport:
     return ThreadTransport(settings, partial(EngineInThread, make_engine=ScriptedEngine))
 
 
+def serving(*specs: ModelSpec) -> ModelSource:
+    """Models of which no file is read."""
+    return ModelSource(EngineSettings(), [ServedModel(spec, ModelInfo.bare(spec)) for spec in specs])
+
+
 both = pytest.mark.parametrize("transport", [in_process, in_thread])
 
 
@@ -81,7 +87,7 @@ async def hosting(
     transport: Callable[[EngineSettings], Transport] = in_process, *specs: ModelSpec, **fields: Any
 ) -> AsyncIterator[EngineSupervisor]:
     """A started host, closed at the end."""
-    host = EngineSupervisor(EngineSettings(**fields), list(specs or [MODEL]), new_transport=transport)
+    host = EngineSupervisor(EngineSettings(**fields), serving(*(specs or [MODEL])), new_transport=transport)
     await host.start()
     try:
         yield host
@@ -281,7 +287,7 @@ async def _until(host: EngineSupervisor, state: EngineState) -> None:
 @both
 async def test_a_model_that_cannot_be_loaded_fails_the_start(transport: NewTransport) -> None:
     """L6: start() raises the model's own error and leaves nothing running."""
-    host = EngineSupervisor(EngineSettings(), [ModelSpec(id="x", path="bad")], new_transport=transport)
+    host = EngineSupervisor(EngineSettings(), serving(ModelSpec(id="x", path="bad")), new_transport=transport)
     with pytest.raises(ModelFileError, match="no such file"):
         await host.start()
     assert host.state is EngineState.CLOSED
@@ -290,7 +296,7 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start(transport: NewTrans
 async def test_a_model_whose_load_crashes_twice_fails_the_start() -> None:
     """L3: the model is charged, not tried for ever."""
     host = EngineSupervisor(
-        EngineSettings(), [MODEL, ModelSpec(id="x", path="crash")], new_transport=in_process
+        EngineSettings(), serving(MODEL, ModelSpec(id="x", path="crash")), new_transport=in_process
     )
     with pytest.raises(ModelLoadError, match="SIGSEGV") as caught:
         await host.start()
@@ -324,7 +330,7 @@ async def test_requests_are_not_charged_with_a_load_that_ends_the_engine() -> No
         with pytest.raises(LoadCrashedError, match=r"ended the engine 2 times, last: .*SIGSEGV: .*ASSERT"):
             await host.loads.load(bad, model_info("x", "crash"))
         assert host.num_restarts == 2
-        (live,) = host._requests._replay
+        (live,) = host.requests._replay
         assert live.charges == 0
         await waiting.stream.aclose()
 
@@ -332,7 +338,7 @@ async def test_requests_are_not_charged_with_a_load_that_ends_the_engine() -> No
 async def test_an_engine_that_does_not_come_up_is_told_plainly() -> None:
     """L6: start() ends with an error instead of trying for ever."""
     host = EngineSupervisor(
-        EngineSettings(), [MODEL], new_transport=lambda s: ProcessTransport(s, "no_such_module")
+        EngineSettings(), serving(MODEL), new_transport=lambda s: ProcessTransport(s, "no_such_module")
     )
     with pytest.raises(MachineSetupError, match="does not start"):
         await host.start()
@@ -463,7 +469,7 @@ async def test_an_engine_that_never_says_hello_is_killed_and_blamed_thrice(
     """L3, L6: a start has a limit of its own."""
     monkeypatch.setattr("stoker.client.process.instance.START_LIMIT_S", 0.2)
     settings = EngineSettings(watchdog_s=0.4)
-    host = EngineSupervisor(settings, [MODEL], new_transport=lambda settings: NeverUp())
+    host = EngineSupervisor(settings, serving(MODEL), new_transport=lambda settings: NeverUp())
     with pytest.raises(MachineSetupError, match="no Hello within"):
         await host.start()
 
@@ -494,7 +500,7 @@ async def test_a_replay_keeps_its_place_when_the_fresh_line_is_full() -> None:
         clients = [Client(host, str(i), request(max_tokens=4, pause_after=2)) for i in range(3)]
         for client in clients:
             await client.read(2)
-        for live in host._requests._replay:  # the next engine's line is shorter than what was running
+        for live in host.requests._replay:  # the next engine's line is shorter than what was running
             live.request = request(max_tokens=4, pause_after=2, max_line=1)
         kill(host)
         for client in clients:
@@ -640,7 +646,7 @@ async def test_a_paused_request_is_not_charged_for_its_neighbours_crashes() -> N
         await client.read_until(Paused)
         culprit = Client(host, "k", request(die="SIGSEGV"))
         assert isinstance(await culprit.error(), EngineCrashedError)
-        (live,) = host._requests._replay
+        (live,) = host.requests._replay
         assert (live.request_id, live.charges) == ("a", 0)
         host.resume("a")
         assert (await client.read_all()).tokens == list(range(6))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.client.models.projector_specs import projector_by_model
+from stoker.client.models.specs import projector_by_model
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
 from stoker.ipc.model import ModelSpec
 from stoker.models.gguf.header import read_header

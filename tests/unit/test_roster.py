@@ -6,6 +6,7 @@ import pytest
 from scripted_engine import model_info
 
 from stoker.client.models.registry import ModelRegistry
+from stoker.client.models.specs import ServedModel
 from stoker.client.process.exit import EngineExit
 from stoker.errors import (
     InsufficientMemoryError,
@@ -16,7 +17,7 @@ from stoker.errors import (
     StokerError,
 )
 from stoker.ipc.events import ModelState
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelInfo, ModelSpec
 
 CRASH = EngineExit("SIGSEGV", is_blamable=True, said="ASSERT(n > 0) failed")
 
@@ -26,9 +27,14 @@ def spec(model: str, **fields: object) -> ModelSpec:
     return ModelSpec(id=model, path=f"{model}.gguf", **fields)  # type: ignore[arg-type]
 
 
+def unread(model: str) -> ServedModel:
+    """A model to serve whose header was not read."""
+    return ServedModel(spec(model), ModelInfo.bare(spec(model)))
+
+
 def roster_of(*models: str) -> ModelRegistry:
     """A roster before its first engine."""
-    return ModelRegistry([spec(model) for model in models])
+    return ModelRegistry(map(unread, models))
 
 
 def tell(
@@ -56,8 +62,8 @@ def test_every_model_is_served_before_it_is_loaded() -> None:
     registry = roster_of("a", "b")
     assert registry.resolve(None).id == registry.resolve("default").id == "a"
     assert (registry.resolve("b").n_ctx, registry.num_slots("b")) == (16384, 8)
-    registry.describe(model_info("b", "b.gguf"))
-    assert registry.resolve("b").n_vocab == 1000
+    described = ServedModel(spec("b"), model_info("b", "b.gguf"))
+    assert ModelRegistry([described]).resolve("b").n_vocab == 1000
     with pytest.raises(ModelNotFoundError, match="served: a, b"):
         registry.resolve("c")
 
@@ -173,7 +179,7 @@ def test_a_model_that_crashed_a_child_is_barred_like_one_that_crashed_engines() 
 def test_a_replaced_file_begins_anew() -> None:
     """SPEC L3: what its predecessor did is not remembered against it."""
     mark = "first"
-    registry = ModelRegistry([spec("a")], lambda _: mark)
+    registry = ModelRegistry([unread("a")], lambda _: mark)
     barred(registry, "a")
     assert registry.failure("a") is not None
     mark = "second"

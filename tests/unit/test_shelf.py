@@ -11,7 +11,7 @@ import pytest
 from gguf_files import write_tiny
 
 from stoker import Runtime
-from stoker.client.models.specs import max_tokens_of, tier_defaults
+from stoker.client.models.specs import ModelSource
 from stoker.errors import DownloadError, InvalidRequestError, ModelNotFoundError, NotReadyError, StokerError
 from stoker.models.hub import hub as hub_module
 from stoker.models.hub.downloads import Downloads
@@ -172,10 +172,9 @@ async def test_nothing_is_loaded_before_the_start() -> None:
 def test_how_long_an_answer_may_be_follows_setting_then_tier() -> None:
     """SPEC M2: 0 is until the context is full."""
     small = EngineSettings(memory_limit=2**31)
-    defaults = tier_defaults(small)
-    assert max_tokens_of(small, defaults) == 300
-    assert max_tokens_of(small.replace(default_max_tokens=7), defaults) == 7
-    assert max_tokens_of(small.replace(default_max_tokens=0), defaults) is None
+    assert ModelSource(small).max_tokens == 300
+    assert ModelSource(small.replace(default_max_tokens=7)).max_tokens == 7
+    assert ModelSource(small.replace(default_max_tokens=0)).max_tokens is None
 
 
 async def test_a_request_that_names_no_length_gets_the_default() -> None:

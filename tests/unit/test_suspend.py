@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import request, text_of
-from test_host import MODEL, Client, both, hosting, in_process, in_thread, kill
+from test_host import MODEL, Client, both, hosting, in_process, in_thread, kill, serving
 
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.process.transport import NewTransport
@@ -46,15 +46,15 @@ def ends(client: Client) -> int:
 
 
 @both
-async def test_streams_go_on_after_a_suspension_where_they_stood(carrier: NewTransport) -> None:
+async def test_streams_go_on_after_a_suspension_where_they_stood(transport: NewTransport) -> None:
     """SPEC L2: nothing lost or repeated, told once that they wait and once that they go on."""
-    async with hosting(carrier) as host:
+    async with hosting(transport) as host:
         clients = [Client(host, str(i), request(max_tokens=6, pause_after=3)) for i in range(3)]
         for client in clients:
             await client.read(3)
         await host.suspend()
         assert (host.state, host.is_suspended, host.is_taking) == (EngineState.SUSPENDED, True, True)
-        assert [status.state for status in host.statuses()] == ["suspended"]
+        assert [status.state for status in host.loads.statuses()] == ["suspended"]
         newcomer = Client(host, "new", request(max_tokens=2))
         await host.wake()
         assert host.state is EngineState.SERVING
@@ -65,7 +65,7 @@ async def test_streams_go_on_after_a_suspension_where_they_stood(carrier: NewTra
             assert (kinds.count(Paused), kinds.count(Resumed), ends(client)) == (1, 1, 1)
         assert (await newcomer.read_all()).tokens == [0, 1]
         assert host.num_restarts == 0
-        assert [status.state for status in host.statuses()] == ["ready"]
+        assert [status.state for status in host.loads.statuses()] == ["ready"]
 
 
 async def test_suspending_and_waking_again_and_again_is_one_of_each() -> None:
@@ -102,9 +102,9 @@ async def test_a_shorter_grace_does_not_wait_for_a_longer_one() -> None:
 
 
 @both
-async def test_waking_while_it_leaves_brings_it_back(carrier: NewTransport) -> None:
+async def test_waking_while_it_leaves_brings_it_back(transport: NewTransport) -> None:
     """SPEC L2: the engine that was told to go goes, and the next one goes on with everything."""
-    async with hosting(carrier) as host:
+    async with hosting(transport) as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
         suspending = asyncio.create_task(host.suspend())
         await turns_until(lambda: host.is_suspended)
@@ -139,9 +139,9 @@ async def test_suspending_while_the_engine_is_away_ends_its_restart() -> None:
 
 
 @pytest.mark.parametrize("transport", [in_process, in_thread])
-async def test_suspending_before_the_first_model_is_there_delays_the_start(carrier: NewTransport) -> None:
+async def test_suspending_before_the_first_model_is_there_delays_the_start(transport: NewTransport) -> None:
     """SPEC L2: `start` returns once it was woken and serves."""
-    host = EngineSupervisor(EngineSettings(), [MODEL], new_transport=carrier)
+    host = EngineSupervisor(EngineSettings(), serving(MODEL), new_transport=transport)
     starting = asyncio.create_task(host.start())
     await asyncio.sleep(0)
     await host.suspend()
@@ -158,11 +158,11 @@ async def test_suspending_in_the_middle_of_a_load_loads_it_anew() -> None:
     async with hosting(in_thread) as host:
         spec = ModelSpec(id="s", path="slow")
         loading = asyncio.create_task(host.loads.load(spec, host.registry.info("m")))
-        await turns_until(lambda: host.statuses()[-1].stage == "weights")
+        await turns_until(lambda: host.loads.statuses()[-1].stage == "weights")
         await host.suspend()
-        assert [status.state for status in host.statuses()] == ["suspended", "suspended"]
+        assert [status.state for status in host.loads.statuses()] == ["suspended", "suspended"]
         waking = asyncio.create_task(host.wake())
-        await turns_until(lambda: host.statuses()[-1].stage == "weights")
+        await turns_until(lambda: host.loads.statuses()[-1].stage == "weights")
         assert not loading.done()
         await host.loads.unload("s")
         with pytest.raises(NotReadyError, match="unloaded"):
@@ -220,7 +220,7 @@ async def test_a_question_waits_and_one_about_the_engine_is_refused() -> None:
 @pytest.mark.parametrize("when", ["suspended", "leaving", "grace"])
 async def test_closing_while_suspended_ends_everybody_once(when: str) -> None:
     """SPEC L4, L6: each stream gets its one end, those who wait for the engine are told."""
-    host = EngineSupervisor(EngineSettings(), [MODEL], new_transport=in_process)
+    host = EngineSupervisor(EngineSettings(), serving(MODEL), new_transport=in_process)
     await host.start()
     client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
     suspending = asyncio.create_task(host.suspend(grace_s=3600.0 if when == "grace" else 0.0))
@@ -245,10 +245,10 @@ async def test_closing_while_suspended_ends_everybody_once(when: str) -> None:
 
 
 @both
-async def test_exactly_the_models_that_were_loaded_come_back(carrier: NewTransport) -> None:
+async def test_exactly_the_models_that_were_loaded_come_back(transport: NewTransport) -> None:
     """SPEC L2: not one that was unloaded, and not one that never fitted."""
     specs = [MODEL, ModelSpec(id="b", path="good"), ModelSpec(id="big", path="large")]
-    async with hosting(carrier, *specs) as host:
+    async with hosting(transport, *specs) as host:
         assert states(host) == {"m": "ready", "b": "ready", "big": "absent"}
         await host.loads.unload("m")
         await host.suspend()
@@ -259,7 +259,7 @@ async def test_exactly_the_models_that_were_loaded_come_back(carrier: NewTranspo
 
 def states(host: EngineSupervisor) -> dict[str, str]:
     """State of each model."""
-    return {status.id: status.state for status in host.statuses()}
+    return {status.id: status.state for status in host.loads.statuses()}
 
 
 async def test_twenty_who_ask_for_one_model_share_its_load() -> None:
@@ -324,7 +324,7 @@ async def test_a_model_that_is_not_served_can_be_neither_unloaded_nor_pinned() -
             with pytest.raises(ModelNotFoundError, match="served: m"):
                 await act()
         host.loads.pin("m", is_pinned=True)
-        assert host.statuses()[0].is_pinned
+        assert host.loads.statuses()[0].is_pinned
 
 
 def _pinning(host: EngineSupervisor) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -335,10 +335,10 @@ def _pinning(host: EngineSupervisor) -> Callable[[], Coroutine[Any, Any, None]]:
 
 
 @both
-async def test_a_start_goes_on_without_a_model_that_does_not_fit(carrier: NewTransport) -> None:
+async def test_a_start_goes_on_without_a_model_that_does_not_fit(transport: NewTransport) -> None:
     """SPEC R1: and fails where nothing is left to serve."""
-    async with hosting(carrier, ModelSpec(id="b", path="refused"), MODEL) as host:
+    async with hosting(transport, ModelSpec(id="b", path="refused"), MODEL) as host:
         assert states(host) == {"b": "failed", "m": "ready"}
     with pytest.raises(InsufficientMemoryError):
-        async with hosting(carrier, ModelSpec(id="b", path="refused")):
+        async with hosting(transport, ModelSpec(id="b", path="refused")):
             pass

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from stoker.client.process.exit import OomCounter, judge
+from stoker.client.process.instance import Backoff, Watchdog
 from stoker.client.process.lifecycle import EngineState, Lifecycle
 from stoker.client.process.transport import ExitReport
-from stoker.client.process.watchdog import Backoff, Watchdog
 from stoker.engine.threads.timer import UNMEASURED_STEP_S, StepTimer
 from stoker.ipc.events import Heartbeat
 
@@ -160,11 +160,11 @@ class FakeClock(StepTimer):
 def test_the_delay_doubles_up_to_two_seconds_and_health_forgets_it() -> None:
     """L3: from 0.1 s; ten seconds of service, or a token, start it over."""
     backoff = Backoff()
-    assert [backoff.after_life(1.0) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
-    assert backoff.after_life(10.0) == 0.1
-    assert backoff.after_life(0.0) == 0.2
+    assert [backoff.after_serving(1.0) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+    assert backoff.after_serving(10.0) == 0.1
+    assert backoff.after_serving(0.0) == 0.2
     backoff.reset()
-    assert backoff.after_life(0.0) == 0.1
+    assert backoff.after_serving(0.0) == 0.1
 
 
 def kernel(folder: Path, machine: int, cgroup: int) -> OomCounter:

@@ -1,7 +1,7 @@
-"""What a runtime is made of: the engine's host, the models it serves, the requests it keeps, what it tells.
+"""What a runtime is made of: the engine's supervisor, its models, stored requests, the event bus, workers.
 
-Owns how these are started together and closed, ids of requests and their way to the host. What an application
-calls is `stoker.runtime`'s; processes, restarts and replay are `stoker.client.supervisor`'s business.
+Owns their start and close, the ids of requests and their way to the supervisor. What an application calls is
+in `stoker.runtime`; processes, restarts and replay are in `stoker.client.supervisor`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import msgspec
 
 from stoker.chat.layout import Layout
 from stoker.client.event_bus import EventBus
-from stoker.client.models.catalogue import ModelLookup
-from stoker.client.models.specs import max_tokens_of, served_of
+from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.stream import RequestStream, StreamEvent
@@ -37,10 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
     from concurrent.futures import Future
 
+    from stoker.client.models.loading import SpecChanges
     from stoker.client.process.transport import NewTransport
     from stoker.client.worker.jobs import RenderChat
     from stoker.ipc.constraint import Constraint
     from stoker.ipc.events import ModelState
+    from stoker.ipc.model import ModelInfo, Reach
     from stoker.ipc.request import GenerateRequest
     from stoker.ipc.status import CallKind, ModelStatus
     from stoker.settings import EngineSettings
@@ -57,11 +58,11 @@ class Client:
         new_transport: makes the transport of each engine; None: of child processes.
 
     Attributes:
-        host: of the engine; None before `start`.
-        keeper: the record of every live request.
-        bus: what is told to whoever listens.
-        images: takes in the pictures of requests.
-        workers: run templates and prepare grammars.
+        supervisor: of the engine; None before `start`.
+        store: the requests that outlive this program.
+        bus: what happens.
+        images: takes in the images of requests.
+        workers: run templates and translate grammars.
     """
 
     def __init__(
@@ -71,15 +72,14 @@ class Client:
         new_transport: NewTransport | None = None,
     ) -> None:
         self.supervisor: EngineSupervisor | None = None
-        self.keeper = RequestStore(settings.run_dir / SUSPENDED_DIR)
-        self.bus = EventBus(self._model_moved, owner_of=self.keeper.owner_of)
+        self.store = RequestStore(settings.run_dir / SUSPENDED_DIR)
+        self.bus = EventBus(self._model_moved, owner_of=self.store.owner_of)
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
         self._settings = settings
         self._on_load = on_load
         self._new_transport = new_transport
         self._max_tokens: int | None = None
-        self._lookup: ModelLookup | None = None
         self._last = LastModels(settings.run_dir)
 
     def __repr__(self) -> str:
@@ -88,30 +88,26 @@ class Client:
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """See `Runtime.start`; what a former program has left is not taken up by it."""
+        """See `Runtime.start`; `take_up` goes on with what a former program has left."""
         if self.supervisor is not None:
             raise InvalidRequestError("this Runtime was started before; make a new one")
         settings = self._settings
         if settings.restore and not settings.models:
             settings = settings.replace(models=await asyncio.to_thread(self._last.read))
-        defaults, found = await asyncio.to_thread(served_of, settings)
-        self._max_tokens = max_tokens_of(settings, defaults)
-        self.images.limits = ImageLimits.of(settings, defaults.image_edge_px)
-        specs = [model.spec for model in found]
+        source = await asyncio.to_thread(ModelSource.read, settings)
+        self._max_tokens = source.max_tokens
+        self.images.limits = ImageLimits.of(settings, source.defaults.image_edge_px)
         self.supervisor = EngineSupervisor(
-            settings, specs, watcher=self.bus, keeper=self.keeper, new_transport=self._new_transport
+            settings, source, bus=self.bus, store=self.store, new_transport=self._new_transport
         )
-        for model in found:
-            self.supervisor.registry.describe(model.info)
-        self._lookup = ModelLookup(settings, defaults, self.supervisor, self.bus)
-        if settings.isolation == "process" and any(model.info.chat_template for model in found):
+        if settings.isolation == "process" and any(model.info.chat_template for model in source.served):
             self.workers.warm()  # beside the loads, so that the first chat finds it ready
         await self.supervisor.start()
 
     async def take_up(self) -> None:
-        """Let what a program that ended while suspended has left go on."""
+        """Go on with the requests that a program which ended while suspended has left."""
         supervisor = self.running()
-        for submit, sink in await self.keeper.take_up(supervisor.registry.stats()):
+        for submit, sink in await self.store.take_up(supervisor.registry.stats()):
             supervisor.take_up(submit, sink)
 
     def _model_moved(self, state: ModelState) -> None:
@@ -126,49 +122,48 @@ class Client:
             await asyncio.to_thread(self.workers.close)
         except RuntimeError:  # no thread can be started
             self.workers.close()
-        if self.supervisor is None or self._lookup is None:
+        if self.supervisor is None:
             return
-        self.keeper.begin_closing()
-        self._lookup.close()
+        self.store.begin_closing()
+        self.supervisor.loads.close()
         await self.supervisor.close()
         self.bus.close()
-        self.keeper.close()
+        self.store.close()
 
     # ------------------------------------------------------------ questions
 
     def running(self) -> EngineSupervisor:
-        """The host. Raises NotReadyError before `start`."""
+        """The supervisor. Raises NotReadyError before `start`."""
         if self.supervisor is None:
             raise NotReadyError("the runtime was not started")
         return self.supervisor
-
-    @property
-    def lookup(self) -> ModelLookup:
-        """The models that can be had. Raises NotReadyError before `start`."""
-        if self._lookup is None:
-            raise NotReadyError("the runtime was not started")
-        return self._lookup
 
     def health(self) -> EngineHealth:
         """Whether an engine serves; before `start` it is starting."""
         return self.supervisor.health() if self.supervisor else EngineHealth(state=EngineState.STARTING)
 
     def model_states(self) -> list[ModelStatus]:
-        """Every served model and download as it was last heard of; needs no engine."""
-        return self._lookup.statuses() if self._lookup else []
+        """Every served model and every download as last heard of; needs no engine."""
+        return self.supervisor.loads.statuses() if self.supervisor else []
 
     def stats(self) -> dict[str, int]:
         """What this side of the engine holds now."""
         return self.supervisor.stats() if self.supervisor else {}
 
     def snapshot(self) -> dict[str, Any]:
-        """How everything stands: what a new listener is told first."""
+        """The state of everything: a subscriber's first event."""
         state = self.supervisor.state if self.supervisor else EngineState.STARTING
         models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
-        num_kept = len(self.keeper.kept())
+        num_kept = len(self.store.kept())
         return {"engine": str(state), "models": models, "num_kept": num_kept, **self.stats()}
 
     # ------------------------------------------------------------ requests
+
+    async def load_model(self, name: str, changes: SpecChanges, reach: Reach) -> ModelInfo:
+        """See `Runtime.load_model`."""
+        supervisor = self.running()
+        supervisor.check_open()
+        return await supervisor.loads.load_by_name(name, changes, reach)
 
     async def stream(
         self, request: GenerateRequest, known_as: KnownAs, group: RequestGroup | None = None
@@ -182,11 +177,11 @@ class Client:
         if request.constraint is not None:
             request = await self._translated(request, request.constraint, owner)
         events = RequestStream(request_id, supervisor.cancel)
-        sink = self.keeper.open(request_id, request, known_as.names, owner, events.push)
+        sink = self.store.open(request_id, request, known_as.names, owner, events.push)
         try:
             supervisor.submit(request_id, request, sink, group)
         except BaseException:
-            self.keeper.discard(request_id)
+            self.store.discard(request_id)
             raise
         async with aclosing(events):
             async for event in events:
@@ -209,10 +204,10 @@ class Client:
     def owner_of(self, request_id: str) -> str:
         """See `Runtime.owner_of`."""
         of_group = self.supervisor.requests.owner_of_group(request_id) if self.supervisor else ""
-        return of_group or self.keeper.owner_of(request_id)
+        return of_group or self.store.owner_of(request_id)
 
     def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
-        """Have a worker process render a conversation; `owner` is as in `Runtime.prepare_chat`.
+        """Render a conversation in a worker process; `owner` is as in `Runtime.prepare_chat`.
 
         Raises:
             QueueFullError: too many of the owner's conversations with that model wait.
@@ -236,9 +231,9 @@ class Client:
     async def attach(self, request_id: str, owner: str) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.attach`."""
         stream = RequestStream(request_id, lambda _: None)
-        kept_id = self.keeper.attach(request_id, owner, stream.push)
+        kept_id = self.store.attach(request_id, owner, stream.push)
         try:
             async for event in stream:
                 yield event
         finally:
-            self.keeper.detach(kept_id, stream.push, has_read_all=stream.is_over)
+            self.store.detach(kept_id, stream.push, has_read_all=stream.is_over)

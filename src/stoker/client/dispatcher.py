@@ -31,11 +31,11 @@ from stoker.ipc.events import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from stoker.client.event_bus import EventBus
     from stoker.client.models.registry import ModelRegistry
+    from stoker.client.models.specs import ModelSource
     from stoker.client.process.instance import EngineInstance
-    from stoker.client.watcher import Watcher
     from stoker.errors import ErrorInfo, StokerError
-    from stoker.ipc.status import ModelStatus
 
 _SUSPENDED = EngineExit("suspended", is_blamable=False)
 
@@ -48,20 +48,19 @@ class Dispatcher:
 
     Args:
         max_queue: requests of one model that may wait.
-        roster: what is known of the models.
-        watcher: is told of what happens.
+        registry: what is known of the models.
+        source: finds models that are not served yet.
+        bus: gets what happens.
     """
 
-    def __init__(self, max_queue: int, registry: ModelRegistry, watcher: Watcher) -> None:
+    def __init__(self, max_queue: int, registry: ModelRegistry, source: ModelSource, bus: EventBus) -> None:
         self._registry = registry
-        self._watcher = watcher
+        self._bus = bus
         self._life: EngineInstance | None = None
         self._is_serving = False
-        self.requests = Requests(max_queue, registry, self._send, watcher.request_moved)
+        self.requests = Requests(max_queue, registry, self._send, bus.request_moved)
         self.calls = Calls()
-        self.loads = ModelLoading(
-            registry, self._tell, lambda model: self.requests.num_by_model().get(model, 0)
-        )
+        self.loads = ModelLoading(registry, source, self._tell, self.requests, bus)
 
     def __repr__(self) -> str:
         return f"<Dispatcher serving={self.has_engine} {self.requests!r} {self.calls!r} {self.loads!r}>"
@@ -73,10 +72,6 @@ class Dispatcher:
             "num_open_calls": len(self.calls),
             "num_waiting_for_models": len(self.loads),
         }
-
-    def statuses(self) -> list[ModelStatus]:
-        """Every served model as it was last heard of; needs no engine."""
-        return self._registry.statuses(self.requests.num_by_model())
 
     @property
     def has_engine(self) -> bool:
@@ -130,7 +125,7 @@ class Dispatcher:
     def _tell_moves(self, before: dict[str, str]) -> None:
         for model, state in self._registry.stats().items():
             if before.get(model) != state:
-                self._watcher.model_moved(ModelState(model=model, state=state))
+                self._bus.model_moved(ModelState(model=model, state=state))
 
     # ------------------------------------------------------------ to the engine
 
@@ -192,7 +187,7 @@ class Dispatcher:
             case Reply():
                 self.calls.settle(event)
             case PressureMoved() | RungTaken() | HeatMoved():
-                self._watcher.machine_moved(event)
+                self._bus.machine_moved(event)
             case Goodbye():
                 pass
             case _:
@@ -207,4 +202,4 @@ class Dispatcher:
         if self._registry.failure(event.model):
             self.requests.fail_unservable()
         life.note_model()
-        self._watcher.model_moved(event)
+        self._bus.model_moved(event)

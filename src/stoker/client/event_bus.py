@@ -89,7 +89,7 @@ class EventBus:
 
     def __init__(
         self,
-        on_model: Callable[[ModelState], None],
+        on_model: Callable[[ModelState], None] = lambda _: None,
         now: Callable[[], float] = time.time,
         owner_of: Callable[[str], str] = lambda _: "",
     ) -> None:

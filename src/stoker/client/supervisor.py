@@ -1,12 +1,11 @@
-"""The front's side of the engine: starts it, restarts it, replays what it was doing, ends it.
+"""Keeps one engine running: starts it, restarts it, suspends it, ends it.
 
-Owns the engine's state and the task that supervises one engine instance after the other, with suspensions
-between them. What waits for an engine (requests, questions, models) is in `dispatcher`, what to replay and
-whom to charge in `requests.replay`, which models to load in `models.registry`, one instance and its watchdog
-in `process.instance`, how an engine is reached in `process.transport`.
+Owns the engine's lifecycle and the task that runs one engine instance after the other. What waits for an
+engine is in `dispatcher`, what is replayed and charged in `requests.replay`, which models to load in
+`models.registry`, one instance with its watchdog in `process.instance`.
 
-Everything runs on one event loop. Where the engine died or was suspended clients see a pause; every request
-gets exactly one terminal event, whatever happens.
+Everything runs on one event loop. While the engine is away, requests are held; each gets exactly one terminal
+event.
 """
 
 from __future__ import annotations
@@ -15,81 +14,93 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from stoker.client.dispatcher import Dispatcher
+from stoker.client.event_bus import EventBus
 from stoker.client.models.registry import ModelRegistry
-from stoker.client.process.descriptors import DescriptorReserve
 from stoker.client.process.exit import EngineExit, OomCounter
-from stoker.client.process.instance import EngineInstance
-from stoker.client.process.lifecycle import EngineState, Lifecycle
-from stoker.client.process.suspend import Suspension
-from stoker.client.process.transport import NewTransport, ProcessTransport
-from stoker.client.process.watchdog import Backoff
+from stoker.client.process.instance import Backoff, EngineInstance
+from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
+from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport
 from stoker.client.requests.calls import Question
 from stoker.client.requests.table import EventSink, Requests
-from stoker.client.watcher import Nobody, StoresRequests, Watcher
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.ipc.commands import GetStatus, Shutdown, Submit
-from stoker.ipc.model import ModelSpec
-from stoker.ipc.status import EngineHealth
+from stoker.ipc.status import EngineHealth, EngineStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
     from stoker.client.models.loading import ModelLoading
+    from stoker.client.models.specs import ModelSource
     from stoker.client.requests.group import RequestGroup
     from stoker.errors import StokerError
     from stoker.ipc.request import GenerateRequest
-    from stoker.ipc.status import ModelStatus
 
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
 """After so many failed starts in a row requests fail at once; further starts are tried all the same."""
 EXIT_LIMIT_S = 10.0
-"""What an engine may take, after its drain, to save what it computed, free everything and leave."""
+"""What an engine may take, after its drain, to save what it computed, free everything and exit."""
+STATUS_WAIT_S = 2.0
+_NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
+
+
+class StoresRequests(Protocol):
+    """Stores requests where they survive this program; called by one task, one call after the other."""
+
+    async def keep(self, requests: list[Submit]) -> None:
+        """The engine is suspended: store these, and no others. Must not raise."""
+        ...
+
+    async def release(self) -> None:
+        """The engine is back: drop what has a client here. Must not raise."""
+        ...
 
 
 class EngineSupervisor:
-    """One engine, kept alive.
+    """One engine, kept running.
 
     Args:
         settings: the engine's.
-        specs: models to serve.
-        watcher: is told of what happens.
-        keeper: keeps the requests of a suspended engine.
+        source: models to serve, and those that can be had besides.
+        bus: gets what happens.
+        store: stores the requests of a suspended engine; None: they end with this program.
         new_transport: makes the transport of each engine; None: of child processes.
     """
 
     def __init__(
         self,
         settings: EngineSettings,
-        specs: list[ModelSpec],
+        source: ModelSource,
         *,
-        watcher: Watcher | None = None,
-        keeper: StoresRequests | None = None,
+        bus: EventBus | None = None,
+        store: StoresRequests | None = None,
         new_transport: NewTransport | None = None,
     ) -> None:
         self._settings = settings
-        watcher = Nobody() if watcher is None else watcher
-        self._request_store = Nobody() if keeper is None else keeper
+        bus = EventBus() if bus is None else bus
+        self._store = store
         self._reserve = DescriptorReserve()
         self._new_transport = new_transport or self._new_process
-        self._lifecycle = Lifecycle(watcher.engine_moved)
-        self.registry = ModelRegistry(specs)
-        self._dispatcher = Dispatcher(settings.max_queue, self.registry, watcher)
-        self._rest = Suspension()
+        self._lifecycle = Lifecycle(bus.engine_moved)
+        self.registry = ModelRegistry(source.served)
+        self._dispatcher = Dispatcher(settings.max_queue, self.registry, source, bus)
+        self._suspension = Suspension()
         self._backoff = Backoff()
         self._oom = OomCounter()
-        self._life: EngineInstance | None = None
+        self._instance: EngineInstance | None = None
         self._num_restarts = 0
         self._num_failed_starts = 0
-        self._last_end = ""  # why the engine is not there
+        self._last_exit = ""  # why the engine is not there
         self._next_start_s: float | None = None
         self._failure: ErrorInfo | None = None
         self._has_served = False
         self._is_closed = False
-        self._is_kept = False  # what a suspension left is on disk, until an engine serves again
+        self._is_stored = False  # what a suspension left is on disk, until an engine serves again
         self._releasing: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._started: asyncio.Future[None] | None = None
@@ -97,7 +108,7 @@ class EngineSupervisor:
         self._closing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<EngineSupervisor {self._lifecycle!r} {self._life!r} {self._dispatcher!r}>"
+        return f"<EngineSupervisor {self._lifecycle!r} {self._instance!r} {self._dispatcher!r}>"
 
     # ------------------------------------------------------------ questions
 
@@ -115,21 +126,21 @@ class EngineSupervisor:
     @property
     def is_suspended(self) -> bool:
         """Whether the engine is away, or leaving, until `wake`."""
-        return self._rest.is_wanted and not self._is_closed
+        return self._suspension.is_wanted and not self._is_closed
 
     @property
     def has_engine(self) -> bool:
-        """Whether an engine serves now that was not told to leave."""
+        """Whether an engine serves now and is to go on serving."""
         return self._dispatcher.has_engine
 
     @property
     def pid(self) -> int:
-        """The engine's process, or that of its last life; 0 before the first."""
-        return self._life.pid if self._life else 0
+        """The engine's process, or that of the last one; 0 before the first."""
+        return self._instance.pid if self._instance else 0
 
     @property
     def num_restarts(self) -> int:
-        """Lives that ended without being asked to."""
+        """Engines that ended without being asked to."""
         return self._num_restarts
 
     def health(self) -> EngineHealth:
@@ -144,7 +155,7 @@ class EngineSupervisor:
             for_s=now - self._lifecycle.since_s,
             num_failed_starts=self._num_failed_starts if is_away else 0,
             next_start_s=next_start_s,
-            reason=self._failure.message if self._failure else self._last_end if is_away else "",
+            reason=self._failure.message if self._failure else self._last_exit if is_away else "",
         )
 
     @property
@@ -156,10 +167,6 @@ class EngineSupervisor:
         is_failing = self._is_failing and self.state is not EngineState.SUSPENDED
         return "failing" if is_failing else str(self.state)
 
-    def statuses(self) -> list[ModelStatus]:
-        """Every served model as it was last heard of; needs no engine."""
-        return self._dispatcher.statuses()
-
     @property
     def requests(self) -> Requests:
         """The live requests and groups of them."""
@@ -167,14 +174,39 @@ class EngineSupervisor:
 
     @property
     def loads(self) -> ModelLoading:
-        """Who waits for models to come or to go."""
+        """Loads and unloads of models."""
         return self._dispatcher.loads
 
+    async def status(self) -> RuntimeStatus:
+        """What `/v1/runtime` shows; the engine's part is empty where none serves or answers in time."""
+        engine = await self._engine_status()
+        default = next(iter(self.registry.infos()), None)
+        return RuntimeStatus(
+            pid=self.pid,
+            state=self.state.value,
+            restarts=self._num_restarts,
+            label=default.label if default else "",
+            threads=engine.num_threads or (default.num_threads if default else 0),
+            engine=engine,
+            health=self.health(),
+            groups=self.requests.groups(),
+        )
+
+    async def _engine_status(self) -> EngineStatus:
+        if not self.has_engine:
+            await asyncio.sleep(0)  # a caller that polls must not keep the engine from starting
+            return _NO_STATUS
+        try:
+            answer = (await asyncio.wait_for(self.ask(GetStatus(0)), STATUS_WAIT_S))["status"]
+        except (NotReadyError, TimeoutError):  # it ended between the two questions, or a step is long
+            return _NO_STATUS
+        return answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
+
     def stats(self) -> dict[str, int]:
-        """What the host holds now."""
+        """What waits now, and restarts so far."""
         return {**self._dispatcher.stats(), "num_restarts": self._num_restarts}
 
-    # ------------------------------------------------------------ life of the host
+    # ------------------------------------------------------------ start and end
 
     async def start(self) -> None:
         """Start the engine and load every model that fits beside those before it.
@@ -186,7 +218,7 @@ class EngineSupervisor:
         """
         self._started = asyncio.get_running_loop().create_future()
         self._reserve.fill()
-        self._task = asyncio.create_task(self._run(), name="stoker-engine-host")
+        self._task = asyncio.create_task(self._run(), name="stoker-engine-supervisor")
         try:
             await self._started
         except BaseException:
@@ -194,10 +226,10 @@ class EngineSupervisor:
             raise
 
     async def ended(self) -> None:
-        """Wait until the host has ended, after `close` or by a fault of its own.
+        """Until no engine will be started any more, after `close` or by a fault of this class.
 
         Raises:
-            EngineError: it ended by such a fault, and no engine will be started any more.
+            EngineError: such a fault.
         """
         if self._task is not None:
             await asyncio.wait({self._task})
@@ -215,19 +247,19 @@ class EngineSupervisor:
         await asyncio.shield(self._closing)
 
     async def _close(self, drain_s: float) -> None:
-        life = self._life
+        instance = self._instance
         was_serving = self._dispatcher.has_engine
         self._stop_intake("close")
         if self._task is None:
             return
-        if life and was_serving:
+        if instance and was_serving:
             self.requests.close_held(NotReadyError("the engine is shutting down"))
-            life.send(Shutdown(drain_s))
+            instance.send(Shutdown(drain_s))
             await asyncio.wait({self._task}, timeout=drain_s + EXIT_LIMIT_S)
         if self._leaving and not self._leaving.done():  # it saves what it computed
             await asyncio.wait({self._leaving})
-        elif self._life:
-            self._life.kill()
+        elif self._instance:
+            self._instance.kill()
         await asyncio.wait({self._task}, timeout=EXIT_LIMIT_S)
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -237,116 +269,118 @@ class EngineSupervisor:
         if not self._is_closed:
             self._is_closed = True
             self._lifecycle.move(EngineState.CLOSED, why)
-            self._rest.ring()
+            self._suspension.ring()
 
     async def _run(self) -> None:
-        """The one task: every life in turn, and the clock beside it."""
+        """The one task: every instance in turn, and the clock beside it."""
         try:
             async with asyncio.TaskGroup() as group:
                 clock = group.create_task(self._tick())
                 await self._supervise()
                 clock.cancel()
         except Exception as error:
-            log.exception("the engine host failed: %r", self)
-            self._failure = _host_failure(error)
+            log.exception("the supervisor of the engine failed: %r", self)
+            self._failure = _own_failure(error)
         finally:
-            if self._life:
-                self._life.kill()
+            if self._instance:
+                self._instance.kill()
             self._end_everything()
             self._reserve.close()
 
     async def _supervise(self) -> None:
         while not self._is_closed:
-            if self._rest.is_wanted:
+            if self._suspension.is_wanted:
                 await self._stay_away("suspended while no engine ran")
                 continue
             transport = self._new_transport(self._settings)
-            life = self._life = EngineInstance(transport, self._settings.watchdog_s, self._dispatcher.take)
-            self._dispatcher.meet(life)
+            instance = self._instance = EngineInstance(
+                transport, self._settings.watchdog_s, self._dispatcher.take
+            )
+            self._dispatcher.meet(instance)
             async with asyncio.TaskGroup() as group:
-                boot = group.create_task(self._boot(life))
-                death = await life.live(self._oom)
+                boot = group.create_task(self._boot(instance))
+                ended = await instance.run(self._oom)
                 boot.cancel()
-            if life.is_leaving:
+            if instance.is_leaving:
                 await self._stay_away("suspended")
             elif not self._is_closed:
-                await self._pause_after(life, death)
+                await self._pause_after(instance, ended)
 
     def _new_process(self, settings: EngineSettings) -> ProcessTransport:
         return ProcessTransport(settings, reserve=self._reserve)
 
-    async def _pause_after(self, life: EngineInstance, death: EngineExit) -> None:
-        """The back-off between an unexpected death and the next start."""
-        if life.has_worked:
+    async def _pause_after(self, instance: EngineInstance, ended: EngineExit) -> None:
+        """The back-off between an unexpected exit and the next start."""
+        if instance.has_worked:
             self._backoff.reset()
-        delay_s = self._backoff.after_life(life.served_s)
+        delay_s = self._backoff.after_serving(instance.served_s)
         self._next_start_s = time.monotonic() + delay_s
-        self._bury(life, death, delay_s)
-        await self._rest.until(lambda: self._is_closed or self._rest.is_wanted, delay_s)
+        self._take_exit(instance, ended, delay_s)
+        await self._suspension.until(lambda: self._is_closed or self._suspension.is_wanted, delay_s)
         self._next_start_s = None
 
-    async def _boot(self, life: EngineInstance) -> None:
-        """From Hello to serving. Models load one by one: if the engine dies, this one did it."""
-        await life.wait_until_up()
+    async def _boot(self, instance: EngineInstance) -> None:
+        """From Hello to serving. Models load one by one, so that a crash is charged to the right one."""
+        await instance.wait_until_up()
         if self._is_failing:
-            log.warning("engine %d has come up after %d failed starts", life.pid, self._num_failed_starts)
+            log.warning("engine %d has come up after %d failed starts", instance.pid, self._num_failed_starts)
         self._num_failed_starts = 0
         for known in self.registry.known():
-            life.send(known)
-        await life.load_due(self.registry, skips_suspects=self._has_served)
+            instance.send(known)
+        await instance.load_due(self.registry, skips_suspects=self._has_served)
         if self.state is EngineState.STARTING and (failure := self.registry.start_failure()):
             self._fail_start(failure)
-        elif not life.is_leaving:
-            self._serve(life)
+        elif not instance.is_leaving:
+            self._serve(instance)
 
-    def _serve(self, life: EngineInstance) -> None:
-        life.begin_serving()
+    def _serve(self, instance: EngineInstance) -> None:
+        instance.begin_serving()
         self._has_served = True
-        self._lifecycle.move(EngineState.SERVING, f"pid {life.pid}")
+        self._lifecycle.move(EngineState.SERVING, f"pid {instance.pid}")
         if self._started and not self._started.done():
             self._started.set_result(None)
         self._dispatcher.serve()
         for suspect in self.registry.suspects_due():  # only now: the other models are served meanwhile
-            life.send(suspect)
-        if self._is_kept:  # from here on the engine's end is no end of a suspension
-            self._is_kept = False
-            self._releasing = asyncio.create_task(self._request_store.release(), name="stoker-release-kept")
-        self._rest.ring()
+            instance.send(suspect)
+        if self._is_stored and self._store:
+            self._releasing = asyncio.create_task(self._store.release(), name="stoker-release-stored")
+        self._is_stored = False  # from here on the engine's end is no end of a suspension
+        self._suspension.ring()
 
-    def _bury(self, life: EngineInstance, death: EngineExit, delay_s: float) -> None:
-        """Draw the consequences of a death that nobody asked for."""
+    def _take_exit(self, instance: EngineInstance, ended: EngineExit, delay_s: float) -> None:
+        """Charge, report and answer for an exit that was not asked for."""
         self._num_restarts += 1
-        self._last_end = death.reason
-        if not life.is_up and death.is_blamable:
+        self._last_exit = ended.reason
+        if not instance.is_up and ended.is_blamable:
             self._num_failed_starts += 1
         num_failed = self._num_failed_starts
         if num_failed & (num_failed - 1) == 0:  # 0, 1, 2, 4, 8 ...: a cause that lasts fills no log
             failed = f" ({num_failed} failed starts in a row)" if num_failed else ""
             log.warning(
-                "engine %d %s%s; the next start is in %.1f s", life.pid, death.reason, failed, delay_s
+                "engine %d %s%s; the next start is in %.1f s", instance.pid, ended.reason, failed, delay_s
             )
-        if life.is_up and death.is_blamable:
-            death = death.beside(*(f"the load of {model}" for model in self.registry.charge(death)))
-        self._dispatcher.bury(death)
+        if instance.is_up and ended.is_blamable:
+            ended = ended.beside(*(f"the load of {model}" for model in self.registry.charge(ended)))
+        self._dispatcher.bury(ended)
         if self.state is EngineState.SERVING:
-            self._lifecycle.move(EngineState.RESTARTING, death.reason)
+            self._lifecycle.move(EngineState.RESTARTING, ended.reason)
         if self._is_failing:
-            self._give_up(death)
+            self._give_up(ended)
         elif self.state is EngineState.STARTING and (failure := self.registry.start_failure()):
             self._fail_start(failure)
 
     def _fail_start(self, failure: ErrorInfo) -> None:
-        """A model of the first start failed: `start` raises its error and closes."""
+        """Have `start` raise the error of a model and close."""
         if self._started and not self._started.done():
             self._started.set_exception(error_from_info(failure))
 
-    def _give_up(self, death: EngineExit) -> None:
-        """The engine does not come up: nobody is kept waiting, though starting is tried on."""
-        error = self._setup_error(death.reason)
+    def _give_up(self, ended: EngineExit) -> None:
+        """Fail everything that waits: the engine does not come up, though further starts are tried."""
+        error = self._setup_error(ended.reason)
         if self._started and not self._started.done():
             self._started.set_exception(error)
         self._dispatcher.fail_all(error)
-        self._rest.ring()
+        self._suspension.ring()
 
     def _setup_error(self, reason: str) -> MachineSetupError:
         return MachineSetupError(self._failing_text(reason), retry_after_s=self._retry_after_s)
@@ -356,16 +390,16 @@ class EngineSupervisor:
 
     @property
     def _retry_after_s(self) -> float:
-        """When an engine may be back: not before the next start."""
+        """Seconds until an engine may be back: not before the next start."""
         return max(1.0, self.health().next_start_s or 0.0)
 
     def _end_everything(self) -> None:
-        """Whatever has not ended yet ends here, exactly once."""
-        self._stop_intake("the host's task ended")
+        """End what has not ended yet, exactly once."""
+        self._stop_intake("the supervisor's task ended")
         error: StokerError = NotReadyError("the engine has shut down")
         if self._failure is not None:
             error = error_from_info(self._failure)
-        if self._is_kept:
+        if self._is_stored:
             error = NotReadyError("the program ends while suspended; its next start goes on with this")
         else:
             self.requests.close(error)
@@ -374,75 +408,86 @@ class EngineSupervisor:
             self._started.set_exception(error)
 
     async def _tick(self) -> None:
-        """Look after what no message announces: a hung engine, a deadline that passes without an engine."""
+        """Find what no message announces: a hung engine, a deadline that passes without an engine."""
         while True:
             await asyncio.sleep(min(0.5, self._settings.watchdog_s / 4))
             self._reserve.fill()
-            if self._life and not self._life.is_over:
-                self._life.check(time.monotonic())
+            if self._instance and not self._instance.is_over:
+                self._instance.check(time.monotonic())
             self.requests.expire()
 
-    # ------------------------------------------------------------ sleep
+    # ------------------------------------------------------------ suspension
 
     async def suspend(self, grace_s: float = 0.0) -> None:
-        """Have the engine save what it computed and go, and keep every request; returns when that is done.
+        """Have the engine save what it computed and exit; every request is kept. Returns when that is done.
 
         Args:
-            grace_s: first wait so long; `wake` meanwhile, and nothing changes.
+            grace_s: seconds to wait first; a `wake` meanwhile calls it off.
 
         Raises:
             NotReadyError: not started, or closed.
         """
         self._check_running()
-        if not await self._rest.grace(grace_s, lambda: self._is_closed):
+        if not await self._suspension.grace(grace_s, lambda: self._is_closed):
             return
         self._check_running()
-        if not self._rest.is_wanted:
-            life = self._life
-            if life and not (life.is_over or life.is_leaving):
+        if not self._suspension.is_wanted:
+            instance = self._instance
+            if instance and not (instance.is_over or instance.is_leaving):
                 self._dispatcher.note_models()
-                self._leaving = asyncio.create_task(life.leave(), name="stoker-engine-leave")
-            self._rest.want()
-        await self._rest.until(lambda: self._rest.is_on or self._is_closed or not self._rest.is_wanted)
+                self._leaving = asyncio.create_task(instance.leave(), name="stoker-engine-leave")
+            self._suspension.want()
+        await self._suspension.until(
+            lambda: self._suspension.is_on or self._is_closed or not self._suspension.is_wanted
+        )
 
     async def wake(self) -> None:
-        """Start an engine again with the models there were, and let every request go on.
+        """Start an engine with the models there were, and let every request go on.
 
-        Returns when it serves, or at once where it does; also when it was suspended again meanwhile.
+        Returns when it serves, at once where it does, or when it was suspended again meanwhile.
 
         Raises:
             NotReadyError: not started, or closed meanwhile.
             MachineSetupError: the engine process does not come up.
         """
         self._check_running()
-        if self._rest.is_wanted:  # what failed before says nothing of now
+        if self._suspension.is_wanted:  # earlier failures say nothing of now
             self._num_failed_starts = 0
             self._backoff.reset()
-        self._rest.wake()
-        await self._rest.until(
-            lambda: self._dispatcher.has_engine or self._rest.is_wanted or self._is_closed or self._is_failing
+        self._suspension.wake()
+        await self._suspension.until(
+            lambda: (
+                self._dispatcher.has_engine
+                or self._suspension.is_wanted
+                or self._is_closed
+                or self._is_failing
+            )
         )
         self._check_running()
         if self._is_failing:
-            raise self._setup_error(self._last_end)
+            raise self._setup_error(self._last_exit)
 
     async def _stay_away(self, why: str) -> None:
-        """Between two lives, until `wake` or `close`; a `wake` that came already ends it at once."""
+        """Be suspended until `wake` or `close`; a `wake` that came already ends it at once."""
         self._dispatcher.sleep()
         if not self._is_closed:
             self._lifecycle.move(EngineState.SUSPENDED, why)
-        await self._request_store.keep(self.requests.portable())
-        self._is_kept = True
-        self._rest.begin()
-        await self._rest.until(lambda: self._is_closed or not self._rest.is_wanted)
+        await self._keep()
+        self._is_stored = True
+        self._suspension.begin()
+        await self._suspension.until(lambda: self._is_closed or not self._suspension.is_wanted)
         if self._is_closed:
-            await self._request_store.keep(self.requests.portable())  # with those that came meanwhile
+            await self._keep()  # with those that came meanwhile
             return
-        self._rest.end()
+        self._suspension.end()
         self.requests.wake()
         if not self._is_closed:
             back = EngineState.RESTARTING if self._has_served else EngineState.STARTING
             self._lifecycle.move(back, "resumed")
+
+    async def _keep(self) -> None:
+        if self._store:
+            await self._store.keep(self.requests.portable())
 
     @property
     def _is_failing(self) -> bool:
@@ -457,7 +502,7 @@ class EngineSupervisor:
     # ------------------------------------------------------------ requests
 
     def take_up(self, kept: Submit, sink: EventSink) -> None:
-        """Go on with a request that another program kept.
+        """Go on with a request that another program stored.
 
         Raises:
             NotReadyError: not started, or closed.
@@ -474,7 +519,7 @@ class EngineSupervisor:
 
         Raises:
             NotReadyError: not started, or closed.
-            QueueFullError: as many requests of its model wait as may for one of its class; said at once,
+            QueueFullError: as many requests of its model wait as may for one of its class; raised at once,
                 whatever the engine does.
             InvalidRequestError: a live request has that id.
         """
@@ -492,7 +537,7 @@ class EngineSupervisor:
         self._dispatcher.hand_out()
 
     def pause(self, request_id: str) -> None:
-        """Let a request stand still until `resume`; the engine's end does not change that. Idempotent.
+        """Hold a request until `resume`, over restarts of the engine. Idempotent.
 
         Raises:
             RequestNotFoundError: no live request has that id.
@@ -510,7 +555,7 @@ class EngineSupervisor:
         self._dispatcher.hand_out()
 
     async def ask(self, question: Question) -> dict[str, Any]:
-        """The engine's answer to `question`, whatever call id it carries.
+        """The engine's answer to `question`, whose call id is replaced.
 
         Raises:
             NotReadyError: closed, or the engine is away and the question is about its present state.
@@ -528,19 +573,19 @@ class EngineSupervisor:
 
         Raises:
             NotReadyError: not started, closed, or starts fail one after the other.
-            EngineError: the host ended by a fault of ours.
+            EngineError: the supervisor ended by a fault of its own.
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
-        if self._is_failing and not self._rest.is_wanted:
-            raise NotReadyError(self._failing_text(self._last_end), retry_after_s=self._retry_after_s)
+        if self._is_failing and not self._suspension.is_wanted:
+            raise NotReadyError(self._failing_text(self._last_exit), retry_after_s=self._retry_after_s)
         if self.state in {EngineState.STARTING, EngineState.CLOSED}:
             raise NotReadyError(f"the engine is {self.state}", retry_after_s=1.0)
 
 
-def _host_failure(error: Exception) -> ErrorInfo:
-    """What callers are told from here on; of several at once the first."""
+def _own_failure(error: Exception) -> ErrorInfo:
+    """The error of every call from here on; of several at once the first."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    text = f"the engine's host has failed and starts no other: {type(error).__name__}: {error}"
+    text = f"the engine's supervisor has failed and starts no other: {type(error).__name__}: {error}"
     return EngineError(text).info()

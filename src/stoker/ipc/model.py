@@ -255,6 +255,29 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterSpec, ...] = ()
     adapter: str = ""
 
+    @classmethod
+    def bare(cls, spec: ModelSpec) -> ModelInfo:
+        """Of a model whose file was not read: what was asked for."""
+        return cls(
+            id=spec.id,
+            path=spec.path,
+            label="",
+            model_class="",
+            architecture="",
+            description="",
+            num_params=0,
+            size_bytes=0,
+            n_vocab=0,
+            n_ctx=spec.most_tokens,
+            n_ctx_train=0,
+            n_batch=spec.n_batch,
+            num_slots=spec.num_slots,
+            num_threads=spec.num_threads,
+            kv_type=spec.kv_type,
+            flash_attention="",
+            memory_bytes={},
+        )
+
     @property
     def asked_as(self) -> str:
         """The name it was asked for by: its id, or an adapter's."""

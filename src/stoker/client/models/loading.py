@@ -1,8 +1,8 @@
-"""What callers want of models: loads and unloads that they wait for, and pins.
+"""Loads, unloads, pins and downloads of models, as callers ask for them.
 
-Owns who waits for which model. One load serves all who ask for the same (SPEC R4); one that nobody waits for
-any more is stopped. When an engine may be told, and what it says, is the host's business; what is known of
-a model the roster's.
+Owns the callers that wait for a model. One load serves all who ask for the same (SPEC R4); a load whose last
+caller is cancelled is stopped. States of models are in `registry`, commands go out through
+`client.dispatcher`.
 """
 
 from __future__ import annotations
@@ -12,32 +12,78 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from stoker.errors import ModelInUseError, ModelNotFoundError, NotReadyError, error_from_info
+import msgspec
+
+from stoker.client.models.specs import ServedModel
+from stoker.errors import (
+    ModelInUseError,
+    ModelNotFoundError,
+    NotReadyError,
+    OperatorOnlyError,
+    error_from_info,
+)
 from stoker.ipc.commands import LoadModel, PinModel, UnloadModel
-from stoker.ipc.model import ModelLife
+from stoker.ipc.events import ModelState
+from stoker.ipc.model import ModelClass, ModelLife, Reach
+from stoker.ipc.status import ModelStatus
+from stoker.models.hub.downloads import Downloads
+from stoker.models.hub.reference import is_reference
+from stoker.models.seq2seq import check_one_slot
 
 if TYPE_CHECKING:
+    from stoker.client.event_bus import EventBus
     from stoker.client.models.registry import ModelRegistry
+    from stoker.client.models.specs import ModelSource
+    from stoker.client.requests.table import Requests
     from stoker.errors import StokerError
-    from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo, ModelSpec
+
+_UNLOADED = "model {!r} was unloaded before it was ready"
 
 Tell = Callable[[LoadModel | UnloadModel | PinModel], bool]
 
 
+class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller wants differently of a model than the settings say; None: as it is."""
+
+    keep_alive_s: float | None = None
+    n_ctx: int | None = None
+    num_slots: int | None = None
+
+    def check(self, info: ModelInfo) -> None:
+        """Raises UnsupportedError where a model of that class cannot be loaded so."""
+        if info.model_class == ModelClass.ENCODER_DECODER:
+            check_one_slot(info.id, self.num_slots or 1)
+
+    def applied(self, spec: ModelSpec) -> ModelSpec:
+        """The spec with these changes."""
+        given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        if self.n_ctx is not None:
+            given["num_cells"] = 0  # what is asked for is what all its slots share
+        return msgspec.structs.replace(spec, **given)
+
+
 class ModelLoading:
-    """Everybody who waits for a model to come or to go.
+    """The callers that wait for a model to come or to go.
 
     Args:
-        roster: what is known of the models.
-        tell: hands a command to the engine, if one serves; else False, and the roster remembers.
-        num_requests: live requests of a model.
+        registry: what is known of the models.
+        source: finds models that are not served yet.
+        tell: sends a command to the engine, if one serves; else False, and the registry has it for the next.
+        requests: the live ones, by which a model is in use.
+        bus: gets the states of downloads.
     """
 
-    def __init__(self, registry: ModelRegistry, tell: Tell, num_requests: Callable[[str], int]) -> None:
+    def __init__(
+        self, registry: ModelRegistry, source: ModelSource, tell: Tell, requests: Requests, bus: EventBus
+    ) -> None:
         self._registry = registry
+        self._source = source
         self._tell = tell
-        self._num_requests = num_requests
+        self._requests = requests
+        self._bus = bus
+        self._downloads = Downloads(source.models_dir, self._download_moved)
+        self._downloading: dict[str, ModelState] = {}
         self._coming: dict[str, list[asyncio.Future[ModelInfo]]] = {}
         self._going: dict[str, list[asyncio.Future[None]]] = {}
         self._absences: Counter[str] = Counter()  # answers to unloads that are still to come
@@ -48,10 +94,77 @@ class ModelLoading:
     def __len__(self) -> int:
         return sum(map(len, self._coming.values())) + sum(map(len, self._going.values()))
 
-    async def load(self, spec: ModelSpec, info: ModelInfo) -> ModelInfo:
-        """Have a model in memory; `info` is what is known of one that is not served yet.
+    def statuses(self) -> list[ModelStatus]:
+        """Every served model and every download as last heard of; needs no engine."""
+        downloads = [
+            ModelStatus(id=name, state=moved.state, stage=moved.stage, fraction=moved.fraction)
+            for name, moved in self._downloading.items()
+        ]
+        return [*self._registry.statuses(self._requests.num_by_model()), *downloads]
 
-        Cancelled by the last who waits for it, the load is stopped, unless requests want the model.
+    def close(self) -> None:
+        """Stop every download."""
+        self._downloads.close()
+
+    # ------------------------------------------------------------ by name
+
+    async def load_by_name(self, name: str, changes: SpecChanges, reach: Reach) -> ModelInfo:
+        """Load a model, which is served from then on; one that is loaded otherwise is replaced.
+
+        Args:
+            name: id of a served model, a name that `stoker models` lists, a file below the models folder, or
+                OWNER/REPO[:FILE] of the hub, which is downloaded first.
+            changes: what it is to be loaded with.
+            reach: what `name` may lead to.
+
+        Raises:
+            ModelNotFoundError: there is no such model, or it lies outside the models folder.
+            OperatorOnlyError: it would have to be downloaded, which `reach` excludes.
+            UnsupportedError: a model of that class cannot be loaded so.
+            NotReadyError: no engine is there, or the load or download was stopped.
+            StokerError: why it cannot be loaded or downloaded.
+        """
+        served = self._registry.spec(name)
+        if served is not None:
+            spec, info = served, self._registry.info(name)
+        else:
+            spec, info = await self._find(name, reach)
+            known = self._registry.spec(spec.id)
+            spec = known if known is not None and known.path == spec.path else spec
+        changes.check(info)
+        return await self.load(changes.applied(spec), info)
+
+    async def _find(self, name: str, reach: Reach) -> ServedModel:
+        try:
+            return await asyncio.to_thread(self._source.find, name, reach)
+        except ModelNotFoundError:
+            if not is_reference(name):
+                raise
+            if reach is Reach.LOCAL:
+                raise _downloads_off(name) from None
+        path = await self._download(name)
+        return await asyncio.to_thread(self._source.find, path)
+
+    async def _download(self, name: str) -> str:
+        self._download_moved(name, "", 0.0)
+        try:
+            path = await self._downloads.get(name)
+        finally:
+            if name not in self._downloads and self._downloading.pop(name, None) is not None:
+                self._bus.model_moved(ModelState(model=name, state=ModelLife.ABSENT))
+        return str(path)
+
+    def _download_moved(self, name: str, file: str, fraction: float) -> None:
+        moved = ModelState(model=name, state=ModelLife.DOWNLOADING, stage=file, fraction=fraction)
+        self._downloading[name] = moved
+        self._bus.model_moved(moved)
+
+    # ------------------------------------------------------------ what callers want
+
+    async def load(self, spec: ModelSpec, info: ModelInfo) -> ModelInfo:
+        """Load a model; `info` describes one that is not served yet.
+
+        When its last caller is cancelled, the load is stopped, unless requests want the model.
 
         Raises:
             NotReadyError: it was unloaded meanwhile.
@@ -64,24 +177,25 @@ class ModelLoading:
         self._check_fits(spec)
         is_same = self._registry.spec(model) == spec
         was_ready = self._registry.state(model) is ModelLife.READY
-        waiting = self._coming.setdefault(model, [])
+        callers = self._coming.setdefault(model, [])
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
-        waiting.append(answer)
-        if not (is_same and len(waiting) > 1):
+        callers.append(answer)
+        if not (is_same and len(callers) > 1):
             self._tell(self._registry.ask(spec, info))
         try:
             return await answer
         except asyncio.CancelledError:
-            waiting.remove(answer)
-            if not waiting and not was_ready and not self._num_requests(model):
-                self._stop(model)
+            callers.remove(answer)
+            is_wanted = callers or was_ready or self._num_requests(model)
+            if not is_wanted and self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
+                self._release(model)
             raise
         finally:
             if self._coming.get(model) == []:
                 del self._coming[model]
 
     def _check_fits(self, spec: ModelSpec) -> None:
-        """Refuse to take context from requests whose model is away; of one that is ready the engine judges.
+        """Refuse to take context from requests whose model is away; the engine judges of one that is ready.
 
         Raises:
             ModelInUseError: there are such requests.
@@ -95,37 +209,28 @@ class ModelLoading:
         ):
             raise _in_use(model, num_requests)
 
-    def engine_gone(self) -> None:
-        """No engine can judge any more whether live requests fit into what a model was to be loaded as."""
-        for model in list(self._coming):
-            num_requests = self._num_requests(model)
-            if num_requests and self._registry.call_off(model):
-                for come in self._pop_coming(model):
-                    come.set_exception(_in_use(model, num_requests))
-
-    def _stop(self, model: str) -> None:
-        if self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
-            self._release(model)
-
     async def unload(self, model: str) -> None:
-        """Have a model out of memory as soon as nothing runs on it; requests that come have it loaded again.
+        """Free a model once nothing runs on it, or stop its load or download; a later request loads it again.
 
         Raises:
             ModelNotFoundError: it is not served.
         """
+        if model in self._downloads:
+            self._downloads.stop(model)
+            return
         self._check(model)
-        self._give_up(model)
+        self._fail(model, NotReadyError(_UNLOADED.format(model), retry_after_s=1.0))
         is_there = self._registry.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = self._going.setdefault(model, [])
-        waiting.append(gone)
+        callers = self._going.setdefault(model, [])
+        callers.append(gone)
         if not (self._release(model) and is_there):
             gone.set_result(None)
         try:
             await gone
         finally:
-            if gone in waiting:
-                waiting.remove(gone)
+            if gone in callers:
+                callers.remove(gone)
             if self._going.get(model) == []:
                 del self._going[model]
 
@@ -139,32 +244,40 @@ class ModelLoading:
         self._registry.pin(model, is_pinned=is_pinned)
         self._tell(PinModel(model, is_pinned=is_pinned))
 
+    # ------------------------------------------------------------ what engines do
+
     def moved(self, event: ModelState) -> None:
-        """The roster has a model's new state: tell who waited for it."""
+        """The registry has a model's new state: answer its callers."""
         state = self._registry.state(event.model)
         if state is ModelLife.READY and event.stage:  # another load of it is under way
             return
         if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
             return
         # Ready with an error: another was to take its place, and it stays.
-        error = error_from_info(event.error) if event.error else _unloaded(event)
         is_there = state is ModelLife.READY and event.error is None
         if state is ModelLife.ABSENT and self._absences[event.model]:
             self._absences[event.model] -= 1
-            self._gone(event.model)  # who wants it since then has asked for another load
+            self._gone(event.model)  # callers since then have asked for another load
             return
-        for come in self._pop_coming(event.model):
-            if is_there:
+        if is_there:
+            for come in self._pop_coming(event.model):
                 come.set_result(self._registry.resolve(event.model))
-            else:
-                come.set_exception(error)
+        else:
+            self._fail(event.model, error_from_info(event.error) if event.error else _unloaded(event))
         if state is not ModelLife.READY:
             self._gone(event.model)
 
-    def lost(self) -> None:
-        """The engine is no more: what had to go is gone, and what was to come will come of the next one.
+    def engine_gone(self) -> None:
+        """Fail the loads that would take context from live requests: no engine can judge of them any more."""
+        for model in list(self._coming):
+            num_requests = self._num_requests(model)
+            if num_requests and self._registry.call_off(model):
+                self._fail(model, _in_use(model, num_requests))
 
-        A model that has failed for good will not, nor another load of one that serves, if that was the end.
+    def lost(self) -> None:
+        """The engine has ended: unloads are done, and the next engine goes on with the loads.
+
+        It does not with a model that has failed for good, nor with a reload that ended this engine.
         """
         self._absences.clear()
         for model in list(self._going):
@@ -172,19 +285,17 @@ class ModelLoading:
         for model in list(self._coming):
             failure = self._registry.load_failure(model)
             if failure is not None:
-                for come in self._pop_coming(model):
-                    come.set_exception(error_from_info(failure))
+                self._fail(model, error_from_info(failure))
 
     def fail_all(self, error: StokerError) -> None:
-        """No engine will come."""
+        """No engine will come: end every wait."""
         for model in list(self._coming):
-            for come in self._pop_coming(model):
-                come.set_exception(error)
+            self._fail(model, error)
         for model in list(self._going):
             self._gone(model)
 
     def _release(self, model: str) -> bool:
-        """No engine shall have it; whether there is one that will say when that is so."""
+        """Have no engine load it; returns whether one will report that it is absent."""
         self._registry.release(model)
         is_told = self._tell(UnloadModel(model))
         if is_told:
@@ -193,8 +304,10 @@ class ModelLoading:
             self._registry.set_aside(model)
         return is_told
 
-    def _give_up(self, model: str) -> None:
-        error = NotReadyError(f"model {model!r} was unloaded before it was ready", retry_after_s=1.0)
+    def _num_requests(self, model: str) -> int:
+        return self._requests.num_by_model().get(model, 0)
+
+    def _fail(self, model: str, error: StokerError) -> None:
         for come in self._pop_coming(model):
             come.set_exception(error)
 
@@ -214,7 +327,7 @@ class ModelLoading:
 
 def _unloaded(event: ModelState) -> StokerError:
     why = f": {event.reason}" if event.reason else ""
-    return NotReadyError(f"model {event.model!r} was unloaded before it was ready{why}", retry_after_s=1.0)
+    return NotReadyError(_UNLOADED.format(event.model) + why, retry_after_s=1.0)
 
 
 def _in_use(model: str, num_requests: int) -> ModelInUseError:
@@ -224,4 +337,12 @@ def _in_use(model: str, num_requests: int) -> ModelInUseError:
         " or from another file when they have ended",
         param="ctx_size",
         num_requests=num_requests,
+    )
+
+
+def _downloads_off(name: str) -> OperatorOnlyError:
+    return OperatorOnlyError(
+        f"{name} is not on this machine, and the server downloads it for operators with a key only: run"
+        f" `stoker pull {name}` there, or start the server with --allow-downloads or --admin-key-file",
+        param="model",
     )

@@ -23,6 +23,7 @@ from stoker.ipc.status import ModelStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from stoker.client.models.specs import ServedModel
     from stoker.client.process.exit import EngineExit
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelSpec
@@ -96,13 +97,13 @@ class ModelRegistry:
     """All served models, in order; the first is the default.
 
     Args:
-        specs: how to load each; ids are unique. The first engine loads all of them, the first one first.
+        models: ids are unique. The first engine loads all of them, the first one first.
         mark_of: tells the file at a path from another that takes its place.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec], mark_of: Callable[[str], object] = file_mark) -> None:
+    def __init__(self, models: Iterable[ServedModel], mark_of: Callable[[str], object] = file_mark) -> None:
         self._mark_of = mark_of
-        self._entries = {spec.id: ModelEntry(spec, bare_info(spec)) for spec in specs}
+        self._entries = {spec.id: ModelEntry(spec, info) for spec, info in models}
         for number, entry in enumerate(self._entries.values()):
             entry.is_due = True
             entry.may_evict = number == 0
@@ -260,10 +261,6 @@ class ModelRegistry:
         if entry.state in _IN_MEMORY | _UNDER_WAY:
             self._move(entry, ModelLife.ABSENT)
 
-    def describe(self, info: ModelInfo) -> None:
-        """What is known of a model before its first load."""
-        self._entries[info.id].info = info
-
     def pin(self, model: str, *, is_pinned: bool) -> None:
         """It is never unloaded to make room, or no longer so."""
         entry = self._entries[model]
@@ -416,29 +413,6 @@ class ModelRegistry:
 def _load_crash(entry: ModelEntry, text: str, crashes: int) -> ErrorInfo:
     model, path = entry.spec.id, entry.to_load.path
     return LoadCrashedError(f"loading {model!r} from {path} {text}", model=model, crashes=crashes).info()
-
-
-def bare_info(spec: ModelSpec) -> ModelInfo:
-    """What is known of a model whose file nobody has read: what was asked for."""
-    return ModelInfo(
-        id=spec.id,
-        path=spec.path,
-        label="",
-        model_class="",
-        architecture="",
-        description="",
-        num_params=0,
-        size_bytes=0,
-        n_vocab=0,
-        n_ctx=spec.most_tokens,
-        n_ctx_train=0,
-        n_batch=spec.n_batch,
-        num_slots=spec.num_slots,
-        num_threads=spec.num_threads,
-        kv_type=spec.kv_type,
-        flash_attention="",
-        memory_bytes={},
-    )
 
 
 def _status(entry: ModelEntry, leases: int) -> ModelStatus:

@@ -1,21 +1,21 @@
-"""From settings and a file to a served model: how it is to be loaded, and what its header says it is.
+"""From settings and files to served models: how each is loaded, and what its header says it is.
 
-Reads headers only. Where a file is found is `stoker.models.store`'s business; that it really loads the
-engine's.
+Reads headers, of models, LoRA adapters (SPEC K6) and projectors (SPEC V1). Where a file is found belongs to
+`stoker.models.store`, whether files fit each other to `stoker.models.adapters` and `.projector`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-import msgspec
+from msgspec.structs import replace
 
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
-from stoker.client.models.adapter_specs import adapters_by_model
-from stoker.client.models.projector_specs import projector_by_model
-from stoker.client.models.registry import bare_info
-from stoker.errors import InvalidRequestError
+from stoker.errors import InvalidRequestError, StokerError
 from stoker.ipc.model import (
     AdapterSpec,
     CacheMode,
@@ -24,130 +24,152 @@ from stoker.ipc.model import (
     ModelSpec,
     Policy,
     ProjectorSpec,
+    Reach,
     Speculation,
 )
+from stoker.ipc.request import MAX_ADAPTER_SCALE
 from stoker.machine.profile import read_profile
 from stoker.machine.tiers import DEFAULTS, TierDefaults, tier_of
-from stoker.models.projector import Pairing, pairing_of
+from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
+from stoker.models.projector import Pairing, ProjectorHeader, check_pair, pairing_of, read_projector
 from stoker.models.seq2seq import check_one_slot, slots_of
-from stoker.models.store import ModelFile, ModelStore
+from stoker.models.store import FAKE_PREFIX, ModelFile, ModelStore, is_fake
 
 if TYPE_CHECKING:
     from stoker.models.gguf.header import GgufHeader
     from stoker.settings import EngineSettings
 
+_RESERVED = "default"
+H = TypeVar("H", AdapterHeader, ProjectorHeader)
 
-@dataclass(frozen=True, slots=True)
-class ServedSpecs:
-    """A model to serve; `info` is provisional until it was loaded once."""
+
+class ServedModel(NamedTuple):
+    """A model to serve; `info` says what its header does, until it was loaded once."""
 
     spec: ModelSpec
     info: ModelInfo
 
 
-def tier_defaults(settings: EngineSettings) -> TierDefaults:
-    """What holds on this machine where no setting says otherwise (SPEC M2); measures the machine."""
-    return DEFAULTS[tier_of(read_profile(settings.memory_limit).effective_bytes)]
+class ModelSource:
+    """The models that settings and names lead to.
 
-
-def max_tokens_of(settings: EngineSettings, defaults: TierDefaults) -> int | None:
-    """Tokens an answer may have where its request does not say; None: until the context is full."""
-    given = settings.default_max_tokens
-    return defaults.max_tokens if given is None else given or None
-
-
-def served_of(settings: EngineSettings) -> tuple[TierDefaults, list[ServedSpecs]]:
-    """What holds on this machine, and what the settings name, the default first; reads the files' headers.
-
-    Raises:
-        ModelNotFoundError: a name or path leads nowhere.
-        ModelFileError: a file is broken, or an adapter or the projector fits none of the models.
-        InvalidRequestError: two models would be served under one name.
-        UnsupportedError: the settings ask for more slots than any of the models can have.
+    Args:
+        settings: the engine's.
+        served: what is served from the start, the default first.
     """
-    defaults = tier_defaults(settings)
-    store = ModelStore(settings.models_dir)
-    found: dict[str, ServedSpecs] = {}
-    files: list[ModelFile] = []
-    for ref in settings.models or (None,):
-        file = store.resolve(ref)
-        files.append(file)
-        if file.id in found:
-            text = f"two models would be served as {file.id!r}: {found[file.id].spec.path} and {file.path}"
-            raise InvalidRequestError(text, param="models")
-        found[file.id] = served(file, settings, defaults)
-        if settings.draft_model and len(found) == 1:
-            found[file.id] = _guessed_for(found[file.id], store.resolve(settings.draft_model).path)
-    _check_slots(settings, list(found.values()))
-    adapters = adapters_by_model(settings.lora, files)
-    projectors = projector_by_model(settings.mmproj, files)
-    adapted = [_adapted(each, adapters.get(each.spec.id, ())) for each in found.values()]
-    return defaults, [_seeing(each, projectors.get(each.spec.id)) for each in adapted]
 
+    def __init__(self, settings: EngineSettings, served: Sequence[ServedModel] = ()) -> None:
+        self.served = served
+        self._settings = settings
+        self._store = ModelStore(settings.models_dir)
 
-def _guessed_for(each: ServedSpecs, draft_path: str) -> ServedSpecs:
-    """The same model with the one that guesses for it."""
-    return ServedSpecs(msgspec.structs.replace(each.spec, draft_path=draft_path), each.info)
+    def __repr__(self) -> str:
+        return f"<ModelSource {self._store!r} serving {[model.spec.id for model in self.served]}>"
 
+    @classmethod
+    def read(cls, settings: EngineSettings) -> ModelSource:
+        """With the models that the settings name; measures the machine and reads the files' headers.
 
-def _seeing(each: ServedSpecs, projector: ProjectorSpec | None) -> ServedSpecs:
-    """The same model with what it looks at pictures with."""
-    if projector is None:
-        return each
-    return ServedSpecs(
-        msgspec.structs.replace(each.spec, projector=projector),
-        msgspec.structs.replace(each.info, has_vision=True, pairing=str(Pairing.READY)),
-    )
+        Raises:
+            ModelNotFoundError: a name or path leads nowhere.
+            ModelFileError: a file is broken, or an adapter or the projector fits none of the models.
+            InvalidRequestError: two models would be served under one name.
+            UnsupportedError: the settings ask for more slots than any of the models can have.
+        """
+        source = cls(settings)
+        source.served = source._read_served()
+        return source
 
+    @property
+    def models_dir(self) -> Path:
+        """Where models are found, and downloaded to."""
+        return self._settings.models_dir
 
-def _adapted(each: ServedSpecs, adapters: tuple[AdapterSpec, ...]) -> ServedSpecs:
-    """The same model with what requests may have it adapted by."""
-    return ServedSpecs(
-        msgspec.structs.replace(each.spec, adapters=adapters),
-        msgspec.structs.replace(each.info, adapters=adapters),
-    )
+    @cached_property
+    def defaults(self) -> TierDefaults:
+        """What holds on this machine where no setting says otherwise (SPEC M2); measures the machine."""
+        return DEFAULTS[tier_of(read_profile(self._settings.memory_limit).effective_bytes)]
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens an answer may have where its request does not say; None: until the context is full."""
+        given = self._settings.default_max_tokens
+        return self.defaults.max_tokens if given is None else given or None
 
-def _check_slots(settings: EngineSettings, found: list[ServedSpecs]) -> None:
-    """Slots that somebody asked for are refused where no served model can have them."""
-    is_asked = "slots" in settings.model_fields_set
-    classes = {each.info.model_class for each in found}
-    if is_asked and classes == {ModelClass.ENCODER_DECODER}:
-        check_one_slot(found[0].spec.id, settings.slots)
+    def find(self, name: str, reach: Reach = Reach.LOCAL) -> ServedModel:
+        """A listed model, one below the models folder or, within `reach`, a fake; reads its header.
 
+        Raises:
+            ModelNotFoundError: there is no such model, or it lies outside the models folder.
+            ModelError: its file is broken or holds no language model.
+        """
+        is_free = reach is Reach.ANY and is_fake(name)
+        return self._described(
+            self._store.resolve_fake(name) if is_free else self._store.resolve_listed(name)
+        )
 
-def served(file: ModelFile, settings: EngineSettings, defaults: TierDefaults) -> ServedSpecs:
-    """One model as the settings would have it."""
-    spec = ModelSpec(
-        id=file.id,
-        path=file.path,
-        num_slots=slots_of(file.model_class, settings.slots),
-        n_ctx=settings.ctx_size,
-        num_cells=settings.kv_cells or 0,
-        n_batch=settings.n_batch,
-        num_threads=settings.threads,
-        max_queue=settings.max_queue,
-        policy=Policy(settings.policy),
-        target_step_ms=settings.target_step_ms,
-        background_patience_s=settings.background_patience_s,
-        park_bytes=settings.park_bytes,
-        cache_mode=CacheMode(settings.cache_mode),
-        keep_alive_s=defaults.keep_alive_s if settings.keep_alive is None else settings.keep_alive,
-        speculation=Speculation(settings.speculation),
-    )
-    return ServedSpecs(spec, _info(spec, file))
+    def _read_served(self) -> list[ServedModel]:
+        settings, store = self._settings, self._store
+        found: dict[str, ServedModel] = {}
+        files: list[ModelFile] = []
+        for ref in settings.models or (None,):
+            file = store.resolve(ref)
+            files.append(file)
+            if file.id in found:
+                paths = f"{found[file.id].spec.path} and {file.path}"
+                text = f"two models would be served as {file.id!r}: {paths}"
+                raise InvalidRequestError(text, param="models")
+            found[file.id] = self._described(file)
+        if settings.draft_model:
+            draft_path = store.resolve(settings.draft_model).path
+            first = found[files[0].id]
+            found[files[0].id] = first._replace(spec=replace(first.spec, draft_path=draft_path))
+        if "slots" in settings.model_fields_set:
+            self._check_slots(list(found.values()))
+        for model, adapters in adapters_by_model(settings.lora, files).items():
+            spec, info = found[model]
+            found[model] = ServedModel(replace(spec, adapters=adapters), replace(info, adapters=adapters))
+        for model, projector in projector_by_model(settings.mmproj, files).items():
+            spec, info = found[model]
+            seeing = replace(info, has_vision=True, pairing=str(Pairing.READY))
+            found[model] = ServedModel(replace(spec, projector=projector), seeing)
+        return list(found.values())
 
+    def _check_slots(self, found: list[ServedModel]) -> None:
+        """Slots that were asked for are refused where no served model can have them."""
+        if {model.info.model_class for model in found} == {ModelClass.ENCODER_DECODER}:
+            check_one_slot(found[0].spec.id, self._settings.slots)
 
-def _info(spec: ModelSpec, file: ModelFile) -> ModelInfo:
-    bare = bare_info(spec)
-    n_ctx = min(spec.most_tokens or file.n_ctx_train, file.n_ctx_train)
-    bare = msgspec.structs.replace(bare, n_ctx=n_ctx, n_ctx_train=file.n_ctx_train)
-    return _fake_info(bare, spec, file) if file.header is None else _header_info(bare, file.header)
+    def _described(self, file: ModelFile) -> ServedModel:
+        settings = self._settings
+        keep_alive = settings.keep_alive
+        spec = ModelSpec(
+            id=file.id,
+            path=file.path,
+            num_slots=slots_of(file.model_class, settings.slots),
+            n_ctx=settings.ctx_size,
+            num_cells=settings.kv_cells or 0,
+            n_batch=settings.n_batch,
+            num_threads=settings.threads,
+            max_queue=settings.max_queue,
+            policy=Policy(settings.policy),
+            target_step_ms=settings.target_step_ms,
+            background_patience_s=settings.background_patience_s,
+            park_bytes=settings.park_bytes,
+            cache_mode=CacheMode(settings.cache_mode),
+            keep_alive_s=self.defaults.keep_alive_s if keep_alive is None else keep_alive,
+            speculation=Speculation(settings.speculation),
+        )
+        bare = replace(ModelInfo.bare(spec), n_ctx_train=file.n_ctx_train)
+        if file.header is None:
+            return ServedModel(spec, _fake_info(bare, spec, file))
+        n_ctx = min(spec.most_tokens or file.n_ctx_train, file.n_ctx_train)
+        return ServedModel(spec, _header_info(replace(bare, n_ctx=n_ctx), file.header))
 
 
 def _header_info(bare: ModelInfo, header: GgufHeader) -> ModelInfo:
     name = header.metadata.get("general.name")
-    return msgspec.structs.replace(
+    return replace(
         bare,
         model_class=str(header.model_class),
         architecture=header.architecture,
@@ -166,7 +188,7 @@ def _header_info(bare: ModelInfo, header: GgufHeader) -> ModelInfo:
 
 def _fake_info(bare: ModelInfo, spec: ModelSpec, file: ModelFile) -> ModelInfo:
     vocabulary = FakeVocabulary()
-    return msgspec.structs.replace(
+    return replace(
         bare,
         n_ctx=spec.most_tokens or file.n_ctx_train,  # it takes what it is given
         model_class=str(file.model_class),
@@ -176,3 +198,112 @@ def _fake_info(bare: ModelInfo, spec: ModelSpec, file: ModelFile) -> ModelInfo:
         bos_text=vocabulary.bos_text,
         eos_text=vocabulary.eos_text,
     )
+
+
+# ---------------------------------------------------------------- what goes with a model
+
+
+def parse_adapter(text: str) -> AdapterSpec:
+    """The adapter of `NAME=FILE` or `NAME=FILE@SCALE`.
+
+    Raises:
+        InvalidRequestError: it is not written so, or the scale is out of range.
+    """
+    name, equals, path = text.partition("=")
+    name = name.strip()
+    if not (equals and name and path and name.isprintable()):
+        raise InvalidRequestError(f"lora: {text!r} is not written NAME=FILE or NAME=FILE@SCALE", param="lora")
+    file, at, scale = path.rpartition("@")
+    number = _number(scale) if at else None
+    if number is None:
+        return AdapterSpec(name=name, path=_expanded(path))
+    if not abs(number) <= MAX_ADAPTER_SCALE:
+        text = f"the adapter {name!r} has the scale {scale}; -{MAX_ADAPTER_SCALE:g} to {MAX_ADAPTER_SCALE:g}"
+        raise InvalidRequestError(f"lora: {text} are taken", param="lora")
+    return AdapterSpec(name=name, path=_expanded(file), scale=number)
+
+
+def adapters_by_model(
+    texts: Sequence[str], models: Sequence[ModelFile]
+) -> dict[str, tuple[AdapterSpec, ...]]:
+    """The adapters of each model that has any, by its id; an adapter belongs to the first model it fits.
+
+    Raises:
+        InvalidRequestError: an adapter is malformed, or has a name that is taken.
+        ModelFileError: a file is broken or fits none of the models; of those the first is named.
+        UnsupportedError: it fits one that cannot be adapted.
+    """
+    found: dict[str, tuple[AdapterSpec, ...]] = {}
+    taken = {_RESERVED, *(model.id for model in models)}
+    for spec in map(parse_adapter, texts):
+        if spec.name in taken:
+            text = f"lora: {spec.name!r} is the name of a model or of another adapter"
+            raise InvalidRequestError(text, param="lora")
+        taken.add(spec.name)
+        model, whole = _placed(spec, models)
+        found[model.id] = (*found.get(model.id, ()), whole)
+    return found
+
+
+def projector_by_model(path: str | Path | None, models: Sequence[ModelFile]) -> dict[str, ProjectorSpec]:
+    """The projector of the first model that it fits, by its id.
+
+    Raises:
+        ModelFileError: the file is broken, or is another model's; of those the first is named.
+        UnsupportedError: it encodes no images, or that model takes them in a way that is not served.
+        InvalidRequestError: no model is served that could take images.
+    """
+    if path is None:
+        return {}
+    projector = read_projector(path)
+    model = _first_fitting(projector, models, check_pair)
+    if model is None:
+        raise InvalidRequestError(f"mmproj: no model is served that {projector.path.name} could see for")
+    return {model.id: projector.spec}
+
+
+def _placed(spec: AdapterSpec, models: Sequence[ModelFile]) -> tuple[ModelFile, AdapterSpec]:
+    """The first model that the adapter fits, and the spec with what its file adds."""
+    if spec.path.startswith(FAKE_PREFIX):
+        for model in models:
+            if model.header is None:
+                return model, spec
+    adapter = read_adapter(spec.path)
+    fitting = _first_fitting(adapter, models, check_fits)
+    if fitting is None:
+        raise InvalidRequestError(
+            f"lora: no model is served that {adapter.path.name} could adapt", param="lora"
+        )
+    return fitting, replace(spec, size_bytes=adapter.size_bytes, num_wide=adapter.num_wide)
+
+
+def _first_fitting(
+    header: H, models: Sequence[ModelFile], check: Callable[[H, GgufHeader], object]
+) -> ModelFile | None:
+    """The first model whose header passes the check; None: no model has one. Else raises the first error."""
+    reasons: list[StokerError] = []
+    for model in models:
+        if model.header is None:
+            continue
+        try:
+            check(header, model.header)
+        except StokerError as error:
+            reasons.append(error)
+            continue
+        return model
+    if reasons:
+        raise reasons[0]
+    return None
+
+
+def _number(text: str) -> float | None:
+    """A finite number, or None: an @ may be part of a file's name."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _expanded(path: str) -> str:
+    return path if path.startswith(FAKE_PREFIX) else str(Path(path.strip()).expanduser())

@@ -1,7 +1,7 @@
-"""One life of an engine: from the start of its carrier to its exit.
+"""One engine instance, from the start of its transport to its exit; its watchdog, and the next start.
 
-Owns what must not survive a restart: the carrier, the watchdog's knowledge, whether it was told to leave.
-A life that is over is dropped whole, so nothing late from it can reach the next one.
+Owns what must not survive a restart: the transport, the watchdog's state, whether it is to leave. The
+supervisor drops an instance that is over as a whole, so that nothing late from it reaches the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from typing import TYPE_CHECKING
 
 from stoker.client.process.exit import EngineExit, OomCounter, judge
-from stoker.client.process.watchdog import Watchdog
 from stoker.errors import MachineSetupError
 from stoker.ipc.commands import Suspend
 from stoker.ipc.events import Delta
@@ -30,18 +29,96 @@ log = logging.getLogger(__name__)
 
 START_LIMIT_S = 60.0
 SAVE_S = 1.0
-"""What an engine that is told to leave may take to save what it computed (SPEC L2)."""
+"""What an engine that is to leave may take to save what it computed (SPEC L2)."""
 LEAVE_LIMIT_S = 1.7
-"""What it may take in all; then it is ended by force."""
+"""What it may take in all; then it is killed."""
+CLIENT_STALL_S = 1.0
+"""A check this late means that the client itself stood still, and says nothing about the engine."""
+
+FIRST_DELAY_S = 0.1
+LAST_DELAY_S = 2.0
+HEALTHY_S = 10.0
+
+
+class Watchdog:
+    """Tells a hung engine from a busy one by its heartbeats. Pure: time arrives as an argument.
+
+    Args:
+        limit_s: silence after which the engine counts as hung.
+        now: seconds on a monotonic clock.
+    """
+
+    def __init__(self, limit_s: float, now: float) -> None:
+        self._limit_s = limit_s
+        self._last_sign = now
+        self._last_check = now
+        self._step_excess_s = 0.0
+        self.stalled_s = 0.0
+        """How long the client itself stood still, as shown by checks that came late."""
+
+    def __repr__(self) -> str:
+        return f"<Watchdog limit_s={self._limit_s} excess_s={self._step_excess_s:.1f}>"
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two calls of `check`."""
+        return min(0.5, self._limit_s / 4)
+
+    def sign(self, now: float) -> None:
+        """Something arrived from the engine."""
+        self._last_sign = now
+
+    def beat(self, heartbeat: Heartbeat, now: float) -> None:
+        """A heartbeat arrived; it also says how long the running step takes."""
+        self._last_sign = now
+        over_s = heartbeat.step_s - heartbeat.step_limit_s
+        self._step_excess_s = over_s if heartbeat.step_s > 0 else 0.0
+
+    def check(self, now: float) -> str | None:
+        """Why the engine has to be killed, or None."""
+        late_s = now - self._last_check - self.period_s
+        self._last_check = now
+        if late_s > CLIENT_STALL_S:  # earlier signs say nothing any more
+            self.stalled_s += late_s
+            self._last_sign, self._step_excess_s = now, 0.0
+            return None
+        silence_s = now - self._last_sign
+        if silence_s > self._limit_s:
+            return f"no sign of life for {silence_s:.1f} s (limit {self._limit_s:g} s)"
+        if self._step_excess_s > 0:
+            return f"a step is {self._step_excess_s:.1f} s over its limit"
+        return None
+
+
+class Backoff:
+    """Seconds to wait before a restart: doubling, and back to the first once the engine proved healthy."""
+
+    def __init__(self) -> None:
+        self._delay_s = FIRST_DELAY_S
+
+    def __repr__(self) -> str:
+        return f"<Backoff delay_s={self._delay_s}>"
+
+    def reset(self) -> None:
+        """The engine delivered a token: it works."""
+        self._delay_s = FIRST_DELAY_S
+
+    def after_serving(self, served_s: float) -> float:
+        """The delay after an engine that served for `served_s` seconds."""
+        if served_s >= HEALTHY_S:
+            self.reset()
+        delay_s = self._delay_s
+        self._delay_s = min(LAST_DELAY_S, delay_s * 2)
+        return delay_s
 
 
 class EngineInstance:
-    """Starts, watches and, where it has to, kills one engine.
+    """Starts and watches one engine, and kills it when it hangs.
 
     Args:
-        carrier: not started yet.
+        transport: not started yet.
         watchdog_s: silence after which it counts as hung.
-        on_events: called with this life and each frame.
+        on_events: called with this instance and each frame.
     """
 
     def __init__(
@@ -61,7 +138,7 @@ class EngineInstance:
         self._model_moved = asyncio.Event()
         self._over = asyncio.Event()
         self.is_leaving = False
-        """Whether it was told to leave: its end is no death, and nothing more is given to it."""
+        """Whether it is to leave: its exit was asked for, and it gets no more work."""
         self.has_worked = False
         """Whether it has delivered a token."""
 
@@ -80,7 +157,7 @@ class EngineInstance:
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine is gone and everything that it said has been heard."""
+        """Whether the engine has ended and all its events have been taken."""
         return self._over.is_set()
 
     @property
@@ -88,8 +165,8 @@ class EngineInstance:
         """Seconds since it began to serve."""
         return time.monotonic() - self._serving_since if self._serving_since is not None else 0.0
 
-    async def live(self, oom: OomCounter) -> EngineExit:
-        """Run it to its end; an engine that could not be started has ended too, whatever was the matter."""
+    async def run(self, oom: OomCounter) -> EngineExit:
+        """Run it to its exit; one that could not be started has ended too, for whatever reason."""
         try:
             await self._transport.start(self._receive)
         except MachineSetupError as error:
@@ -118,7 +195,7 @@ class EngineInstance:
         self._hello.set()
 
     async def load_due(self, registry: ModelRegistry, *, skips_suspects: bool) -> None:
-        """Load what the roster says is due, one by one, until each has come to an end, good or bad."""
+        """Load what the registry says is due, one by one, each until it is ready or has failed."""
         while not self.is_leaving and (due := registry.next_due(skips_suspects=skips_suspects)) is not None:
             self.send(due)
             while not registry.is_settled(due.spec.id):
@@ -126,10 +203,7 @@ class EngineInstance:
                 await self._model_moved.wait()
 
     async def leave(self) -> None:
-        """Have it save what it computed and go; returns when it is over.
-
-        One that is not up has nothing to save and is ended at once.
-        """
+        """Have it save what it computed and exit; returns when it is over. One that is not up is killed."""
         self.is_leaving = True
         if self.is_up:
             self.send(Suspend(SAVE_S))
@@ -140,11 +214,11 @@ class EngineInstance:
             await self._over.wait()
 
     def note_model(self) -> None:
-        """A model's state is on the roster."""
+        """The registry has a model's new state."""
         self._model_moved.set()
 
     def begin_serving(self) -> None:
-        """Every model is there."""
+        """Every model that was due is settled."""
         self._serving_since = time.monotonic()
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
@@ -156,7 +230,7 @@ class EngineInstance:
         self.has_worked = self.has_worked or (isinstance(event, Delta) and bool(event.token_ids))
 
     def check(self, now: float) -> None:
-        """Kill it if it hangs: before Hello by the time a start may take, then by its heartbeats."""
+        """Kill it if it hangs: before Hello after START_LIMIT_S, then by its heartbeats."""
         complaint = self._watchdog.check(now)
         if not self.is_up:
             took_s = now - self._born - self._watchdog.stalled_s
@@ -167,7 +241,7 @@ class EngineInstance:
             self._transport.kill()
 
     def send(self, command: Command) -> None:
-        """Hand a command in.
+        """Send a command.
 
         Raises:
             WireError: it is too large.
@@ -175,5 +249,5 @@ class EngineInstance:
         self._transport.send(command)
 
     def kill(self) -> None:
-        """End it by force."""
+        """Kill it."""
         self._transport.kill()

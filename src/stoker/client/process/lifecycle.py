@@ -1,10 +1,13 @@
-"""The lifecycle of an engine as its front sees it: one Enum, one table.
+"""The lifecycle of an engine as the client sees it, and the suspensions in it (SPEC L2).
 
-Owns which moves are legal and remembers the last ones; what a move entails is the host's business.
+Owns the table of moves, the last moves made, and the callers' wishes to suspend and to wake. What a move
+entails is in `stoker.client.supervisor`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,10 +37,6 @@ STORY_LENGTH = 16
 OnMove = Callable[[EngineState, str], None]
 
 
-def _ignore(state: EngineState, why: str) -> None:
-    """Nobody watches."""
-
-
 class Lifecycle:
     """Current state and how it came about.
 
@@ -45,7 +44,7 @@ class Lifecycle:
         on_move: called with every new state and why.
     """
 
-    def __init__(self, on_move: OnMove = _ignore) -> None:
+    def __init__(self, on_move: OnMove = lambda *_: None) -> None:
         self._on_move = on_move
         self._state = EngineState.STARTING
         self._since_s = time.monotonic()
@@ -75,3 +74,63 @@ class Lifecycle:
         self._state, self._since_s = to, time.monotonic()
         self._story.append(f"-> {to} ({why})")
         self._on_move(to, why)
+
+
+GRACES_S = {"sleep": 0.0, "background": 30.0}
+"""Seconds before a suspension for that reason (SPEC L2); for others the settings say."""
+
+
+class Suspension:
+    """Whether the engine is to be away, and whether it is.
+
+    Attributes:
+        is_wanted: it is to be away, until `wake`.
+        is_on: it is away, and what it left is stored.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted = False
+        self.is_on = False
+        self._num_wakes = 0
+        self._news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Suspension wanted={self.is_wanted} on={self.is_on} wakes={self._num_wakes}>"
+
+    def ring(self) -> None:
+        """Have every waiter check its condition again."""
+        self._news.set()
+        self._news.clear()
+
+    async def until(self, condition: Callable[[], bool], limit_s: float | None = None) -> None:
+        """Wait until `condition` holds, checked at each `ring`; at most `limit_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not condition():
+                    await self._news.wait()
+
+    async def grace(self, grace_s: float, is_moot: Callable[[], bool]) -> bool:
+        """Wait so long; False where `wake` came first. Ends early once `is_moot` holds."""
+        wakes = self._num_wakes
+        await self.until(lambda: self._num_wakes != wakes or self.is_wanted or is_moot(), grace_s)
+        return self._num_wakes == wakes
+
+    def want(self) -> None:
+        """The engine is to leave."""
+        self.is_wanted = True
+        self.ring()
+
+    def begin(self) -> None:
+        """It has left."""
+        self.is_on = True
+        self.ring()
+
+    def wake(self) -> None:
+        """It is to come back; a grace under way ends without effect."""
+        self._num_wakes += 1
+        self.is_wanted = False
+        self.ring()
+
+    def end(self) -> None:
+        """It comes back."""
+        self.is_on = False

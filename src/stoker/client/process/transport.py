@@ -20,12 +20,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from stoker.client.process.descriptors import DescriptorReserve
-from stoker.client.process.stderr_tail import StderrTail
 from stoker.errors import MachineSetupError
 from stoker.ipc.codec import encode_command, event_decoder
+from stoker.native_crash import native_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stoker.ipc.commands import Command
     from stoker.ipc.events import Event
     from stoker.settings import EngineSettings
@@ -37,6 +38,13 @@ SOCKET_BUFFER_BYTES = 4 * 1024**2
 LAST_READ_S = 1.0
 """Socket and stderr of a dead engine end at once; a process it left behind delays us no longer than this."""
 MAX_FRAMES_AHEAD = 1024
+START_DESCRIPTORS = 8
+"""A start opens seven: a socket pair, the pipe of its stderr, the null device, and the pipe on which a child
+reports that it could not be executed. One is for a library that opens a file meanwhile."""
+KEPT_BYTES = 32 * 1024
+"""Holds the dump of every thread's stack that Python writes at a crash, and what was said before it."""
+_READ_BYTES = 8192
+_STDERR = 2
 
 EventSink = Callable[[list["Event"]], None]
 
@@ -97,6 +105,88 @@ class Transport(Protocol):
     async def wait(self) -> ExitReport:
         """Until it is over and every event it sent has been handed out."""
         ...
+
+
+class DescriptorReserve:
+    """Descriptors that stay open until a start needs them.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size: int = START_DESCRIPTORS) -> None:
+        self._size = size
+        self._held: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<DescriptorReserve {len(self._held)} of {self._size}>"
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def fill(self) -> None:
+        """Open what is missing, as far as the system allows."""
+        with contextlib.suppress(OSError):
+            while len(self._held) < self._size:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """The descriptors are free inside the block, which must not await: other tasks would take them."""
+        self.close()
+        try:
+            yield
+        finally:
+            self.fill()
+
+    def close(self) -> None:
+        """Close all; `fill` opens them again."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+class StderrTail:
+    """Passes an engine's stdout and stderr on to this program's stderr, and keeps the end for error messages.
+
+    Native code says only there why it gives up: a failed assertion, an exception that was not caught. Reads
+    in a thread, until the engine closes the pipe.
+
+    Args:
+        source: the read end; closed here.
+    """
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._kept = bytearray()
+        self._thread = threading.Thread(target=self._read, name="stoker-engine-stderr", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"<StderrTail {len(self._kept)} bytes>"
+
+    def start(self) -> None:
+        """Begin reading.
+
+        Raises:
+            RuntimeError: the system starts no further thread; the pipe is closed.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError:
+            os.close(self._source)
+            raise
+
+    def text(self, wait_s: float) -> str:
+        """What was said last, for an error message; waits so long for the end of the pipe."""
+        self._thread.join(wait_s)
+        return native_text(bytes(self._kept))
+
+    def _read(self) -> None:
+        with contextlib.closing(os.fdopen(self._source, "rb", buffering=0)) as pipe:
+            while data := pipe.read(_READ_BYTES):
+                self._kept += data
+                del self._kept[:-KEPT_BYTES]
+                with contextlib.suppress(OSError):  # this program's stderr may be closed or full
+                    os.write(_STDERR, data)
 
 
 class _Frames(asyncio.Protocol):
