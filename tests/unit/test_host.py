@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from scripted_engine import NUM_SLOTS, ScriptedEngine, model_info, request, text_of
 
-from stoker.client.models.specs import ModelSource, ServedModel
+from stoker.client.models.specs import FoundModel, ModelSource
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.process.transport import (
     ExitReport,
@@ -71,7 +71,7 @@ def in_thread(settings: EngineSettings) -> Transport:
 
 def serving(*specs: ModelSpec) -> ModelSource:
     """Models of which no file is read."""
-    return ModelSource(EngineSettings(), [ServedModel(spec, ModelInfo.bare(spec)) for spec in specs])
+    return ModelSource(EngineSettings(), [FoundModel(spec, ModelInfo.bare(spec)) for spec in specs])
 
 
 both = pytest.mark.parametrize("transport", [in_process, in_thread])

@@ -6,7 +6,7 @@ import pytest
 from scripted_engine import model_info
 
 from stoker.client.models.registry import ModelRegistry
-from stoker.client.models.specs import ServedModel
+from stoker.client.models.specs import FoundModel
 from stoker.client.process.exit import EngineExit
 from stoker.errors import (
     InsufficientMemoryError,
@@ -27,9 +27,9 @@ def spec(model: str, **fields: object) -> ModelSpec:
     return ModelSpec(id=model, path=f"{model}.gguf", **fields)  # type: ignore[arg-type]
 
 
-def unread(model: str) -> ServedModel:
+def unread(model: str) -> FoundModel:
     """A model to serve whose header was not read."""
-    return ServedModel(spec(model), ModelInfo.bare(spec(model)))
+    return FoundModel(spec(model), ModelInfo.bare(spec(model)))
 
 
 def roster_of(*models: str) -> ModelRegistry:
@@ -62,7 +62,7 @@ def test_every_model_is_served_before_it_is_loaded() -> None:
     registry = roster_of("a", "b")
     assert registry.resolve(None).id == registry.resolve("default").id == "a"
     assert (registry.resolve("b").n_ctx, registry.num_slots("b")) == (16384, 8)
-    described = ServedModel(spec("b"), model_info("b", "b.gguf"))
+    described = FoundModel(spec("b"), model_info("b", "b.gguf"))
     assert ModelRegistry([described]).resolve("b").n_vocab == 1000
     with pytest.raises(ModelNotFoundError, match="served: a, b"):
         registry.resolve("c")

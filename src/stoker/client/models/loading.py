@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.models.specs import ServedModel
+from stoker.client.models.specs import FoundModel
 from stoker.errors import (
     ModelInUseError,
     ModelNotFoundError,
@@ -134,7 +134,7 @@ class ModelLoading:
         changes.check(info)
         return await self.load(changes.applied(spec), info)
 
-    async def _find(self, name: str, reach: Reach) -> ServedModel:
+    async def _find(self, name: str, reach: Reach) -> FoundModel:
         try:
             return await asyncio.to_thread(self._source.find, name, reach)
         except ModelNotFoundError:

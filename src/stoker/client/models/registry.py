@@ -23,7 +23,7 @@ from stoker.ipc.status import ModelStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from stoker.client.models.specs import ServedModel
+    from stoker.client.models.specs import FoundModel
     from stoker.client.process.exit import EngineExit
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelSpec
@@ -101,7 +101,7 @@ class ModelRegistry:
         mark_of: tells the file at a path from another that takes its place.
     """
 
-    def __init__(self, models: Iterable[ServedModel], mark_of: Callable[[str], object] = file_mark) -> None:
+    def __init__(self, models: Iterable[FoundModel], mark_of: Callable[[str], object] = file_mark) -> None:
         self._mark_of = mark_of
         self._entries = {spec.id: ModelEntry(spec, info) for spec, info in models}
         for number, entry in enumerate(self._entries.values()):

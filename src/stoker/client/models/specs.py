@@ -43,7 +43,7 @@ _RESERVED = "default"
 H = TypeVar("H", AdapterHeader, ProjectorHeader)
 
 
-class ServedModel(NamedTuple):
+class FoundModel(NamedTuple):
     """A model to serve; `info` says what its header does, until it was loaded once."""
 
     spec: ModelSpec
@@ -58,7 +58,7 @@ class ModelSource:
         served: what is served from the start, the default first.
     """
 
-    def __init__(self, settings: EngineSettings, served: Sequence[ServedModel] = ()) -> None:
+    def __init__(self, settings: EngineSettings, served: Sequence[FoundModel] = ()) -> None:
         self.served = served
         self._settings = settings
         self._store = ModelStore(settings.models_dir)
@@ -96,7 +96,7 @@ class ModelSource:
         given = self._settings.default_max_tokens
         return self.defaults.max_tokens if given is None else given or None
 
-    def find(self, name: str, reach: Reach = Reach.LOCAL) -> ServedModel:
+    def find(self, name: str, reach: Reach = Reach.LOCAL) -> FoundModel:
         """A listed model, one below the models folder or, within `reach`, a fake; reads its header.
 
         Raises:
@@ -108,9 +108,9 @@ class ModelSource:
             self._store.resolve_fake(name) if is_free else self._store.resolve_listed(name)
         )
 
-    def _read_served(self) -> list[ServedModel]:
+    def _read_served(self) -> list[FoundModel]:
         settings, store = self._settings, self._store
-        found: dict[str, ServedModel] = {}
+        found: dict[str, FoundModel] = {}
         files: list[ModelFile] = []
         for ref in settings.models or (None,):
             file = store.resolve(ref)
@@ -128,19 +128,19 @@ class ModelSource:
             self._check_slots(list(found.values()))
         for model, adapters in adapters_by_model(settings.lora, files).items():
             spec, info = found[model]
-            found[model] = ServedModel(replace(spec, adapters=adapters), replace(info, adapters=adapters))
+            found[model] = FoundModel(replace(spec, adapters=adapters), replace(info, adapters=adapters))
         for model, projector in projector_by_model(settings.mmproj, files).items():
             spec, info = found[model]
             seeing = replace(info, has_vision=True, pairing=str(Pairing.READY))
-            found[model] = ServedModel(replace(spec, projector=projector), seeing)
+            found[model] = FoundModel(replace(spec, projector=projector), seeing)
         return list(found.values())
 
-    def _check_slots(self, found: list[ServedModel]) -> None:
+    def _check_slots(self, found: list[FoundModel]) -> None:
         """Slots that were asked for are refused where no served model can have them."""
         if {model.info.model_class for model in found} == {ModelClass.ENCODER_DECODER}:
             check_one_slot(found[0].spec.id, self._settings.slots)
 
-    def _described(self, file: ModelFile) -> ServedModel:
+    def _described(self, file: ModelFile) -> FoundModel:
         settings = self._settings
         keep_alive = settings.keep_alive
         spec = ModelSpec(
@@ -162,9 +162,9 @@ class ModelSource:
         )
         bare = replace(ModelInfo.bare(spec), n_ctx_train=file.n_ctx_train)
         if file.header is None:
-            return ServedModel(spec, _fake_info(bare, spec, file))
+            return FoundModel(spec, _fake_info(bare, spec, file))
         n_ctx = min(spec.most_tokens or file.n_ctx_train, file.n_ctx_train)
-        return ServedModel(spec, _header_info(replace(bare, n_ctx=n_ctx), file.header))
+        return FoundModel(spec, _header_info(replace(bare, n_ctx=n_ctx), file.header))
 
 
 def _header_info(bare: ModelInfo, header: GgufHeader) -> ModelInfo:
