@@ -25,7 +25,7 @@ def alone(prompt, num_tokens):
     tokens = list(prompt)
     for _ in range(num_tokens):
         start = backend.length(0)
-        row = backend.step(BatchPlan((PlanItem(0, start, tokens[start:], 1),)))[0]
+        row = backend.launch(BatchPlan((PlanItem(0, start, tokens[start:], 1),))).rows()[0]
         tokens.append(int(np.argmax(row)))
     return tokens
 
@@ -71,7 +71,7 @@ class Machine:
             self.check()
             return {}
         batch = plan.batch()
-        rows = self.backend.step(batch)
+        rows = self.backend.launch(batch).rows()
         self.scheduler.cost.learn(batch.num_tokens, 0.002 + 0.002 * batch.num_tokens)
         self.scheduler.computed(plan, self.now)
         self._draw(plan, rows)

@@ -80,10 +80,10 @@ def alone(prompt: tuple[int, ...], sampling: Sampling, index: int) -> list[int]:
     request = GenerateRequest(prompt=prompt, sampling=sampling)
     workspace = Workspace(backend.capabilities.n_vocab)
     generation = Generation(request, index, backend.vocabulary, list(prompt), workspace)
-    row, tokens = backend.step(_plan(prompt, 0))[-1], []
+    row, tokens = backend.launch(_plan(prompt, 0)).rows()[-1], []
     while len(tokens) < MOST_TOKENS:
         tokens.append(generation.advance(row).token_id)
-        row = backend.step(_plan(tokens[-1:], len(prompt) + len(tokens) - 1))[-1]
+        row = backend.launch(_plan(tokens[-1:], len(prompt) + len(tokens) - 1)).rows()[-1]
     return tokens
 
 

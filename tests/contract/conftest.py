@@ -62,11 +62,11 @@ def loaded_decoder(open_llama: OpenLlama, tiny_decoder: Path) -> Iterator[LlamaB
         yield backend
 
 
-@pytest.fixture(params=["fake", "smollm2", "decoder"])
+@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder"])
 def backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """Each backend in turn, with every sequence empty."""
-    if request.param == "fake":
-        return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128)
+    if request.param in {"fake", "fake-async"}:
+        return open_fake(is_async=request.param == "fake-async")
     chosen: LlamaBackend = request.getfixturevalue(f"loaded_{request.param}")
     return emptied(chosen)
 
@@ -104,15 +104,14 @@ def loaded_tiny(open_llama: OpenLlama, tiny_model: TinyModel) -> Iterator[Callab
         backend.close()
 
 
-@pytest.fixture(params=["fake", "smollm2", "decoder", "fake-recurrent", *TINY])
+@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "fake-recurrent", *TINY])
 def any_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """As `backend`, and those that cannot go back: recurrent, hybrid, with a sliding window."""
     match request.param:
-        case "fake":
-            return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128)
+        case "fake" | "fake-async":
+            return open_fake(is_async=request.param == "fake-async")
         case "fake-recurrent":
-            faults = FakeFaults(recurrent=True)
-            return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128, faults=faults)
+            return open_fake(recurrent=True)
         case "smollm2" | "decoder":
             chosen = request.getfixturevalue(f"loaded_{request.param}")
         case name:
@@ -138,6 +137,11 @@ def smollm2(loaded_smollm2: LlamaBackend) -> LlamaBackend:
 def decoder(loaded_decoder: LlamaBackend) -> LlamaBackend:
     """The decoder with weights in f32, every sequence empty."""
     return emptied(loaded_decoder)
+
+
+def open_fake(**faults: bool) -> FakeBackend:
+    """The deterministic backend with few cells."""
+    return FakeBackend(num_sequences=12, num_cells=NUM_CELLS, n_batch=128, faults=FakeFaults(**faults))
 
 
 def emptied(backend: LlamaBackend) -> LlamaBackend:

@@ -86,8 +86,8 @@ def adapted(*pairs: tuple[str, float]) -> Conditioning:
 
 def rows_of(backend: LlamaBackend, seq: int = 0, text: tuple[int, ...] = TEXT) -> np.ndarray:
     """Rows after the whole text but its last token, and after that in a step of its own."""
-    begun = backend.step(BatchPlan((PlanItem(seq, 0, text[:-1], 1),))).copy()
-    last = backend.step(BatchPlan((PlanItem(seq, len(text) - 1, text[-1:], 1),))).copy()
+    begun = backend.launch(BatchPlan((PlanItem(seq, 0, text[:-1], 1),))).rows().copy()
+    last = backend.launch(BatchPlan((PlanItem(seq, len(text) - 1, text[-1:], 1),))).rows().copy()
     return np.concatenate([begun, last])
 
 
@@ -125,13 +125,13 @@ def test_sequences_of_several_adapters_step_together_as_alone(backend: LlamaBack
         alone.append(rows_of(backend, seq, text))
         backend.drop(seq)
     prefill = BatchPlan(tuple(PlanItem(seq, 0, text[:-1], 1 + (seq == 2)) for seq, text in enumerate(texts)))
-    rows = backend.step(prefill).copy()
+    rows = backend.launch(prefill).rows().copy()
     assert len(rows) == 6
     together = np.delete(rows, 2, axis=0)  # the third has asked for the row before its last as well
     decode = BatchPlan(
         tuple(PlanItem(seq, len(text) - 1, text[-1:], 1) for seq, text in reversed([*enumerate(texts)]))
     )
-    decoded = backend.step(decode)[::-1]
+    decoded = backend.launch(decode).rows()[::-1]
     for seq, expected in enumerate(alone):
         assert np.abs(together[seq] - expected[0]).max() < BATCH_TOLERANCE
         assert np.abs(decoded[seq] - expected[1]).max() < BATCH_TOLERANCE
@@ -145,14 +145,14 @@ def test_what_adapters_computed_is_shared_and_stored(backend: LlamaBackend) -> N
     state = bytes(backend.export_state(0))
     backend.fork(0, 1, len(TEXT) - 1)
     backend.condition(1, red)
-    forked = backend.step(BatchPlan((PlanItem(1, len(TEXT) - 1, TEXT[-1:], 1),)))[0].copy()
+    forked = backend.launch(BatchPlan((PlanItem(1, len(TEXT) - 1, TEXT[-1:], 1),))).rows()[0].copy()
     assert np.abs(forked - expected).max() < TOLERANCE
     backend.drop(0)
     backend.drop(1)
     backend.import_state(2, state)
     backend.condition(2, red)
     backend.trim(2, len(TEXT) - 1)
-    restored = backend.step(BatchPlan((PlanItem(2, len(TEXT) - 1, TEXT[-1:], 1),)))[0]
+    restored = backend.launch(BatchPlan((PlanItem(2, len(TEXT) - 1, TEXT[-1:], 1),))).rows()[0]
     assert np.abs(restored - expected).max() < TOLERANCE
 
 
@@ -173,9 +173,9 @@ def test_a_pass_that_fails_takes_the_earlier_ones_back(
     sets = [PLAIN, adapted(("red", 1.0)), adapted(("blue", 1.0))]
     for seq, conditioning in enumerate(sets):
         backend.condition(seq, conditioning)
-        backend.step(BatchPlan((PlanItem(seq, 0, TEXT[:20], 1),)))
+        backend.launch(BatchPlan((PlanItem(seq, 0, TEXT[:20], 1),))).rows()
     plan = BatchPlan(tuple(PlanItem(seq, 20, TEXT[20:30], 1) for seq in range(3)))
-    expected = backend.step(plan).copy()
+    expected = backend.launch(plan).rows().copy()
     for seq in range(3):
         backend.trim(seq, 20)
     calls, decode = [], llama.llama_decode
@@ -186,9 +186,9 @@ def test_a_pass_that_fails_takes_the_earlier_ones_back(
 
     monkeypatch.setattr(llama, "llama_decode", fail_once)
     with pytest.raises(StepFailedError):
-        backend.step(plan)
+        backend.launch(plan).rows()
     assert [backend.length(seq) for seq in range(3)] == [20, 20, 20]
-    assert np.abs(backend.step(plan) - expected).max() < TOLERANCE
+    assert np.abs(backend.launch(plan).rows() - expected).max() < TOLERANCE
 
 
 def test_a_full_pool_in_a_later_pass_changes_nothing(backend: LlamaBackend) -> None:
@@ -196,19 +196,19 @@ def test_a_full_pool_in_a_later_pass_changes_nothing(backend: LlamaBackend) -> N
     backend.condition(1, adapted(("red", 1.0)))
     text = tuple(TEXT[index % len(TEXT)] for index in range(NUM_CELLS))
     for begin in range(0, NUM_CELLS - 128, 128):
-        backend.step(BatchPlan((PlanItem(0, begin, text[:128], 0),)))
-    backend.step(BatchPlan((PlanItem(1, 0, text[:64], 0),)))
+        backend.launch(BatchPlan((PlanItem(0, begin, text[:128], 0),))).rows()
+    backend.launch(BatchPlan((PlanItem(1, 0, text[:64], 0),))).rows()
     at = NUM_CELLS - 128
     with pytest.raises(PoolFullError):
-        backend.step(BatchPlan((PlanItem(0, at, text[:40], 1), PlanItem(1, 64, text[:40], 1))))
+        backend.launch(BatchPlan((PlanItem(0, at, text[:40], 1), PlanItem(1, 64, text[:40], 1)))).rows()
     assert (backend.length(0), backend.length(1)) == (at, 64)
-    backend.step(BatchPlan((PlanItem(0, at, text[:40], 1), PlanItem(1, 64, text[:24], 1))))
+    backend.launch(BatchPlan((PlanItem(0, at, text[:40], 1), PlanItem(1, 64, text[:24], 1)))).rows()
 
 
 def test_whole_prompts_are_not_scored_by_weights_of_another(backend: LlamaBackend) -> None:
     """SPEC D6, K6: every row of a prompt is the adapted model's."""
     backend.condition(0, adapted(("red", 1.0)))
-    every = backend.step(BatchPlan((PlanItem(0, 0, TEXT, len(TEXT)),))).copy()
+    every = backend.launch(BatchPlan((PlanItem(0, 0, TEXT, len(TEXT)),))).rows().copy()
     backend.drop(0)
     assert np.abs(every[[-2, -1]] - rows_of(backend)).max() < TOLERANCE
 

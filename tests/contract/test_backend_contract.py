@@ -24,7 +24,7 @@ def item(backend: TestedBackend, seq: int, tokens: Sequence[int], num_logits: in
 
 def feed(backend: TestedBackend, seq: int, tokens: Sequence[int], num_logits: int = 1) -> Rows:
     """Rows of one step that appends tokens to one sequence, as a copy."""
-    return backend.step(BatchPlan((item(backend, seq, tokens, num_logits),))).copy()
+    return backend.launch(BatchPlan((item(backend, seq, tokens, num_logits),))).rows().copy()
 
 
 def prompt(backend: TestedBackend, num_tokens: int = 16) -> list[int]:
@@ -82,9 +82,9 @@ def test_a_sequence_in_a_batch_chooses_what_it_chooses_alone(any_backend: Tested
     tokens = prompt(any_backend)
     parts = [tokens, tokens[:7], tokens[3:12]]
     alone = [feed(any_backend, seq, part)[0] for seq, part in enumerate(parts)]
-    batched = any_backend.step(
+    batched = any_backend.launch(
         BatchPlan(tuple(PlanItem(4 + seq, 0, part, 1) for seq, part in enumerate(parts)))
-    )
+    ).rows()
     assert batched.shape == (3, any_backend.capabilities.n_vocab)
     for row, reference in zip(batched, alone, strict=True):
         assert_equal_choice(row, reference)
@@ -144,11 +144,11 @@ def test_a_full_pool_changes_nothing_and_drop_makes_room(backend: TestedBackend)
         feed(backend, seq, filler, 0)
     lengths = [backend.length(seq) for seq in range(backend.capabilities.num_sequences)]
     with pytest.raises(PoolFullError):
-        backend.step(BatchPlan((item(backend, 0, [1]), item(backend, 9, [2, 3]))))
+        backend.launch(BatchPlan((item(backend, 0, [1]), item(backend, 9, [2, 3])))).rows()
     assert [backend.length(seq) for seq in range(backend.capabilities.num_sequences)] == lengths
     backend.drop(1)
     assert backend.length(1) == 0
-    rows = backend.step(BatchPlan((item(backend, 0, [1]), item(backend, 9, [2, 3]))))
+    rows = backend.launch(BatchPlan((item(backend, 0, [1]), item(backend, 9, [2, 3])))).rows()
     assert rows.shape[0] == 2
     assert (backend.length(0), backend.length(9)) == (129, 2)
 
@@ -170,7 +170,7 @@ def test_a_failed_step_changes_nothing(any_backend: TestedBackend, bad: str) -> 
     feed(any_backend, 1, tokens[:3], 0)
     feed(any_backend, 2, tokens[:-1], 0)
     with pytest.raises(StepFailedError):
-        any_backend.step(BatchPlan((item(any_backend, 0, [tokens[0]]), wrong)))
+        any_backend.launch(BatchPlan((item(any_backend, 0, [tokens[0]]), wrong))).rows()
     assert [any_backend.length(seq) for seq in range(3)] == [len(tokens) - 1, 3, len(tokens) - 1]
     assert_near(any_backend, feed(any_backend, 0, tokens[-1:]), feed(any_backend, 2, tokens[-1:]))
 
@@ -191,7 +191,7 @@ def test_exported_state_fits_between_the_cells_of_others(backend: TestedBackend)
     """SPEC Q4: state returns from RAM while other sequences hold scattered cells."""
     tokens = prompt(backend)
     for step, token in enumerate(tokens):
-        backend.step(BatchPlan(tuple(PlanItem(seq, step, [token], 1) for seq in range(3))))
+        backend.launch(BatchPlan(tuple(PlanItem(seq, step, [token], 1) for seq in range(3)))).rows()
     data = backend.export_state(0)
     backend.drop(0)
     num_free = backend.capabilities.num_cells - 2 * len(tokens)
@@ -259,7 +259,7 @@ def test_rows_come_in_plan_order_for_the_last_tokens_of_each_item(any_backend: T
             PlanItem(1, 0, tokens[:2], 2),
         )
     )
-    rows = any_backend.step(plan).copy()
+    rows = any_backend.launch(plan).rows().copy()
     assert rows.shape == (plan.num_rows, any_backend.capabilities.n_vocab)
     assert rows.dtype == np.float32
     ends = [len(tokens) - 2, len(tokens) - 1, len(tokens), 5, 1, 2]

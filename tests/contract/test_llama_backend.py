@@ -38,7 +38,7 @@ def test_smollm2_completes_the_capital_of_france(smollm2: LlamaBackend) -> None:
     """The embedded model answers."""
     vocabulary = smollm2.vocabulary
     tokens = vocabulary.tokenize("The capital of France is", add_special=True, parse_special=True)
-    rows = smollm2.step(BatchPlan((PlanItem(0, 0, tokens, 1),)))
+    rows = smollm2.launch(BatchPlan((PlanItem(0, 0, tokens, 1),))).rows()
     assert vocabulary.piece(int(rows[0].argmax())) == b" Paris"
 
 
@@ -97,15 +97,15 @@ def test_a_native_failure_after_some_work_is_undone(
 ) -> None:
     """SPEC Q12: whatever llama_decode returns, tokens it had computed by then are taken back."""
     tokens = smollm2.vocabulary.tokenize("The capital of France is", add_special=False, parse_special=True)
-    smollm2.step(BatchPlan((PlanItem(0, 0, tokens[:-1], 0), PlanItem(1, 0, tokens[:-1], 0))))
+    smollm2.launch(BatchPlan((PlanItem(0, 0, tokens[:-1], 0), PlanItem(1, 0, tokens[:-1], 0)))).rows()
     decode = llama.llama_decode
     monkeypatch.setattr(llama, "llama_decode", lambda context, batch: decode(context, batch) or code)
     with pytest.raises(error):
-        smollm2.step(BatchPlan((PlanItem(0, len(tokens) - 1, [5, 6, 7], 1), PlanItem(2, 0, [5], 1))))
+        smollm2.launch(BatchPlan((PlanItem(0, len(tokens) - 1, [5, 6, 7], 1), PlanItem(2, 0, [5], 1)))).rows()
     monkeypatch.undo()
     assert [smollm2.length(seq) for seq in range(3)] == [len(tokens) - 1, len(tokens) - 1, 0]
     plan = [PlanItem(seq, len(tokens) - 1, tokens[-1:], 1) for seq in (0, 1)]
-    rows = smollm2.step(BatchPlan(tuple(plan)))
+    rows = smollm2.launch(BatchPlan(tuple(plan))).rows()
     assert np.array_equal(rows[0], rows[1])
     assert (
         int(rows[0].argmax())
@@ -119,9 +119,9 @@ def test_a_step_leaves_the_library_quiet(
     """Native text goes to Python's logging, errors as warnings, never to the terminal."""
     with caplog.at_level(logging.DEBUG):
         for seq in range(4):
-            smollm2.step(BatchPlan((PlanItem(seq, 0, [5] * 128, 0),)))
+            smollm2.launch(BatchPlan((PlanItem(seq, 0, [5] * 128, 0),))).rows()
         with pytest.raises(PoolFullError):
-            smollm2.step(BatchPlan((PlanItem(5, 0, [5], 0),)))
+            smollm2.launch(BatchPlan((PlanItem(5, 0, [5], 0),))).rows()
     assert capfd.readouterr() == ("", "")
     assert any("memory slot" in record.getMessage() for record in caplog.records)
 
@@ -178,19 +178,19 @@ def test_a_recurrent_model_steps_and_says_what_it_cannot(
         assert (found.model_class, found.can_trim, found.can_fork) == (ModelClass.RECURRENT, False, False)
         text = list(range(30, 46))
         plan = (PlanItem(3, 0, text, 1), PlanItem(0, 0, text[:5], 1), PlanItem(1, 0, text[:9], 1))
-        together = backend.step(BatchPlan(plan)).copy()
+        together = backend.launch(BatchPlan(plan)).rows().copy()
         for seq, (row, part) in enumerate(zip(together, (text, text[:5], text[:9]), strict=True), start=5):
-            alone = backend.step(BatchPlan((PlanItem(seq, 0, part, 1),)))
+            alone = backend.launch(BatchPlan((PlanItem(seq, 0, part, 1),))).rows()
             assert np.abs(alone[0] - row).max() < 1e-2
         with pytest.raises(UnsupportedError):
             backend.trim(3, 4)
         with pytest.raises(UnsupportedError):
             backend.fork(3, 4, 4)
         data = backend.export_state(3)
-        expected = backend.step(BatchPlan((PlanItem(3, 16, [50], 1),))).copy()
+        expected = backend.launch(BatchPlan((PlanItem(3, 16, [50], 1),))).rows().copy()
         backend.drop(3)
         backend.import_state(3, data)
-        assert np.array_equal(backend.step(BatchPlan((PlanItem(3, 16, [50], 1),))), expected)
+        assert np.array_equal(backend.launch(BatchPlan((PlanItem(3, 16, [50], 1),))).rows(), expected)
 
 
 def test_a_recurrent_state_that_is_lost_is_no_quiet_failure(
@@ -198,11 +198,11 @@ def test_a_recurrent_state_that_is_lost_is_no_quiet_failure(
 ) -> None:
     """SPEC Q12: a state that cannot go back is reported as the engine's error, so that it restarts."""
     with open_llama(tiny_model("rwkv7")) as backend:
-        backend.step(BatchPlan((PlanItem(0, 0, [40, 41], 0),)))
+        backend.launch(BatchPlan((PlanItem(0, 0, [40, 41], 0),))).rows()
         decode = llama.llama_decode
         monkeypatch.setattr(llama, "llama_decode", lambda context, batch: decode(context, batch) or -3)
         with pytest.raises(EngineError, match="lost") as caught:
-            backend.step(BatchPlan((PlanItem(0, 2, [42], 1),)))
+            backend.launch(BatchPlan((PlanItem(0, 2, [42], 1),))).rows()
         assert not isinstance(caught.value, StepFailedError)
 
 
@@ -253,6 +253,6 @@ def test_the_backend_stays_within_its_share_of_a_step(
 
     monkeypatch.setattr(np.ctypeslib, "as_array", counted)
     for start in range(4):
-        smollm2.step(BatchPlan(tuple(PlanItem(seq, start, [5], 1) for seq in range(8))))
+        smollm2.launch(BatchPlan(tuple(PlanItem(seq, start, [5], 1) for seq in range(8)))).rows()
     assert len(views) <= 1
     assert isinstance(smollm2, LlamaBackend)

@@ -31,13 +31,13 @@ Count = Callable[[Callable[[], object]], int]
 def computed(monkeypatch: pytest.MonkeyPatch) -> Count:
     """A function that runs another and tells how many tokens any native context computed for it."""
     counts: list[int] = []
-    step = llama_context.LlamaContext.step
+    launch = llama_context.LlamaContext.launch
 
     def counted(self: llama_context.LlamaContext, plan: BatchPlan) -> object:
         counts.append(plan.num_tokens)
-        return step(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(llama_context.LlamaContext, "step", counted)
+    monkeypatch.setattr(llama_context.LlamaContext, "launch", counted)
 
     def count(work: Callable[[], object]) -> int:
         counts.clear()
@@ -87,7 +87,7 @@ def echoed(backend: LlamaBackend, prompt: tuple[int, ...], namespace: bytes) -> 
     backend.condition(0, Conditioning(asked=prompt, namespace=namespace))
     for begin in range(0, len(prompt), 70):
         part = prompt[begin : begin + 70]
-        backend.step(BatchPlan((PlanItem(0, begin, part, len(part)),)))
+        backend.launch(BatchPlan((PlanItem(0, begin, part, len(part)),))).rows()
     backend.condition(0, PLAIN)
     backend.drop(0)
 
@@ -155,7 +155,7 @@ def test_slices_of_another_lane_cost_a_scoring_nothing(decoder: LlamaBackend, co
                 if not scoring.is_done:
                     scoring.advance(64)
             part = PROMPT[begin : begin + 70]
-            decoder.step(BatchPlan((PlanItem(0, begin, part, len(part)),)))
+            decoder.launch(BatchPlan((PlanItem(0, begin, part, len(part)),))).rows()
         while any(not scoring.is_done for scoring in scorings):
             for scoring in scorings:
                 if not scoring.is_done:
@@ -183,5 +183,5 @@ def test_a_source_of_another_namespace_is_read_again(files: Path, monkeypatch: p
         for namespace in (A, A, B, A):
             backend.drop(0)
             backend.condition(0, Conditioning(source=(40, 41, 42, 1), namespace=namespace))
-            backend.step(BatchPlan((PlanItem(0, 0, (0,), 1),)))
+            backend.launch(BatchPlan((PlanItem(0, 0, (0,), 1),))).rows()
     assert reads == [4, 4, 4]

@@ -57,7 +57,7 @@ def said(backend, tokens, count):
     backend.drop(0)
     text, pending = list(tokens), list(tokens)
     for _ in range(count):
-        row = backend.step(BatchPlan((PlanItem(0, len(text) - len(pending), pending, 1),)))[0]
+        row = backend.launch(BatchPlan((PlanItem(0, len(text) - len(pending), pending, 1),))).rows()[0]
         pending = [int(row.argmax())]
         text += pending
     return text[len(tokens) :]

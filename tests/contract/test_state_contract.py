@@ -28,7 +28,7 @@ FIRST, REST = TOKENS[:25], TOKENS[25:]
 
 def feed(backend: TestedBackend, seq: int, tokens: Sequence[int], num_logits: int = 1) -> Rows:
     """Rows of one step that appends tokens to one sequence, as a copy."""
-    return backend.step(BatchPlan((PlanItem(seq, backend.length(seq), tokens, num_logits),))).copy()
+    return backend.launch(BatchPlan((PlanItem(seq, backend.length(seq), tokens, num_logits),))).rows().copy()
 
 
 def numbers(tensor: Tensor) -> np.ndarray:

@@ -69,7 +69,7 @@ def probe_seq2seq(spec: ModelSpec, smoke_dir: Path) -> dict[str, object]:
     with seq2seq.load(spec, cache_dir=smoke_dir) as backend:
         found = backend.capabilities
         backend.condition(0, Conditioning(source=(_FIRST_TOKEN,) * found.n_ctx))
-        backend.step(BatchPlan((PlanItem(0, 0, (found.decoder_start,), 1),)))
+        backend.launch(BatchPlan((PlanItem(0, 0, (found.decoder_start,), 1),))).rows()
         grown = rss_bytes() - before
         return {"usual": grown, "full": grown, "lines": backend.memory()}
 

@@ -211,7 +211,7 @@ def test_a_prompt_in_slices_has_the_logits_of_the_whole(small, direct_small, cut
     small.condition(0, Conditioning(asked=tuple(prompt[:num_asked])))
     for count in cuts:
         item = PlanItem(0, at, prompt[at : at + count], count)
-        rows.append(small.step(BatchPlan((item,))).copy())
+        rows.append(small.launch(BatchPlan((item,))).rows().copy())
         at += count
         state = small.export_state(0)  # as if it had given way in between
         small.drop(0)

@@ -60,7 +60,7 @@ def rows_of(backend, source, tokens, size=1):
     parts = []
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
-        parts.append(backend.step(BatchPlan((PlanItem(0, start, part, len(part)),))).copy())
+        parts.append(backend.launch(BatchPlan((PlanItem(0, start, part, len(part)),))).rows().copy())
     return np.concatenate(parts)
 
 
@@ -100,7 +100,7 @@ def test_an_answer_computed_again_is_the_same_to_the_bit(t5_path, smoke_dir):
         backend.drop(0)
         backend.import_state(0, state)
         backend.condition(0, Conditioning(source=source))
-        last = backend.step(BatchPlan((PlanItem(0, 40, tokens[40:48], 8),)))
+        last = backend.launch(BatchPlan((PlanItem(0, 40, tokens[40:48], 8),))).rows()
         assert np.array_equal(last, alone[40:48])
 
 
@@ -112,13 +112,13 @@ def test_a_step_that_fails_changed_nothing(t5_path, smoke_dir):
         for wrong in ((), tuple([5] * (backend.capabilities.n_ctx + 1))):
             backend.condition(0, Conditioning(source=wrong))
             with pytest.raises(StepFailedError, match="a source has 1 to 256 tokens"):
-                backend.step(BatchPlan((PlanItem(0, 2, (9,), 1),)))
+                backend.launch(BatchPlan((PlanItem(0, 2, (9,), 1),))).rows()
         backend.condition(0, Conditioning(source=source))
         with pytest.raises(StepFailedError):
-            backend.step(BatchPlan((PlanItem(0, 2, (9, 10_000), 1),)))
+            backend.launch(BatchPlan((PlanItem(0, 2, (9, 10_000), 1),))).rows()
         assert backend.length(0) == 2
         backend.trim(0, 1)
-        assert np.array_equal(backend.step(BatchPlan((PlanItem(0, 1, (7,), 1),)))[0], first[1])
+        assert np.array_equal(backend.launch(BatchPlan((PlanItem(0, 1, (7,), 1),))).rows()[0], first[1])
 
 
 def test_what_it_cannot_be_loaded_with_is_refused(t5_path, smoke_dir):

@@ -162,7 +162,7 @@ def computed(backend: LlamaBackend, pictures: tuple[Picture, ...]) -> list[int]:
     try:
         while len(answer) < NUM_WANTED:
             step = steps.pop(0) if steps else [answer[-1]]
-            row = backend.step(BatchPlan((PlanItem(seq, backend.length(seq), step, 1),)))[-1]
+            row = backend.launch(BatchPlan((PlanItem(seq, backend.length(seq), step, 1),))).rows()[-1]
             if not steps:
                 answer.append(int(row.argmax()))
         return answer

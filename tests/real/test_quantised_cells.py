@@ -43,7 +43,7 @@ def backend(smoke_dir: Path) -> Iterator[LlamaBackend]:
 def last_row(backend: LlamaBackend, seq: int, tokens: tuple[int, ...]) -> np.ndarray:
     """Logits after `tokens` more."""
     item = PlanItem(seq, backend.length(seq), tokens, 1)
-    return backend.step(BatchPlan((item,)))[-1].copy()
+    return backend.launch(BatchPlan((item,))).rows()[-1].copy()
 
 
 def test_quantised_cells_are_reported_and_take_half(backend: LlamaBackend) -> None:

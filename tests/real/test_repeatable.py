@@ -46,7 +46,7 @@ class Alone:
         for _ in range(MOST_TOKENS):
             for begin in range(self._backend.length(0), len(tokens), N_BATCH):
                 item = PlanItem(0, begin, tokens[begin : begin + N_BATCH], 1)
-                row = self._backend.step(BatchPlan((item,)))[-1]
+                row = self._backend.launch(BatchPlan((item,))).rows()[-1]
             tokens.append(int(np.argmax(row)))
             found.append((digest(row), tokens[-1]))
         self._backend.drop(0)

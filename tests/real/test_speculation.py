@@ -120,7 +120,7 @@ def test_a_draft_after_a_prompt_whose_logits_were_asked_has_its_own_rows(runner,
     backend, prompt, more, draft = runner.backend, [*range(1000, 1070)], [7, 8, 9], [500, 501, 502]
 
     def rows(seq, start, tokens, num_rows):
-        return backend.step(BatchPlan((PlanItem(seq, start, tokens, num_rows),))).copy()
+        return backend.launch(BatchPlan((PlanItem(seq, start, tokens, num_rows),))).rows().copy()
 
     runner.drop_idle(0.0)
     own, other = backend.capabilities.num_sequences - 2, backend.capabilities.num_sequences - 1

@@ -81,7 +81,7 @@ def encode_threads() -> list[threading.Thread]:
 def read(backend: LlamaBackend, seq: int, parts: list[list[int]]) -> Rows:
     """Step the empty sequence through the parts, each an item; the last row."""
     for part in parts:
-        rows = backend.step(BatchPlan((PlanItem(seq, backend.length(seq), part, 1),)))
+        rows = backend.launch(BatchPlan((PlanItem(seq, backend.length(seq), part, 1),))).rows()
     return rows[-1].copy()
 
 
@@ -239,9 +239,9 @@ def test_a_picture_beside_other_rows_reads_the_same(backend: LlamaBackend, visio
         backend.drop(seq)
     alone.append(read(backend, 2, [[30], [31]]))
     backend.drop(2)
-    backend.step(BatchPlan(tuple(PlanItem(seq, 0, [10 if seq < 2 else 30], 0) for seq in range(3))))
+    backend.launch(BatchPlan(tuple(PlanItem(seq, 0, [10 if seq < 2 else 30], 0) for seq in range(3)))).rows()
     items = (PlanItem(0, 1, ids, 1), PlanItem(2, 1, [31], 1), PlanItem(1, 1, ids, 1))
-    together = backend.step(BatchPlan(items))
+    together = backend.launch(BatchPlan(items)).rows()
     assert np.abs(together[[0, 2, 1]] - alone).max() < 1e-3  # weights of f32: other last bits by shape
     assert np.abs(alone[0] - alone[1]).max() > 0.1
     for seq in range(3):
@@ -255,7 +255,7 @@ def test_a_place_without_embeddings_is_refused_and_changes_nothing(backend: Llam
     read(backend, 1, [[10]])
     items = (PlanItem(1, 1, [11], 1), PlanItem(0, 1, places(4), 1))
     with pytest.raises(StepFailedError, match="no embeddings"):
-        backend.step(BatchPlan(items))
+        backend.launch(BatchPlan(items)).rows()
     assert [backend.length(seq) for seq in (0, 1)] == [1, 1]
     read(backend, 1, [[11]])
     for seq in (0, 1):

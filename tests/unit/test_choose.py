@@ -41,7 +41,7 @@ def nats(prompt, text):
         return math.inf
     backend = FakeBackend(n_batch=1024)
     tokens = [*prompt, *text]
-    rows = backend.step(BatchPlan((PlanItem(0, 0, tokens, len(tokens)),))).astype(np.float64)
+    rows = backend.launch(BatchPlan((PlanItem(0, 0, tokens, len(tokens)),))).rows().astype(np.float64)
     normalised = rows - np.log(np.exp(rows).sum(axis=1, keepdims=True))
     at = np.arange(len(prompt) - 1, len(tokens) - 1)
     return float(-normalised[at, list(text)].mean())

@@ -88,7 +88,7 @@ def by_hand(prompt: tuple[int, ...], num_tokens: int, n_ctx: int) -> tuple[list[
             dropped += len(tokens) - kept - last
             tokens = tokens[:kept] + tokens[len(tokens) - last :]
         backend = FakeBackend(num_cells=1024, n_batch=1024, faults=FakeFaults(eog_period=0))
-        row = backend.step(BatchPlan((PlanItem(0, 0, tuple(tokens), 1),)))[0]
+        row = backend.launch(BatchPlan((PlanItem(0, 0, tuple(tokens), 1),))).rows()[0]
         drawn.append(int(np.argmax(row[:256])))
         tokens.append(drawn[-1])
     if len(tokens) >= n_ctx:

@@ -21,7 +21,7 @@ from stoker.ipc.model import ModelClass, ModelSpec
 def step(backend: FakeBackend, *parts: tuple[int, list[int]]) -> Rows:
     """One step that continues sequences; each part is (seq, tokens)."""
     items = tuple(PlanItem(seq, backend.length(seq), tokens, 1) for seq, tokens in parts)
-    return backend.step(BatchPlan(items))
+    return backend.launch(BatchPlan(items)).rows()
 
 
 def greedy(backend: FakeBackend, num_tokens: int) -> list[int]:
@@ -39,7 +39,7 @@ def test_two_backends_say_the_same() -> None:
     code = (
         "from stoker.backends.fake.backend import FakeBackend\n"
         "from stoker.backends.protocol.backend import BatchPlan, PlanItem\n"
-        "print(float(FakeBackend().step(BatchPlan((PlanItem(0, 0, [65, 66], 1),)))[0].sum()))"
+        "print(float(FakeBackend().launch(BatchPlan((PlanItem(0, 0, [65, 66], 1),))).rows()[0].sum()))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert float(said) == float(step(FakeBackend(), (0, [65, 66]))[0].sum())
@@ -83,9 +83,9 @@ def test_an_ordered_abort_kills_the_process() -> None:
         "from stoker.backends.protocol.backend import BatchPlan, PlanItem\n"
         "from stoker.ipc.model import ModelSpec\n"
         "backend = load(ModelSpec(id='m', path='fake:abort_tokens=7+9'))\n"
-        "backend.step(BatchPlan((PlanItem(0, 0, [65], 1),)))\n"
+        "backend.launch(BatchPlan((PlanItem(0, 0, [65], 1),)))\n"
         "print('alive', flush=True)\n"
-        "backend.step(BatchPlan((PlanItem(0, 1, [9], 1),)))\n"
+        "backend.launch(BatchPlan((PlanItem(0, 1, [9], 1),)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "alive"

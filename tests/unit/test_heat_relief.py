@@ -88,13 +88,13 @@ def test_critical_heat_lets_interactive_work_half_of_the_time(make, monkeypatch)
     machine = make()
     machine.have("a", order=ORDER)
     backend = machine.runner("a").backend
-    step = backend.step
+    launch = backend.launch
 
-    def slow_step(plan):
+    def slow_launch(plan):
         clock.pass_(0.1)
-        return step(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(backend, "step", slow_step)
+    monkeypatch.setattr(backend, "launch", slow_launch)
 
     def seconds_for(name):
         machine.submit(name, "a", max_tokens=50)

@@ -72,10 +72,10 @@ class Engine:
         return [t for e in self.of(Delta, request_id) if e.index == index for t in e.token_ids]
 
 
-@pytest.fixture
-def engine():
-    """A loaded fake model, freed at the end."""
-    engine = Engine()
+@pytest.fixture(params=["fake:eog_period=0", "fake:eog_period=0,is_async=1"], ids=["sync", "async"])
+def engine(request):
+    """A loaded fake model, freed at the end; its steps are waited for, or overlap with their delivery."""
+    engine = Engine(request.param)
     yield engine
     engine.inbox.put(Shutdown())
     engine.loop.run()
@@ -87,7 +87,7 @@ def greedy(prompt, num_tokens):
     for _ in range(num_tokens):
         start = backend.length(0)
         tokens.append(
-            int(backend.step(BatchPlan((PlanItem(0, start, tokens[start:], 1),)))[0][:256].argmax())
+            int(backend.launch(BatchPlan((PlanItem(0, start, tokens[start:], 1),))).rows()[0][:256].argmax())
         )
     return tokens[len(prompt) :]
 
@@ -333,14 +333,14 @@ def test_a_request_that_is_ended_to_relieve_a_full_pool_gets_its_terminal_event(
         fields = {"priority": Priority.BACKGROUND, "preempt": preempt, "max_tokens": 200}
         engine.submit(name, prompt=tuple(name.encode()), **fields)
     engine.until(lambda: len(engine.tokens("me")) > 3 and len(engine.tokens("job")) > 3)
-    compute, failures = backend.step, iter([PoolFullError("no cells", num_tokens=1, num_cells=1)])
+    compute, failures = backend.launch, iter([PoolFullError("no cells", num_tokens=1, num_cells=1)])
 
-    def step(plan):
+    def launch(plan):
         for error in failures:
             raise error
         return compute(plan)
 
-    backend.step = step
+    backend.launch = launch
     engine.run("job", "me")
     assert engine.of(Delta, "job")[-1].finish_reason is FinishReason.PREEMPTED
     assert engine.tokens("me") == greedy(b"me", 200)

@@ -266,7 +266,7 @@ class Place:
         self.ops = []
         self.admit()
         self.carry_out()
-        self.backend.step(BatchPlan((PlanItem(0, 0, self.job.tokens, 0),)))
+        self.backend.launch(BatchPlan((PlanItem(0, 0, self.job.tokens, 0),))).rows()
         self.allocator.cells.extend(0, 60)
         self.job.num_computed = 60
         self.allocator.slots.park(self.job, 0.0)

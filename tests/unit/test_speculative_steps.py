@@ -247,15 +247,15 @@ def test_cancelled_right_after_a_draft_it_leaves_what_was_drawn():
 @pytest.mark.parametrize("where", ["pool", "step"])
 def test_a_step_that_fails_for_its_draft_is_made_without(where, monkeypatch):
     """SPEC D9, Q12: nobody is failed, and nothing is freed, for the sake of a guess."""
-    bench, step = Bench(Speculation.LOOKUP), FakeBackend.step
+    bench, launch = Bench(Speculation.LOOKUP), FakeBackend.launch
     error = PoolFullError("no cells") if where == "pool" else StepFailedError("broken")
 
     def failing(backend, plan):
         if any(item.num_logits > 1 for item in plan.items):
             raise error
-        return step(backend, plan)
+        return launch(backend, plan)
 
-    monkeypatch.setattr(FakeBackend, "step", failing)
+    monkeypatch.setattr(FakeBackend, "launch", failing)
     answer = bench.run()
     monkeypatch.undo()
     assert answer == Bench(Speculation.OFF).run()

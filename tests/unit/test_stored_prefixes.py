@@ -82,7 +82,7 @@ def text_alone(prompt: str, num_tokens: int) -> str:
     tokens = list(prompt.encode())
     for _ in range(num_tokens):
         start = backend.length(0)
-        row = backend.step(BatchPlan((PlanItem(0, start, tuple(tokens[start:]), 1),)))[0]
+        row = backend.launch(BatchPlan((PlanItem(0, start, tuple(tokens[start:]), 1),))).rows()[0]
         tokens.append(int(np.argmax(row[:256])))
     return bytes(tokens[len(prompt) :]).decode()
 

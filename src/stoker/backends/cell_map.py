@@ -100,7 +100,7 @@ class CellMap:
 
     # ------------------------------------------------------------ changes
 
-    def check_queue(self, count: int) -> None:
+    def check_free(self, count: int) -> None:
         """Raise PoolFullError where fewer than `count` cells are free."""
         free = len(self._num_owners) - self.num_used
         if count > free:
@@ -144,7 +144,7 @@ class CellMap:
 
     def _take(self, count: int, num_owners: int) -> Cells:
         """The `count` lowest free cells, for so many owners each."""
-        self.check_queue(count)
+        self.check_free(count)
         total, first = len(self._num_owners), self._first_free
         if self.has_hole:
             free = np.append(np.flatnonzero(self._num_owners == 0), total).astype(np.int32)

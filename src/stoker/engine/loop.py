@@ -189,6 +189,7 @@ class EngineLoop:
             self._busy_s, self._is_clean = self._clock.now(), False
             self._runners.served(runner, self._busy_s - now)
             if self._pressure_handler.slows_down:
+                self._pace.collect()  # its time is not the nap's
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
         elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):
             self._rest()

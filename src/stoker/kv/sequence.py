@@ -223,6 +223,12 @@ class Sequence:
         self.num_ahead -= 1
         self.num_computed += 1
 
+    def guess_last(self) -> None:
+        """Its last token was computed in vain: it counts as one of a draft."""
+        assert self.num_pending == 0, f"{self!r} has tokens to compute"
+        self.num_ahead += 1
+        self.num_computed -= 1
+
     @property
     def num_in_reach(self) -> int:
         """How many of them a step may carry: up to the next place where something is to happen."""

@@ -79,6 +79,7 @@ class Generation:
         self._ends = frozenset(vocabulary.eog_tokens)
         self._assembler = TextAssembler()
         self._gate = StopGate(request.stop)
+        self._drawn: tuple[int, Rows | None] | None = None
         self._constraint: ConstraintState | None = None
         self._spelled = frozenset(text.encode() for text in request.spelled)
         edits = [
@@ -115,6 +116,37 @@ class Generation:
         raw = self._workspace.keep_raw(row) if is_raw_kept else row
         token = self._sampler.draw(row)
         logprob = None if num_top is None else token_logprob(raw, token, num_top, self._vocabulary)
+        text = self._accept(token)
+        return Drawn(token, text, logprob, self.finish_reason, self.stop_text, self._sampler.mirostat_mu)
+
+    def draw(self, row: Rows) -> int:
+        """Draw the next token only; `deliver` has to follow before the next draw.
+
+        Args:
+            row: raw logits, float32 (n_vocab,); may be overwritten.
+
+        Raises:
+            StepFailedError, InvalidRequestError: as `advance`.
+        """
+        assert self.finish_reason is None, f"drawn after its end: {self!r}"
+        assert self._drawn is None, f"drawn twice: {self!r}"
+        raw = None if self._request.logprobs is None else row.copy()  # rows do not outlive the next step
+        token = self._sampler.draw(row)
+        self._drawn = token, raw
+        return token
+
+    def is_last(self, token: int) -> bool:
+        """Whether it ends the generation whatever its text is, if it is drawn next."""
+        return token in self._ends or len(self.tokens) + 1 == self._request.max_tokens
+
+    def deliver(self) -> Drawn:
+        """What the token of `draw` changed."""
+        assert self._drawn is not None, f"nothing was drawn: {self!r}"
+        (token, raw), self._drawn = self._drawn, None
+        num_top = self._request.logprobs
+        logprob = (
+            None if num_top is None or raw is None else token_logprob(raw, token, num_top, self._vocabulary)
+        )
         text = self._accept(token)
         return Drawn(token, text, logprob, self.finish_reason, self.stop_text, self._sampler.mirostat_mu)
 

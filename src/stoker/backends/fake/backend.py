@@ -14,6 +14,7 @@ import struct
 import time
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from stoker.backends.fake.history import (
 from stoker.backends.fake.scoring import FakeScoring
 from stoker.backends.fake.vision import FakeVision, seen_tokens
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
-from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Conditioning, PlanItem
+from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
 from stoker.backends.protocol.lengths import Lengths
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import (
@@ -50,7 +51,7 @@ from stoker.models.memory_estimate.fit import Estimate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stoker.backends.protocol.backend import Buffer, Drafter, Placed, Rows
+    from stoker.backends.protocol.backend import Buffer, Drafter, InFlight, Placed, Rows
     from stoker.backends.protocol.vision import Vision
     from stoker.ipc.model import AdapterSpec, ModelSpec
     from stoker.ipc.usage import Tensor
@@ -68,6 +69,7 @@ class FakeFaults:
     """Failures to order, and the class of model.
 
     Attributes:
+        is_async: a step is computed when its rows are asked for, and nothing else may be called before.
         recurrent: it cannot go back or share, and begins from initial states, as a recurrent model.
         bad_sequences: a step that holds one of these raises StepFailedError.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
@@ -86,6 +88,7 @@ class FakeFaults:
     abort_tokens: frozenset[int] = frozenset()
     step_delay_s: float = 0.0
     eog_period: int = 256
+    is_async: bool = False
     recurrent: bool = False
     load_s: float = 0.0
     load_fails: bool = False
@@ -108,7 +111,7 @@ class FakeFaults:
                         faults[name] = float(value)
                     case "eog_period" | "weights_mib" | "vision":
                         faults[name] = int(value)
-                    case "recurrent" | "load_fails" | "load_aborts":
+                    case "recurrent" | "is_async" | "load_fails" | "load_aborts":
                         faults[name] = bool(int(value))
                     case "bad_sequences" | "bad_tokens" | "abort_tokens":
                         faults[name] = frozenset(int(number) for number in value.split("+"))
@@ -126,6 +129,26 @@ def _bias() -> Rows:
     bias[[ord(" "), ord("."), ord(",")]] = 5.0
     bias[NUM_BYTES:] = -20.0
     return bias
+
+
+class _FakeInFlight:
+    """A step that is computed when its rows are asked for; they turn to NaN at the next one."""
+
+    def __init__(self, compute: Callable[[], Rows]) -> None:
+        self._compute = compute
+        self._rows: Rows | None = None
+        self.is_collected = False
+
+    def rows(self) -> Rows:
+        if not self.is_collected:
+            self.is_collected = True
+            self._rows = self._compute().copy()
+        assert self._rows is not None, "the rows of a step that failed"
+        return self._rows
+
+    def expire(self) -> None:
+        if self._rows is not None:
+            self._rows.fill(np.nan)
 
 
 class FakeBackend:
@@ -166,6 +189,7 @@ class FakeBackend:
         self._vision = FakeVision(num_slices, delay_s) if num_slices else None
         self._conditionings: dict[int, Conditioning] = {}
         self._drafter: Drafter | None = None
+        self._in_flight: _FakeInFlight | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -204,15 +228,24 @@ class FakeBackend:
         """Its projector; None: it takes no pictures."""
         return self._vision
 
-    def step(self, plan: BatchPlan) -> Rows:
+    def launch(self, plan: BatchPlan) -> InFlight:
         """Append the plan's tokens; rows are overwritten by the next step, as a native backend's are."""
         assert not self._is_closed, "a step after close"
+        self._assert_idle()
         self._lengths.check(plan)
+        self._cells.check_free(plan.num_tokens)
+        if not self.faults.is_async:
+            return Computed(self._compute(plan))
+        if self._in_flight is not None:
+            self._in_flight.expire()
+        self._in_flight = _FakeInFlight(partial(self._compute, plan))
+        return self._in_flight
+
+    def _compute(self, plan: BatchPlan) -> Rows:
         for item in plan.items:
             self._meet_faults(item)
         seen = {item.seq: seen_tokens(item, self._pictures(item.seq)) for item in plan.items}
-        self._cells.check_queue(plan.num_tokens)
-        self.close_up([item.seq for item in plan.items])
+        self._close_up([item.seq for item in plan.items])
         if self.faults.step_delay_s:
             time.sleep(self.faults.step_delay_s)
         wanted: list[int] = []
@@ -225,8 +258,13 @@ class FakeBackend:
         self.num_steps += 1
         return self._logits(wanted)
 
+    def _assert_idle(self) -> None:
+        """Nothing but `rows` may be called while a step is in flight."""
+        assert self._in_flight is None or self._in_flight.is_collected, "a step is in flight"
+
     def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Compute the sequence's next tokens with this; UnsupportedError for what the model cannot do."""
+        self._assert_idle()
         unknown = {name for name, _ in conditioning.adapters} - dict(self._capabilities.adapters).keys()
         if unknown or conditioning.source or (conditioning.pictures and not self._vision):
             raise UnsupportedError("the fake model cannot be conditioned so")
@@ -235,6 +273,7 @@ class FakeBackend:
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Let the empty `dst` share the first `length` tokens of `src`."""
+        self._assert_idle()
         assert self._lengths[dst] == 0, f"sequence {dst} is not empty"
         assert 0 < length <= self._lengths[src], f"{length} of {self._lengths[src]} tokens to share"
         if not self._capabilities.can_fork:
@@ -245,6 +284,7 @@ class FakeBackend:
 
     def trim(self, seq: int, length: int) -> None:
         """Keep the first `length` tokens. Raises UnsupportedError where the model cannot go back."""
+        self._assert_idle()
         held = self._lengths[seq]
         assert 0 <= length <= held, f"{length} of {held} tokens to keep"
         if 0 < length < held and not self._capabilities.can_trim:
@@ -259,6 +299,10 @@ class FakeBackend:
 
     def close_up(self, seqs: Sequence[int]) -> None:
         """Nothing depends on where its tokens lie; `check` wants them to lie as if it did."""
+        self._assert_idle()
+        self._close_up(seqs)
+
+    def _close_up(self, seqs: Sequence[int]) -> None:
         for stretch in self._cells.loose(seqs, MOVED_TOKENS):
             self._cells.moved(stretch)
 
@@ -268,11 +312,13 @@ class FakeBackend:
 
     def export_state(self, seq: int) -> Buffer:
         """The tokens and where they began: all else follows from them."""
+        self._assert_idle()
         payload = self._histories[seq].packed()
         return _HEADER.pack(_MAGIC, len(payload), zlib.crc32(payload)) + payload
 
     def import_state(self, seq: int, data: Buffer) -> None:
         """Put an exported sequence into the empty sequence `seq`."""
+        self._assert_idle()
         assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
         history, tokens = _history_of(data)
         self._cells.append(seq, len(tokens))
@@ -282,11 +328,13 @@ class FakeBackend:
 
     def read_state(self, seq: int) -> list[Tensor]:
         """The hash of the history, as tensors of `STATE_LAYOUT`."""
+        self._assert_idle()
         self._refuse_without_state()
         return tensors_of(self._histories[seq].state)
 
     def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
         """Let the empty sequence `seq` begin from that hash."""
+        self._assert_idle()
         self._refuse_without_state()
         assert self._lengths[seq] == 0, f"sequence {seq} is not empty"
         self._histories[seq].start = state_of(tensors)
@@ -296,7 +344,7 @@ class FakeBackend:
         held = self._lengths[seq]
         assert held in {len(tokens), len(tokens) - 1}, f"sequence {seq} holds {held} of {len(tokens)} tokens"
         if held < len(tokens):
-            self.step(BatchPlan((PlanItem(seq, held, tokens[-1:], 0),)))
+            self.launch(BatchPlan((PlanItem(seq, held, tokens[-1:], 0),))).rows()
         return hidden_of(self._histories[seq].state)
 
     def scoring(
@@ -307,6 +355,7 @@ class FakeBackend:
         lane: ScoringLane = ScoringLane.CHOICES,  # noqa: ARG002 - likewise
     ) -> FakeScoring:
         """How likely texts are after a prompt, by the same logits as ever."""
+        self._assert_idle()
         return FakeScoring(prompt, texts, self._logits, self._meet_call)
 
     def _meet_call(self, tokens: list[int]) -> None:
@@ -449,6 +498,7 @@ def _capabilities(
         size_bytes=0,
         kv_type="none",
         flash_attention="off",
+        is_async=faults.is_async,
         can_trim=not is_recurrent,
         can_fork=not is_recurrent,
         fingerprint=_digest(kind),

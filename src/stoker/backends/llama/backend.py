@@ -23,7 +23,7 @@ from stoker.backends.llama.recurrent import RecurrentStates
 from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision.vision import BLIND, VisionContext, open_vision
-from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Conditioning, PlanItem
+from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import ModelClass
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.llama.text.vocabulary import LlamaVocabulary
     from stoker.backends.llama.vision.vision import LlamaVision
-    from stoker.backends.protocol.backend import Buffer, Rows
+    from stoker.backends.protocol.backend import Buffer, InFlight, Rows
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.usage import Tensor
     from stoker.models.gguf.header import GgufHeader
@@ -126,17 +126,15 @@ class LlamaBackend:
         """Its projector; None: it takes no pictures."""
         return self._vision
 
-    def step(self, plan: BatchPlan) -> Rows:
-        """One forward pass; see `Backend.step`. A call that raises changed nothing."""
-        if not self._asked:
-            return self._context.step(plan)  # nobody asks for a whole prompt's logits
-        return self._step_and_score(plan)
-
-    def _step_and_score(self, plan: BatchPlan) -> Rows:
-        """A step whose whole prompts get their rows from the scorer, if there is one."""
-        counts = [self._num_scored(item) for item in plan.items]
+    def launch(self, plan: BatchPlan) -> InFlight:
+        """Begin one forward pass; see `Backend.launch`. A call that raises changed nothing."""
+        counts = [self._num_scored(item) for item in plan.items] if self._asked else []
         if not any(counts):
-            return self._context.step(plan)
+            return self._context.launch(plan)
+        return Computed(self._step_and_score(plan, counts))
+
+    def _step_and_score(self, plan: BatchPlan, counts: list[int]) -> Rows:
+        """A step of which the scorer gives the rows of whole prompts, `counts` of each item."""
         scores = [
             self._scored(item) if count else None for item, count in zip(plan.items, counts, strict=True)
         ]
@@ -379,6 +377,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, 
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,
         computes_on_cpu=not model.devices,
+        is_async=bool(model.devices),
         adapters=tuple(context.adapters.fingerprints.items()) if context.adapters else (),
     )
 

@@ -9,6 +9,7 @@ import ctypes
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -17,20 +18,20 @@ from stoker.backends.llama.batch import EmbeddingBatch, TokenBatch
 from stoker.backends.llama.binding import capture_log, error_text, llama
 from stoker.backends.llama.cell_order import CellOrder
 from stoker.backends.llama.passes import NONE, AdapterSet, Pass, passes
-from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, Computed, PlanItem
 from stoker.backends.protocol.lengths import Lengths
 from stoker.backends.protocol.vision import embeddings_of
 from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from stoker.backends.llama.adapters import Adapters
     from stoker.backends.llama.binding import LogLine
     from stoker.backends.llama.model import LlamaModel
-    from stoker.backends.protocol.backend import Placed, Rows
+    from stoker.backends.protocol.backend import InFlight, Placed, Rows
 
 _NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
 _TO_THE_END = -1
@@ -151,16 +152,20 @@ class LlamaContext:
         return self._n_vocab + self._model.n_embd
 
     def step(self, plan: BatchPlan) -> Rows:
-        """One forward pass; see `Backend.step`."""
+        """One forward pass, waited for; see `Backend.launch`."""
+        return self.launch(plan).rows()
+
+    def launch(self, plan: BatchPlan) -> InFlight:
+        """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
         self._check_pictures(plan)
         self.close_up([item.seq for item in plan.items])
         cut = passes(plan, self._sets, self._current)
         if len(cut) > 1:
-            return self._step_in_passes(plan, cut)
+            return Computed(self._step_in_passes(plan, cut))
         self._compute(cut[0])
         self.lengths.advance(plan)
-        return self._logits(plan.num_rows)
+        return _Decoding(partial(self._logits, plan.num_rows))
 
     def _check_pictures(self, plan: BatchPlan) -> None:
         """Before anything is computed: not every model can take a pass back."""
@@ -339,6 +344,13 @@ class LlamaContext:
             raise EngineError(f"the state of sequence {seq} before position {start} is lost", seq=seq)
         if self._order is not None:
             self._order.map.trim(seq, start)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """A native call whose rows were not asked for: asking waits for the device."""
+
+    rows: Callable[[], Rows]
 
 
 def _native_params(options: ContextOptions) -> object:

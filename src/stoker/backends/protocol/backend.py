@@ -1,12 +1,13 @@
 """What a backend is: one loaded model on one device, driven one step at a time by one thread.
 
-A backend knows sequences by small integers (`seq`, 0 <= seq < num_sequences) and computes what it is told;
-which tokens, when and for whom is the scheduler's business, drawing from the logits is decode's.
+A backend knows sequences by small integers (`seq`, 0 <= seq < num_sequences) and computes the tokens that a
+plan holds; the scheduler chooses them, `stoker.sampling` draws from the logits.
 
 Contract (tests/contract runs it on every backend):
 - positions of a sequence are consecutive: an item's `start` equals the sequence's length;
-- a step that raises leaves every sequence as it was before the step;
-- rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `step`;
+- a step that raises, in `launch` or in `rows`, leaves every sequence as it was before the step;
+- rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `launch`;
+- one step is in flight at a time, and nothing else is called between `launch` and `rows`;
 - `fork`, `trim`, `drop` cost no computation; `drop` of an empty sequence is allowed;
 - `export_state` then `import_state` restores bit-exactly, an initial state included;
 - `write_state` leaves the length at 0: an initial state counts as no token, and only `drop` removes it.
@@ -116,6 +117,7 @@ class Capabilities:
     (SPEC K5); it is empty where there is no such state. `decoder_start` is the token that the decoder of an
     encoder-decoder begins with; None: it is none. `adapters` are name and fingerprint of each LoRA adapter.
     `pairing` says how the model stands with its projector (SPEC V1), as in `ModelInfo`.
+    `is_async`: `launch` returns while the device still computes.
     """
 
     model_class: ModelClass
@@ -137,6 +139,7 @@ class Capabilities:
     has_vision: bool = False
     pairing: str = ""
     computes_on_cpu: bool = False
+    is_async: bool = False
     fingerprint: str = ""
     state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
     decoder_start: int | None = None
@@ -216,6 +219,32 @@ class Drafter(Protocol):
         ...
 
 
+class InFlight(Protocol):
+    """A step that was launched."""
+
+    def rows(self) -> Rows:
+        """Wait for the step; may be called again.
+
+        Returns:
+            float32 (plan.num_rows, n_vocab), raw logits, a view valid until the next `launch`.
+
+        Raises:
+            StepFailedError: the device failed; nothing changed.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """An `InFlight` that was computed in `launch`."""
+
+    found: Rows
+
+    def rows(self) -> Rows:
+        """What was computed."""
+        return self.found
+
+
 class Backend(Protocol):
     """One loaded model."""
 
@@ -244,14 +273,11 @@ class Backend(Protocol):
         """Its projector; None: it takes no pictures."""
         ...
 
-    def step(self, plan: BatchPlan) -> Rows:
-        """One forward pass.
+    def launch(self, plan: BatchPlan) -> InFlight:
+        """Begin one forward pass; it may be over when this returns (`Capabilities.is_async` is false).
 
         Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.image_ids`);
         an item is all of one picture or all of tokens, and embeddings are computed in the tokens' place.
-
-        Returns:
-            float32 (plan.num_rows, n_vocab), raw logits, a view valid until the next step.
 
         Raises:
             PoolFullError: no cells for these tokens; nothing changed.
@@ -288,7 +314,7 @@ class Backend(Protocol):
     def close_up(self, seqs: Sequence[int]) -> None:
         """Move the tokens of these sequences into free cells before them, shared ones for all who share them.
 
-        Copies, computes nothing. `step` does it for the sequences of its plan, where sums are taken in the
+        Copies, computes nothing. `launch` does it for the sequences of its plan, where sums are taken in the
         order of the cells: a sequence that grew into a cell before its own tokens would get other last bits
         than alone. Asked for before a step, its time is not the step's.
         """

@@ -1,7 +1,8 @@
 """What a step's rows of logits mean for the requests they were computed for.
 
-A row becomes a token, prompt logprobs, progress or a state; who runs and what a step holds is the
-scheduler's business, how a token is drawn decode's.
+A row becomes a token, prompt log probabilities, progress or a state. `draw` yields the token ids that the
+next step needs; where a device computes meanwhile, `deliver` makes text, stops, log probabilities and events
+of them after that step was launched.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from stoker.errors import StokerError
 from stoker.ipc.events import StateReady
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import TokenLogprob
+from stoker.kv.sequence import SequenceState
 from stoker.sampling.logprobs import token_logprob
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.engine.jobs.job import Job
     from stoker.engine.jobs.table import JobTable
@@ -26,14 +30,31 @@ if TYPE_CHECKING:
 
 
 class Postprocess:
-    """Digests the rows of one model's steps. Holds nothing between them."""
+    """Digests the rows of one model's steps; holds the tokens that were drawn and not delivered.
 
-    def __init__(self, backend: Backend, scheduler: Scheduler, live: JobTable, pace: Pace) -> None:
+    A token is delivered at once where it is certainly a sequence's last, where it is drawn among guesses, and
+    where the model cannot take back a token that was computed in vain.
+
+    Args:
+        end_in_flight: called before a sequence is ended that may be in a step that was launched since.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        scheduler: Scheduler,
+        live: JobTable,
+        pace: Pace,
+        end_in_flight: Callable[[Sequence], None],
+    ) -> None:
         self._backend = backend
         self._scheduler = scheduler
         self._live = live
         self._pace = pace
+        self._end_in_flight = end_in_flight
         self._n_ctx = backend.capabilities.n_ctx
+        self._defers = backend.capabilities.is_async and backend.capabilities.can_trim
+        self._undelivered: list[tuple[Job, Sequence]] = []
 
     def __repr__(self) -> str:
         return f"<Postprocess of {self._backend!r}>"
@@ -76,28 +97,52 @@ class Postprocess:
         """
         sequence, generation = part.sequence, live.choices[part.sequence.key.index].generation
         num_ahead = sequence.num_ahead
+        if self._defers and not num_ahead and len(sequence.tokens) + 1 < self._n_ctx:
+            token = generation.draw(rows[-1])
+            sequence.tokens.append(token)
+            self._undelivered.append((live, sequence))
+            if generation.is_last(token):
+                self._deliver(*self._undelivered.pop())
+            return
         draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
         for row, guess in zip(rows[len(rows) - num_ahead - 1 :], (*draft, None), strict=True):
             drawn = generation.advance(row)
-            if drawn.finish_reason is None and drawn.token_id == guess:
+            is_guessed = drawn.finish_reason is None and drawn.token_id == guess
+            if is_guessed:
                 sequence.draw_ahead()
-                self._take(live, sequence, drawn)
-                continue
-            self._scheduler.take_back(sequence)
-            self._take(live, sequence, drawn)
-            return
+            else:
+                self._scheduler.take_back(sequence)
+            sequence.tokens.append(drawn.token_id)
+            self._publish(live, sequence, drawn)
+            if not is_guessed:
+                return
 
-    def _take(self, live: Job, sequence: Sequence, drawn: Drawn) -> None:
-        """Append the drawn token; end the choice if it is its last, or if no further one would fit."""
+    def deliver(self) -> None:
+        """Make events of the tokens that were only drawn; the step after may be in flight."""
+        undelivered, self._undelivered = self._undelivered, []
+        for live, sequence in undelivered:
+            try:
+                self._deliver(live, sequence)
+            except StokerError as error:
+                self._end_in_flight(sequence)
+                self._live.fail(live, error, self._pace.now())
+
+    def _deliver(self, live: Job, sequence: Sequence) -> None:
+        if live.request_id in self._live:  # else another choice has failed, and the request with it
+            self._publish(live, sequence, live.choices[sequence.key.index].generation.deliver())
+
+    def _publish(self, live: Job, sequence: Sequence, drawn: Drawn) -> None:
+        """The event of a token; end the choice if it is its last, or if no further one would fit."""
         now = self._pace.now()
         index = sequence.key.index
         if live.first_token_s is None:
             live.first_token_s = now
-        sequence.tokens.append(drawn.token_id)
         event = live.delta(index, drawn)
         self._live.events.append(event)
         if drawn.finish_reason is not None:
-            self._scheduler.retire(sequence, drawn.finish_reason, now)
+            self._end_in_flight(sequence)
+            if sequence.state is not SequenceState.DONE:  # DONE: the turn that drew it has ended it
+                self._scheduler.retire(sequence, drawn.finish_reason, now)
             self._live.finish_if_done(live, now)
         elif len(sequence.tokens) >= self._n_ctx:
             if live.request.context_shift:

@@ -19,15 +19,12 @@ from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.choices import ChoiceRunner
 from stoker.engine.runners.description import model_info, scheduler_limits
 from stoker.engine.runners.image_steps import ImageSteps
-from stoker.engine.runners.postprocess import Postprocess
+from stoker.engine.runners.steps import StepRunner
 from stoker.engine.runners.turns import Contender
 from stoker.engine.threads.pace import Pace
 from stoker.errors import (
-    ContextLengthError,
-    PoolFullError,
     RequestTimeoutError,
     SchedulerStalledError,
-    StepFailedError,
 )
 from stoker.grammar.compiler import GrammarCompiler
 from stoker.grammar.tokenizer import GrammarTokenizer
@@ -39,7 +36,6 @@ from stoker.ipc.status import SlotStatus, WaitStatus
 from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.sampling.workspace import Workspace
-from stoker.scheduler.plan import StepPlan
 from stoker.scheduler.scheduler import Scheduler
 from stoker.scheduler.throttle import Throttle
 from stoker.speculation.speculator import Speculator
@@ -68,14 +64,12 @@ class SlotRunner:
         self._pace = pace
         self._told_s = 0.0
         self._num_stalls_total = 0
-        self._source: tuple[int, ...] = ()
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
         self._live = JobTable(self.scheduler)
         self._image_steps = ImageSteps(backend, self.scheduler, pace, cache)
-        self._postprocess = Postprocess(backend, self.scheduler, self._live, pace)
         self._speculator = Speculator(backend, self.scheduler, self._live, spec.speculation, pace.now)
-        self._runner = pace.join(backend, self.scheduler.cost)
+        self._steps = StepRunner(backend, self.scheduler, self._live, self._speculator, pace, self._carry_out)
         self._choosing = ChoiceRunner(backend, self.scheduler, pace, self._live.events)
         self.prep = PrepContext(
             backend.vocabulary,
@@ -105,7 +99,8 @@ class SlotRunner:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        return self.scheduler.has_work or self._image_steps.has_work or self._choosing.line.has_work
+        has_own = self.scheduler.has_work or self._steps.is_in_flight
+        return has_own or self._image_steps.has_work or self._choosing.line.has_work
 
     def info(self) -> ModelInfo:
         """What was loaded and the limits that resulted."""
@@ -214,6 +209,7 @@ class SlotRunner:
 
     def cancel(self, request_id: str, now: float) -> None:
         """End a request with `cancelled`; an unknown id is ignored."""
+        self._steps.settle(now)
         self._choosing.cancel(request_id, now)
         live = self._live.get(request_id)
         if live is None:
@@ -223,6 +219,7 @@ class SlotRunner:
 
     def pause(self, request_id: str, now: float) -> None:
         """Let a request stand still; an unknown id is ignored (SPEC Q17)."""
+        self._steps.settle(now)
         self._choosing.pause(request_id, now)
         for sequence in self._open_sequences(request_id):
             if sequence.state is not SequenceState.PAUSED:
@@ -232,6 +229,7 @@ class SlotRunner:
 
     def resume(self, request_id: str, now: float) -> None:
         """Let a paused request go on; an unknown id is ignored."""
+        self._steps.settle(now)
         self._choosing.resume(request_id, now)
         for sequence in self._open_sequences(request_id):
             if sequence.state is SequenceState.PAUSED:
@@ -245,6 +243,7 @@ class SlotRunner:
 
     def cancel_all(self, now: float) -> None:
         """End every request with `cancelled`."""
+        self._steps.settle(now)
         self._choosing.cancel_all(now)
         for live in self._live:
             self.cancel(live.request_id, now)
@@ -254,10 +253,12 @@ class SlotRunner:
 
         What was computed of them stays in cells for `rest` to store. Clients of those that ran hear `Parked`.
         """
+        self._steps.settle(now)
         return [self._send_off(live, reason, now) for live in self._live] + self._choosing.evacuate(now)
 
     def evacuate_waiting(self, reason: str, now: float) -> list[Submit]:
         """The same for requests of which nothing runs."""
+        self._steps.settle(now)
         waiting = [live for live in self._live if not live.is_running]
         return [self._send_off(live, reason, now) for live in waiting] + self._choosing.evacuate(now)
 
@@ -277,12 +278,13 @@ class SlotRunner:
 
     def drop_idle(self, now: float) -> None:
         """Give up every cell that nobody who runs or waits needs, and what the backend can make again."""
+        self._steps.settle(now)
         self._carry_out(self.scheduler.drop_idle(now), now)
         self.backend.give_back()
 
     def close(self) -> None:
         """Free the native model."""
-        self._pace.leave(self._runner)
+        self._steps.close()
         self._choosing.close()
         self._image_steps.close()
         self.backend.close()
@@ -292,6 +294,7 @@ class SlotRunner:
     def schedule(self, now: float) -> None:
         """Decide who runs: deadlines, room, free slots."""
         self._choosing.expire(now)
+        self._steps.finish(now)
         self._carry_out(self.scheduler.schedule(now), now)
         self._tell_positions(now)
 
@@ -302,10 +305,12 @@ class SlotRunner:
 
     def rest(self, now: float) -> None:
         """There is time: store something that is only in cells."""
+        self._steps.settle(now)
         self._carry_out(self.scheduler.store_idle(now), now)
 
     def expire(self, now: float) -> None:
         """End who is past its deadline, without a turn."""
+        self._steps.settle(now)
         self._choosing.expire(now)
         self._carry_out(self.scheduler.expire(now), now)
 
@@ -318,15 +323,20 @@ class SlotRunner:
         is_for_looking = self._image_steps.goes_first and not self.scheduler.is_owed(now)
         plan = None if is_for_looking else self.scheduler.plan()
         if plan is not None:
-            self._run(self._speculator.extended(plan), now)
+            self._steps.run(plan, now)
         elif self.scheduler.has_work and not self._image_steps.is_awaited:
             self._report_stall(now)
+        if self._image_steps.has_work or self._choosing.line.has_work:
+            self._steps.collect()  # they need the device, and how long the step took
         took_s = self._pace.now() - now
+        self._steps.deliver()
         self._image_steps.look(plan, took_s)
         self._choosing.step(took_s, has_readers=has_readers)
 
     def _carry_out(self, schedule: Schedule, now: float) -> None:
         carry_out(schedule.ops, self.backend, self.scheduler.allocator)
+        if schedule.expired or schedule.preempted or schedule.parked:
+            self._steps.deliver()  # what was drawn before comes first
         for sequence in schedule.expired:
             live = self._live.get(sequence.key.request_id)
             if live is not None:
@@ -334,16 +344,17 @@ class SlotRunner:
                 error = RequestTimeoutError(f"the request took {waited}", param="timeout_s")
                 self._live.fail(live, error, now)
         for sequence in schedule.preempted:
-            live = self._live[sequence.key.request_id]
-            self.events.append(live.ended(sequence.key.index, FinishReason.PREEMPTED))
-            self._live.finish_if_done(live, now)
-        for parking in schedule.parked:
-            self.events.append(_parked(parking))
+            live = self._live.get(sequence.key.request_id)
+            if live is not None and sequence.key.index in live.choices:
+                self.events.append(live.ended(sequence.key.index, FinishReason.PREEMPTED))
+                self._live.finish_if_done(live, now)
+        still = [each for each in schedule.parked if each.sequence.state is not SequenceState.DONE]
+        self.events.extend(_parked(each) for each in still)
         for sequence in schedule.admitted:
             if sequence.slot is not None:
                 self.backend.condition(sequence.slot, sequence.conditioning)
-            live = self._live[sequence.key.request_id]
-            self.events.append(live.admitted(sequence, now))
+            if (live := self._live.get(sequence.key.request_id)) is not None:
+                self.events.append(live.admitted(sequence, now))
 
     def _tell_positions(self, now: float) -> None:
         """Those whose place in the line has changed hear of it, now and then (SPEC Q14)."""
@@ -357,59 +368,6 @@ class SlotRunner:
             if is_told_of and live.position != position:
                 live.position = position
                 self.events.append(Queued(live.request_id, position, etas_s[position]))
-
-    def _run(self, plan: StepPlan, now: float) -> None:
-        """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
-        batch = plan.batch()
-        num_tokens = batch.num_tokens + self._num_unread(plan)
-        self.backend.close_up([item.seq for item in batch.items])  # its time is not the step's
-        self._pace.begin(num_tokens)
-        try:
-            rows = self.backend.step(batch)
-        except PoolFullError as error:
-            self._pace.abandon()
-            if plan.has_draft:
-                self._run(plan.without_draft(), now)
-                return
-            self._relieve(plan, error, now)
-        except StepFailedError as error:
-            self._pace.abandon()
-            if plan.has_draft:
-                self._run(plan.without_draft(), now)
-                return
-            if len(plan.parts) == 1:
-                live = self._live[plan.parts[0].sequence.key.request_id]
-                log.warning("step failed for %r: %s", live, error)
-                self._live.fail(live, error, now)
-                return
-            middle = len(plan.parts) // 2
-            for half in (plan.parts[:middle], plan.parts[middle:]):
-                still = tuple(part for part in half if part.sequence.is_running)
-                if still:
-                    self._run(StepPlan(still), now)
-        else:
-            took_s = self._pace.end(self._runner, num_tokens)
-            self.scheduler.computed(plan, self._pace.now())
-            if late := self.scheduler.allocator.take_late_ops():
-                carry_out(late, self.backend, self.scheduler.allocator)  # before it moves on
-            self._postprocess.draw(plan, rows)
-            self._speculator.learn(plan, took_s)
-
-    def _num_unread(self, plan: StepPlan) -> int:
-        """Tokens that an encoder reads before this step: another source than the step before had."""
-        before, self._source = self._source, plan.parts[0].sequence.conditioning.source
-        return 0 if self._source == before else len(self._source)
-
-    def _relieve(self, plan: StepPlan, error: PoolFullError, now: float) -> None:
-        """The native pool is fuller than counted: free something and let the next turn try again."""
-        pressure_handler = self.scheduler.free_more(now)
-        if pressure_handler.ops or pressure_handler.preempted:
-            self._carry_out(pressure_handler, now)
-            return
-        live = self._live[plan.parts[0].sequence.key.request_id]
-        n_ctx = self.prep.n_ctx
-        text = f"This model's maximum context length is {n_ctx} tokens. However, {error.message}"
-        self._live.fail(live, ContextLengthError(f"{text}; alone it needs more", n_ctx=n_ctx), now)
 
     def _report_stall(self, now: float) -> None:
         """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from stoker.engine.threads.controller import ThreadController
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.threads.governor import Decision
@@ -29,9 +31,14 @@ class Runner:
 
 
 class Pace:
-    """Surrounds every native step of one engine."""
+    """Surrounds every native step of one engine.
+
+    Attributes:
+        in_flight: waits for the step that a device computes; None: there is none. `begin` calls it.
+    """
 
     def __init__(self, clock: StepTimer) -> None:
+        self.in_flight: Callable[[], None] | None = None
         self._clock = clock
         self._runners: list[Runner] = []
         self._controller: ThreadController | None = None
@@ -90,10 +97,16 @@ class Pace:
     # ------------------------------------------------------------ steps
 
     def begin(self, num_tokens: int) -> None:
-        """A native step over `num_tokens` starts."""
+        """A native step over `num_tokens` starts; one in flight is waited for."""
+        self.collect()
         if self._controller is not None:
             self._follow(self._controller.begin())
         self._clock.begin(num_tokens)
+
+    def collect(self) -> None:
+        """Wait for the step in flight, if there is one."""
+        if self.in_flight is not None:
+            self.in_flight()
 
     def end(self, runner: Runner, num_tokens: int) -> float:
         """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""

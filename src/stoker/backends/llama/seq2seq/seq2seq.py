@@ -22,7 +22,7 @@ from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.seq2seq.source import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
-from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, Computed, Conditioning, PlanItem
 from stoker.errors import ModelLoadError, StokerError, UnsupportedError
 from stoker.ipc.model import ModelClass
 from stoker.models.gguf.header import read_header
@@ -31,7 +31,7 @@ from stoker.models.seq2seq import STEP_TOKENS, check_one_slot, num_cells
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stoker.backends.protocol.backend import Rows
+    from stoker.backends.protocol.backend import InFlight
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.usage import Tensor
     from stoker.models.gguf.header import GgufHeader
@@ -55,6 +55,7 @@ class Seq2SeqBackend(LlamaBackend):
         self._scale = _logit_scale(header)
         self._capabilities = dataclasses.replace(
             self._capabilities,
+            is_async=False,
             n_batch=min(STEP_TOKENS, context.n_batch),
             can_fork=False,
             decoder_start=_decoder_start(model),
@@ -70,8 +71,8 @@ class Seq2SeqBackend(LlamaBackend):
             raise UnsupportedError(f"{self._capabilities.description} takes a source and nothing beside it")
         self._source, self._namespace = conditioning.source, conditioning.namespace
 
-    def step(self, plan: BatchPlan) -> Rows:
-        """One forward pass, a token at a time; see `Backend.step`. A call that raises changed nothing.
+    def launch(self, plan: BatchPlan) -> InFlight:
+        """One forward pass, a token at a time, waited for; one that raises changed nothing.
 
         The encoder reads the sequence's source first, if it has read another since.
         """
@@ -89,7 +90,7 @@ class Seq2SeqBackend(LlamaBackend):
         except StokerError:
             self._context.trim(item.seq, item.start)
             raise
-        return rows
+        return Computed(rows)
 
     def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:  # noqa: ARG002 - the protocol's
         """UnsupportedError: what it makes of a text is for its decoder to read."""
