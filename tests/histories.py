@@ -80,7 +80,7 @@ class ModelLookup:
     def turn(self, now):
         """Take new orders, and end some of those that wait."""
         self.cache.tend(now)
-        self.waiting += self.cache.disk.take_orders()
+        self.waiting += self.cache.disk.take_ops()
         while self.waiting and self.random.random() < 0.5:
             self.end(self.waiting.pop(0), now)
 
@@ -101,7 +101,7 @@ class ModelLookup:
     def write(self, entry):
         """A file of the state and a head, or none."""
         if self.random.random() < 0.1:
-            self.cache.unwritten(entry, self.random.choice(["", "", "the disk is full"]))
+            self.cache.disk.write_failed(entry, self.random.choice(["", "", "the disk is full"]))
             return
         name = f"file {self.random.random()}"
         data = bytes(entry.data)
@@ -255,5 +255,5 @@ class Machine(stepping.Machine):
                 assert sequence.num_generated == sequence.num_wanted
             assert sequence.finish_reason is not FinishReason.PREEMPTED or sequence.ends_if_preempted
         assert self.cache.parked_bytes == 0
-        assert not any(set(entry.leases) - {"disk"} for entry in self.cache.entries())
+        assert not any(set(entry.leases) - {"disk"} for entry in self.cache.index)
         assert not self.scheduler.slots.parked()

@@ -78,7 +78,7 @@ def machine():
 
 def stored(machine):
     """Lengths of the entries there are."""
-    return sorted(entry.num_tokens for entry in machine.cache.entries())
+    return sorted(entry.num_tokens for entry in machine.cache.index)
 
 
 def test_steps_end_at_checkpoints_and_leave_a_state_there(machine):
@@ -92,7 +92,7 @@ def test_steps_end_at_checkpoints_and_leave_a_state_there(machine):
     assert counts[-1] == 300
     assert {128, 256, 299} <= set(counts)
     assert stored(machine) == [128, 256, 299, 300]
-    for entry in machine.cache.entries():
+    for entry in machine.cache.index:
         assert entry.key == key_of(STEM[: entry.num_tokens])
         machine.backend.import_state(20, entry.data)
         assert list(machine.backend.tokens(20)) == STEM[: entry.num_tokens]
@@ -170,8 +170,8 @@ def test_what_is_dropped_as_superfluous_stays_if_another_needs_it(machine):
     sequence = machine.enter_prompt(prompt, 1)
     machine.until(lambda: sequence.num_computed >= 256)
     machine.step()
-    entry = next(entry for entry in machine.cache.entries() if entry.num_tokens == 128)
-    machine.cache.lease(entry, "somebody")
+    entry = next(entry for entry in machine.cache.index if entry.num_tokens == 128)
+    entry.lease("somebody")
     machine.finish()
     assert 128 in stored(machine)
     assert 384 not in stored(machine)

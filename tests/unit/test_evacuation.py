@@ -236,7 +236,7 @@ def test_the_next_engine_goes_on_with_the_same_text_from_what_is_on_disk(make, t
     assert list((tmp_path / "shared").rglob("*.*")), "nothing was written"
     after = make(folder=tmp_path / "shared")
     after.loop._store.open()
-    after.until(lambda: list(after.loop._store.cache.entries()))
+    after.until(lambda: list(after.loop._store.cache.index))
     after.know("a", ORDER, n_ctx=512)
     front.submit_again(before, after)
     after.run("r")

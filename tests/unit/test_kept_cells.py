@@ -44,7 +44,7 @@ def test_cells_whose_stored_state_has_gone_stay_and_are_stored_before_they_go():
     assert kept(machine)[SPACE] == 210
     machine.finish()
     machine.drop_cells()
-    assert any(entry.namespace == SPACE for entry in machine.cache.entries())
+    assert any(entry.namespace == SPACE for entry in machine.cache.index)
 
 
 def test_a_sequence_that_ends_in_the_turn_that_admitted_it_leaves_nothing_in_its_slot():

@@ -73,7 +73,7 @@ class Store:
 
     def best(self, tokens, space=SPACE, *, is_exact=False):
         """The hit that saves the most of these tokens."""
-        return next(iter(self.cache.hits(space, key_of(tokens), is_exact=is_exact)), None)
+        return next(iter(self.cache.index.find(space, key_of(tokens), is_exact=is_exact)), None)
 
     def length(self, tokens, space=SPACE, *, is_exact=False):
         """Tokens of these that are found."""
@@ -83,7 +83,7 @@ class Store:
     def orders(self, now):
         """What is ordered at that time."""
         self.cache.tend(now)
-        return self.cache.disk.take_orders()
+        return self.cache.disk.take_ops()
 
     def carry_out(self, now):
         """Order and do all that is due."""
@@ -197,8 +197,8 @@ def test_memory_that_is_just_enough_is_enough():
     first, second = store.put(span(0, 50)), store.put(span(1000, 50))
     third = store.put(span(2000, 50))
     assert [entry.state for entry in (first, second, third)] == [EntryState.RAM] * 3
-    store.cache.lease(first, "one")
-    store.cache.lease(second, "two")
+    first.lease("one")
+    second.lease("two")
     assert store.put(span(3000, 50)) is not None
     assert third.state is EntryState.GONE
     assert store.put(span(4000, 51)) is None
@@ -209,7 +209,7 @@ def test_leased_and_pending_entries_never_go():
     """C7: whatever wants their room; it is refused instead."""
     store = Store(ram=1000)
     leased = store.put(span(0, 50))
-    store.cache.lease(leased, "me")
+    leased.lease("me")
     pending = store.cache.store(entry_of(span(1000, 50)), 1.0)
     assert store.put(span(2000, 50), 2.0) is None
     assert store.cache.shed(PLENTY, 3.0) == 0
@@ -257,7 +257,7 @@ def test_a_namespace_holds_at_most_256_entries():
     first = store.put(span(0, 40), 1.0)
     for at in range(1, MAX_ENTRIES + 1):
         store.put(span(1000 * at, 40), 1.0 + at)
-    assert Counter(entry.namespace for entry in store.cache.entries()) == {SPACE: MAX_ENTRIES, OTHER: 1}
+    assert Counter(entry.namespace for entry in store.cache.index) == {SPACE: MAX_ENTRIES, OTHER: 1}
     assert first.state is EntryState.GONE
 
 
@@ -284,9 +284,9 @@ def test_eviction_demotes_what_is_saved_and_a_fetch_promotes_it():
     assert store.length(span(0, 60)) == 50
     store.cache.fetch(saved, "me")
     assert saved.state is EntryState.READING
-    assert [type(order) for order in store.cache.disk.take_orders()] == [Read]
+    assert [type(order) for order in store.cache.disk.take_ops()] == [Read]
     store.cache.fetch(saved, "you")
-    assert store.cache.disk.take_orders() == []
+    assert store.cache.disk.take_ops() == []
     store.cache.fetched(saved, store.files[saved.file], 101.0)
     assert (saved.state, saved.leases, saved.used_s) == (EntryState.RAM, {"me", "you"}, 101.0)
     assert store.cache.ram_bytes <= 1000
@@ -320,7 +320,7 @@ def test_a_longer_entry_takes_the_place_of_a_shorter_one_when_its_bytes_are_ther
     store = Store()
     short, needed = store.put(span(0, 50)), store.put(span(0, 60))
     assert short.state is EntryState.GONE
-    store.cache.lease(needed, "me")
+    needed.lease("me")
     longer = store.cache.store(entry_of(span(0, 100)), 1.0)
     assert needed.state is EntryState.RAM
     store.cache.filled(longer, bytes(1000), 1.0)
@@ -385,7 +385,7 @@ def test_others_find_what_is_parked_but_not_what_is_private():
     store.park(span(0, 50))
     private = store.park(span(1000, 50), is_private=True)
     assert (store.length(span(0, 60)), store.length(span(1000, 60))) == (50, 0)
-    assert private not in set(store.cache.entries())
+    assert private not in set(store.cache.index)
     store.cache.settle(private, "one", 1.0)
     assert private.state is EntryState.GONE
     assert store.cache.parked_bytes == 500
@@ -584,7 +584,7 @@ def test_a_full_disk_ends_writing_and_loses_nothing_else():
     saved = store.on_disk(span(0, 50))
     one = store.put(span(1000, 50), 10.0)
     assert store.orders(12.0) == [Write(one)]
-    store.cache.unwritten(one, "the disk is full")
+    store.cache.disk.write_failed(one, "the disk is full")
     two = store.put(span(2000, 50), 13.0)
     assert store.orders(99.0) == []
     assert (one.state, two.state, one.leases) == (EntryState.RAM, EntryState.RAM, set())
@@ -602,7 +602,7 @@ def test_one_write_that_fails_is_given_up_and_the_next_is_tried():
     store = Store(disk=PLENTY)
     one, two = store.put(span(0, 50), 0.0), store.put(span(1000, 50), 0.0)
     assert store.orders(2.0) == [Write(one)]
-    store.cache.unwritten(one, "")
+    store.cache.disk.write_failed(one, "")
     assert store.orders(2.0) == [Write(two)]
     assert store.cache.shed(500, 3.0) == 500
     assert (one.state, two.state) == (EntryState.GONE, EntryState.RAM)
@@ -628,7 +628,7 @@ def test_a_state_that_the_model_refuses_is_gone_from_memory_and_disk():
     entry = store.put(span(0, 50), 0.0)
     store.carry_out(2.0)
     file = entry.file
-    store.cache.lease(entry, "me")
+    entry.lease("me")
     store.cache.damaged(entry)
     assert store.length(span(0, 60)) == 0
     assert store.orders(3.0) == [Remove(file)]
@@ -723,14 +723,14 @@ def test_a_write_waits_while_something_is_computed_unless_memory_is_short():
     store = Store(ram=1000, disk=PLENTY)
     first = store.put(span(0, 40))
     store.cache.tend(SETTLE_S, is_busy=True)
-    assert store.cache.disk.take_orders() == []
+    assert store.cache.disk.take_ops() == []
     store.put(span(1000, 40), SETTLE_S)
     store.cache.tend(SETTLE_S, is_busy=True)
-    assert store.cache.disk.take_orders() == [Write(first)]
+    assert store.cache.disk.take_ops() == [Write(first)]
     calm = Store(ram=1000, disk=PLENTY)
     late = calm.put(span(0, 40))
     calm.cache.tend(BUSY_SETTLE_S, is_busy=True)
-    assert calm.cache.disk.take_orders() == [Write(late)]
+    assert calm.cache.disk.take_ops() == [Write(late)]
 
 
 def test_of_too_many_found_the_longest_unused_go():
@@ -741,7 +741,7 @@ def test_of_too_many_found_the_longest_unused_go():
         for at in range(MAX_ENTRIES + 3)
     ]
     store.cache.found(found, 5000.0)
-    removed = [order.file for order in store.cache.disk.take_orders() if isinstance(order, Remove)]
+    removed = [order.file for order in store.cache.disk.take_ops() if isinstance(order, Remove)]
     assert removed == ["0", "1", "2"]
     assert len(store.cache) == MAX_ENTRIES
 
@@ -784,10 +784,10 @@ def test_a_state_is_fetched_only_into_memory_that_is_not_in_use():
     store = Store(ram=1000, disk=PLENTY)
     saved = store.on_disk(span(0, 50))
     first = store.put(span(1000, 50), 10.0)
-    store.cache.lease(first, "one")
+    first.lease("one")
     assert store.cache.can_fetch(saved)
     second = store.put(span(2000, 50), 10.0)
-    store.cache.lease(second, "two")
+    second.lease("two")
     assert not store.cache.can_fetch(saved)
     assert store.cache.can_fetch(second)
 
@@ -899,7 +899,7 @@ class History:
             return
         match self.orders.pop(0):
             case Write(entry) if self.random.random() < 0.2:
-                self.cache.unwritten(entry, self.random.choice(["", "", "full"]))
+                self.cache.disk.write_failed(entry, self.random.choice(["", "", "full"]))
             case Read(entry) if self.random.random() < 0.3:
                 self.cache.unreadable(entry)
             case order:
@@ -907,7 +907,7 @@ class History:
 
     def other(self):
         """Rarer things."""
-        entries = [entry for entry in self.cache.entries() if entry.state is not EntryState.PENDING]
+        entries = [entry for entry in self.cache.index if entry.state is not EntryState.PENDING]
         if not entries:
             return
         entry = self.random.choice(entries)
@@ -923,7 +923,7 @@ class History:
 
     def look(self):
         """What is found is what a plain search through the list of entries finds."""
-        entries = list(self.cache.entries())
+        entries = list(self.cache.index)
         assert {(e.namespace, e.key) for e in entries} <= {(s, key_of(t)) for s, t in self.given}
         tokens, space = self.tokens(), self.random.choice([SPACE, OTHER])
         key = key_of(tokens)
@@ -966,4 +966,4 @@ def test_any_history_finds_what_a_plain_list_finds(first):
             history.cache.settle(entry, holder, history.now)
         assert history.cache.parked_bytes == 0, f"seed {seed}"
         history.cache.shed(PLENTY, history.now)
-        assert history.cache.ram_bytes == sum(e.size_bytes for e in history.cache.entries() if e.data)
+        assert history.cache.ram_bytes == sum(e.size_bytes for e in history.cache.index if e.data)

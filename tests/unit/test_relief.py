@@ -87,7 +87,7 @@ def test_prefixes_that_were_in_use_go_as_soon_as_they_are_not(make, clock):
     machine = make(cache_disk_bytes=0)
     machine.have("a", order=ORDER)
     held = stored(machine, "r")
-    (entry,) = machine.loop._store.cache._index
+    (entry,) = machine.loop._store.cache.index
     entry.leases.add("tested")
     machine.climb(clock, Rung.DROP_SNAPSHOTS, Pressure.WARNING)
     assert machine.loop._store.cache.ram_bytes == held

@@ -54,7 +54,7 @@ class Machine(stepping.Machine):
     def tend_disk(self):
         """Do what is ordered of the disk."""
         self.cache.tend(self.now)
-        for order in self.cache.disk.take_orders() if self.has_disk else ():
+        for order in self.cache.disk.take_ops() if self.has_disk else ():
             match order:
                 case Write(entry):
                     name = f"file {len(self.files)}"
@@ -651,5 +651,5 @@ def test_nobody_hangs_whatever_becomes_of_the_leaders(first):
             machine = drive(seed)
         except BaseException as error:
             raise AssertionError(f"the history of seed {seed} ends wrong") from error
-        assert not any(set(entry.leases) - {"disk"} for entry in machine.cache.entries()), seed
+        assert not any(set(entry.leases) - {"disk"} for entry in machine.cache.index), seed
         assert machine.cache.parked_bytes == 0, seed

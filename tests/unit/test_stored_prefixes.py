@@ -17,16 +17,16 @@ from stoker import EngineSettings, FinishReason, GenerateRequest, Runtime, Sampl
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.disk.files import FOLDER_NAME, SUFFIX, PrefixFolder
-from stoker.cache.disk.tier import Remove
+from stoker.cache.disk.tier import DiskFound, Remove
 from stoker.cache.entry import Entry
 from stoker.cache.keys import key_of
-from stoker.cache.prefix_cache import MAX_ENTRIES
-from stoker.engine.inbox import DiskFound, Inbox
+from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits
+from stoker.cache.store import PrefixStore
+from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
-from stoker.engine.prefixes.store import PrefixStore
 from stoker.ipc.commands import LoadModel, Shutdown, Submit, UnloadModel
 from stoker.ipc.events import Delta, Finished, ModelState, PrefillProgress
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import CacheMode, ModelSpec
 from stoker.ipc.request import Priority
 from stoker.ipc.status import CacheStatus
 
@@ -422,7 +422,7 @@ def test_a_model_that_goes_in_the_middle_of_a_prompt_leaves_nothing_half_stored(
     engine.inbox.put(LoadModel(ModelSpec(id="m", path=slow, n_ctx=2048, n_batch=32)))
     engine.until(lambda: len(engine.states("ready")) > 1)
     engine.cache.check()
-    assert {entry.state for entry in engine.cache.entries()} <= {"ram", "disk", "reading"}
+    assert {entry.state for entry in engine.cache.index} <= {"ram", "disk", "reading"}
     engine.until(lambda: engine.usage("one"))
     assert engine.usage("one").completion_tokens == 4
     assert engine.usage("one").cached_tokens >= 128
@@ -448,7 +448,7 @@ def test_a_drain_waits_for_those_who_wait_for_the_disk(
     monkeypatch.setattr(PrefixFolder, "read", late)
     request = GenerateRequest(model="m", prompt=tuple(PROMPT.encode()), max_tokens=4, sampling=GREEDY)
     engine.inbox.put(Submit(request_id="b", request=request))
-    engine.until(lambda: any(entry.state == "reading" for entry in engine.cache.entries()))
+    engine.until(lambda: any(entry.state == "reading" for entry in engine.cache.index))
     engine.inbox.put(Shutdown(drain_s=30.0))
     engine.loop.turn(0.2)
     assert engine.usage("b") is None
@@ -510,7 +510,14 @@ def test_a_look_at_the_disk_that_fails_turns_it_off(tmp_path: Path) -> None:
 
 def test_of_too_many_files_the_longest_unused_go_whatever_their_order(tmp_path: Path) -> None:
     """C7, C9: what the folder held is the first thing the cache hears of."""
-    store = PrefixStore(Inbox(), EngineSettings(cache_dir=tmp_path), 2**40)
+    settings = EngineSettings()
+    limits = CacheLimits.within(
+        2**40,
+        mode=CacheMode(settings.cache_mode),
+        ram_bytes=settings.cache_ram_bytes,
+        disk_bytes=settings.cache_disk_bytes,
+    )
+    store = PrefixStore(Inbox().put, tmp_path, limits)
     found = [
         Entry(
             *(bytes(32), "model", "/model.gguf", key_of(range(1000 * at, 1000 * at + 40)), 400),
@@ -522,7 +529,7 @@ def test_of_too_many_files_the_longest_unused_go_whatever_their_order(tmp_path: 
     ]
     store.handle(DiskFound(found[::-1]), 5000.0)
     store.close()
-    removed = {order.file for order in store.cache.disk.take_orders() if isinstance(order, Remove)}
+    removed = {order.file for order in store.cache.disk.take_ops() if isinstance(order, Remove)}
     assert len(store.cache) == MAX_ENTRIES
     assert f"{MAX_ENTRIES + 1}{SUFFIX}" not in removed
     store.cache.check()

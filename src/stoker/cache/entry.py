@@ -99,6 +99,11 @@ class Entry:
         """Whether nobody needs it where it is."""
         return not self.leases and self.state in {EntryState.RAM, EntryState.DISK}
 
+    def lease(self, holder: Hashable) -> None:
+        """Keep it where it is until the cache's `settle`."""
+        assert self.state is not EntryState.GONE, f"{self!r} cannot be leased"
+        self.leases.add(holder)
+
     def move(self, state: EntryState) -> None:
         """Change state; an AssertionError with what it was if the table has no such move."""
         assert state in MOVES[self.state], f"{self!r} cannot become {state}"

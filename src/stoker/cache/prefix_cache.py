@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
     from stoker.cache.entry import Snapshot
-    from stoker.cache.index import Hit
+    from stoker.ipc.model import CacheMode
     from stoker.machine.ledger import Ledger
 
 MAX_ENTRIES = 256
 """Entries of a namespace (SPEC C7)."""
+
+
+PART_OF_ENGINE = 4
+"""Stored prefixes take at most a quarter of the memory that the engine may take in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,13 @@ class CacheLimits:
 
     ram_bytes: int = 0
     disk_bytes: int = 0
+
+    @classmethod
+    def within(cls, engine_bytes: int, *, mode: CacheMode, ram_bytes: int, disk_bytes: int) -> CacheLimits:
+        """What the settings ask for, where the engine may take `engine_bytes` of memory."""
+        if not mode.keeps_snapshots or ram_bytes <= 0:
+            return cls()
+        return cls(ram_bytes=min(ram_bytes, engine_bytes // PART_OF_ENGINE), disk_bytes=disk_bytes)
 
 
 class PrefixCache:
@@ -44,7 +55,7 @@ class PrefixCache:
         self.disk = DiskTier(limits.disk_bytes, ledger)
         self._absent: set[str] = set()  # models of which nothing is kept in host memory that is on disk
         self._ledger = ledger
-        self._index = EntryIndex()
+        self.index = EntryIndex()
         self._private: set[Entry] = set()
         self._now = 0.0
         self._num_stored_total = 0
@@ -55,7 +66,7 @@ class PrefixCache:
         return f"<PrefixCache {len(self)} entries, {self.ram_bytes} bytes, {self.disk!r}>"
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self.index)
 
     # ------------------------------------------------------------ questions
 
@@ -69,18 +80,6 @@ class PrefixCache:
         """Host memory of what parked sequences have to find again."""
         return self._ledger.used(Line.PARKED)
 
-    def entries(self) -> Iterable[Entry]:
-        """Every entry that others may use."""
-        return iter(self._index)
-
-    def hits(self, namespace: bytes, key: bytes, *, is_exact: bool) -> list[Hit]:
-        """Entries that save some of these tokens, the last of which is computed; best first (SPEC C2, C5)."""
-        return self._index.find(namespace, key, is_exact=is_exact)
-
-    def get(self, namespace: bytes, key: bytes) -> Entry | None:
-        """The entry of exactly these tokens."""
-        return self._index.get(namespace, key)
-
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
         return {
@@ -92,7 +91,7 @@ class PrefixCache:
 
     def status(self) -> CacheStatus:
         """What it holds now."""
-        entries = list(self.entries())
+        entries = list(self.index)
         return CacheStatus(
             num_entries=len(entries),
             ram_bytes=self.ram_bytes,
@@ -121,11 +120,11 @@ class PrefixCache:
         self._now = now
         if new.num_tokens < MIN_TOKENS or new.size_bytes > self.limits.ram_bytes:
             return None
-        known = self.get(new.namespace, new.key)
+        known = self.index.get(new.namespace, new.key)
         if known is not None and known.state is not EntryState.DISK:
             known.used_s = now
             return None
-        if known is None and not is_wanted and not self._index.is_worth_it(new):
+        if known is None and not is_wanted and not self.index.is_worth_it(new):
             return None
         if not self._make_room(new.size_bytes):
             return None
@@ -140,7 +139,7 @@ class PrefixCache:
             An entry to fill, or one that has the bytes already; None: there is no room.
         """
         self._now = now
-        known = None if new.is_private else self.get(new.namespace, new.key)
+        known = None if new.is_private else self.index.get(new.namespace, new.key)
         if known is not None and known.is_in_ram:
             known.leases.add(holder)
             known.used_s = now
@@ -161,7 +160,7 @@ class PrefixCache:
             self._private.add(new)
         else:
             self._keep_count(new.namespace)
-            self._index.insert(new)
+            self.index.insert(new)
         new.line, new.used_s = line, self._now
         self._ledger.add(line, new.size_bytes)
         return new
@@ -173,7 +172,7 @@ class PrefixCache:
         entry.data = data
         entry.move(EntryState.RAM)
         self._num_stored_total += 1
-        for shorter in self._index.superseded_by(entry):
+        for shorter in self.index.superseded_by(entry):
             if shorter.state is EntryState.RAM:
                 self._let_go_of_bytes(shorter)
         self.disk.note(entry, now)
@@ -198,18 +197,13 @@ class PrefixCache:
         self._ledger.add(entry.line, entry.size_bytes)
         self.disk.note(entry, now)
 
-    def lease(self, entry: Entry, holder: Hashable) -> None:
-        """Keep it where it is until `settle`."""
-        assert entry.state is not EntryState.GONE, f"{entry!r} cannot be leased"
-        entry.leases.add(holder)
-
     def used(self, entry: Entry, now: float) -> None:
         """It saved somebody time."""
         self._now = entry.used_s = now
 
     def drop(self, namespace: bytes, key: bytes) -> None:
         """Give up an entry that others make superfluous, unless somebody needs it."""
-        entry = self.get(namespace, key)
+        entry = self.index.get(namespace, key)
         if entry is not None and entry.is_free:
             self._forget(entry)
 
@@ -231,11 +225,11 @@ class PrefixCache:
             entry.file, entry.file_bytes = None, 0
             if entry.size_bytes > self.limits.ram_bytes:
                 continue  # of a server with more memory
-            if (known := self.get(entry.namespace, entry.key)) is not None:
+            if (known := self.index.get(entry.namespace, entry.key)) is not None:
                 self._take_over(known, file, size)
                 continue
             self._keep_count(entry.namespace)
-            self._index.insert(entry)
+            self.index.insert(entry)
             entry.move(EntryState.DISK)
             self.disk.added(entry, file, size)
 
@@ -263,7 +257,7 @@ class PrefixCache:
     def _giving_way_to(self, entry: Entry) -> list[Entry] | None:
         """Whose files have to go for it, if each of them is worth less; None: they are not."""
         excess = self.disk.used_bytes + entry.size_bytes - self.disk.limit_bytes
-        others = [other for other in self._index if other.file is not None and other.is_free]
+        others = [other for other in self.index if other.file is not None and other.is_free]
         going: list[Entry] = []
         while excess > 0:
             chosen = self._least((*others, entry))
@@ -297,19 +291,13 @@ class PrefixCache:
             return
         if entry.model in self._absent and entry.is_free:
             self._let_go_of_bytes(entry)
-        for shorter in self._index.superseded_by(entry):
+        for shorter in self.index.superseded_by(entry):
             self._forget(shorter)
-
-    def unwritten(self, entry: Entry, problem: str) -> None:
-        """A write has failed; with a `problem` none is tried again."""
-        self.disk.write_ended(entry)
-        if problem:
-            self.disk.disable(problem)
 
     def model_gone(self, model: str) -> None:
         """A model, by its fingerprint, has left memory: of what is saved only files stay, the rest is due."""
         self._absent.add(model)
-        of_it = [e for e in self._index if e.model == model and e.is_free and e.state is EntryState.RAM]
+        of_it = [e for e in self.index if e.model == model and e.is_free and e.state is EntryState.RAM]
         self.disk.press(of_it)
         for entry in of_it:
             if entry.file is not None:
@@ -322,7 +310,7 @@ class PrefixCache:
     def files_lost(self, files: Iterable[str]) -> None:
         """These files are no more: removed for room, or by somebody else."""
         names = set(files)
-        for entry in [entry for entry in self.entries() if entry.file in names]:
+        for entry in [entry for entry in self.index if entry.file in names]:
             self.disk.lost(entry)
             if entry.state is EntryState.DISK:
                 self._take_out(entry)
@@ -354,7 +342,7 @@ class PrefixCache:
 
     def _in_use_bytes(self) -> int:
         """What entries take that cannot go now."""
-        return sum(e.size_bytes for e in self._index if self._is_counted(e) and not e.is_free)
+        return sum(e.size_bytes for e in self.index if self._is_counted(e) and not e.is_free)
 
     def _make_room(self, size_bytes: int) -> bool:
         """Make so much room, if those that are in use leave it; else nothing goes."""
@@ -367,7 +355,7 @@ class PrefixCache:
 
     def _evict_one(self) -> bool:
         """Free the bytes that are missed least: of those on disk too, else of any (SPEC C7)."""
-        free = [entry for entry in self._index if self._is_counted(entry) and entry.is_free]
+        free = [entry for entry in self.index if self._is_counted(entry) and entry.is_free]
         saved = [entry for entry in free if entry.file is not None]
         chosen = self._least(saved or free)
         if chosen is None:
@@ -378,7 +366,7 @@ class PrefixCache:
 
     def _keep_count(self, namespace: bytes) -> None:
         """Make room for one entry more of a namespace."""
-        while len(members := self._index.of(namespace)) >= MAX_ENTRIES:
+        while len(members := self.index.of(namespace)) >= MAX_ENTRIES:
             chosen = self._least(entry for entry in members if entry.is_free)
             if chosen is None:
                 return
@@ -387,7 +375,7 @@ class PrefixCache:
 
     def _least(self, entries: Iterable[Entry]) -> Entry | None:
         """Which of them is missed least."""
-        return victim((entry, self._index.figures(entry, self._now)) for entry in entries)
+        return victim((entry, self.index.figures(entry, self._now)) for entry in entries)
 
     # ------------------------------------------------------------ bookkeeping
 
@@ -431,16 +419,16 @@ class PrefixCache:
         if entry.is_private:
             self._private.discard(entry)
             return
-        self._index.remove(entry)
+        self.index.remove(entry)
 
     # ------------------------------------------------------------ invariants
 
     def check(self) -> None:
         """Assert that entries, trees, tiers and ledger tell one story."""
-        self._index.check()
-        entries = [*self.entries(), *self._private]
+        self.index.check()
+        entries = [*self.index, *self._private]
         for entry in entries:
-            assert entry.is_private or self.get(entry.namespace, entry.key) is entry, repr(entry)
+            assert entry.is_private or self.index.get(entry.namespace, entry.key) is entry, repr(entry)
             entry.check()
         for line in (Line.CACHE, Line.PARKED):
             held = sum(e.size_bytes for e in entries if e.line is line and e.state is not EntryState.DISK)

@@ -14,7 +14,7 @@ from threading import Event
 
 from stoker.backends.protocol.backend import Backend
 from stoker.backends.protocol.encoding import Encoder
-from stoker.cache.entry import Entry, Snapshot
+from stoker.cache.disk.tier import DiskOutcome
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.errors import StokerError
@@ -104,48 +104,8 @@ class Measured:
     sample: Sample
 
 
-@dataclass(frozen=True, slots=True)
-class DiskFound:
-    """Disk's post: what the prefix folder held; a `problem`: it cannot be used."""
-
-    entries: list[Entry]
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskLost:
-    """Disk's post: these files are no more."""
-
-    files: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class DiskWritten:
-    """Disk's post: a write has ended, in a file or not; with a `problem` no other will go better.
-
-    Attributes:
-        removed: files that had to go for it.
-    """
-
-    entry: Entry
-    file: str | None = None
-    file_bytes: int = 0
-    problem: str = ""
-    removed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DiskRead:
-    """Disk's post: a read has ended; no data: why."""
-
-    entry: Entry
-    data: Snapshot | None
-    reason: str = ""
-
-
-DiskPost = DiskFound | DiskLost | DiskWritten | DiskRead
 LoadPost = Sized | LoadMoved | Loaded | LoadFailed
-Posted = DiskPost | LoadPost | Prepared | PrepareFailed | Released | Measured | Reply
+Posted = DiskOutcome | LoadPost | Prepared | PrepareFailed | Released | Measured | Reply
 Item = Command | Posted | Closed
 
 

@@ -12,9 +12,11 @@ import os
 from collections.abc import Callable
 from enum import Enum
 
+from stoker.cache.disk.tier import DiskOutcome
+from stoker.cache.prefix_cache import CacheLimits
+from stoker.cache.store import PrefixStore
 from stoker.engine.inbox import (
     Closed,
-    DiskPost,
     Inbox,
     Item,
     Loaded,
@@ -26,7 +28,6 @@ from stoker.engine.inbox import (
     Released,
     Sized,
 )
-from stoker.engine.prefixes.store import PrefixStore
 from stoker.engine.residency.pending import PendingRequests
 from stoker.engine.residency.placement import Placement
 from stoker.engine.residency.pressure import PressureHandler
@@ -55,6 +56,7 @@ from stoker.ipc.commands import (
     UnloadModel,
 )
 from stoker.ipc.events import Event, Failed, Goodbye, Heartbeat, Hello, Reply
+from stoker.ipc.model import CacheMode
 from stoker.ipc.status import EngineStatus
 from stoker.kv.sequence import SequenceState
 from stoker.machine import allocator
@@ -109,7 +111,13 @@ class EngineLoop:
         self._clock = StepTimer(settings.watchdog_s)
         self._workers = Workers(inbox, settings.cache_dir, settings.max_prepare_s)
         self._pace = Pace(self._clock)
-        self._store = PrefixStore(inbox, settings, sample.limit_bytes)
+        limits = CacheLimits.within(
+            sample.limit_bytes,
+            mode=CacheMode(settings.cache_mode),
+            ram_bytes=settings.cache_ram_bytes,
+            disk_bytes=settings.cache_disk_bytes,
+        )
+        self._store = PrefixStore(inbox.put, settings.cache_dir, limits)
         self._runners = Runners(self._pace, self._store.cache)
         self._pending = PendingRequests(self._workers, self._events)
         placement = Placement(
@@ -166,7 +174,7 @@ class EngineLoop:
         """One turn; waits up to `wait_s` for something to arrive (None: for ever)."""
         self._num_turns += 1
         for item in self._inbox.take(wait_s):
-            if isinstance(item, DiskPost):
+            if isinstance(item, DiskOutcome):
                 self._store.handle(item, self._clock.now())
             else:
                 self._handle(item)
@@ -237,7 +245,7 @@ class EngineLoop:
             if self._store.is_saved or wait_s <= 0:
                 return
             for item in self._inbox.take(wait_s):
-                if isinstance(item, DiskPost):
+                if isinstance(item, DiskOutcome):
                     self._store.handle(item, self._clock.now())
 
     def _expire_without(self, chosen: ModelRunner | None) -> None:

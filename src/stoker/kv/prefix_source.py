@@ -53,7 +53,7 @@ class PrefixSource:
         if not (mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
             return None
         key, is_exact = self._key(sequence.tokens), not self.limits.can_trim
-        for hit in self.cache.hits(sequence.namespace, key, is_exact=is_exact):
+        for hit in self.cache.index.find(sequence.namespace, key, is_exact=is_exact):
             if hit.num_tokens < num_live + MIN_GAIN:
                 return None
             most = min(num_cells, hit.num_tokens * MAX_IMPORT)
@@ -77,7 +77,7 @@ class PrefixSource:
             return
         is_fetched = sequence.entry is entry
         self.note_source(sequence, CacheSource.DISK if is_fetched else CacheSource.RAM)
-        self.cache.lease(entry, sequence.key)
+        entry.lease(sequence.key)
         if not is_fetched:
             self.release(sequence)
         sequence.entry = entry

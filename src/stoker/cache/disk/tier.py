@@ -15,7 +15,7 @@ from stoker.cache.entry import EntryState, Line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from stoker.cache.entry import Entry
+    from stoker.cache.entry import Entry, Snapshot
     from stoker.machine.ledger import Ledger
 
 SETTLE_S = 1.0
@@ -48,7 +48,49 @@ class Remove:
     file: str
 
 
-DiskOrder = Write | Read | Remove
+DiskOp = Write | Read | Remove
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFound:
+    """What the folder held; a `problem`: it cannot be used."""
+
+    entries: list[Entry]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLost:
+    """These files are gone."""
+
+    files: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskWritten:
+    """A write has ended, with a file or without; with a `problem` no further one can succeed.
+
+    Attributes:
+        removed: files that were removed to make room for it.
+    """
+
+    entry: Entry
+    file: str | None = None
+    file_bytes: int = 0
+    problem: str = ""
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRead:
+    """A read has ended; without data: for which reason."""
+
+    entry: Entry
+    data: Snapshot | None
+    reason: str = ""
+
+
+DiskOutcome = DiskFound | DiskLost | DiskWritten | DiskRead
 
 
 class DiskTier:
@@ -63,7 +105,7 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self.problem = ""
         self._ledger = ledger
-        self._orders: list[DiskOrder] = []
+        self._orders: list[DiskOp] = []
         self._due_s: dict[Entry, float] = {}
         self._writing: Entry | None = None
         self._is_ending = False
@@ -142,7 +184,7 @@ class DiskTier:
 
     # ------------------------------------------------------------ orders
 
-    def take_orders(self) -> list[DiskOrder]:
+    def take_ops(self) -> list[DiskOp]:
         """What is to be done, in order; taken once."""
         orders, self._orders = self._orders, []
         return orders
@@ -180,6 +222,12 @@ class DiskTier:
         """However it ended."""
         self._writing = None
         entry.leases.discard(HOLDER)
+
+    def write_failed(self, entry: Entry, problem: str) -> None:
+        """A write has failed; with a `problem` none is tried again."""
+        self.write_ended(entry)
+        if problem:
+            self.disable(problem)
 
     def lost(self, entry: Entry) -> None:
         """Its file is no more."""

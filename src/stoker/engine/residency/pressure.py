@@ -19,7 +19,7 @@ from stoker.machine.pressure import Pressure, PressureMeter, PressureReading, fu
 from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
-    from stoker.engine.prefixes.store import PrefixStore
+    from stoker.cache.store import PrefixStore
     from stoker.engine.residency.residency import Residency
     from stoker.engine.runners.runners import Runners
     from stoker.ipc.events import Event

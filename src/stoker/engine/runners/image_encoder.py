@@ -179,7 +179,7 @@ class ImageEncoder:
     def _picture_rows(self, span: ImageSpan, now: float) -> Rows | None:
         if span.key in self._fresh:
             return self._fresh[span.key][0]
-        entry = self._cache.get(self._namespace, span.key)
+        entry = self._cache.index.get(self._namespace, span.key)
         if entry is None or entry.state is not EntryState.RAM or entry.data is None:
             return None
         self._cache.used(entry, now)
@@ -188,7 +188,7 @@ class ImageEncoder:
         return rows.astype(np.float32, copy=False)
 
     def _is_reading(self, span: ImageSpan) -> bool:
-        entry = self._cache.get(self._namespace, span.key)
+        entry = self._cache.index.get(self._namespace, span.key)
         return entry is not None and entry.state is EntryState.READING
 
     def _keep(self, wish: _Wish, rows: Rows, now: float) -> None:
@@ -232,7 +232,7 @@ class ImageEncoder:
         """Have read from disk what is there, and begin the most urgent of the others."""
         missing = []
         for wish in wishes.values():
-            entry = self._cache.get(self._namespace, wish.span.key)
+            entry = self._cache.index.get(self._namespace, wish.span.key)
             if entry is None or not self._fetch(entry, wish, now):
                 missing.append(wish)
         if missing:

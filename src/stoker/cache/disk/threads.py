@@ -1,6 +1,6 @@
-"""The disk tier's threads: they carry the prefix cache's orders out, and post how these ended (SPEC C9).
+"""The disk tier's threads: they run the prefix cache's operations and post the outcomes (SPEC C9).
 
-Owns the folder while the engine lives. It holds nothing of the cache: an order carries what it needs.
+Owns the folder while the engine lives. It reads no state of the cache: an operation carries what it needs.
 """
 
 from __future__ import annotations
@@ -12,57 +12,61 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.disk.files import FOLDER_NAME, PrefixFolder
 from stoker.cache.disk.prefix_file import NewPrefix, PrefixFile
-from stoker.cache.disk.tier import DiskOrder, Read, Remove, Write
+from stoker.cache.disk.tier import DiskFound, DiskLost, DiskRead, DiskWritten, Read, Remove, Write
 from stoker.cache.entry import Entry
-from stoker.engine.inbox import DiskFound, DiskLost, DiskRead, DiskWritten
 from stoker.errors import CacheFileError, EngineError, StokerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from stoker.engine.inbox import Inbox, Posted
+    from stoker.cache.disk.tier import DiskOp, DiskOutcome
 
 log = logging.getLogger(__name__)
 
 
-class PrefixDisk:
-    """Prefix files in a folder below `cache_dir`, of at most `limit_bytes`; 0: none are read or written."""
+class DiskThreads:
+    """Prefix files in a folder below `cache_dir`, of at most `limit_bytes`; 0: none are read or written.
 
-    def __init__(self, inbox: Inbox, cache_dir: Path, limit_bytes: int) -> None:
-        self._inbox = inbox
+    `post` takes the outcomes, on the threads.
+    """
+
+    def __init__(self, post: Callable[[DiskOutcome], None], cache_dir: Path, limit_bytes: int) -> None:
+        self._post = post
         self._folder = PrefixFolder(cache_dir / FOLDER_NAME, limit_bytes)
         self._is_on = limit_bytes > 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="stoker-disk-writes")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-disk-reads")  # somebody waits for it
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="stoker-disk-reads")  # requests wait for it
 
     def __repr__(self) -> str:
-        return f"<PrefixDisk {self._folder!r}>"
+        return f"<DiskThreads {self._folder!r}>"
 
     def open(self) -> None:
-        """Look what is there; posts DiskFound."""
+        """Scan the folder; posts DiskFound."""
         if self._is_on:
-            self._post(
-                self._writer, lambda: DiskFound([_entry(file) for file in self._folder.open()]), _not_opened
+            self._submit(
+                self._writer,
+                lambda: DiskFound([_entry(file) for file in self._folder.open()]),
+                lambda error: DiskFound([], error.message),
             )
 
-    def forget_stale(self, source: str, model: str) -> None:
-        """A model was loaded: files of what its path held before are removed; posts DiskLost."""
+    def remove_stale(self, source: str, model: str) -> None:
+        """Remove the files of what the model at a path was before; posts DiskLost."""
         if self._is_on:
-            self._post(
-                self._writer, lambda: DiskLost(self._folder.remove_stale(source, model)), _nothing_lost
+            self._submit(
+                self._writer, lambda: DiskLost(self._folder.remove_stale(source, model)), _none_removed
             )
 
-    def carry_out(self, orders: Iterable[DiskOrder]) -> None:
-        """Do what was ordered, one after the other; posts DiskWritten and DiskRead."""
-        for order in orders:
-            match order:
+    def run(self, ops: Iterable[DiskOp]) -> None:
+        """Run operations, one after the other; posts DiskWritten and DiskRead."""
+        for op in ops:
+            match op:
                 case Write(entry):
                     self._write(entry)
                 case Read(entry):
                     self._read(entry)
                 case Remove(file):
-                    self._post(self._writer, lambda file=file: self._remove(file), _nothing_lost)  # type: ignore[misc]
+                    self._submit(self._writer, lambda file=file: self._remove(file), _none_removed)  # type: ignore[misc]
 
     def close(self) -> None:
         """Wait for what runs, drop what waits."""
@@ -81,39 +85,42 @@ class PrefixDisk:
             is_exact=entry.is_exact,
         )
 
-        def failed(error: StokerError) -> Posted:
-            is_its_own = isinstance(error, CacheFileError)
-            return DiskWritten(entry, problem="" if is_its_own else error.message)
-
-        def write() -> Posted:
+        def write() -> DiskOutcome:
             written = self._folder.write(new, data)
             return DiskWritten(entry, written.file.name, written.file.size_bytes, removed=written.removed)
 
-        self._post(self._writer, write, failed)
+        def failed(error: StokerError) -> DiskOutcome:
+            is_its_own = isinstance(error, CacheFileError)
+            return DiskWritten(entry, problem="" if is_its_own else error.message)
+
+        self._submit(self._writer, write, failed)
 
     def _read(self, entry: Entry) -> None:
         file, namespace, key = entry.file, entry.namespace, entry.key
         assert file is not None, f"{entry!r} has no file to read"
+        self._submit(
+            self._reader,
+            lambda: DiskRead(entry, self._folder.read(file, namespace, key)),
+            lambda error: DiskRead(entry, None, error.message),
+        )
 
-        def failed(error: StokerError) -> Posted:
-            return DiskRead(entry, None, error.message)
-
-        self._post(self._reader, lambda: DiskRead(entry, self._folder.read(file, namespace, key)), failed)
-
-    def _remove(self, file: str) -> DiskLost:
+    def _remove(self, file: str) -> DiskOutcome:
         self._folder.remove(file)
         return DiskLost([])
 
-    def _post(
-        self, pool: ThreadPoolExecutor, work: Callable[[], Posted], failed: Callable[[StokerError], Posted]
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        work: Callable[[], DiskOutcome],
+        failed: Callable[[StokerError], DiskOutcome],
     ) -> None:
         def run() -> None:
             try:
-                self._inbox.put(work())
+                self._post(work())
             except StokerError as error:
-                self._inbox.put(failed(error))
+                self._post(failed(error))
             except Exception as error:  # noqa: BLE001 - a bug here must cost the disk tier, not the loop
-                self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
+                self._post(failed(EngineError(f"{type(error).__name__}: {error}")))
 
         pool.submit(run)
 
@@ -133,10 +140,6 @@ def _entry(file: PrefixFile) -> Entry:
     )
 
 
-def _not_opened(error: StokerError) -> DiskFound:
-    return DiskFound([], error.message)
-
-
-def _nothing_lost(error: StokerError) -> DiskLost:
+def _none_removed(error: StokerError) -> DiskOutcome:
     log.warning("%s", error)
     return DiskLost([])

@@ -1,1 +1,0 @@
-"""Stored prefixes of the loaded models: kept, found, moved to disk and back."""
