@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.client import Client
@@ -24,21 +24,22 @@ from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
 from stoker.client.store.kept import KeptRequest
+from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
-from stoker.ipc.commands import Tokenize
+from stoker.ipc.commands import CountTokens, Detokenize, Tokenize
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind, EngineHealth, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
-from stoker.tasks import texts
 from stoker.tasks.chat import ChatPlan, chat_deltas, drafted_chat, offer_of
-from stoker.tasks.choose import Choices, Choosing
-from stoker.tasks.embed import Embeddings, Text, TextEmbeddings
-from stoker.tasks.read_images import MAX_TOKENS, ImageLike, ImageReader, Question, Reading, Schema
-from stoker.tasks.rerank import Ranking, Reranking
-from stoker.tasks.states import GivenState, States
+from stoker.tasks.choose import Choices, ChooseFields, Choosing
+from stoker.tasks.embed import Embeddings, EmbedFields, TextEmbeddings
+from stoker.tasks.fields import CallFields, ChatFields, GivenState, Prompt, RequestFields
+from stoker.tasks.read_images import MAX_TOKENS, ImageReader, Question, Reading, Schema
+from stoker.tasks.rerank import Ranking, RerankFields, Reranking
+from stoker.tasks.states import States
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -327,10 +328,10 @@ class Runtime:
 
     async def generate(
         self,
-        prompt: str | Sequence[int] | GenerateRequest,
+        prompt: Prompt | GenerateRequest,
         *,
         state: GivenState | None = None,
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt.
 
@@ -354,7 +355,7 @@ class Runtime:
         template_args: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = None,
-        **fields: Any,
+        **fields: Unpack[ChatFields],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation; reasoning and calls come apart from the text, each call whole.
 
@@ -371,8 +372,9 @@ class Runtime:
             StokerError: the messages or the request were refused, or it failed.
         """
         offer = offer_of(tools, tool_choice, is_parallel=fields.pop("parallel_tool_calls", True))
-        how = {"model": fields.get("model", "default"), "template_args": template_args}
-        plan = await self.prepare_chat(with_images(messages, fields.pop("images", ())), offer, **how)
+        shown = with_images(messages, fields.pop("images", ()))
+        model = fields.get("model", "default")
+        plan = await self.prepare_chat(shown, offer, model=model, template_args=template_args)
         asked = plan.fields(fields)
         if plan.images:
             asked["pictures"] = tuple(taken.picture for taken in await self.images.take(plan.images))
@@ -414,7 +416,7 @@ class Runtime:
 
     # ------------------------------------------------------------ text
 
-    async def embed(self, inputs: Text | Sequence[Text], **fields: Any) -> TextEmbeddings:
+    async def embed(self, inputs: Prompt | Sequence[Prompt], **fields: Unpack[EmbedFields]) -> TextEmbeddings:
         """Vectors of texts, by an encoder; fields and errors are those of `Embeddings.embed`."""
         return await Embeddings(self).embed(inputs, **fields)
 
@@ -424,21 +426,22 @@ class Runtime:
         *,
         ask: str | None = None,
         schema: Schema | None = None,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Reading:
         """Read a picture, or several that belong together, as JSON that is checked (SPEC V4).
 
         `ask` is the question (None: to read a report), `schema` a JSON Schema of the answer; fields and
         errors are those of `ImageReader.read`.
         """
-        question = Question(ask, schema, fields.pop("max_tokens", MAX_TOKENS))
+        max_tokens = fields.pop("max_tokens", None)
+        question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
         return await ImageReader(self).read(images, question, **fields)
 
-    async def rerank(self, query: str, documents: Sequence[str], **fields: Any) -> Ranking:
+    async def rerank(self, query: str, documents: Sequence[str], **fields: Unpack[RerankFields]) -> Ranking:
         """Documents for a query, the best first; fields and errors are those of `Reranking.rerank`."""
         return await Reranking(self).rerank(query, documents, **fields)
 
-    async def choose(self, prompt: Text, choices: Sequence[str], **fields: Any) -> Choices:
+    async def choose(self, prompt: Prompt, choices: Sequence[str], **fields: Unpack[ChooseFields]) -> Choices:
         """Texts by how likely they are after a prompt; fields and errors are those of `Choosing.choose`."""
         return await Choosing(self).choose(prompt, choices, **fields)
 
@@ -452,7 +455,8 @@ class Runtime:
         """
         how = {"add_special": add_special, "parse_special": parse_special}
         question = Tokenize(call_id=0, model=self.resolve(model).id, text=text, **how)
-        return await texts.tokenize(self._client.running(), question)
+        answer = await self._client.running().ask(question)
+        return answer["tokens"], answer["pieces"]
 
     async def detokenize(self, tokens: Sequence[int], model: str = "default") -> str:
         """The text of token ids.
@@ -460,7 +464,9 @@ class Runtime:
         Raises:
             StokerError: the model is not served or has no such token.
         """
-        return await texts.detokenize(self._client.running(), tokens, self.resolve(model).id)
+        question = Detokenize(call_id=0, model=self.resolve(model).id, tokens=list(tokens))
+        answer = await self._client.running().ask(question)
+        return str(answer["text"])
 
     async def count_tokens(self, request: GenerateRequest) -> int:
         """How many tokens the prompt of a request has, its pictures included; nothing is computed.
@@ -468,7 +474,8 @@ class Runtime:
         Raises:
             StokerError: the model is not served, or does not take such a prompt.
         """
-        return await texts.count_tokens(self._client.running(), request, self.resolve(request.model).id)
+        answer = await self._client.running().ask(CountTokens(0, self.resolve(request.model).id, request))
+        return int(answer["num_tokens"])
 
     def plan_chat(
         self,

@@ -14,11 +14,11 @@ import pytest
 from scripted_engine import model_info
 
 from stoker import GenerateRequest, Runtime, Sampling
+from stoker.client.requests.resolved import resolved
 from stoker.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
 from stoker.ipc.events import Delta, Parked
 from stoker.ipc.model import AdapterSpec
 from stoker.ipc.request import Priority
-from stoker.tasks.fields import adapted
 
 FAKE = "fake:eog_period=0"
 LORA = ("red=fake:red", "blue=fake:blue@0.5")
@@ -172,7 +172,9 @@ def test_a_sealed_request_says_all_there_is_to_say() -> None:
     known = (AdapterSpec(name="z", path="z", scale=0.25), AdapterSpec(name="a", path="a"))
     info = msgspec.structs.replace(model_info("m", "m.gguf"), adapters=known)
     request = GenerateRequest(prompt="x", sampling=Sampling(), adapters=((0, None), ("a", -2.0)))
-    assert adapted(request, info).adapters == (("a", -2.0), ("z", 0.25))
+    found = resolved(request, info, None)
+    assert found.adapters == (("a", -2.0), ("z", 0.25))
+    assert found.sampling.seed is not None
 
 
 async def test_a_choice_by_an_adapters_name_is_refused_and_not_made_without_it(runtime: Runtime) -> None:

@@ -44,7 +44,7 @@ ALLOWED = {
     "images": BASE | {"ipc", "settings", "machine"},
     "power": {"errors"},
     "client.worker": {"errors", "ipc", "chat", "grammar"},
-    "client": BASE | {"ipc", "settings", "chat", "images", "machine", "models", "client.worker", "tasks"},
+    "client": BASE | {"ipc", "settings", "chat", "images", "machine", "models", "client.worker"},
     "tasks": {"errors", "ipc", "chat", "images", "models", "client", "client.worker"},
     "runtime": {
         "errors",

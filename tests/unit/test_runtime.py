@@ -289,4 +289,4 @@ def test_a_script_hears_why_its_model_does_not_start() -> None:
     runtime = stoker.sync.Runtime("no/such/file.gguf")
     with pytest.raises(ModelNotFoundError, match="no such model file"):
         runtime.start()
-    assert runtime._thread is None
+    assert not runtime._loop.is_running

@@ -11,9 +11,10 @@ import pytest
 
 from encoding_runtime import ENCODER_INFO, EncodingRuntime
 from stoker.backends.fake.encoder import N_EMBD, vector_of
+from stoker.client.requests.resolved import resolved
 from stoker.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.request import GenerateRequest, Priority, StateOutput
-from stoker.tasks.embed import Embeddings, require_embedding, require_generation
+from stoker.tasks.embed import Embeddings, require_embedding
 from stoker.tasks.tensor_call import MAX_IN_FLIGHT
 
 
@@ -147,10 +148,10 @@ def test_an_encoder_is_asked_for_no_text():
     vector = GenerateRequest(prompt="x", max_tokens=0, state_output=StateOutput.EMBED)
     decoder = msgspec.structs.replace(ENCODER_INFO, model_class="decoder")
     require_embedding(ENCODER_INFO)
-    require_generation(vector, ENCODER_INFO)
-    require_generation(GenerateRequest(prompt="x"), decoder)
+    assert resolved(vector, ENCODER_INFO, None).state_output is StateOutput.EMBED
+    assert resolved(GenerateRequest(prompt="x"), decoder, 7).max_tokens == 7
     with pytest.raises(UnsupportedError, match="generates none"):
-        require_generation(GenerateRequest(prompt="x"), ENCODER_INFO)
+        resolved(GenerateRequest(prompt="x"), ENCODER_INFO, None)
 
 
 async def test_bytes_are_little_endian_floats(embeddings):

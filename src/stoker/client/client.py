@@ -17,6 +17,7 @@ from stoker.client.event_bus import EventBus
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.client.requests.resolved import resolved
 from stoker.client.requests.stream import RequestStream, StreamEvent
 from stoker.client.store.last_models import LastModels
 from stoker.client.store.requests import RequestStore
@@ -29,8 +30,6 @@ from stoker.images.limits import ImageLimits
 from stoker.ipc.constraint import NativeGrammar
 from stoker.ipc.model import ModelLife
 from stoker.ipc.status import EngineHealth
-from stoker.tasks.embed import require_generation
-from stoker.tasks.fields import adapted, sealed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
@@ -172,8 +171,7 @@ class Client:
         supervisor = self.running()
         request_id, owner = known_as.id, known_as.owner
         info = supervisor.registry.resolve(request.model)
-        require_generation(request, info)
-        request = sealed(adapted(request, info), info.id, self._max_tokens)
+        request = resolved(request, info, self._max_tokens)
         if request.constraint is not None:
             request = await self._translated(request, request.constraint, owner)
         events = RequestStream(request_id, supervisor.cancel)

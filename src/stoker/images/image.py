@@ -22,8 +22,7 @@ from stoker.images.limits import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits
 from stoker.images.sources import Encoded, read_reference
 from stoker.ipc.request import Picture
 
-__all__ = ["Image", "ImageReport", "images_of"]
-
+__all__ = ["Image", "ImageLike", "ImageReport", "images_of"]
 
 _Source = str | os.PathLike[str] | bytes | Pillow.Image
 _URIS = ("data:", "http:", "https:", "file:")
@@ -106,8 +105,12 @@ class Image:
             raise InvalidRequestError(text, param=self.name) from None
 
 
-def images_of(given: Any | Sequence[Any]) -> list[Image]:
-    """Images of what somebody gave: one, or a list of them, each whatever `Image` takes."""
+ImageLike = _Source | Image
+"""What `Image` takes."""
+
+
+def images_of(given: ImageLike | Sequence[ImageLike]) -> list[Image]:
+    """One image, or each of a list, as an Image."""
     several: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     return [one if isinstance(one, Image) else Image(one) for one in several]
 

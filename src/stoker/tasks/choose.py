@@ -7,22 +7,28 @@ deadlines, bounds and restarts hold for it; how likely each is, is the engine's 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import msgspec
 
 from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.ipc.model import ModelInfo
+from stoker.ipc.model import ModelClass, ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
-from stoker.tasks.embed import ENCODER, ENCODER_DECODER, floats_of
-from stoker.tasks.fields import request_of
+from stoker.tasks.embed import floats_of
+from stoker.tasks.fields import CallFields, Prompt, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["Choice", "Choices", "Choosing", "require_choosing"]
+__all__ = ["Choice", "Choices", "ChooseFields", "Choosing", "require_choosing"]
+
+
+class ChooseFields(CallFields, total=False):
+    """Those of a call, and how its choices are scored."""
+
+    calibrate: bool
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,12 +75,11 @@ class Choosing:
 
     async def choose(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         choices: Sequence[str],
         *,
         calibrate: bool = False,
-        model: str = "default",
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Choices:
         """The candidates by how likely they are after the prompt.
 
@@ -82,8 +87,7 @@ class Choosing:
             prompt: text or token ids.
             choices: texts, each tokenised alone and appended to the prompt's tokens as it is.
             calibrate: subtract how likely each is from the initial state: after the model's BOS token alone.
-            model: a served model that generates.
-            fields: of `GenerateRequest` and `KnownAs`, by name.
+            fields: of `GenerateRequest` and `KnownAs`, by name; `model` is one that generates.
 
         Raises:
             UnsupportedError: the model predicts no tokens of a prompt.
@@ -94,11 +98,11 @@ class Choosing:
         """
         if isinstance(choices, str):
             raise InvalidRequestError("choices are several texts, not one", param="choices")
-        info = self._engine.resolve(model)
+        info = self._engine.resolve(fields.get("model"))
         require_choosing(info)
-        known_as = KnownAs.taken_from(fields)
-        fields |= {"model": info.asked_as, "is_calibrated": calibrate}
-        requests = [_request(prompt, choices, fields)]
+        wanted: dict[str, Any] = {**fields, "model": info.asked_as, "is_calibrated": calibrate}
+        known_as = KnownAs.taken_from(wanted)
+        requests = [_request(prompt, choices, wanted)]
         ((ready, end),) = await answers_of(self._engine, CallKind.CHOOSE, requests, known_as)
         numbers = floats_of(ready.tensors[0].data)
         scores = list(numbers[: len(choices)])
@@ -131,7 +135,7 @@ def ranked(choices: Sequence[str], scores: Sequence[float]) -> list[Choice]:
 
 def require_choosing(info: ModelInfo) -> None:
     """Raises UnsupportedError where a model continues no prompt, as far as is known before its load."""
-    if info.model_class in {ENCODER, ENCODER_DECODER}:
+    if info.model_class in {ModelClass.ENCODER, ModelClass.ENCODER_DECODER}:
         raise UnsupportedError(
             f"{info.id} is an {info.model_class} ({info.architecture}): it continues no prompt, so it cannot"
             " tell how likely a choice is after one",
@@ -139,6 +143,6 @@ def require_choosing(info: ModelInfo) -> None:
         )
 
 
-def _request(prompt: str | Sequence[int], choices: Sequence[str], fields: dict[str, Any]) -> GenerateRequest:
+def _request(prompt: Prompt, choices: Sequence[str], fields: Mapping[str, Any]) -> GenerateRequest:
     wanted = {"max_tokens": 0, "n": 1, "state_output": StateOutput.CHOOSE, "candidates": tuple(choices)}
     return request_of(prompt, {"temperature": 0.0, **fields, **wanted})

@@ -9,26 +9,31 @@ from __future__ import annotations
 import array
 import math
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import msgspec
 
 from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.ipc.model import ModelInfo
+from stoker.ipc.model import ModelClass, ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
-from stoker.tasks.fields import request_of
+from stoker.tasks.fields import CallFields, Prompt, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["Embeddings", "Text", "TextEmbeddings", "require_embedding", "require_generation"]
+__all__ = ["EmbedFields", "Embeddings", "TextEmbeddings", "require_embedding"]
 
-Text = str | Sequence[int]
-ENCODER, ENCODER_DECODER = "encoder", "encoder-decoder"
 _VECTOR = "embedding"
 _RANK = "rank"
+
+
+class EmbedFields(CallFields, total=False):
+    """Those of a call, and what becomes of the vectors."""
+
+    normalize: bool
+    dimensions: int | None
 
 
 class TextEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,21 +59,20 @@ class Embeddings:
 
     async def embed(
         self,
-        texts: Text | Sequence[Text],
+        texts: Prompt | Sequence[Prompt],
         *,
-        model: str = "default",
         normalize: bool = True,
         dimensions: int | None = None,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> TextEmbeddings:
         """The vectors of one text or of several.
 
         Args:
             texts: text or token ids, or a sequence of them.
-            model: a served encoder.
             normalize: scale each to length 1; one of zeros stays as it is.
             dimensions: keep so many numbers of each, the first ones; None: all.
-            fields: of `GenerateRequest` and `KnownAs`, by name; `timeout_s` is for all texts together.
+            fields: of `GenerateRequest` and `KnownAs`, by name; `model` is a served encoder, `timeout_s` is
+                for all texts together.
 
         Raises:
             UnsupportedError: the model gives no vectors of texts.
@@ -77,11 +81,11 @@ class Embeddings:
             RequestCancelledError: the call was cancelled by its id.
             StokerError: a request failed; the others are cancelled.
         """
-        info = self._engine.resolve(model)
+        info = self._engine.resolve(fields.get("model"))
         require_embedding(info)
         _check_dimensions(dimensions, info)
-        known_as = KnownAs.taken_from(fields)
-        wanted = {"temperature": 0.0, **fields, "model": info.id}
+        wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
+        known_as = KnownAs.taken_from(wanted)
         requests = [_request(text, wanted) for text in _several(texts)]
         found = await answers_of(self._engine, CallKind.EMBED, requests, known_as)
         vectors = [_vector_of(ready.tensors[0], info) for ready, _ in found]
@@ -100,27 +104,15 @@ _ASK_STATE = 'of other models "kind": "state" gives the state that a prompt leav
 def require_embedding(info: ModelInfo) -> None:
     """Raises UnsupportedError where a model gives no vectors of texts (SPEC K2, K3), as far as is known."""
     what = f"{info.id} is {info.class_text}"
-    if info.model_class == ENCODER_DECODER:
+    if info.model_class == ModelClass.ENCODER_DECODER:
         raise UnsupportedError(
             f"{what}: what its encoder makes of a text is for its decoder to read, and no vector of the text",
             param="model",
         )
-    if info.model_class not in {ENCODER, ""}:
+    if info.model_class not in {ModelClass.ENCODER, ""}:
         raise UnsupportedError(f"{what}, no encoder: {_ASK_STATE}", param="kind")
     if info.pooling == _RANK:
         raise UnsupportedError(f"{info.id} is a reranker: it scores, it gives no vectors", param="model")
-
-
-def require_generation(request: GenerateRequest, info: ModelInfo) -> None:
-    """Raises UnsupportedError where a request asks an encoder for anything but a vector (SPEC K2).
-
-    Better here than in the engine: the model need not be loaded for it.
-    """
-    if info.model_class == ENCODER and request.state_output not in {StateOutput.EMBED, StateOutput.SCORE}:
-        raise UnsupportedError(
-            f"{info.id} is an encoder ({info.architecture}): it embeds texts and generates none",
-            param="model",
-        )
 
 
 # ---------------------------------------------------------------- texts and vectors
@@ -134,14 +126,14 @@ def floats_of(vector: bytes) -> array.array[float]:
     return numbers
 
 
-def _several(texts: Text | Sequence[Text]) -> list[Text]:
+def _several(texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(texts, str) or (texts and isinstance(texts[0], int)):
         return [texts]  # type: ignore[list-item] # one list of token ids
     return list(texts)  # type: ignore[arg-type] # several
 
 
-def _request(text: Text, fields: dict[str, Any]) -> GenerateRequest:
-    request = request_of(text, dict(fields))
+def _request(text: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
+    request = request_of(text, fields)
     return msgspec.structs.replace(request, max_tokens=0, n=1, state_output=StateOutput.EMBED)
 
 

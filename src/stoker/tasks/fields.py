@@ -1,28 +1,113 @@
-"""Requests from the loose fields of a Python call, checked like a stranger's.
+"""The keyword arguments of the library's calls: their names and types, and the requests they make.
 
 Owns what may be written short: fields of `Sampling` beside those of the request, one stop string as a
-string, an adapter by its name alone. What the fields mean and which values they take is `ipc.request`'s.
+string, an adapter by its name alone. `ipc.request` says what the fields mean and checks their values; a test
+compares the names and types here with its structs.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
 from stoker.errors import InvalidRequestError
-from stoker.ipc.model import AdapterSpec, ModelInfo
-from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.images.image import ImageLike
+from stoker.ipc.constraint import Constraint
+from stoker.ipc.request import GenerateRequest, Picture, Preempt, Priority, Sampling, StateOutput
+
+Prompt = str | Sequence[int]
+"""Text or token ids."""
+GivenState = str | Path | bytes
+"""The id of a saved state, a safetensors file or its bytes."""
 
 
-def request_of(prompt: str | Sequence[int] | GenerateRequest, fields: dict[str, Any]) -> GenerateRequest:
+class SamplingFields(TypedDict, total=False):
+    """Those of `Sampling`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    xtc_probability: float
+    xtc_threshold: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int | None
+
+
+class RequestFields(SamplingFields, total=False):
+    """Those of `GenerateRequest` but the prompt, with those of its sampling beside them."""
+
+    model: str
+    max_tokens: int | None
+    min_tokens: int
+    sampling: Sampling | Mapping[str, Any]
+    stop: str | Sequence[str]
+    n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    echo: bool
+    ignore_eos: bool
+    is_chat: bool
+    priority: Priority | Literal["interactive", "background"]
+    preempt: Preempt | Literal["park", "cancel"]
+    timeout_s: float | None
+    return_progress: bool
+    cache: bool
+    cache_salt: str
+    context_shift: bool
+    initial_state: bytes | None
+    state_output: StateOutput | None
+    keep_alive_s: float | None
+    constraint: Constraint | None
+    spelled: Sequence[str]
+    speculate: bool
+    note: bytes
+    document: str | None
+    pictures: Sequence[Picture]
+    adapters: str | Mapping[str, float | None] | Sequence[tuple[str | int, float | None]]
+    candidates: Sequence[str]
+    is_calibrated: bool
+
+
+class CallFields(RequestFields, total=False):
+    """Those of a request, and what a call of several requests is known by; see `KnownAs`."""
+
+    request_id: str | None
+    names: Sequence[str]
+    owner: str
+
+
+class ChatFields(RequestFields, total=False):
+    """Those of a request, and what only a conversation takes."""
+
+    images: ImageLike | Sequence[ImageLike]
+    parallel_tool_calls: bool
+    state: GivenState | None
+
+
+def request_of(prompt: Prompt | GenerateRequest, fields: Mapping[str, Any]) -> GenerateRequest:
     """A request for `prompt`, or the given one with `fields` changed.
 
     Raises:
         InvalidRequestError: a name is unknown, a type wrong or a value out of range.
     """
+    fields = dict(fields)
     if isinstance(prompt, GenerateRequest):
         if not fields:
             return prompt
@@ -46,47 +131,3 @@ def request_of(prompt: str | Sequence[int] | GenerateRequest, fields: dict[str, 
         return msgspec.convert({**given, **fields, "sampling": sampling}, GenerateRequest)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the request is malformed: {error}") from error
-
-
-def sealed(request: GenerateRequest, model: str, max_tokens: int | None = None) -> GenerateRequest:
-    """The request for the model of that id with nothing left to chance, so that a replay draws the same.
-
-    Where it does not say how many tokens it may have, it is `max_tokens`.
-    """
-    sampling = request.sampling
-    if sampling.seed is None:
-        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
-    if request.max_tokens is not None:
-        max_tokens = request.max_tokens
-    return msgspec.structs.replace(request, model=model, sampling=sampling, max_tokens=max_tokens)
-
-
-def adapted(request: GenerateRequest, info: ModelInfo) -> GenerateRequest:
-    """The request with its adapters by their own names, in the order of names, each with its scale (SPEC K6).
-
-    Where an adapter's name was asked for as a model, that one is among them. One of scale 0 is left out.
-
-    Raises:
-        InvalidRequestError: the model has no such adapter, or one is named twice.
-    """
-    scales = {spec.name: spec.scale for spec in info.adapters if spec.name == info.adapter}
-    named: set[str] = set()
-    for given, scale in request.adapters:
-        spec = _adapter(given, info)
-        if spec.name in named:
-            raise InvalidRequestError(f"the adapter {spec.name!r} is named twice", param="lora")
-        named.add(spec.name)
-        scales[spec.name] = spec.scale if scale is None else scale
-    adapters = tuple(sorted((name, scale) for name, scale in scales.items() if scale))
-    return msgspec.structs.replace(request, adapters=adapters)
-
-
-def _adapter(given: str | int, info: ModelInfo) -> AdapterSpec:
-    if isinstance(given, int):
-        found = info.adapters[given : given + 1] if given >= 0 else ()
-    else:
-        found = tuple(spec for spec in info.adapters if spec.name == given)
-    if not found:
-        known = ", ".join(spec.name for spec in info.adapters) or "none"
-        raise InvalidRequestError(f"{info.id} has no adapter {given!r}; it has: {known}", param="lora")
-    return found[0]

@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import msgspec
 from jsonschema import exceptions, validators
@@ -21,14 +21,14 @@ from referencing.exceptions import Unresolvable
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.stream import StreamEvent, text_deltas
 from stoker.errors import InvalidRequestError, ReadingError
-from stoker.images.image import ImageReport, images_of
+from stoker.images.image import ImageLike, ImageReport, images_of
 from stoker.images.intake import Intake
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import CallKind
 from stoker.tasks.chat import ChatPlan, chat_deltas
-from stoker.tasks.fields import request_of
+from stoker.tasks.fields import CallFields, request_of
 
 __all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "ImageReader", "Question", "Reading", "Told", "read_with"]
 
@@ -42,8 +42,6 @@ _MAX_REASON_CHARS = 200
 _GIVEN_UP = {FinishReason.CANCELLED, FinishReason.PREEMPTED}
 
 Schema = Mapping[str, Any] | bool
-ImageLike = Any
-"""What `Image` takes, or an Image."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,16 +213,14 @@ class ImageReader:
         self,
         images: ImageLike | Sequence[ImageLike],
         question: Question,
-        model: str = "default",
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Reading:
         """Read one picture, or several that belong together.
 
         Args:
             images: paths, bytes, data URIs, Pillow images or `Image`s.
             question: what is asked.
-            model: a served vision model.
-            fields: of `GenerateRequest`, `Sampling` and `KnownAs`, by name.
+            fields: of `GenerateRequest`, `Sampling` and `KnownAs`, by name; `model` reads pictures.
 
         Raises:
             UnsupportedError: the model reads no pictures.
@@ -235,15 +231,16 @@ class ImageReader:
         """
         if fields.get("n", 1) != 1:
             raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
-        known_as = KnownAs.taken_from(fields)
-        info = self._engine.resolve(model)
+        wanted: dict[str, Any] = {"constraint": question.constraint, **fields}
+        known_as = KnownAs.taken_from(wanted)
+        info = self._engine.resolve(fields.get("model"))
         pictures = images_of(images)
         if not pictures:
             raise InvalidRequestError("there are no pictures to read", param="images")
         turn = {"role": "user", "content": [*pictures, question.text]}
         plan = await self._engine.prepare_chat([turn], model=info.id)
         taken = await self._engine.images.take(plan.images)
-        given = plan.fields({"constraint": question.constraint, **fields, "model": info.id})
+        given = plan.fields(wanted | {"model": info.id})
         given["pictures"] = tuple(one.picture for one in taken)
         reports = tuple(one.report for one in taken)
 
@@ -251,7 +248,7 @@ class ImageReader:
             how = {"max_tokens": attempt.max_tokens, **attempt.sampling, **given}
             return await _told(group.stream, request_of(plan.prompt, how), plan, reports)
 
-        first = request_of(plan.prompt, dict(given))
+        first = request_of(plan.prompt, given)
         with self._engine.group(CallKind.READ, first, 1, known_as) as group:
             return await read_with(question, answer)
 

@@ -6,24 +6,31 @@ classes, deadlines, bounds and restarts hold for it; computing is the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import msgspec
 
 from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.ipc.model import ModelInfo
+from stoker.ipc.model import ModelClass, ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
-from stoker.tasks.embed import ENCODER, floats_of
-from stoker.tasks.fields import request_of
+from stoker.tasks.embed import floats_of
+from stoker.tasks.fields import CallFields, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["RankedDocument", "Ranking", "Reranking", "require_reranking"]
+__all__ = ["RankedDocument", "Ranking", "RerankFields", "Reranking", "require_reranking"]
 
 _RANK = "rank"
+
+
+class RerankFields(CallFields, total=False):
+    """Those of a call, and what is said of the documents."""
+
+    top_n: int | None
+    output: int
 
 
 class RankedDocument(msgspec.Struct, frozen=True):
@@ -61,21 +68,20 @@ class Reranking:
         query: str,
         documents: Sequence[str],
         *,
-        model: str = "default",
         top_n: int | None = None,
         output: int = 0,
-        **fields: Any,
+        **fields: Unpack[CallFields],
     ) -> Ranking:
         """The documents by what they have to say to the query.
 
         Args:
             query: what is asked.
             documents: texts; each is scored alone, whatever stands beside it.
-            model: a served reranker.
             top_n: tell of so many only, the best ones; None: of all.
             output: which output of the classifier is the score. llama.cpp takes the first; of a model with
                 the classes "irrelevant, relevant" that is the wrong end, and 1 is wanted.
-            fields: of `GenerateRequest` and `KnownAs`, by name; `timeout_s` is for all documents together.
+            fields: of `GenerateRequest` and `KnownAs`, by name; `model` is a served reranker, `timeout_s` is
+                for all documents together.
 
         Raises:
             UnsupportedError: the model scores nothing.
@@ -84,12 +90,12 @@ class Reranking:
             RequestCancelledError: the call was cancelled by its id.
             StokerError: a request failed; the others are cancelled.
         """
-        info = self._engine.resolve(model)
+        info = self._engine.resolve(fields.get("model"))
         require_reranking(info)
         if top_n is not None and top_n < 1:
             raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
-        known_as = KnownAs.taken_from(fields)
-        wanted = {"temperature": 0.0, **fields, "model": info.id}
+        wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
+        known_as = KnownAs.taken_from(wanted)
         requests = [_request(query, each, wanted) for each in documents]
         found = await answers_of(self._engine, CallKind.RERANK, requests, known_as)
         scored = [
@@ -106,11 +112,11 @@ class Reranking:
 def require_reranking(info: ModelInfo) -> None:
     """Raises UnsupportedError where a model scores no pairs (SPEC K4), as far as is known before its load."""
     what = f"{info.id} is {info.class_text}"
-    if info.model_class not in {ENCODER, ""}:
+    if info.model_class not in {ModelClass.ENCODER, ""}:
         raise UnsupportedError(
             f"{what}: documents are scored by an encoder that was trained to", param="model"
         )
-    if info.model_class == ENCODER and info.pooling != _RANK:
+    if info.model_class == ModelClass.ENCODER and info.pooling != _RANK:
         raise UnsupportedError(
             f"{info.id} is an encoder without a classifier (pooling {info.pooling or 'unknown'}):"
             " it gives vectors of texts and scores none",
@@ -127,6 +133,6 @@ def _score(outputs: Sequence[float], output: int, model: str) -> float:
     return outputs[output]
 
 
-def _request(query: str, document: str, fields: dict[str, Any]) -> GenerateRequest:
+def _request(query: str, document: str, fields: Mapping[str, Any]) -> GenerateRequest:
     wanted = {"max_tokens": 0, "n": 1, "state_output": StateOutput.SCORE, "document": document}
     return request_of(query, {**fields, **wanted})

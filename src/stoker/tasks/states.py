@@ -10,32 +10,36 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, StateNotFoundError, UnsupportedError
-from stoker.ipc.model import ModelInfo
+from stoker.ipc.model import ModelClass, ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
 from stoker.models.states.file import MAX_STATE_BYTES, check_state, dump_state
 from stoker.models.states.store import SavedState, StateStore, check_name
-from stoker.tasks.fields import request_of
+from stoker.tasks.fields import CallFields, GivenState, Prompt, RequestFields, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["GivenState", "Prompt", "SavedState", "StateEmbedding", "States"]
+__all__ = ["GivenState", "SavedState", "StateEmbedding", "StateFields", "States"]
 
-GivenState = str | Path | bytes
-"""The id of a saved state, a safetensors file or its bytes."""
-Prompt = str | Sequence[int]
-RECURRENT = "recurrent"
 _STATE_SUFFIX = ".state"
 _STATELESS = {
-    "encoder": "it goes over a text as a whole and leaves no state; it gives vectors without this kind",
-    "encoder-decoder": "what its encoder makes of a text is for its decoder to read, no state of the text",
+    ModelClass.ENCODER: "it goes over a text as a whole and leaves no state; it gives vectors"
+    " without this kind",
+    ModelClass.ENCODER_DECODER: "what its encoder makes of a text is for its decoder to read, no state"
+    " of the text",
 }
+
+
+class StateFields(CallFields, total=False):
+    """Those of a call, and what it begins from; `owner` is the one of its states too."""
+
+    state: GivenState | None
 
 
 class StateEmbedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,20 +78,14 @@ class States:
         prompt: Prompt | GenerateRequest,
         *,
         name: str | None = None,
-        request_id: str | None = None,
-        names: Sequence[str] = (),
-        owner: str = "",
-        **fields: Any,
+        **fields: Unpack[StateFields],
     ) -> SavedState:
         """Let a recurrent model read a prompt and keep its state.
 
         Args:
             prompt: text, token ids or a whole request; `state` among its fields begins from another state.
             name: what to call it; None: it gets a name.
-            request_id: of the call, as in `Runtime.stream`.
-            names: what else the call is known by.
-            owner: see the class.
-            fields: of `GenerateRequest`, by name, and `state`.
+            fields: of `GenerateRequest` and `KnownAs`, by name, and `state`; for `owner` see the class.
 
         Raises:
             UnsupportedError: the model has no recurrent state.
@@ -97,42 +95,37 @@ class States:
         """
         if name is not None:
             check_name(name)
-        request = await self.request(prompt, owner=owner, **fields)
+        given: dict[str, Any] = {**fields}
+        known_as = KnownAs.taken_from(given)
+        owner = known_as.owner
+        request = await self.request(prompt, owner=owner, **given)
         info = self.recurrent(request.model)
         wanted = [_delivering(request, StateOutput.SAVE)]
-        known_as = KnownAs(request_id, tuple(names), owner)
         ((ready, _),) = await answers_of(self._engine, CallKind.STATE, wanted, known_as)
         data = dump_state(ready.tensors, {})
         return await asyncio.to_thread(
             self._store.save, data, model=info.id, num_tokens=ready.num_tokens, name=name, owner=owner
         )
 
-    async def embed(
-        self, prompt: Prompt | GenerateRequest, *, owner: str = "", **fields: Any
-    ) -> StateEmbedding:
+    async def embed(self, prompt: Prompt | GenerateRequest, **fields: Unpack[StateFields]) -> StateEmbedding:
         """The recurrent state after a prompt, or the last hidden state where a model has none (SPEC D8).
 
         Arguments and errors are those of `save`, but any decoder will do.
         """
-        (embedding,) = await self.embed_all([prompt], owner=owner, **fields)
+        (embedding,) = await self.embed_all([prompt], **fields)
         return embedding
 
     async def embed_all(
-        self,
-        prompts: Sequence[Prompt | GenerateRequest],
-        *,
-        request_id: str | None = None,
-        names: Sequence[str] = (),
-        owner: str = "",
-        **fields: Any,
+        self, prompts: Sequence[Prompt | GenerateRequest], **fields: Unpack[StateFields]
     ) -> Sequence[StateEmbedding]:
         """The same of several prompts, as one call with one id; `timeout_s` is for all together."""
-        requests = [await self.request(prompt, owner=owner, **fields) for prompt in prompts]
+        given: dict[str, Any] = {**fields}
+        known_as = KnownAs.taken_from(given)
+        requests = [await self.request(prompt, owner=known_as.owner, **given) for prompt in prompts]
         infos = [self._engine.resolve(request.model) for request in requests]
         for info in infos:
             _require_state(info)
         wanted = [_delivering(request, StateOutput.EMBED) for request in requests]
-        known_as = KnownAs(request_id, tuple(names), owner)
         found = await answers_of(self._engine, CallKind.STATE, wanted, known_as)
         stacked = [_stacked(ready.tensors) for ready, _ in found]
         return [
@@ -191,7 +184,7 @@ class States:
             UnsupportedError: it cannot; says what it is.
         """
         info = self._engine.resolve(model)
-        if info.model_class != RECURRENT:
+        if info.model_class != ModelClass.RECURRENT:
             raise UnsupportedError(
                 f"{info.id} is {info.class_text}: it has no recurrent state to begin from or to save",
                 param="state",
@@ -204,7 +197,7 @@ class States:
         *,
         state: GivenState | None = None,
         owner: str = "",
-        **fields: Any,
+        **fields: Unpack[RequestFields],
     ) -> GenerateRequest:
         """A request of these fields that begins from `state`. Raises what `given` raises."""
         request = request_of(prompt, fields)
@@ -254,7 +247,7 @@ def _require_state(info: ModelInfo) -> None:
     """Raises UnsupportedError where a prompt leaves nothing behind that could be embedded by."""
     if info.model_class in _STATELESS:
         raise UnsupportedError(
-            f"{info.id} is {info.class_text}: {_STATELESS[info.model_class]}", param="kind"
+            f"{info.id} is {info.class_text}: {_STATELESS[ModelClass(info.model_class)]}", param="kind"
         )
 
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.model import ModelClass
 from stoker.ipc.request import MAX_SALT_CHARS, Priority
 from stoker.server.fields import InlineState, check_tokens, decoded, state_bytes
 from stoker.server.headers import header_fields
@@ -23,7 +24,7 @@ from stoker.server.inbound.body import VALUES_WITH_TOKENS, Body, Many, Name, Tok
 from stoker.server.inbound.disconnect import while_connected
 from stoker.server.inbound.security import salt_of
 from stoker.server.openai.conversation import Message, turns_of
-from stoker.tasks.embed import ENCODER, floats_of
+from stoker.tasks.embed import floats_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -277,7 +278,7 @@ async def embedded_by_state(
     """
     context.require_ready()
     info = context.runtime.resolve(body.model)
-    if info.model_class == ENCODER:
+    if info.model_class == ModelClass.ENCODER:
         raise UnsupportedError(
             f'{info.id} is an encoder: it has no state; leave "kind" out for vectors of texts', param="kind"
         )

