@@ -34,11 +34,11 @@ from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind, EngineHealth, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 from stoker.tasks.chat import ChatPlan, chat_deltas, drafted_chat, offer_of
-from stoker.tasks.choose import Choices, ChooseFields, Choosing
-from stoker.tasks.embed import Embeddings, EmbedFields, TextEmbeddings
-from stoker.tasks.fields import CallFields, ChatFields, GivenState, Prompt, RequestFields
+from stoker.tasks.choose import Choices, ChooseKeywords, Choosing
+from stoker.tasks.embed import Embeddings, EmbedKeywords, TextEmbeddings
+from stoker.tasks.fields import CallKeywords, ChatKeywords, GivenState, Prompt, RequestKeywords
 from stoker.tasks.read_images import MAX_TOKENS, ImageReader, Question, Reading, Schema
-from stoker.tasks.rerank import Ranking, RerankFields, Reranking
+from stoker.tasks.rerank import Ranking, Reranking, RerankKeywords
 from stoker.tasks.states import States
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ class Runtime:
         prompt: Prompt | GenerateRequest,
         *,
         state: GivenState | None = None,
-        **fields: Unpack[RequestFields],
+        **fields: Unpack[RequestKeywords],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt.
 
@@ -355,7 +355,7 @@ class Runtime:
         template_args: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = None,
-        **fields: Unpack[ChatFields],
+        **fields: Unpack[ChatKeywords],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation; reasoning and calls come apart from the text, each call whole.
 
@@ -416,7 +416,9 @@ class Runtime:
 
     # ------------------------------------------------------------ text
 
-    async def embed(self, inputs: Prompt | Sequence[Prompt], **fields: Unpack[EmbedFields]) -> TextEmbeddings:
+    async def embed(
+        self, inputs: Prompt | Sequence[Prompt], **fields: Unpack[EmbedKeywords]
+    ) -> TextEmbeddings:
         """Vectors of texts, by an encoder; fields and errors are those of `Embeddings.embed`."""
         return await Embeddings(self).embed(inputs, **fields)
 
@@ -426,7 +428,7 @@ class Runtime:
         *,
         ask: str | None = None,
         schema: Schema | None = None,
-        **fields: Unpack[CallFields],
+        **fields: Unpack[CallKeywords],
     ) -> Reading:
         """Read a picture, or several that belong together, as JSON that is checked (SPEC V4).
 
@@ -437,11 +439,13 @@ class Runtime:
         question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
         return await ImageReader(self).read(images, question, **fields)
 
-    async def rerank(self, query: str, documents: Sequence[str], **fields: Unpack[RerankFields]) -> Ranking:
+    async def rerank(self, query: str, documents: Sequence[str], **fields: Unpack[RerankKeywords]) -> Ranking:
         """Documents for a query, the best first; fields and errors are those of `Reranking.rerank`."""
         return await Reranking(self).rerank(query, documents, **fields)
 
-    async def choose(self, prompt: Prompt, choices: Sequence[str], **fields: Unpack[ChooseFields]) -> Choices:
+    async def choose(
+        self, prompt: Prompt, choices: Sequence[str], **fields: Unpack[ChooseKeywords]
+    ) -> Choices:
         """Texts by how likely they are after a prompt; fields and errors are those of `Choosing.choose`."""
         return await Choosing(self).choose(prompt, choices, **fields)
 

@@ -32,7 +32,6 @@ STILL: dict[str, set[str]] = {
         "src/stoker/engine/runners/slots.py:SlotRunner",
         "src/stoker/runtime.py:Runtime",
         "src/stoker/scheduler/scheduler.py:Scheduler",
-        "src/stoker/sync.py:Runtime",
     },
     "class name": {
         "Job",
@@ -47,7 +46,6 @@ STILL: dict[str, set[str]] = {
         "src/stoker/engine/residency/headers.py",
         "src/stoker/engine/residency/swaps.py",
         "src/stoker/models/memory_estimate/draft.py",
-        "src/stoker/tasks/texts.py",
     },
 }
 

@@ -19,7 +19,7 @@ from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError
 from stoker.ipc.request import GenerateRequest, Preempt, Priority, Sampling
 from stoker.runtime import Runtime
-from stoker.tasks.fields import CallFields, RequestFields, SamplingFields, request_of
+from stoker.tasks.fields import CallKeywords, RequestKeywords, SamplingKeywords, request_of
 from stoker.tasks.states import States
 
 SOURCE = Path(stoker.sync.__file__).parents[1]
@@ -86,15 +86,15 @@ def struct_fields() -> dict[str, Any]:
 
 def test_every_field_of_the_structs_may_be_given_by_name_and_no_other():
     """A field that is added to a struct is added to the keyword arguments too."""
-    assert set(get_type_hints(RequestFields)) == set(struct_fields()) - {"prompt"}
-    ids = set(get_type_hints(CallFields)) - set(get_type_hints(RequestFields))
+    assert set(get_type_hints(RequestKeywords)) == set(struct_fields()) - {"prompt"}
+    ids = set(get_type_hints(CallKeywords)) - set(get_type_hints(RequestKeywords))
     assert ids == {field.name for field in dataclasses.fields(KnownAs)}
-    assert set(get_type_hints(SamplingFields)) == set(Sampling.__struct_fields__)
+    assert set(get_type_hints(SamplingKeywords)) == set(Sampling.__struct_fields__)
 
 
 def test_the_types_are_those_of_the_structs_or_wider_where_it_is_said():
     """What is written short is what `request_of` understands."""
-    known, given = struct_fields(), get_type_hints(RequestFields)
+    known, given = struct_fields(), get_type_hints(RequestKeywords)
     assert {name for name in given if given[name] != known[name]} == set(WIDER)
     for name, pairs in WIDER.items():
         for value, kept in pairs:

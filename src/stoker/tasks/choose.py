@@ -19,13 +19,13 @@ from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import floats_of
-from stoker.tasks.fields import CallFields, Prompt, request_of
+from stoker.tasks.fields import CallKeywords, Prompt, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["Choice", "Choices", "ChooseFields", "Choosing", "require_choosing"]
+__all__ = ["Choice", "Choices", "ChooseKeywords", "Choosing", "require_choosing"]
 
 
-class ChooseFields(CallFields, total=False):
+class ChooseKeywords(CallKeywords, total=False):
     """Those of a call, and how its choices are scored."""
 
     calibrate: bool
@@ -79,7 +79,7 @@ class Choosing:
         choices: Sequence[str],
         *,
         calibrate: bool = False,
-        **fields: Unpack[CallFields],
+        **fields: Unpack[CallKeywords],
     ) -> Choices:
         """The candidates by how likely they are after the prompt.
 

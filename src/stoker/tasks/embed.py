@@ -20,16 +20,16 @@ from stoker.ipc.model import ModelClass, ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
-from stoker.tasks.fields import CallFields, Prompt, request_of
+from stoker.tasks.fields import CallKeywords, Prompt, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["EmbedFields", "Embeddings", "TextEmbeddings", "require_embedding"]
+__all__ = ["EmbedKeywords", "Embeddings", "TextEmbeddings", "require_embedding"]
 
 _VECTOR = "embedding"
 _RANK = "rank"
 
 
-class EmbedFields(CallFields, total=False):
+class EmbedKeywords(CallKeywords, total=False):
     """Those of a call, and what becomes of the vectors."""
 
     normalize: bool
@@ -63,7 +63,7 @@ class Embeddings:
         *,
         normalize: bool = True,
         dimensions: int | None = None,
-        **fields: Unpack[CallFields],
+        **fields: Unpack[CallKeywords],
     ) -> TextEmbeddings:
         """The vectors of one text or of several.
 

@@ -24,7 +24,7 @@ GivenState = str | Path | bytes
 """The id of a saved state, a safetensors file or its bytes."""
 
 
-class SamplingFields(TypedDict, total=False):
+class SamplingKeywords(TypedDict, total=False):
     """Those of `Sampling`."""
 
     temperature: float
@@ -50,7 +50,7 @@ class SamplingFields(TypedDict, total=False):
     seed: int | None
 
 
-class RequestFields(SamplingFields, total=False):
+class RequestKeywords(SamplingKeywords, total=False):
     """Those of `GenerateRequest` but the prompt, with those of its sampling beside them."""
 
     model: str
@@ -85,7 +85,7 @@ class RequestFields(SamplingFields, total=False):
     is_calibrated: bool
 
 
-class CallFields(RequestFields, total=False):
+class CallKeywords(RequestKeywords, total=False):
     """Those of a request, and what a call of several requests is known by; see `KnownAs`."""
 
     request_id: str | None
@@ -93,7 +93,7 @@ class CallFields(RequestFields, total=False):
     owner: str
 
 
-class ChatFields(RequestFields, total=False):
+class ChatKeywords(RequestKeywords, total=False):
     """Those of a request, and what only a conversation takes."""
 
     images: ImageLike | Sequence[ImageLike]

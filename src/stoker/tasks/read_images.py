@@ -28,7 +28,7 @@ from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import CallKind
 from stoker.tasks.chat import ChatPlan, chat_deltas
-from stoker.tasks.fields import CallFields, request_of
+from stoker.tasks.fields import CallKeywords, request_of
 
 __all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "ImageReader", "Question", "Reading", "Told", "read_with"]
 
@@ -213,7 +213,7 @@ class ImageReader:
         self,
         images: ImageLike | Sequence[ImageLike],
         question: Question,
-        **fields: Unpack[CallFields],
+        **fields: Unpack[CallKeywords],
     ) -> Reading:
         """Read one picture, or several that belong together.
 

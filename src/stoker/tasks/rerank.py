@@ -18,15 +18,15 @@ from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import floats_of
-from stoker.tasks.fields import CallFields, request_of
+from stoker.tasks.fields import CallKeywords, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["RankedDocument", "Ranking", "RerankFields", "Reranking", "require_reranking"]
+__all__ = ["RankedDocument", "Ranking", "RerankKeywords", "Reranking", "require_reranking"]
 
 _RANK = "rank"
 
 
-class RerankFields(CallFields, total=False):
+class RerankKeywords(CallKeywords, total=False):
     """Those of a call, and what is said of the documents."""
 
     top_n: int | None
@@ -70,7 +70,7 @@ class Reranking:
         *,
         top_n: int | None = None,
         output: int = 0,
-        **fields: Unpack[CallFields],
+        **fields: Unpack[CallKeywords],
     ) -> Ranking:
         """The documents by what they have to say to the query.
 

@@ -22,10 +22,10 @@ from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
 from stoker.models.states.file import MAX_STATE_BYTES, check_state, dump_state
 from stoker.models.states.store import SavedState, StateStore, check_name
-from stoker.tasks.fields import CallFields, GivenState, Prompt, RequestFields, request_of
+from stoker.tasks.fields import CallKeywords, GivenState, Prompt, RequestKeywords, request_of
 from stoker.tasks.tensor_call import Engine, answers_of
 
-__all__ = ["GivenState", "SavedState", "StateEmbedding", "StateFields", "States"]
+__all__ = ["GivenState", "SavedState", "StateEmbedding", "StateKeywords", "States"]
 
 _STATE_SUFFIX = ".state"
 _STATELESS = {
@@ -36,7 +36,7 @@ _STATELESS = {
 }
 
 
-class StateFields(CallFields, total=False):
+class StateKeywords(CallKeywords, total=False):
     """Those of a call, and what it begins from; `owner` is the one of its states too."""
 
     state: GivenState | None
@@ -78,7 +78,7 @@ class States:
         prompt: Prompt | GenerateRequest,
         *,
         name: str | None = None,
-        **fields: Unpack[StateFields],
+        **fields: Unpack[StateKeywords],
     ) -> SavedState:
         """Let a recurrent model read a prompt and keep its state.
 
@@ -107,7 +107,9 @@ class States:
             self._store.save, data, model=info.id, num_tokens=ready.num_tokens, name=name, owner=owner
         )
 
-    async def embed(self, prompt: Prompt | GenerateRequest, **fields: Unpack[StateFields]) -> StateEmbedding:
+    async def embed(
+        self, prompt: Prompt | GenerateRequest, **fields: Unpack[StateKeywords]
+    ) -> StateEmbedding:
         """The recurrent state after a prompt, or the last hidden state where a model has none (SPEC D8).
 
         Arguments and errors are those of `save`, but any decoder will do.
@@ -116,7 +118,7 @@ class States:
         return embedding
 
     async def embed_all(
-        self, prompts: Sequence[Prompt | GenerateRequest], **fields: Unpack[StateFields]
+        self, prompts: Sequence[Prompt | GenerateRequest], **fields: Unpack[StateKeywords]
     ) -> Sequence[StateEmbedding]:
         """The same of several prompts, as one call with one id; `timeout_s` is for all together."""
         given: dict[str, Any] = {**fields}
@@ -197,7 +199,7 @@ class States:
         *,
         state: GivenState | None = None,
         owner: str = "",
-        **fields: Unpack[RequestFields],
+        **fields: Unpack[RequestKeywords],
     ) -> GenerateRequest:
         """A request of these fields that begins from `state`. Raises what `given` raises."""
         request = request_of(prompt, fields)
