@@ -237,7 +237,7 @@ class Runtime:
         if grace_s is None:
             grace_s = GRACES_S.get(reason, self._settings.suspend_grace_s)
         await self._client.running().suspend(grace_s)
-        self._client.workers.rest()
+        self._client.workers.release()
 
     async def resume(self) -> None:
         """Load what was loaded and let every request go on; returns when the engine serves. Idempotent.

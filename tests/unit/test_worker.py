@@ -175,7 +175,7 @@ def test_at_rest_no_process_is_kept_and_the_next_job_starts_one(pools: Pools) ->
     pool = pools(PATIENT)
     pool.run(chat(), Layout)
     (pid,) = pool.pids()
-    pool.rest()
+    pool.release()
     until(lambda: not psutil.pid_exists(pid))
     assert pool.run(chat(), Layout).prompt
     assert pool.pids() != [pid]
@@ -338,6 +338,6 @@ def gbnf(source: str) -> Constraint:
 
 def test_a_job_too_large_to_be_sent_is_refused(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     """The front keeps its memory as well."""
-    monkeypatch.setattr("stoker.client.worker.frames.MAX_BODY_BYTES", 10_000)
+    monkeypatch.setattr("stoker.client.worker.pool.MAX_BODY_BYTES", 10_000)
     with pytest.raises(WorkLimitError, match="too many, at most 10000 are taken"):
         pools().run(chat("x" * 10_000), Layout)

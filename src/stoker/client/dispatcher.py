@@ -172,6 +172,7 @@ class Dispatcher:
         """One frame from an engine; what a former life still says is not heard."""
         if life is not self._life:
             return
+        life.sign()
         for event in events:
             self._take_one(life, event)
         self.hand_out()

@@ -32,7 +32,7 @@ from stoker.models.seq2seq import check_one_slot
 
 if TYPE_CHECKING:
     from stoker.client.event_bus import EventBus
-    from stoker.client.models.registry import ModelRegistry
+    from stoker.client.models.registry import ModelEntry, ModelRegistry
     from stoker.client.models.specs import ModelSource
     from stoker.client.requests.table import Requests
     from stoker.errors import StokerError
@@ -124,9 +124,9 @@ class ModelLoading:
             NotReadyError: no engine is there, or the load or download was stopped.
             StokerError: why it cannot be loaded or downloaded.
         """
-        served = self._registry.spec(name)
-        if served is not None:
-            spec, info = served, self._registry.info(name)
+        entry = self._registry.get(name)
+        if entry is not None:
+            spec, info = entry.to_load, entry.info
         else:
             spec, info = await self._find(name, reach)
             known = self._registry.spec(spec.id)
@@ -172,11 +172,12 @@ class ModelLoading:
             StokerError: why it cannot be loaded.
         """
         model = spec.id
-        if self._registry.is_in_memory(spec):
+        entry = self._registry.get(model)
+        if entry is not None and entry.is_ready_as(spec):
             return self._registry.resolve(model)
-        self._check_fits(spec)
-        is_same = self._registry.spec(model) == spec
-        was_ready = self._registry.state(model) is ModelLife.READY
+        self._check_fits(spec, entry)
+        is_same = entry is not None and entry.to_load == spec
+        was_ready = self._state(model) is ModelLife.READY
         callers = self._coming.setdefault(model, [])
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         callers.append(answer)
@@ -187,27 +188,23 @@ class ModelLoading:
         except asyncio.CancelledError:
             callers.remove(answer)
             is_wanted = callers or was_ready or self._num_requests(model)
-            if not is_wanted and self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
+            if not is_wanted and self._state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
                 self._release(model)
             raise
         finally:
             if self._coming.get(model) == []:
                 del self._coming[model]
 
-    def _check_fits(self, spec: ModelSpec) -> None:
+    def _check_fits(self, spec: ModelSpec, entry: ModelEntry | None) -> None:
         """Refuse to take context from requests whose model is away; the engine judges of one that is ready.
 
         Raises:
             ModelInUseError: there are such requests.
         """
-        model = spec.id
-        num_requests = self._num_requests(model)
-        if (
-            num_requests
-            and self._registry.state(model) is not ModelLife.READY
-            and self._registry.takes_away(spec)
-        ):
-            raise _in_use(model, num_requests)
+        num_requests = self._num_requests(spec.id)
+        is_away = entry is not None and entry.state is not ModelLife.READY
+        if num_requests and entry and is_away and entry.loses_by(spec):
+            raise _in_use(spec.id, num_requests)
 
     async def unload(self, model: str) -> None:
         """Free a model once nothing runs on it, or stop its load or download; a later request loads it again.
@@ -218,9 +215,9 @@ class ModelLoading:
         if model in self._downloads:
             self._downloads.stop(model)
             return
-        self._check(model)
+        self._check_served(model)
         self._fail(model, NotReadyError(_UNLOADED.format(model), retry_after_s=1.0))
-        is_there = self._registry.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
+        is_there = self._state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         callers = self._going.setdefault(model, [])
         callers.append(gone)
@@ -240,7 +237,7 @@ class ModelLoading:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        self._check(model)
+        self._check_served(model)
         self._registry.pin(model, is_pinned=is_pinned)
         self._tell(PinModel(model, is_pinned=is_pinned))
 
@@ -248,7 +245,7 @@ class ModelLoading:
 
     def moved(self, event: ModelState) -> None:
         """The registry has a model's new state: answer its callers."""
-        state = self._registry.state(event.model)
+        state = self._state(event.model)
         if state is ModelLife.READY and event.stage:  # another load of it is under way
             return
         if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
@@ -319,8 +316,12 @@ class ModelLoading:
     def _pop_coming(self, model: str) -> list[asyncio.Future[ModelInfo]]:
         return [come for come in self._coming.pop(model, []) if not come.done()]
 
-    def _check(self, model: str) -> None:
-        if self._registry.spec(model) is None:
+    def _state(self, model: str) -> ModelLife:
+        entry = self._registry.get(model)
+        return entry.state if entry else ModelLife.ABSENT
+
+    def _check_served(self, model: str) -> None:
+        if self._registry.get(model) is None:
             served = ", ".join(self._registry.stats()) or "none"
             raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
 

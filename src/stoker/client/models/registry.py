@@ -1,7 +1,7 @@
-"""The models a front serves: how to load each, what became of it, how often its load killed the engine.
+"""The served models: names, states, how each is loaded, how often its load ended the engine.
 
-Owns which models the next engine has to load, and what is known of a model while no engine says it. Owns no
-file and no native handle; the engine loads, the host says when.
+Owns which models the next engine loads, and the last known state of each. Holds no file and no native handle:
+the engine loads, `stoker.client.supervisor` says when.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_LOAD_CRASHES = 2
 _NOT_BEGUN = frozenset({"", "waiting"})
 """Stages of a load in which nothing of the file has been touched."""
 PASSING = frozenset({"insufficient_memory", "model_too_large", "too_hot", "device_busy"})
-"""Codes of refusals that are the machine's doing: another time, or with less beside it, it may load."""
+"""Codes of refusals for the machine's sake: later, or with less beside it, the model may load."""
 _IN_MEMORY = frozenset({ModelLife.LOADING, ModelLife.READY})
 _UNDER_WAY = frozenset({ModelLife.DOWNLOADING, ModelLife.LOADING, ModelLife.UNLOADING})
 
@@ -55,14 +55,15 @@ class ModelEntry:
     Attributes:
         spec: how it is loaded.
         info: what it is; before its first load what its header says.
-        asked: another spec that it is being loaded with; it becomes `spec` once that has gone well.
+        asked: another spec that it is being loaded with; becomes `spec` once it is ready.
         is_due: a fresh engine has to load it.
-        may_evict: idle models may go for that.
-        is_leaving: it was asked to go, so a fresh engine need not load it.
+        may_evict: idle models may be unloaded for that.
+        is_leaving: its unload was asked for, so a fresh engine need not load it.
         is_barred: it has failed for good; requests are refused with `error`.
-        mark: of the file it was barred for; another file in its place is given a chance.
+        mark: of the file it was barred for; another file in its place is tried again.
         load_crashes: engines that its loads have ended since it was last in memory.
         reload_error: why another load of it, beside the one that serves, was given up.
+        story: its last moves, for messages of illegal ones.
     """
 
     spec: ModelSpec
@@ -89,8 +90,23 @@ class ModelEntry:
 
     @property
     def to_load(self) -> ModelSpec:
-        """How the next load has to go."""
+        """How it is loaded next, or is being loaded now."""
         return self.asked or self.spec
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no load or unload of it is under way."""
+        return self.state not in _UNDER_WAY
+
+    def is_ready_as(self, spec: ModelSpec) -> bool:
+        """Whether it is in memory just so, and neither leaving nor about to be replaced."""
+        is_staying = self.state is ModelLife.READY and not self.is_leaving
+        return is_staying and self.asked is None and self.spec == spec
+
+    def loses_by(self, spec: ModelSpec) -> bool:
+        """Whether requests for it would find less context, or another file, if it were loaded so."""
+        now_n_ctx = self.spec.most_tokens or math.inf
+        return spec.path != self.spec.path or (spec.most_tokens or math.inf) < now_n_ctx
 
 
 class ModelRegistry:
@@ -117,13 +133,12 @@ class ModelRegistry:
         """State of each model by id."""
         return {model: str(entry.state) for model, entry in self._entries.items()}
 
-    def state(self, model: str) -> ModelLife:
-        """Where a model is; one that is not served is absent."""
-        entry = self._entries.get(model)
-        return entry.state if entry else ModelLife.ABSENT
+    def get(self, model: str) -> ModelEntry | None:
+        """A served model by its id, as it stands; changed by this class only."""
+        return self._entries.get(model)
 
     def known(self) -> list[KnowModel]:
-        """What a fresh engine has to know of. Of what has failed for good too: its file may be replaced."""
+        """What a fresh engine has to know: all of them, as the file of one that failed may be replaced."""
         return [KnowModel(entry.spec, entry.is_suspect) for entry in self._entries.values()]
 
     def spec(self, model: str) -> ModelSpec | None:
@@ -131,15 +146,8 @@ class ModelRegistry:
         entry = self._entries.get(model)
         return entry.to_load if entry else None
 
-    def is_in_memory(self, spec: ModelSpec) -> bool:
-        """Whether a model is there just so, and neither on its way out nor about to be replaced."""
-        entry = self._entries.get(spec.id)
-        if entry is None or entry.state is not ModelLife.READY or entry.is_leaving:
-            return False
-        return entry.asked is None and entry.spec == spec
-
     def info(self, model: str) -> ModelInfo:
-        """What is known of a served model, whatever became of it."""
+        """The description of a served model, in whatever state it is."""
         return self._entries[model].info
 
     def ready_paths(self) -> list[str]:
@@ -147,11 +155,11 @@ class ModelRegistry:
         return [entry.spec.path for entry in self._entries.values() if entry.state is ModelLife.READY]
 
     def infos(self) -> list[ModelInfo]:
-        """Every model that has not failed for good, the default first."""
+        """Of every model that has not failed for good, the default first."""
         return [entry.info for entry in self._entries.values() if not entry.is_barred]
 
     def num_slots(self, model: str) -> int:
-        """Choices that a model runs at once, as far as is known; 0 for one that is not served."""
+        """Sequences that a model runs at once, as far as is known; 0 for one that is not served."""
         entry = self._entries.get(model)
         return entry.info.num_slots if entry else 0
 
@@ -190,7 +198,7 @@ class ModelRegistry:
         return entry.error if entry and entry.is_barred else None
 
     def load_failure(self, model: str) -> ErrorInfo | None:
-        """Why what was asked for will not come of the next engine; None: it will."""
+        """Why the next engine will not load what was asked for; None: it will."""
         entry = self._entries.get(model)
         return (self.failure(model) or entry.reload_error) if entry else None
 
@@ -208,38 +216,29 @@ class ModelRegistry:
         return None if is_any_ready else failed[0]
 
     def statuses(self, leases: Mapping[str, int]) -> list[ModelStatus]:
-        """Every model as it was last heard of; `leases` are live requests by model."""
+        """Every model as last reported; `leases` are live requests by model."""
         return [_status(entry, leases.get(model, 0)) for model, entry in self._entries.items()]
 
     # ------------------------------------------------------------ what callers want
 
-    def takes_away(self, spec: ModelSpec) -> bool:
-        """Whether requests for the served model of that id would find less context, or another file."""
-        entry = self._entries.get(spec.id)
-        if entry is None:
-            return False
-        now_n_ctx = entry.spec.most_tokens or math.inf
-        return spec.path != entry.spec.path or (spec.most_tokens or math.inf) < now_n_ctx
-
     def call_off(self, model: str) -> bool:
-        """Give up a load that would take context or the file from requests; returns whether one was due."""
+        """Give up a load that would take context or the file from requests; returns whether one was asked."""
         entry = self._entries[model]
-        was_asked = entry.asked is not None and self.takes_away(entry.asked)
-        if was_asked:
-            entry.asked = None
-        return was_asked
+        if entry.asked is None or not entry.loses_by(entry.asked):
+            return False
+        entry.asked = None
+        return True
 
     def ask(self, spec: ModelSpec, info: ModelInfo) -> LoadModel:
-        """A caller wants `spec` in memory: by the engine that runs, or else by the next one.
+        """A caller wants `spec` in memory; returns the command for an engine that serves.
 
-        Returns:
-            What the engine that runs is to be told.
+        Without one, the next engine loads it.
         """
         entry = self._entries.get(spec.id)
         if entry is None:
             entry = self._entries[spec.id] = ModelEntry(spec, info)
         self._forgive_replaced(entry)
-        if entry.is_barred:  # once more, because somebody wants it to be tried
+        if entry.is_barred:  # once more, as it was asked for
             entry.is_barred, entry.load_crashes = False, MAX_LOAD_CRASHES - 1
         entry.asked, entry.reload_error = spec, None
         entry.is_due = entry.may_evict = True
@@ -249,20 +248,20 @@ class ModelRegistry:
         return LoadModel(spec, is_suspect=entry.is_suspect)
 
     def release(self, model: str) -> None:
-        """A caller wants it out of memory; no engine has to load it."""
+        """A caller wants it out of memory: no engine has to load it."""
         entry = self._entries[model]
         entry.is_due, entry.is_leaving, entry.asked = False, True, None
         if entry.state is ModelLife.SUSPENDED:
             self._move(entry, ModelLife.ABSENT)
 
     def set_aside(self, model: str) -> None:
-        """It was released, and there is no engine that has it."""
+        """It was released, and no engine has it."""
         entry = self._entries[model]
         if entry.state in _IN_MEMORY | _UNDER_WAY:
             self._move(entry, ModelLife.ABSENT)
 
     def pin(self, model: str, *, is_pinned: bool) -> None:
-        """It is never unloaded to make room, or no longer so."""
+        """Set whether it is never unloaded to make room."""
         entry = self._entries[model]
         entry.spec = msgspec.structs.replace(entry.spec, is_pinned=is_pinned)
         if entry.asked is not None:
@@ -271,7 +270,7 @@ class ModelRegistry:
     # ------------------------------------------------------------ what engines do
 
     def next_due(self, *, skips_suspects: bool = False) -> LoadModel | None:
-        """What a booting engine has to load next; it counts as loading from here on.
+        """What a starting engine has to load next; its state becomes `loading`.
 
         Args:
             skips_suspects: leave out what has ended an engine: others wait for this one.
@@ -282,17 +281,13 @@ class ModelRegistry:
         return None
 
     def suspects_due(self) -> list[LoadModel]:
-        """What has ended an engine, for one that serves already; each counts as loading from here on."""
+        """What has ended an engine, for one that serves already; the state of each becomes `loading`."""
         due = [e for e in self._entries.values() if e.is_due and e.is_suspect and not e.is_barred]
         return [self._begin_load(entry) for entry in due]
 
     def _begin_load(self, entry: ModelEntry) -> LoadModel:
         self._move(entry, ModelLife.LOADING)
         return LoadModel(entry.to_load, entry.may_evict, entry.is_suspect)
-
-    def is_settled(self, model: str) -> bool:
-        """Whether its load has come to an end, good or bad."""
-        return self._entries[model].state not in _UNDER_WAY
 
     def record(self, event: ModelState) -> None:
         """The engine reported a state."""
@@ -305,7 +300,7 @@ class ModelRegistry:
         self._follow(entry, ModelLife(event.state))
         entry.stage, entry.fraction = event.stage, event.fraction
         entry.reason, entry.error = event.reason, event.error
-        if entry.state in _UNDER_WAY:
+        if not entry.is_settled:
             return
         entry.is_due = entry.is_leaving = False
         if event.info is not None:
@@ -319,7 +314,7 @@ class ModelRegistry:
             self._bar(entry, event.error)
 
     def suspend(self) -> None:
-        """The engine is told to leave: the next one loads what is in memory now, or on its way there."""
+        """The engine is to leave: the next one loads what is in memory or loading now."""
         self._note_due()
         for entry in self._entries.values():
             if entry.is_barred:
@@ -327,7 +322,7 @@ class ModelRegistry:
             self._move(entry, ModelLife.SUSPENDED if entry.is_due else ModelLife.ABSENT)
 
     def begin_instance(self) -> None:
-        """The engine is no more, and a new one starts with nothing: it loads what this one had."""
+        """A new engine follows one that ended, and loads what that one had."""
         self._note_due()
         for entry in self._entries.values():
             if not entry.is_barred and entry.state is not ModelLife.SUSPENDED:
@@ -345,11 +340,11 @@ class ModelRegistry:
                 entry.may_evict |= is_first
                 is_first = False
 
-    def charge(self, death: EngineExit) -> list[str]:
-        """The engine died of its work: what it was loading may have been it, once too often.
+    def charge(self, ended: EngineExit) -> list[str]:
+        """Charge the exit to the models that were being loaded, which are barred at MAX_LOAD_CRASHES.
 
         Returns:
-            The models that this is charged to.
+            Their ids.
         """
         loading = [
             entry
@@ -358,21 +353,21 @@ class ModelRegistry:
         ]
         for entry in loading:
             if entry.state is ModelLife.READY:
-                self._give_up_reload(entry, death)
+                self._give_up_reload(entry, ended)
             else:
-                self._charge(entry, death)
+                self._charge(entry, ended)
         return [entry.spec.id for entry in loading]
 
-    def _charge(self, entry: ModelEntry, death: EngineExit) -> None:
+    def _charge(self, entry: ModelEntry, ended: EngineExit) -> None:
         entry.load_crashes += 1
         if entry.load_crashes >= MAX_LOAD_CRASHES:
-            text = f"ended the engine {entry.load_crashes} times, last: {death.quoted}"
+            text = f"ended the engine {entry.load_crashes} times, last: {ended.quoted}"
             self._move(entry, ModelLife.FAILED)
             self._bar(entry, _load_crash(entry, text, entry.load_crashes))
 
-    def _give_up_reload(self, entry: ModelEntry, death: EngineExit) -> None:
-        """The model stays as it was loaded before; the load may be asked for again."""
-        text = f"otherwise than it is now ended the engine: {death.quoted}"
+    def _give_up_reload(self, entry: ModelEntry, ended: EngineExit) -> None:
+        """Keep the model as it was loaded before; the load may be asked for again."""
+        text = f"otherwise than it is now ended the engine: {ended.quoted}"
         entry.reload_error = _load_crash(entry, text, 1)
         entry.asked = None
 
@@ -383,23 +378,23 @@ class ModelRegistry:
         entry.mark = self._mark_of(entry.to_load.path)
 
     def _forgive_replaced(self, entry: ModelEntry) -> None:
-        """Another file in the place of one that was barred begins anew."""
+        """Try again where another file has taken the place of the one that was barred."""
         if entry.is_barred and self._mark_of(entry.to_load.path) != entry.mark:
             entry.is_barred, entry.load_crashes = False, 0
             self._move(entry, ModelLife.ABSENT)
 
     def _follow(self, entry: ModelEntry, to: ModelLife) -> None:
-        """Take over the state that the engine reports; a move that is not in the table is logged as a bug."""
+        """Take the state that the engine reports; a move that is not in the table is logged as a bug."""
         if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
-            told = "; ".join(entry.story)
-            log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, told)
+            story = "; ".join(entry.story)
+            log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, story)
         self._set(entry, to)
 
     def _move(self, entry: ModelEntry, to: ModelLife) -> None:
         """Raises AssertionError where the table has no such move: a bug of ours, told with the story."""
         if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
-            told = "; ".join(entry.story)
-            raise AssertionError(f"{entry.spec.id} is {entry.state} and cannot become {to}; story: {told}")
+            story = "; ".join(entry.story)
+            raise AssertionError(f"{entry.spec.id} is {entry.state} and cannot become {to}; story: {story}")
         self._set(entry, to)
 
     @staticmethod

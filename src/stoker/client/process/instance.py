@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from stoker.client.models.registry import ModelRegistry
     from stoker.client.process.transport import Transport
-    from stoker.ipc.commands import Command
     from stoker.ipc.events import Event, Heartbeat, RequestEvent
 
 log = logging.getLogger(__name__)
@@ -129,6 +129,10 @@ class EngineInstance:
     ) -> None:
         now = time.monotonic()
         self._transport = transport
+        self.send = transport.send
+        """Sends a command; raises WireError where it is too large."""
+        self.kill = transport.kill
+        """Ends the engine by force where the transport can."""
         self._on_events = on_events
         self._watchdog = Watchdog(watchdog_s, now)
         self._born = now
@@ -168,7 +172,7 @@ class EngineInstance:
     async def run(self, oom: OomCounter) -> EngineExit:
         """Run it to its exit; one that could not be started has ended too, for whatever reason."""
         try:
-            await self._transport.start(self._receive)
+            await self._transport.start(functools.partial(self._on_events, self))
         except MachineSetupError as error:
             self._over.set()
             return EngineExit(error.message, is_blamable=True)
@@ -182,10 +186,6 @@ class EngineInstance:
             self._over.set()
         return judge(end, self._hang, oom)
 
-    def _receive(self, events: list[Event]) -> None:
-        self._watchdog.sign(time.monotonic())
-        self._on_events(self, events)
-
     async def wait_until_up(self) -> None:
         """Until Hello."""
         await self._hello.wait()
@@ -198,7 +198,7 @@ class EngineInstance:
         """Load what the registry says is due, one by one, each until it is ready or has failed."""
         while not self.is_leaving and (due := registry.next_due(skips_suspects=skips_suspects)) is not None:
             self.send(due)
-            while not registry.is_settled(due.spec.id):
+            while (entry := registry.get(due.spec.id)) is not None and not entry.is_settled:
                 self._model_moved.clear()
                 await self._model_moved.wait()
 
@@ -221,6 +221,10 @@ class EngineInstance:
         """Every model that was due is settled."""
         self._serving_since = time.monotonic()
 
+    def sign(self) -> None:
+        """Something arrived from it."""
+        self._watchdog.sign(time.monotonic())
+
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
         """A heartbeat arrived."""
         self._watchdog.beat(heartbeat, now)
@@ -239,15 +243,3 @@ class EngineInstance:
             log.error("engine %d hangs: %s", self.pid, complaint)
             self._hang = complaint
             self._transport.kill()
-
-    def send(self, command: Command) -> None:
-        """Send a command.
-
-        Raises:
-            WireError: it is too large.
-        """
-        self._transport.send(command)
-
-    def kill(self) -> None:
-        """Kill it."""
-        self._transport.kill()

@@ -1,6 +1,7 @@
-"""Worker processes behind one line of jobs: opened on demand, ended when idle, shared fairly between groups.
+"""Worker processes behind one queue of jobs: started on demand, ended when idle, shared between groups.
 
-Owns who is served next. Each place blocks a thread, so that event loops and plain callers are served alike.
+Owns the order of jobs, and what the end of a process means to the job it was given. A thread serves each
+place, so that event loops and plain callers are served alike.
 """
 
 from __future__ import annotations
@@ -14,9 +15,21 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from stoker.client.worker.place import Place
-from stoker.client.worker.process import RETRY_AFTER_S
-from stoker.errors import EngineError, NotReadyError, QueueFullError, StokerError
+import msgspec
+
+from stoker.client.worker.jobs import MAX_BODY_BYTES, FrameKind
+from stoker.client.worker.process import RETRY_AFTER_S, LateError, LostError, WorkerProcess
+from stoker.errors import (
+    EngineError,
+    ErrorInfo,
+    InvalidRequestError,
+    NotReadyError,
+    QueueFullError,
+    StokerError,
+    WorkerLostError,
+    WorkLimitError,
+    error_from_info,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +37,9 @@ if TYPE_CHECKING:
     from stoker.client.worker.jobs import Job
 
 log = logging.getLogger(__name__)
+
+NUM_ATTEMPTS = 2
+"""Jobs leave nothing behind, so one whose process was killed is done again; once, as it may be the reason."""
 
 T = TypeVar("T")
 
@@ -60,6 +76,81 @@ class _Task(Generic[T]):
     future: Future[T]
 
 
+class _Place:
+    """A thread with one process at a time, started when needed and replaced when lost, for one job at a time.
+
+    Args:
+        limit_s: seconds that a job may take.
+        max_bytes: memory that it may take.
+    """
+
+    def __init__(self, limit_s: float, max_bytes: int) -> None:
+        self._limit_s = limit_s
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._process: WorkerProcess | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<_Place {self._process!r}>"
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0: there is none."""
+        process = self._process
+        return process.pid if process else 0
+
+    def start(self) -> WorkerProcess:
+        """Its process, started if there is none.
+
+        Raises:
+            NotReadyError: it cannot be started, or the pool is closed.
+        """
+        if self._is_closed:
+            raise NotReadyError("the runtime is closed")
+        if self._process is None:
+            process = WorkerProcess(self._limit_s, self._max_bytes)
+            with self._lock:
+                if not self._is_closed:
+                    self._process = process
+            if self._process is None:
+                process.end()
+                raise NotReadyError("the runtime is closed")
+        return self._process
+
+    def do(self, job: Job, answer: type[T]) -> T:
+        """The answer to a job, of that type. Raises what `WorkerPool.run` raises."""
+        kind, body = _encoded(job)
+        for _ in range(NUM_ATTEMPTS):
+            process = self.start()
+            try:
+                frame = process.ask(kind, body)
+            except LostError:
+                self.end()
+            except LateError:
+                self.end()
+                text = f"{job.label} did not end within {self._limit_s:g} s and was stopped; {job.remedy}"
+                raise WorkLimitError(text, param=job.param, limit_s=self._limit_s) from None
+            else:
+                return _decoded(frame, answer)
+        text = f"{job.label}: the process that worked on it ended {NUM_ATTEMPTS} times before it answered"
+        raise WorkerLostError(text, param=job.param)
+
+    def end(self) -> None:
+        """End its process, if there is one; the next job starts another."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def close(self) -> None:
+        """Kill its process and start no other; may be called from any thread while a job runs."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+
+
 class WorkerPool:
     """Does jobs in processes that can be ended. Safe to use from any thread and event loop.
 
@@ -72,9 +163,9 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._waiting: list[_Task[Any]] = []
         self._running: Counter[str] = Counter()  # by group
-        self._places: dict[Place, threading.Thread] = {}
+        self._places: dict[_Place, threading.Thread] = {}
         self._is_closed = False
-        self._num_rests = 0
+        self._num_releases = 0
 
     def __repr__(self) -> str:
         return f"<WorkerPool {self.stats()}>"
@@ -101,7 +192,7 @@ class WorkerPool:
                     self._open_place()
 
     def submit(self, job: Job, answer: type[T], *, group: str = "") -> Future[T]:
-        """Have a job done; cancelling the future takes it out of the line.
+        """Have a job done; cancelling the future takes it out of the queue.
 
         Args:
             job: what to do.
@@ -148,10 +239,10 @@ class WorkerPool:
         """The answer to a job; arguments and errors are those of `run`."""
         return await asyncio.wrap_future(self.submit(job, answer, group=group))
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """End the processes that have nothing to do; the next job starts one again."""
         with self._changed:
-            self._num_rests += 1
+            self._num_releases += 1
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -169,10 +260,10 @@ class WorkerPool:
         for thread in places.values():
             thread.join()
 
-    # ------------------------------------------------------------ the line; the lock is held
+    # ------------------------------------------------------------ the queue; the lock is held
 
     def _open_place(self) -> None:
-        place = Place(self.bounds.limit_s, self.bounds.max_bytes)
+        place = _Place(self.bounds.limit_s, self.bounds.max_bytes)
         thread = threading.Thread(target=self._serve, args=(place,), name="stoker-worker", daemon=True)
         try:
             thread.start()
@@ -193,7 +284,7 @@ class WorkerPool:
 
     # ------------------------------------------------------------ the thread of a place
 
-    def _serve(self, place: Place) -> None:
+    def _serve(self, place: _Place) -> None:
         with contextlib.suppress(NotReadyError):  # the job that comes tries again, and hears of it
             place.start()
         while (task := self._next(place)) is not None:
@@ -203,12 +294,12 @@ class WorkerPool:
                 self._running -= Counter((task.group,))
         place.end()
 
-    def _next(self, place: Place) -> _Task[Any] | None:
-        """Wait for a task that may be begun; None: none came for `idle_s` or until `rest` or `close`."""
+    def _next(self, place: _Place) -> _Task[Any] | None:
+        """Wait for a task that may be begun; None: none came for `idle_s` or until `release` or `close`."""
         with self._changed:
-            num_rests = self._num_rests
+            num_releases = self._num_releases
             self._changed.wait_for(
-                lambda: self._is_closed or self._ready_tasks() or self._num_rests > num_rests,
+                lambda: self._is_closed or self._ready_tasks() or self._num_releases > num_releases,
                 self.bounds.idle_s,
             )
             ready = [] if self._is_closed else self._ready_tasks()
@@ -220,7 +311,7 @@ class WorkerPool:
             return ready[0]
 
 
-def _do(task: _Task[Any], place: Place) -> None:
+def _do(task: _Task[Any], place: _Place) -> None:
     try:
         task.future.set_result(place.do(task.job, task.answer))
     except StokerError as error:
@@ -228,3 +319,24 @@ def _do(task: _Task[Any], place: Place) -> None:
     except Exception as error:  # a bug must neither end the place nor leave its caller waiting
         log.exception("%r failed on a job", place)
         task.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
+
+
+def _encoded(job: Job) -> tuple[FrameKind, bytes]:
+    try:
+        try:
+            kind, body = FrameKind.JOB, msgspec.msgpack.encode(job)
+        except OverflowError:
+            kind, body = FrameKind.JSON_JOB, msgspec.json.encode(job)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{job.label} takes JSON values only: {error}", param=job.param) from error
+    if len(body) > MAX_BODY_BYTES:
+        text = f"{job.label}: {len(body)} bytes are too many, at most {MAX_BODY_BYTES} are taken"
+        raise WorkLimitError(text, param=job.param, limit_bytes=MAX_BODY_BYTES)
+    return kind, body
+
+
+def _decoded(frame: tuple[FrameKind, bytearray], answer: type[T]) -> T:
+    kind, body = frame
+    if kind is FrameKind.ERROR:
+        raise error_from_info(msgspec.msgpack.decode(body, type=ErrorInfo))
+    return msgspec.msgpack.decode(body, type=answer)

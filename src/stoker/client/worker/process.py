@@ -1,6 +1,6 @@
 """One worker process from outside: started, asked one thing at a time, ended by force.
 
-Used by one thread at a time, but for `kill`. `place` decides what follows a failure.
+Used by one thread at a time, but for `kill`. `pool` decides what follows a failure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stoker.client.worker import frames
+from stoker.client.worker.jobs import FrameError, FrameKind, receive, send
 from stoker.errors import NotReadyError
 
 CHILD = Path(__file__).with_name("child.py")
@@ -66,7 +66,7 @@ class WorkerProcess:
         """Its process id."""
         return self._process.pid
 
-    def ask(self, kind: frames.FrameKind, job: bytes) -> tuple[frames.FrameKind, bytearray]:
+    def ask(self, kind: FrameKind, job: bytes) -> tuple[FrameKind, bytearray]:
         """The frame that answers a job of that kind.
 
         Raises:
@@ -75,7 +75,7 @@ class WorkerProcess:
         """
         self._connection.settimeout(self._limit_s)
         try:
-            frames.send(self._connection, kind, job)
+            send(self._connection, kind, job)
         except TimeoutError:
             raise LateError from None
         except OSError as error:
@@ -92,7 +92,7 @@ class WorkerProcess:
         self._process.wait()
         self._connection.close()
 
-    def _receive(self, limit_s: float) -> tuple[frames.FrameKind, bytearray]:
+    def _receive(self, limit_s: float) -> tuple[FrameKind, bytearray]:
         """The next frame; waited for in slices: while this process stands still, none of them pass."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
@@ -100,10 +100,10 @@ class WorkerProcess:
             raise LateError(f"no answer in {limit_s:g} s")
         self._connection.settimeout(limit_s)
         try:
-            return frames.receive(self._connection)
+            return receive(self._connection)
         except TimeoutError:
             raise LateError(f"half an answer in {limit_s:g} s") from None
-        except (OSError, frames.FrameError) as error:
+        except (OSError, FrameError) as error:
             raise LostError(str(error)) from None
 
     def _ending(self) -> str:
@@ -123,7 +123,7 @@ def _started(limit_s: float, max_bytes: int) -> tuple[socket.socket, subprocess.
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # our stdout belongs to the application
-                start_new_session=True,  # the terminal's Ctrl-C and hang-up are for the front
+                start_new_session=True,  # the terminal's Ctrl-C and hang-up are for this program
             )
         except BaseException:
             ours.close()

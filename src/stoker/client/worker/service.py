@@ -1,7 +1,7 @@
 """A worker process from inside: one job after another, under limits that the system keeps.
 
-The time limit is the front's, which ends the process; the processor time allowed here ends a process whose
-front is gone while it computes.
+The client ends a process that passes the time limit; the processor time allowed here ends one whose client is
+gone while it computes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.client.worker import frames
-from stoker.client.worker.jobs import Job, do
+from stoker.client.worker.jobs import FrameError, FrameKind, Job, do, receive, send
 from stoker.errors import EngineError, StokerError, WorkLimitError
 
 try:
@@ -29,9 +28,9 @@ _RETIRE_BYTES = 64 * 1024**2
 """A process that holds this much after an answer ends, as that is the only way to give it all back."""
 _STATM = Path("/proc/self/statm")
 
-_decode: dict[frames.FrameKind, Callable[[bytearray], Job]] = {
-    frames.FrameKind.JOB: msgspec.msgpack.Decoder(Job).decode,
-    frames.FrameKind.JSON_JOB: msgspec.json.Decoder(Job).decode,
+_decode: dict[FrameKind, Callable[[bytearray], Job]] = {
+    FrameKind.JOB: msgspec.msgpack.Decoder(Job).decode,
+    FrameKind.JSON_JOB: msgspec.json.Decoder(Job).decode,
 }
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -41,32 +40,30 @@ def serve(descriptor: int, limit_s: float, max_bytes: int) -> None:
 
     Args:
         descriptor: of a connected stream socket.
-        limit_s: seconds that the front gives to one job.
+        limit_s: seconds that the client gives to one job.
         max_bytes: memory that a job may take beside what the process takes by itself.
     """
     _bound_memory(max_bytes)
-    with socket.socket(fileno=descriptor) as connection, contextlib.suppress(frames.FrameError, OSError):
-        frames.send(connection, frames.FrameKind.READY)
+    with socket.socket(fileno=descriptor) as connection, contextlib.suppress(FrameError, OSError):
+        send(connection, FrameKind.READY)
         while _memory()[1] < _RETIRE_BYTES:
-            kind, body = frames.receive(connection)
+            kind, body = receive(connection)
             _bound_time(limit_s)
-            frames.send(connection, *_answer(kind, body, max_bytes))
+            send(connection, *_answer(kind, body, max_bytes))
 
 
-def _answer(kind: frames.FrameKind, body: bytearray, max_bytes: int) -> tuple[frames.FrameKind, bytes]:
+def _answer(kind: FrameKind, body: bytearray, max_bytes: int) -> tuple[FrameKind, bytes]:
     job = None
     try:
         job = _decode[kind](body)
-        return frames.FrameKind.ANSWER, _encode(do(job))
+        return FrameKind.ANSWER, _encode(do(job))
     except StokerError as error:
-        return frames.FrameKind.ERROR, _encode(error.info())
+        return FrameKind.ERROR, _encode(error.info())
     except MemoryError:
         pass  # said when everything that took the memory is gone
-    except Exception as error:  # noqa: BLE001 - a bug ends one job; the front hears of it
-        return frames.FrameKind.ERROR, _encode(
-            EngineError(f"a worker: {type(error).__name__}: {error}").info()
-        )
-    return frames.FrameKind.ERROR, _encode(_too_much(job, max_bytes).info())
+    except Exception as error:  # noqa: BLE001 - a bug ends one job; the client gets it
+        return FrameKind.ERROR, _encode(EngineError(f"a worker: {type(error).__name__}: {error}").info())
+    return FrameKind.ERROR, _encode(_too_much(job, max_bytes).info())
 
 
 def _too_much(job: Job | None, max_bytes: int) -> WorkLimitError:
