@@ -76,7 +76,7 @@ class _Task(Generic[T]):
     future: Future[T]
 
 
-class _Place:
+class _WorkerPlace:
     """A thread with one process at a time, started when needed and replaced when lost, for one job at a time.
 
     Args:
@@ -92,7 +92,7 @@ class _Place:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<_Place {self._process!r}>"
+        return f"<_WorkerPlace {self._process!r}>"
 
     @property
     def pid(self) -> int:
@@ -163,7 +163,7 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._waiting: list[_Task[Any]] = []
         self._running: Counter[str] = Counter()  # by group
-        self._places: dict[_Place, threading.Thread] = {}
+        self._places: dict[_WorkerPlace, threading.Thread] = {}
         self._is_closed = False
         self._num_releases = 0
 
@@ -263,7 +263,7 @@ class WorkerPool:
     # ------------------------------------------------------------ the queue; the lock is held
 
     def _open_place(self) -> None:
-        place = _Place(self.bounds.limit_s, self.bounds.max_bytes)
+        place = _WorkerPlace(self.bounds.limit_s, self.bounds.max_bytes)
         thread = threading.Thread(target=self._serve, args=(place,), name="stoker-worker", daemon=True)
         try:
             thread.start()
@@ -284,7 +284,7 @@ class WorkerPool:
 
     # ------------------------------------------------------------ the thread of a place
 
-    def _serve(self, place: _Place) -> None:
+    def _serve(self, place: _WorkerPlace) -> None:
         with contextlib.suppress(NotReadyError):  # the job that comes tries again, and hears of it
             place.start()
         while (task := self._next(place)) is not None:
@@ -294,7 +294,7 @@ class WorkerPool:
                 self._running -= Counter((task.group,))
         place.end()
 
-    def _next(self, place: _Place) -> _Task[Any] | None:
+    def _next(self, place: _WorkerPlace) -> _Task[Any] | None:
         """Wait for a task that may be begun; None: none came for `idle_s` or until `release` or `close`."""
         with self._changed:
             num_releases = self._num_releases
@@ -311,7 +311,7 @@ class WorkerPool:
             return ready[0]
 
 
-def _do(task: _Task[Any], place: _Place) -> None:
+def _do(task: _Task[Any], place: _WorkerPlace) -> None:
     try:
         task.future.set_result(place.do(task.job, task.answer))
     except StokerError as error:
