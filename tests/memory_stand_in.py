@@ -24,9 +24,9 @@ from stoker.ipc.events import (
 )
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.machine.gauge import Sample
-from stoker.machine.heat import Heat, HeatReading
+from stoker.machine.monitor import Sample
 from stoker.machine.pressure import Pressure
+from stoker.machine.thermal import Heat, HeatReading
 from stoker.settings import EngineSettings
 
 MIB = 2**20
@@ -173,7 +173,7 @@ class Output:
     echo: str | None = None
 
 
-class _NoGauge:
+class _NoMonitor:
     """Stands for the thread that measures: tests send samples themselves."""
 
     def __init__(self, *_):
@@ -226,7 +226,7 @@ class Machine:
         return self.loop._residency
 
     def sample(self, *, is_os_event=False):
-        """What a gauge would measure now."""
+        """What a monitor would measure now."""
         held = 0 if self.loop is None else sum(self.loop._store.ledger.host_lines().values())
         limit, footprint = self.limit_mib * MIB, OWN_MIB * MIB + held - self.untouched_mib * MIB
         free = max(0, limit - footprint - self.others_mib * MIB)
@@ -243,7 +243,7 @@ class Machine:
         )
 
     def feel(self, level=None, *, is_os_event=False):
-        """Let the engine have a sample, as its gauge would; `level`: memory is that short."""
+        """Let the engine have a sample, as its monitor would; `level`: memory is that short."""
         if level is not None:
             self.part = PARTS[level]
         self.inbox.put(Measured(self.sample(is_os_event=is_os_event)))
@@ -357,7 +357,7 @@ class Machine:
     def end(self, command):
         """Send the last command, and let the loop run until it ends."""
         self.inbox.put(command)
-        with mock.patch("stoker.engine.loop.Gauge", _NoGauge):
+        with mock.patch("stoker.engine.loop.MemoryMonitor", _NoMonitor):
             self.loop.run()
 
     def close(self):

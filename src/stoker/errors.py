@@ -1,44 +1,8 @@
 """Every error Stoker raises, split by whose fault it is.
 
-    StokerError
-    ├── CallerError               the request is wrong; nothing was lost, repeating it does not help
-    │   ├── InvalidRequestError       400  a field is missing, malformed or out of range
-    │   ├── ContextLengthError        400  the prompt does not fit the context
-    │   ├── UnsupportedError          400  this model or build cannot do what was asked
-    │   ├── WorkLimitError            400  a template or grammar takes longer, or more memory, than one may
-    │   ├── AuthenticationError       401  no valid API key came with it
-    │   ├── ForbiddenError            403  its Host or Origin is not allowed here
-    │   ├── OperatorOnlyError         403  only who operates the server may ask for this
-    │   ├── RequestTooLargeError      413  the body is over the limit
-    │   ├── ModelNotFoundError        404  no model of that name is served or on disk
-    │   ├── RequestNotFoundError      404  no live request has that id
-    │   └── StateNotFoundError        404  no saved state has that id
-    ├── MachineError              the machine cannot now; repeating it later may help
-    │   ├── QueueFullError            429  the waiting line is at its bound
-    │   ├── RequestTimeoutError       408  the deadline of the request passed
-    │   ├── PreparationTimeoutError   503  tokenising its text, or compiling its constraint, took too long
-    │   ├── NotReadyError             503  starting, restarting, stopping or loading
-    │   ├── ModelInUseError           409  live requests need a model as it is loaded now
-    │   ├── ServerBusyError           503  as many connections or bytes of bodies as are held at once
-    │   ├── InsufficientMemoryError   503  a model does not fit beside what is in use now
-    │   ├── TooHotError               503  the machine is too hot to load a model
-    │   ├── DeviceBusyError           503  another process holds the accelerator
-    │   ├── CacheFileError            500  a file of the prefix cache is damaged, gone or too large
-    │   ├── KeptRequestDamagedError   410  what was kept of a suspended request cannot be read any more
-    │   └── MachineSetupError         500  a port in use, a folder that cannot be written, no compiler, ...
-    ├── ModelError                the model file is at fault
-    │   ├── ModelFileError            422  missing, truncated, corrupt or foreign file
-    │   ├── ModelTooLargeError        422  it does not fit this machine's limit, however it is cut down
-    │   ├── ReadingError              422  its answer about pictures is not of the form that was asked for
-    │   ├── ModelLoadError            503  the native library refused it
-    │   │   └── LoadCrashedError      503  the native library crashed on it, twice
-    │   └── DownloadError             503  a download failed, was corrupt or there is no network
-    └── EngineError               Stoker is at fault
-        ├── WorkerLostError           500  the process for templates and grammars died twice on this request
-        ├── StepFailedError           500  the native decode failed for this sequence alone
-        ├── PoolFullError             503  no KV cells are free (never reaches a caller that fits alone)
-        ├── EngineCrashedError        500  the engine died three times on this request
-        └── SchedulerStalledError     500  work exists and no step can be planned
+`CallerError`: the request is wrong; repeating it does not help. `MachineError`: the machine cannot now;
+repeating it later may help. `ModelError`: the model's file is at fault. `EngineError`: Stoker is at fault.
+Each class has a stable `code`, an HTTP status, and the numbers that explain it as `details`.
 
 Errors cross the process boundary as `ErrorInfo` and are raised again as their own class.
 """
@@ -151,7 +115,7 @@ class UnsupportedError(CallerError):
 
 
 class WorkLimitError(CallerError):
-    """Laying out or translating takes more than one request may have; details: `limit_s` or `limit_bytes`."""
+    """A template or grammar takes more than one request may have; details: `limit_s` or `limit_bytes`."""
 
     code = "work_limit_exceeded"
 
@@ -171,7 +135,7 @@ class ForbiddenError(CallerError):
 
 
 class OperatorOnlyError(CallerError):
-    """Only who operates the server may ask for this; the message says which setting or key allows it."""
+    """Only operators of the server may ask for this; the message says which setting or key allows it."""
 
     code = "operator_only"
     http_status = 403
@@ -220,7 +184,7 @@ class MachineError(StokerError):
 
 
 class QueueFullError(MachineError):
-    """The waiting line is at its bound."""
+    """The queue is at its bound."""
 
     code = "queue_full"
     http_status = 429
@@ -234,7 +198,7 @@ class RequestTimeoutError(MachineError):
 
 
 class PreparationTimeoutError(MachineError):
-    """Turning the request into tokens took over `max_prepare_s`; details carry it."""
+    """Tokenising the text or compiling the constraint took over `max_prepare_s`; details carry it."""
 
     code = "preparation_timeout"
 
@@ -283,7 +247,7 @@ class DeviceBusyError(MachineError):
 
 
 class CacheFileError(MachineError):
-    """One file of the prefix cache is damaged, gone or too large; the others are not concerned."""
+    """One file of the prefix cache is damaged, gone or too large."""
 
     code = "cache_file"
     http_status = 500
@@ -297,7 +261,7 @@ class KeptRequestDamagedError(MachineError):
 
 
 class MachineSetupError(MachineError):
-    """Something outside has to be put right by the owner of the machine."""
+    """To be mended by the machine's owner: a port in use, a folder not writable, no compiler."""
 
     code = "machine_setup"
     http_status = 500
@@ -325,7 +289,7 @@ class ModelTooLargeError(ModelError):
 
 
 class ReadingError(ModelError):
-    """What the model read is not of the form asked for, tried again too; details carry `text`, `attempts`."""
+    """The answer about images is not of the form asked for, twice; details carry `text`, `attempts`."""
 
     code = "reading_failed"
     http_status = 422
@@ -338,7 +302,7 @@ class ModelLoadError(ModelError):
 
 
 class LoadCrashedError(ModelLoadError):
-    """The native library crashed on the model; it is not loaded again unasked, until its file is replaced.
+    """The native library crashed on the model twice: it is loaded again when asked for or replaced.
 
     The message quotes what the library said; details carry `crashes` where the engine itself crashed.
     """
@@ -359,7 +323,7 @@ class EngineError(StokerError):
 
 
 class WorkerLostError(EngineError):
-    """The process for templates and grammars ended, each time it was given this."""
+    """The process for templates and grammars ended twice on this request."""
 
     code = "worker_lost"
 
@@ -371,14 +335,14 @@ class StepFailedError(EngineError):
 
 
 class PoolFullError(EngineError):
-    """No KV cells are free; the step changed nothing."""
+    """No KV cells are free; the step changed nothing. Never the error of a request that fits alone."""
 
     code = "kv_pool_full"
     http_status = 503
 
 
 class EngineCrashedError(EngineError):
-    """The engine died repeatedly on this request, without a token of progress in between."""
+    """The engine died three times on this request, without a token of progress in between."""
 
     code = "engine_crashed"
 

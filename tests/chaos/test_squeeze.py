@@ -11,7 +11,7 @@ import pytest
 from control_group import MemoryGroup, memory_group
 from real_server import MODEL, Answer, RealServer, is_a, serving
 
-from stoker.machine.policy import LADDER, Rung
+from stoker.machine.ladder import LADDER, Rung
 
 LIMIT_BYTES = 3 * 2**29
 SETTINGS = {"slots": 4, "ctx_size": 4096, "memory_margin": "128MiB"}

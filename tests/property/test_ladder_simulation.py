@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.machine.gauge import Sample
-from stoker.machine.policy import LADDER, LONGEST_DESCENT_S, MAX_CALM_S, SETTLE_S, Ladder
+from stoker.machine.ladder import LADDER, LONGEST_DESCENT_S, MAX_CALM_S, SETTLE_S, Ladder
+from stoker.machine.monitor import Sample
 from stoker.machine.pressure import EVENT_HOLD_S, Pressure, PressureMeter
 
 HOUR_S = 3600
@@ -17,7 +17,7 @@ RECOVERY_S = round(LONGEST_DESCENT_S + EVENT_HOLD_S) + 10  # an undone rung wait
 """After so long without pressure nothing is taken, whatever there was before."""
 SHARE = dict.fromkeys(LADDER, 0.04)
 SECOND_S = 1.0005
-"""What the gauge's second really is, or a little more."""
+"""What the monitor's second really is, or a little more."""
 
 
 class Simulation:

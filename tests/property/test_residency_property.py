@@ -10,8 +10,8 @@ from stoker.ipc.commands import Cancel, LoadModel, Pause, PinModel, Resume, Toke
 from stoker.ipc.events import Failed, Finished, ModelState, Reply, RequestEvent
 from stoker.ipc.model import CLIENT_MODEL_MOVES, ModelLife, ModelSpec, is_move
 from stoker.ipc.request import FinishReason, Priority
-from stoker.machine.heat import Heat
 from stoker.machine.pressure import Pressure
+from stoker.machine.thermal import Heat
 
 LIMIT_MIB = 1000
 ORDERS = {

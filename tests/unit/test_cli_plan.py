@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from stoker.cli.commands import plan
 from stoker.cli.main import app
 from stoker.ipc.model import ModelSpec
-from stoker.machine import profile
-from stoker.machine.profile import MemoryProfile
+from stoker.machine import limits
+from stoker.machine.limits import MemoryLimits
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator_of
 from tiny_projector import write_projector
@@ -41,10 +41,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that sets the machine's memory, in bytes."""
 
     def set_memory(available: int, physical: int) -> None:
-        def read(memory_limit: int | None = None) -> MemoryProfile:
-            return MemoryProfile(physical_bytes=physical, available_bytes=available, user_bytes=memory_limit)
+        def read(memory_limit: int | None = None) -> MemoryLimits:
+            return MemoryLimits(physical_bytes=physical, available_bytes=available, user_bytes=memory_limit)
 
-        monkeypatch.setattr(profile, "read_profile", read)
+        monkeypatch.setattr(limits, "read_limits", read)
 
     return set_memory
 

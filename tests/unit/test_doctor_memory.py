@@ -3,8 +3,8 @@
 import pytest
 
 from stoker.cli.commands import examination
-from stoker.machine.gauge import Sample
-from stoker.machine.profile import MemoryProfile
+from stoker.machine.limits import MemoryLimits
+from stoker.machine.monitor import Sample
 from stoker.settings import EngineSettings
 
 GIB = 1024**3
@@ -26,7 +26,7 @@ def sample(**fields):
 def test_doctor_names_the_tier_and_its_limit():
     """SPEC M2: a machine of 4 GiB may use 2.5 GB."""
     finding = examination._limits(
-        EngineSettings(), MemoryProfile(physical_bytes=4 * GIB, available_bytes=3 * GIB)
+        EngineSettings(), MemoryLimits(physical_bytes=4 * GIB, available_bytes=3 * GIB)
     )
     assert finding.level == "ok"
     assert "limit 2.5 GB (physical 4.3 GB, tier 2.5 GB), tier standard" in finding.text
@@ -36,7 +36,7 @@ def test_doctor_names_the_tier_and_its_limit():
 def test_doctor_shows_what_settings_put_in_the_place_of_the_tiers_defaults():
     """SPEC M2: all overridable."""
     settings = EngineSettings(keep_alive=-1, default_max_tokens=0)
-    profile = MemoryProfile(physical_bytes=4 * GIB, available_bytes=GIB // 2, user_bytes=3 * GIB)
+    profile = MemoryLimits(physical_bytes=4 * GIB, available_bytes=GIB // 2, user_bytes=3 * GIB)
     finding = examination._limits(settings, profile)
     assert finding.level == "warning"
     assert "limit 3.2 GB (physical 4.3 GB, memory_limit 3.2 GB)" in finding.text
@@ -75,7 +75,7 @@ def test_doctor_says_how_hot_it_is(tmp_path, trace, level, text):
 
 def test_doctor_takes_a_machine_without_sensors_for_nominal(monkeypatch):
     """SPEC M6: unknown sensors are nominal."""
-    monkeypatch.setattr("stoker.machine.heat.psutil.sensors_temperatures", dict, raising=False)
+    monkeypatch.setattr("stoker.machine.thermal.psutil.sensors_temperatures", dict, raising=False)
     finding = examination._heat(EngineSettings())
     assert finding.level == "ok"
     assert finding.text.startswith("nominal: there are no sensors")

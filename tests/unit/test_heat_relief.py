@@ -6,8 +6,8 @@ from memory_stand_in import Clock
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Admitted, Failed, Finished, HeatMoved, Parked
 from stoker.ipc.request import GenerateRequest, Priority
-from stoker.machine.heat import Heat
-from stoker.machine.policy import CALM_S, Rung
+from stoker.machine.ladder import CALM_S, Rung
+from stoker.machine.thermal import Heat
 
 ORDER = "eog_period=0,weights_mib=100"
 LONG = {"prompt": "a long story " * 10, "max_tokens": 1500}

@@ -80,7 +80,7 @@ PURE = (
     "cache.eviction",
     "cache.disk.tier",
     "speculation",
-    "machine.policy",
+    "machine.ladder",
     "machine.pressure",
     "models.memory_estimate.fit",
     "engine.residency.catalogue",

@@ -396,7 +396,7 @@ def test_work_that_no_step_can_be_planned_for_ends_its_head_with_every_counter(e
 def test_a_small_machine_gives_freed_memory_back_after_each_burst_of_work(engine, monkeypatch, *, is_eager):
     """M2: once when nothing is left to do, and again after the next request; larger machines keep it."""
     trims = []
-    monkeypatch.setattr("stoker.engine.loop.allocator.trim", lambda: trims.append(1))
+    monkeypatch.setattr("stoker.engine.loop.malloc.trim", lambda: trims.append(1))
     engine.loop._cleans_eagerly = is_eager
     for number in (1, 2):
         engine.submit(f"r{number}", prompt=tuple(b"hello"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.machine.gauge import Sample
+from stoker.machine.monitor import Sample
 from stoker.machine.pressure import (
     EVENT_HOLD_S,
     Pressure,

@@ -3,8 +3,8 @@
 from memory_stand_in import MIB, Clock, Gate
 from stoker.ipc.events import Delta, Failed, Finished, Parked, PressureMoved, RungTaken
 from stoker.ipc.request import Priority
-from stoker.machine import allocator
-from stoker.machine.policy import LADDER, Rung
+from stoker.machine import malloc
+from stoker.machine.ladder import LADDER, Rung
 from stoker.machine.pressure import EVENT_HOLD_S, Pressure
 
 ORDER = "eog_period=0,weights_mib=100"
@@ -65,7 +65,7 @@ def test_an_event_of_the_system_counts_as_critical_and_alone_parks_nobody(make, 
 def test_the_first_rung_trims_the_allocator(make, clock, monkeypatch):
     """SPEC M4."""
     trims = []
-    monkeypatch.setattr(allocator, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(malloc, "trim", lambda: trims.append(1))
     machine = make()
     machine.have("a", order=ORDER)
     machine.climb(clock, Rung.TRIM_ALLOCATOR, Pressure.WARNING)

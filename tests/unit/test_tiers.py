@@ -2,15 +2,14 @@
 
 import pytest
 
-from stoker.machine.profile import MemoryProfile
-from stoker.machine.tiers import DEFAULTS, Tier, effective_limit, tier_of
+from stoker.machine.limits import DEFAULTS, MemoryLimits, Tier, effective_limit, tier_of
 
 GIB = 1024**3
 
 
 def profile(physical, *, cgroup=None, user=None):
     """A machine with so much memory and these limits."""
-    return MemoryProfile(
+    return MemoryLimits(
         physical_bytes=physical, available_bytes=physical, cgroup_bytes=cgroup, user_bytes=user
     )
 

@@ -20,7 +20,7 @@ from stoker.engine.jobs.prepare import PrepContext
 from stoker.errors import StokerError
 from stoker.ipc.commands import Command
 from stoker.ipc.events import Reply
-from stoker.machine.gauge import Sample
+from stoker.machine.monitor import Sample
 from stoker.models.memory_estimate.fit import Estimator
 
 

@@ -59,10 +59,10 @@ from stoker.ipc.events import Event, Failed, Goodbye, Heartbeat, Hello, Reply
 from stoker.ipc.model import CacheMode
 from stoker.ipc.status import EngineStatus
 from stoker.kv.sequence import SequenceState
-from stoker.machine import allocator
-from stoker.machine.gauge import Gauge, Sample, Sources, measure
-from stoker.machine.heat import heat_source
-from stoker.machine.tiers import DEFAULTS
+from stoker.machine import malloc
+from stoker.machine.limits import DEFAULTS
+from stoker.machine.monitor import MemoryMonitor, Sample, Sources, measure
+from stoker.machine.thermal import heat_source
 from stoker.scheduler.queue import RequestQueue
 from stoker.settings import EngineSettings
 
@@ -104,7 +104,7 @@ class EngineLoop:
         self._publish = publish
         self._events: list[Event] = []
         self._sources = _sources(settings)
-        self._gauge: Gauge | None = None
+        self._monitor: MemoryMonitor | None = None
         self._take_sample = take_sample or (lambda: measure(self._sources))
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
@@ -146,14 +146,14 @@ class EngineLoop:
         self._events.append(Hello(os.getpid()))
         self._flush()
         self._store.open()
-        self._gauge = Gauge(lambda sample: self._inbox.put(Measured(sample)), self._sources)
-        self._gauge.start()
+        self._monitor = MemoryMonitor(lambda sample: self._inbox.put(Measured(sample)), self._sources)
+        self._monitor.start()
         try:
             while self._phase in {_LoopPhase.RUNNING, _LoopPhase.DRAINING}:
                 self.turn(self._wait_s())
             self._save()
         finally:
-            self._gauge.close()
+            self._monitor.close()
             self._residency.close()
             self._workers.close()
             self._free_late()
@@ -230,7 +230,7 @@ class EngineLoop:
                 runner.rest(self._clock.now())
                 return
         if self._cleans_eagerly and not self._is_clean:
-            allocator.trim()
+            malloc.trim()
         self._is_clean = True
 
     def _save(self) -> None:
@@ -292,8 +292,8 @@ class EngineLoop:
                 if isinstance(item, Loaded):
                     self._store.model_loaded(item.path, item.backend.capabilities.fingerprint)
             case Measured(sample):
-                if self._pressure_handler.measured(sample, self._clock.now()) and self._gauge:
-                    self._gauge.poke()
+                if self._pressure_handler.measured(sample, self._clock.now()) and self._monitor:
+                    self._monitor.poke()
             case Tokenize() | Detokenize() | CountTokens() | GetStatus() | Reply():
                 self._question(item)
             case Suspend() | Shutdown() | Closed():

@@ -109,12 +109,15 @@ def prepare_signals() -> None:
 
 def limit_allocator(memory_limit: int | None) -> None:
     """Let malloc keep of freed memory what the machine's tier allows (SPEC M2)."""
-    from stoker.machine import allocator  # noqa: PLC0415 - these imports take a while: signals come first
-    from stoker.machine.profile import read_profile  # noqa: PLC0415 - likewise
-    from stoker.machine.tiers import DEFAULTS, tier_of  # noqa: PLC0415 - likewise
+    from stoker.machine import malloc  # noqa: PLC0415 - these imports take a while: signals come first
+    from stoker.machine.limits import (  # noqa: PLC0415 - likewise
+        DEFAULTS,
+        read_limits,
+        tier_of,
+    )
 
-    tier = tier_of(read_profile(memory_limit).effective_bytes)
-    allocator.limit_cache(DEFAULTS[tier].allocator_cache_bytes)
+    tier = tier_of(read_limits(memory_limit).effective_bytes)
+    malloc.limit_cache(DEFAULTS[tier].allocator_cache_bytes)
 
 
 def open_client(descriptor: int) -> socket.socket:

@@ -18,7 +18,7 @@ from stoker.images.image import Image
 from stoker.images.limits import DEFAULT_LIMITS, ImageLimits
 from stoker.images.sources import Encoded, is_web, read_reference
 from stoker.ipc.request import Picture
-from stoker.machine.allocator import give_back
+from stoker.machine.malloc import give_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""Memory: how much there is, who holds it, and what is given up where it gets short (SPEC M)."""
+"""The machine: its memory, heat and cores, and what is given up where memory is short (SPEC M)."""

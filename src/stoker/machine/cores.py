@@ -1,7 +1,6 @@
-"""The cores of this machine: which this process may use, and what other processes take of them (SPEC M7).
+"""The cores that this process may use, and what other processes take of them (SPEC M7).
 
-Owns reading processor times. How many threads should run is `threads_that_fit`'s answer to one reading;
-when to follow it is the thread governor's business.
+Owns reading processor times and the number of threads that fit. The thread governor acts on them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 READ_EVERY_S = 0.25
 """Processor times come in hundredths of a second: over less than this their error is in the tenths."""
 SPARE_CORES = 0.35
-"""What others may take of a core that a thread still uses: our own front, its clients, small services."""
+"""What others may take of a core that a thread still uses: our own client process, small services."""
 
 _ENGINE_MODULE = "stoker.engine"  # what its process is started with
 _COUNTED_FROM = 0.5
@@ -30,14 +29,14 @@ _IMPOSSIBLE_CORES = -0.3
 
 
 def usable_cores() -> frozenset[int]:
-    """Numbers of the logical cores that this thread may run on; where a system does not tell, all."""
+    """Numbers of the logical cores that this thread may run on; all, where the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def threads_that_fit(max_threads: int, num_cores: int, others_cores: float) -> int:
-    """Threads that have a core each, or nearly, with others using `others_cores` of `num_cores`."""
+    """Number of threads that have a core each, or nearly, while others use `others_cores` of `num_cores`."""
     return max(1, min(max_threads, int(num_cores - others_cores + SPARE_CORES)))
 
 
@@ -47,8 +46,8 @@ class CoreTimes:
 
     Attributes:
         total_s: all time, idle or not.
-        busy_s: time that counts as taken: not idle, not waiting for a disk, and not spent for processes
-            that gave way by their own niceness, unless this one does so too.
+        busy_s: time neither idle nor waiting for a disk, without that of processes with a positive niceness
+            unless this process has one too.
         own_s: what this process took.
     """
 
@@ -61,7 +60,7 @@ def read_core_times(usable: frozenset[int]) -> CoreTimes:
     """Read the times of the cores with these numbers now.
 
     Raises:
-        OSError, psutil.Error: the machine does not show them.
+        OSError, psutil.Error: the machine does not report them.
     """
     counts_nice = os.getpriority(os.PRIO_PROCESS, 0) > 0
     total = busy = 0.0
@@ -76,12 +75,12 @@ def read_core_times(usable: frozenset[int]) -> CoreTimes:
 
 
 def _optional(core: object, *names: str) -> float:
-    """Sum of times that not every system tells."""
+    """Sum of times that only some systems report."""
     return sum(getattr(core, name, 0.0) for name in names)
 
 
 class CoreWatch:
-    """How many cores processes other than this one used lately. This one must be the engine's own.
+    """How many cores other processes used lately; for use in the engine's process.
 
     Args:
         usable: numbers of the cores that count; those this thread may run on if not given.
@@ -104,7 +103,7 @@ class CoreWatch:
 
     @property
     def read_at_s(self) -> float:
-        """When the machine was read last."""
+        """When the machine was read last; -inf: never."""
         return self._last[0] if self._last else -math.inf
 
     def read(self, now_s: float) -> float | None:
@@ -116,7 +115,7 @@ class CoreWatch:
             now_s: seconds on a monotonic clock.
 
         Returns:
-            None before two readings were made, and where the machine's times mean nothing.
+            None before the second reading, and where the machine's times are not usable.
         """
         if self._last is not None and now_s - self._last[0] < READ_EVERY_S:
             return self._others
@@ -148,9 +147,10 @@ class BusyProcess:
 
 @dataclass(frozen=True, slots=True)
 class CoreUse:
-    """What was going on during a short look at the machine.
+    """Use of the cores over a short time.
 
-    `others_cores` is None where the machine does not tell; `busiest` is neither this process nor an engine.
+    `others_cores` is None where the machine does not report it; `busiest` is neither this process nor an
+    engine.
     """
 
     num_cores: int
@@ -159,7 +159,7 @@ class CoreUse:
 
 
 def look_at_cores(for_s: float = 0.5) -> CoreUse:
-    """Measure for `for_s` seconds who uses the cores; this process and running engines do not count."""
+    """Measure the use of the cores for `for_s` seconds, without this process and running engines."""
     watch = CoreWatch()
     started_s = time.monotonic()
     watch.read(started_s)
@@ -182,7 +182,7 @@ def look_at_cores(for_s: float = 0.5) -> CoreUse:
 
 
 def _process_times() -> dict[tuple[int, str], float]:
-    """Processor seconds of every other process that may be looked at, by process id and name."""
+    """Processor seconds of every other readable process, by process id and name."""
     times = {}
     for process in psutil.process_iter(["pid", "name", "cpu_times"]):
         spent = process.info["cpu_times"]

@@ -1,12 +1,9 @@
-"""Who holds how many bytes of memory and disk, by line (SPEC C14): models, stored prefixes, parked states.
-
-Counts only: what a line may hold, and who gives way, is the business of whoever writes it.
-"""
+"""Bytes of memory and disk by line (SPEC C14): models, stored prefixes, parked states. Sets no limits."""
 
 from __future__ import annotations
 
 DISK = "disk"
-"""The one line that is no memory."""
+"""The one line that is not memory."""
 
 
 class Ledger:
@@ -19,7 +16,7 @@ class Ledger:
         return f"<Ledger {self._lines}>"
 
     def add(self, line: str, size_bytes: int) -> None:
-        """Count `size_bytes` more (or fewer, if negative) on a line."""
+        """Add `size_bytes`, which may be negative, to a line."""
         held = self._lines.get(line, 0) + size_bytes
         assert held >= 0, f"line {line!r} would hold {held} bytes: {self!r}"
         self._lines[line] = held

@@ -1,7 +1,7 @@
 """How short memory is: normal, warning or critical (SPEC M3).
 
-Owns turning one sample after the other into a level, with its hysteresis. Pure: time comes with the sample.
-Measuring is the gauge's (`gauge`), what is done about it the ladder's (`policy`).
+Owns the level of each sample, with hysteresis. Pure: time comes with the sample. `monitor` measures, `ladder`
+decides what is given up.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stoker.machine.gauge import Sample
+    from stoker.machine.monitor import Sample
 
 WARNING_FROM = 0.70
 CRITICAL_FROM = 0.85
 HYSTERESIS = 0.05
 EVENT_HOLD_S = 5.0
-"""How long an OS event counts: what it tells of may be over before the next sample could show it. Where later
-samples show a machine at rest it counts as a warning: nobody is parked for what is over already."""
+"""How long an OS event counts: its cause may be over before the next sample shows it. Where later samples are
+normal it counts as a warning, so that nothing is parked for what is over."""
 
 PSI_WARNING = 10.0
-"""Percent of time that somebody waited for memory: from a tenth on, people notice and steps take longer."""
+"""Percent of time that processes waited for memory: from a tenth on, steps take noticeably longer."""
 PSI_CRITICAL = 40.0
-"""systemd-oomd kills at 60 (its default limit): what can be given up has to be given up well before."""
+"""systemd-oomd kills at 60 (its default limit)."""
 EASED_FROM = 0.5
-"""Stalls count in full only where some memory that we take part in is half full. Elsewhere somebody waits at
-a limit of their own, such as another container's, and nothing that we gave up would reach them."""
+"""Stalls count in full only where memory that this process shares is half full. Else the stalled process is
+at a limit of its own, such as another container's, and memory freed here would not reach it."""
 
 
 class Pressure(StrEnum):
@@ -48,11 +48,11 @@ class Pressure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PressureReading:
-    """What a sample came to.
+    """The level of a sample.
 
     Attributes:
         level: with hysteresis.
-        fraction: of the worst source, 0 to 1 and more.
+        fraction: of the worst source, from 0; over 1 where a limit is passed.
         source: footprint, system, cgroup, device, psi or event.
     """
 
@@ -62,7 +62,7 @@ class PressureReading:
 
 
 class PressureMeter:
-    """Follows the samples; each source is a fraction, the worst one counts."""
+    """Turns samples into levels; each source is a fraction, the worst one counts."""
 
     def __init__(self) -> None:
         self._level = Pressure.NORMAL
@@ -84,7 +84,7 @@ class PressureMeter:
         return PressureReading(Pressure.CRITICAL, max(fraction, CRITICAL_FROM), "event")
 
     def _settle(self, fraction: float) -> Pressure:
-        """The level of a fraction: one that holds already is left only `HYSTERESIS` lower."""
+        """The level of a fraction; the present level is left only `HYSTERESIS` lower."""
         for level, mark in ((Pressure.CRITICAL, CRITICAL_FROM), (Pressure.WARNING, WARNING_FROM)):
             if fraction >= mark - (HYSTERESIS if self._level.rank >= level.rank else 0.0):
                 return level
@@ -92,12 +92,12 @@ class PressureMeter:
 
 
 def fullest(sample: Sample) -> tuple[float, str]:
-    """How far the worst source of a sample is, and which it is."""
+    """The fraction of a sample's worst source, and its name."""
     return max(_fractions(sample))
 
 
 def is_ours_to_ease(sample: Sample) -> bool:
-    """Whether somebody who waits for memory may wait for some of ours."""
+    """Whether memory freed here may help processes that wait for memory."""
     return max(fraction for fraction, _ in _filled(sample)) >= EASED_FROM
 
 
@@ -122,10 +122,9 @@ def _part(size_bytes: int, of_bytes: int) -> float:
 
 
 def psi_fraction(some_avg10: float) -> float:
-    """Stalled time in percent as a fraction on the scale of the others.
+    """Stalled time in percent, on the scale of the other fractions.
 
-    Straight lines from nothing to `PSI_WARNING` at the warning mark, from there to `PSI_CRITICAL` at the
-    critical mark, and on to 1 where somebody waits for memory all the time.
+    Piecewise linear: 0 at 0, `WARNING_FROM` at `PSI_WARNING`, `CRITICAL_FROM` at `PSI_CRITICAL`, 1 at 100.
     """
     marks = ((0.0, 0.0), (PSI_WARNING, WARNING_FROM), (PSI_CRITICAL, CRITICAL_FROM), (100.0, 1.0))
     for (start, low), (end, high) in pairwise(marks):

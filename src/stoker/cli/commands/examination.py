@@ -18,11 +18,10 @@ from rich.filesize import decimal
 
 from stoker.errors import MachineSetupError, StokerError
 from stoker.machine.cores import look_at_cores, threads_that_fit
-from stoker.machine.gauge import Sources, measure
-from stoker.machine.heat import Heat, heat_source
+from stoker.machine.limits import DEFAULTS, effective_limit, read_limits, tier_of
+from stoker.machine.monitor import Sources, measure
 from stoker.machine.pressure import Pressure, PressureMeter
-from stoker.machine.profile import read_profile
-from stoker.machine.tiers import DEFAULTS, effective_limit, tier_of
+from stoker.machine.thermal import Heat, heat_source
 from stoker.models.projector import is_projector
 from stoker.models.store import ModelStore
 from stoker.private import make_folder
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stoker.machine.cores import CoreUse
-    from stoker.machine.gauge import Sample
-    from stoker.machine.profile import MemoryProfile
-    from stoker.machine.tiers import TierDefaults
+    from stoker.machine.limits import MemoryLimits, TierDefaults
+    from stoker.machine.monitor import Sample
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
@@ -148,10 +146,10 @@ def _num_physical_cores() -> int:
 
 
 def _memory(settings: EngineSettings) -> Finding:
-    return _limits(settings, read_profile(settings.memory_limit))
+    return _limits(settings, read_limits(settings.memory_limit))
 
 
-def _limits(settings: EngineSettings, profile: MemoryProfile) -> Finding:
+def _limits(settings: EngineSettings, profile: MemoryLimits) -> Finding:
     """Every limit, the one that counts, and the tier that follows."""
     limits = [f"physical {decimal(profile.physical_bytes)}"]
     if profile.cgroup_bytes is not None:

@@ -86,13 +86,12 @@ def plan(
 
 def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _Plan:
     from stoker.errors import InsufficientMemoryError
-    from stoker.machine.profile import read_profile
-    from stoker.machine.tiers import effective_limit, tier_of
+    from stoker.machine.limits import effective_limit, read_limits, tier_of
     from stoker.models.memory_estimate.estimate import estimator_of
     from stoker.models.memory_estimate.fit import MemoryBudget, smallest, weigh
 
     spec = _spec(settings, model, mmproj)
-    profile = read_profile(settings.memory_limit)
+    profile = read_limits(settings.memory_limit)
     budget = MemoryBudget(
         free_bytes=profile.available_bytes,
         limit_bytes=effective_limit(profile),

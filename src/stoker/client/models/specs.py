@@ -28,8 +28,7 @@ from stoker.ipc.model import (
     Speculation,
 )
 from stoker.ipc.request import MAX_ADAPTER_SCALE
-from stoker.machine.profile import read_profile
-from stoker.machine.tiers import DEFAULTS, TierDefaults, tier_of
+from stoker.machine.limits import DEFAULTS, TierDefaults, read_limits, tier_of
 from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
 from stoker.models.projector import Pairing, ProjectorHeader, check_pair, pairing_of, read_projector
 from stoker.models.seq2seq import check_one_slot, slots_of
@@ -88,7 +87,7 @@ class ModelSource:
     @cached_property
     def defaults(self) -> TierDefaults:
         """What holds on this machine where no setting says otherwise (SPEC M2); measures the machine."""
-        return DEFAULTS[tier_of(read_profile(self._settings.memory_limit).effective_bytes)]
+        return DEFAULTS[tier_of(read_limits(self._settings.memory_limit).effective_bytes)]
 
     @property
     def max_tokens(self) -> int | None:

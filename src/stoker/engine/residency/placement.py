@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from stoker.engine.residency.loading import Load
     from stoker.engine.runners.runner import ModelRunner
     from stoker.ipc.model import ModelSpec
-    from stoker.machine.gauge import Sample
     from stoker.machine.ledger import Ledger
+    from stoker.machine.monitor import Sample
     from stoker.models.memory_estimate.fit import Offer
 
 RETRY_AFTER_S = 5.0

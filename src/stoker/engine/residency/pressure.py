@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from stoker.errors import TooHotError
 from stoker.ipc.events import HeatMoved, PressureMoved, RungTaken
 from stoker.ipc.status import MemoryStatus
-from stoker.machine import allocator
-from stoker.machine.heat import Heat, HeatReading
-from stoker.machine.policy import Ladder, Rung
+from stoker.machine import malloc
+from stoker.machine.ladder import Ladder, Rung
 from stoker.machine.pressure import Pressure, PressureMeter, PressureReading, fullest
+from stoker.machine.thermal import Heat, HeatReading
 from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stoker.engine.residency.residency import Residency
     from stoker.engine.runners.runners import Runners
     from stoker.ipc.events import Event
-    from stoker.machine.gauge import Sample
+    from stoker.machine.monitor import Sample
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class PressureHandler:
         """Carry a rung out; returns the bytes it gave back, as far as they are counted."""
         match rung:
             case Rung.TRIM_ALLOCATOR:
-                allocator.trim()
+                malloc.trim()
             case Rung.DROP_SNAPSHOTS:
                 return self._store.hold(now)
             case Rung.DROP_IDLE_CELLS:

@@ -1,7 +1,6 @@
 """The control groups that bound this process's memory (Linux, v1 and v2; SPEC M1).
 
-Owns reading their limits, their use and how often the kernel had to cut them down. What follows from that is
-for `stoker.machine.profile` and `stoker.machine.gauge`.
+Owns reading their limits, their use and the kernel's counters. `limits` and `monitor` draw the conclusions.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ _CUTS = ("high", "max")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A control group with a limit, now.
+class ControlGroup:
+    """A control group with a limit, as it is now.
 
     Attributes:
         folder: where the kernel shows it.
-        limit_bytes: what everything in it may take together.
-        used_bytes: its working set: what it takes less the file cache that the kernel gives back first.
-        num_cuts: times that its use came to the limit and the kernel cut it down, since it was made. This
-            counts file cache too: reading a large file in a small group was seen to make 1,700 a second.
-        num_kills: times that this did not suffice and a process had to go.
+        limit_bytes: what all its processes may use together.
+        used_bytes: its working set: its use less inactive file cache.
+        num_cuts: times since its creation that its use reached the limit and the kernel reclaimed. File cache
+            counts too: reading a large file in a small group makes up to 1,700 a second.
+        num_kills: processes that the kernel killed for memory.
     """
 
     folder: Path
@@ -35,17 +34,17 @@ class Group:
 
     @property
     def free_bytes(self) -> int:
-        """What is left to take, reclaimable file cache included."""
+        """Bytes left, reclaimable file cache included."""
         return max(0, self.limit_bytes - self.used_bytes)
 
     @property
     def fraction(self) -> float:
-        """Of the limit, how much is used: 0 to 1."""
+        """Used part of the limit, 0 to 1."""
         return self.used_bytes / self.limit_bytes if self.limit_bytes else 1.0
 
 
-def limited_groups(root: Path = Path("/")) -> list[Group]:
-    """Every group with a limit that this process is in, and their parents, whatever the version.
+def limited_groups(root: Path = Path("/")) -> list[ControlGroup]:
+    """The control groups of this process and their parents that have a limit, v1 and v2.
 
     Args:
         root: where `/proc` and `/sys` are found.
@@ -55,7 +54,7 @@ def limited_groups(root: Path = Path("/")) -> list[Group]:
     except OSError:
         return []  # no control groups: not Linux
     mount = root / "sys/fs/cgroup"
-    groups: list[Group | None] = []
+    groups: list[ControlGroup | None] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -74,7 +73,7 @@ def _family(mount: Path, path: str) -> Iterator[Path]:
     yield from (mount / parent for parent in relative.parents)
 
 
-def _read_v1(folder: Path) -> Group | None:
+def _read_v1(folder: Path) -> ControlGroup | None:
     limit = _number(folder / "memory.limit_in_bytes")
     if limit is None or limit >= _UNLIMITED:
         return None
@@ -82,10 +81,10 @@ def _read_v1(folder: Path) -> Group | None:
     cached = _pairs(folder / "memory.stat").get("total_inactive_file", 0)
     cuts = _number(folder / "memory.failcnt") or 0
     kills = _pairs(folder / "memory.oom_control").get("oom_kill", 0)
-    return Group(folder, limit, max(0, usage - cached), cuts, kills)
+    return ControlGroup(folder, limit, max(0, usage - cached), cuts, kills)
 
 
-def _read_v2(folder: Path) -> Group | None:
+def _read_v2(folder: Path) -> ControlGroup | None:
     limit = _number(folder / "memory.max")
     high = _number(folder / "memory.high")  # over this the kernel slows the group down until it is useless
     bounds = [bound for bound in (limit, high) if bound is not None]
@@ -95,7 +94,7 @@ def _read_v2(folder: Path) -> Group | None:
     cached = _pairs(folder / "memory.stat").get("inactive_file", 0)
     events = _pairs(folder / "memory.events")
     cuts = sum(events.get(name, 0) for name in _CUTS)
-    return Group(folder, min(bounds), max(0, usage - cached), cuts, events.get("oom_kill", 0))
+    return ControlGroup(folder, min(bounds), max(0, usage - cached), cuts, events.get("oom_kill", 0))
 
 
 def _number(path: Path) -> int | None:

@@ -1,8 +1,4 @@
-"""What the kernel says of memory without being asked: the OS events of SPEC M3.
-
-Owns the pressure-stall trigger and the watch over the counters of control groups. When they are looked at
-and what they lead to is the gauge's business.
-"""
+"""Alarms of the kernel about memory: the pressure-stall trigger, and counters of control groups (SPEC M3)."""
 
 from __future__ import annotations
 
@@ -10,11 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from stoker.machine.groups import Group
+from stoker.machine.cgroups import ControlGroup
 from stoker.machine.pressure import CRITICAL_FROM, HYSTERESIS
 
 TRIGGER = b"some 150000 2000000\0"
-"""Tell when somebody waited for memory for 150 ms of any 2 s: with windows of 2 s no privilege is needed."""
+"""Processes waited for memory for 150 ms of any 2 s; a window of 2 s needs no privilege."""
 
 
 class StallTrigger:
@@ -41,31 +37,31 @@ class StallTrigger:
         return f"<StallTrigger {'off' if self.fd is None else 'on'}>"
 
     def close(self) -> None:
-        """Give it back; nothing happens the second time."""
+        """Close the file. Idempotent."""
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
 
 
 class CutWatch:
-    """Whether a control group was up against its limit since the last look.
+    """Whether a control group came up against its limit since the last reading.
 
-    The kernel counts a cut also where it only had to drop file cache, which costs nothing. So cuts count only
-    where the working set comes near the limit; a killed process always does.
+    The kernel also counts a cut that only dropped file cache. So a cut counts only where the working set is
+    near the limit; a killed process always counts.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Path, Group] = {}
+        self._seen: dict[Path, ControlGroup] = {}
 
     def __repr__(self) -> str:
         return f"<CutWatch over {len(self._seen)} groups>"
 
-    def has_risen(self, groups: Sequence[Group]) -> bool:
-        """Take the next reading of the groups; the first of each only begins the count."""
+    def has_risen(self, groups: Sequence[ControlGroup]) -> bool:
+        """Compare the groups with the last reading; a group without one counts from now on."""
         before, self._seen = self._seen, {group.folder: group for group in groups}
         return any(_is_alarming(before[group.folder], group) for group in groups if group.folder in before)
 
 
-def _is_alarming(before: Group, now: Group) -> bool:
+def _is_alarming(before: ControlGroup, now: ControlGroup) -> bool:
     is_cut = now.num_cuts > before.num_cuts and now.fraction >= CRITICAL_FROM - HYSTERESIS
     return is_cut or now.num_kills > before.num_kills

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from stoker.machine import gauge as gauge_module
-from stoker.machine.alarm import CutWatch, StallTrigger
-from stoker.machine.gauge import LINGER_S, Gauge, Sources, footprint_of, measure
-from stoker.machine.groups import Group
-from stoker.machine.heat import Heat, HeatReading
-from stoker.machine.policy import LADDER, Ladder
+from stoker.machine import monitor as monitor_module
+from stoker.machine.cgroups import ControlGroup
+from stoker.machine.kernel_events import CutWatch, StallTrigger
+from stoker.machine.ladder import LADDER, Ladder
+from stoker.machine.limits import Tier
+from stoker.machine.monitor import LINGER_S, MemoryMonitor, Sources, footprint_of, measure
 from stoker.machine.pressure import Pressure
-from stoker.machine.tiers import Tier
+from stoker.machine.thermal import Heat, HeatReading
 
 MIB = 1024**2
 GIB = 1024**3
@@ -74,8 +74,8 @@ def v2_group(root, *, usage, cached=0, events=""):
 def machine(monkeypatch):
     """A machine of 16 GiB, of which 12 are available, and an engine that holds 1; all can be changed."""
     state = SimpleNamespace(total=16 * GIB, available=12 * GIB, footprint=GIB)
-    monkeypatch.setattr(gauge_module.psutil, "virtual_memory", lambda: state)
-    monkeypatch.setattr(gauge_module, "footprint_of", lambda pids: state.footprint)
+    monkeypatch.setattr(monitor_module.psutil, "virtual_memory", lambda: state)
+    monkeypatch.setattr(monitor_module, "footprint_of", lambda pids: state.footprint)
     return state
 
 
@@ -188,7 +188,7 @@ def test_the_footprint_is_that_of_every_process_and_of_the_last_ones_children():
 
 def group(*, used, cuts=0, kills=0):
     """A group of a thousand bytes."""
-    return Group("/group", 1000, used, cuts, kills)
+    return ControlGroup("/group", 1000, used, cuts, kills)
 
 
 def test_a_cut_at_the_limit_is_an_alarm_and_one_of_file_cache_is_not():
@@ -247,7 +247,7 @@ class Bench:
     def __init__(self, root, every_s):
         self.heat = Thermometer()
         self.posted = queue.Queue()
-        self.gauge = Gauge(self.posted.put, Sources(root=root, heat=self.heat), every_s)
+        self.monitor = MemoryMonitor(self.posted.put, Sources(root=root, heat=self.heat), every_s)
 
     def next(self):
         """The next sample posted."""
@@ -266,22 +266,22 @@ def bench(tmp_path):
     """A fast gauge, not started."""
     bench = Bench(tmp_path, 0.002)
     yield bench
-    bench.gauge.close()
+    bench.monitor.close()
 
 
 @pytest.fixture
 def slow(tmp_path):
     """A gauge that takes one sample and then waits for a reason; started, and its first sample taken."""
     bench = Bench(tmp_path, 3600.0)
-    bench.gauge.start()
+    bench.monitor.start()
     bench.next()
     yield bench
-    bench.gauge.close()
+    bench.monitor.close()
 
 
 def test_on_a_quiet_machine_only_the_first_sample_is_posted(bench):
     """SPEC M3: an idle engine sleeps although the machine is sampled."""
-    bench.gauge.start()
+    bench.monitor.start()
     assert bench.next().footprint_bytes == GIB
     bench.heat.wait_for(20)
     assert bench.drain() == []
@@ -290,8 +290,8 @@ def test_on_a_quiet_machine_only_the_first_sample_is_posted(bench):
 def test_pressure_is_posted_while_it_lasts_and_until_the_ladder_has_let_go(bench, machine, monkeypatch):
     """SPEC M3, M4: nothing that could change a decision is missed, and then it sleeps again."""
     now_s = 100.0
-    monkeypatch.setattr(gauge_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    bench.gauge.start()
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    bench.monitor.start()
     bench.next()
     machine.available = 3 * GIB
     assert [bench.next().system_available_bytes for _ in range(5)] == [3 * GIB] * 5
@@ -326,7 +326,7 @@ def test_it_lingers_as_long_as_the_ladder_may_need():
 
 def test_heat_is_posted_and_its_level_held(bench):
     """SPEC M6: a machine that is hot for a moment counts as hot for ten seconds."""
-    bench.gauge.start()
+    bench.monitor.start()
     bench.next()
     bench.heat.reading = HeatReading(Heat.SERIOUS, "coretemp", 96.0)
     assert bench.next().heat == HeatReading(Heat.SERIOUS, "coretemp", 96.0)
@@ -339,22 +339,22 @@ def test_heat_is_posted_and_its_level_held(bench):
 def test_a_poke_samples_now_and_is_posted(slow, machine):
     """SPEC M4: re-measured when asked for."""
     machine.footprint = 2 * GIB
-    slow.gauge.poke()
+    slow.monitor.poke()
     assert slow.next().footprint_bytes == 2 * GIB
 
 
 def test_any_number_of_pokes_blocks_nobody(bench):
-    """SPEC M8: the loop never waits for the gauge, not even for one that does not run."""
+    """SPEC M8: the loop never waits for the monitor, not even for one that does not run."""
     for _ in range(100_000):
-        bench.gauge.poke()
-    bench.gauge.start()
+        bench.monitor.poke()
+    bench.monitor.start()
     bench.next()
 
 
 def test_a_cut_in_the_group_is_an_event(tmp_path, bench):
     """SPEC M3: memory.failcnt of version 1."""
     v1_group(tmp_path, usage=850)
-    bench.gauge.start()
+    bench.monitor.start()
     assert not bench.next().is_os_event
     v1_group(tmp_path, usage=850, failcnt=3)
     while not bench.next().is_os_event:
@@ -379,23 +379,23 @@ def test_a_stall_is_sampled_at_once_and_an_event_where_memory_is_half_full(
     bench = Bench(tmp_path, 3600.0)
     near, far = oob_pair()
     with near, far:
-        bench.gauge._trigger.fd = os.dup(far.fileno())
-        bench.gauge.start()
+        bench.monitor._trigger.fd = os.dup(far.fileno())
+        bench.monitor.start()
         assert not bench.next().is_os_event
         machine.available = available
         before = bench.heat.num_read
         near.send(b"!", socket.MSG_OOB)
         bench.heat.wait_for(1, after=before)
-        bench.gauge.poke()  # its sample comes after that of the stall, if that one was posted
+        bench.monitor.poke()  # its sample comes after that of the stall, if that one was posted
         assert bench.next().is_os_event is is_event
-        bench.gauge.close()
+        bench.monitor.close()
 
 
 def test_an_event_is_followed_by_every_sample(tmp_path, bench, machine):
     """SPEC M3: it counts for a while, in which the loop gets every sample."""
     machine.footprint = 100 * MIB
     v1_group(tmp_path, usage=100)
-    bench.gauge.start()
+    bench.monitor.start()
     bench.next()
     v1_group(tmp_path, usage=100, kills=1)
     assert bench.next().is_os_event
@@ -407,15 +407,15 @@ def test_a_trigger_that_goes_away_is_left_alone(tmp_path):
     bench = Bench(tmp_path, 3600.0)
     ears, voice = os.pipe()
     os.close(ears)
-    bench.gauge._trigger.fd = voice
-    bench.gauge.start()
+    bench.monitor._trigger.fd = voice
+    bench.monitor.start()
     bench.next()
     for _ in range(20):
-        bench.gauge.poke()
+        bench.monitor.poke()
         bench.next()
-    assert bench.gauge._trigger.fd is None
+    assert bench.monitor._trigger.fd is None
     assert bench.heat.num_read <= 22
-    bench.gauge.close()
+    bench.monitor.close()
 
 
 def test_what_cannot_be_measured_is_said_once_and_tried_again(bench, machine, caplog, monkeypatch):
@@ -430,8 +430,8 @@ def test_what_cannot_be_measured_is_said_once_and_tried_again(bench, machine, ca
             raise OSError("no such thing")
         return machine
 
-    monkeypatch.setattr(gauge_module.psutil, "virtual_memory", broken)
-    bench.gauge.start()
+    monkeypatch.setattr(monitor_module.psutil, "virtual_memory", broken)
+    bench.monitor.start()
     assert bench.next().system_available_bytes == state
     assert [record.message for record in caplog.records] == ["memory cannot be measured: no such thing"]
 
@@ -440,15 +440,15 @@ def test_a_closed_gauge_posts_nothing_and_can_be_closed_and_poked_again(tmp_path
     """SPEC L4: idempotent."""
     bench = Bench(tmp_path, 0.001)
     bench.heat.reading = HeatReading(Heat.FAIR)
-    bench.gauge.start()
+    bench.monitor.start()
     bench.next()
-    bench.gauge.close()
+    bench.monitor.close()
     bench.drain()
-    bench.gauge.poke()
-    bench.gauge.close()
+    bench.monitor.poke()
+    bench.monitor.close()
     assert bench.drain() == []
-    assert repr(bench.gauge).startswith("<Gauge stopped")
-    Bench(tmp_path, 1.0).gauge.close()  # never started
+    assert repr(bench.monitor).startswith("<Gauge stopped")
+    Bench(tmp_path, 1.0).monitor.close()  # never started
 
 
 @pytest.mark.skipif(not hasattr(select, "POLLPRI"), reason="no PSI on this system")

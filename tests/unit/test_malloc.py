@@ -7,15 +7,15 @@ import sys
 import pytest
 
 from stoker.engine.process import limit_allocator
-from stoker.machine import allocator
-from stoker.machine.tiers import DEFAULTS, Tier
+from stoker.machine import malloc
+from stoker.machine.limits import DEFAULTS, Tier
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another")
 
 MIB = 2**20
 CHILD = """
 import ctypes
-from stoker.machine import allocator
+from stoker.machine import malloc
 
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -51,7 +51,7 @@ def kept_by(script):
     return int(found.stdout)
 
 
-@pytest.mark.parametrize("call", ["allocator.trim()", "allocator.give_back()"])
+@pytest.mark.parametrize("call", ["malloc.trim()", "malloc.give_back()"])
 def test_what_is_free_between_blocks_goes_back_to_the_system(call):
     """SPEC M4: 96 MiB in small blocks; the C library keeps nearly all of it by itself."""
     script = "blocks = used(64 * 1024, 1536)\nfree(blocks)\n"
@@ -63,7 +63,7 @@ def test_large_blocks_go_back_at_once_under_a_limit():
     """SPEC M2, R10: the C library would else learn from the first one to keep such blocks for itself."""
     script = "free(used(12 * 2**20, 1))\nfree(used(11 * 2**20, 8))\n"
     assert kept_by(script) > 64 * MIB
-    assert kept_by("allocator.limit_cache(3_000_000)\n" + script) < 16 * MIB
+    assert kept_by("malloc.limit_cache(3_000_000)\n" + script) < 16 * MIB
 
 
 @pytest.mark.parametrize("size", [64 * 1024, 512 * 1024])
@@ -71,7 +71,7 @@ def test_large_blocks_go_back_at_once_under_a_limit():
 def test_free_memory_at_the_end_of_the_heap_stays_below_the_limit(size, limit, *, is_kept):
     """SPEC M2: the tier's figure is what an engine keeps for its next allocation, of blocks below a MiB."""
     script = f"""
-allocator.limit_cache({limit})
+malloc.limit_cache({limit})
 blocks = [library.malloc({size}) for _ in range({32 * MIB // size})]
 for each in blocks:
     ctypes.memset(each, 1, {size})
@@ -83,6 +83,6 @@ free(blocks)
 def test_an_engine_limits_its_allocator_by_its_tier(monkeypatch):
     """SPEC M2: before a model is loaded."""
     limits = []
-    monkeypatch.setattr(allocator, "limit_cache", limits.append)
+    monkeypatch.setattr(malloc, "limit_cache", limits.append)
     limit_allocator(2**30)
     assert limits == [DEFAULTS[Tier.ULTRA_LOW].allocator_cache_bytes]

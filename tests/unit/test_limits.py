@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from stoker.machine.profile import MemoryProfile, read_profile
+from stoker.machine.limits import MemoryLimits, read_limits
 
 MIB = 1024**2
 
@@ -22,7 +22,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 def test_a_machine_without_control_groups_counts_its_ram(tmp_path: Path) -> None:
     """SPEC M1: physical memory is the limit where nothing else is set."""
-    profile = read_profile(root=tmp_path)
+    profile = read_limits(root=tmp_path)
     assert profile.cgroup_bytes is None
     assert profile.effective_bytes == profile.physical_bytes == psutil.virtual_memory().total
     assert 0 < profile.available_bytes <= profile.physical_bytes
@@ -39,7 +39,7 @@ def test_a_v2_limit_of_the_own_group_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/app/memory.stat": f"anon 1\ninactive_file {20 * MIB}\n",
         },
     )
-    profile = read_profile(root=root)
+    profile = read_limits(root=root)
     assert profile.effective_bytes == profile.cgroup_bytes == 100 * MIB
     assert profile.available_bytes == 60 * MIB
 
@@ -55,7 +55,7 @@ def test_a_tighter_parent_group_wins(tmp_path: Path) -> None:
             "sys/fs/cgroup/user/app/memory.max": "max\n",
         },
     )
-    profile = read_profile(root=root)
+    profile = read_limits(root=root)
     assert (profile.effective_bytes, profile.available_bytes) == (50 * MIB, 40 * MIB)
 
 
@@ -69,7 +69,7 @@ def test_a_container_that_sees_only_the_mount_finds_its_limit(tmp_path: Path) ->
             "sys/fs/cgroup/memory.current": f"{90 * MIB}\n",
         },
     )
-    profile = read_profile(root=root)
+    profile = read_limits(root=root)
     assert (profile.effective_bytes, profile.available_bytes) == (70 * MIB, 0)
 
 
@@ -84,15 +84,15 @@ def test_a_v1_limit_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
         },
     )
-    profile = read_profile(root=root)
+    profile = read_limits(root=root)
     assert (profile.effective_bytes, profile.available_bytes) == (80 * MIB, 50 * MIB)
 
 
 def test_the_users_own_limit_can_only_lower_it(tmp_path: Path) -> None:
     """SPEC M1: min(physical, cgroup, memory_limit); what this process uses counts against it."""
     rss = psutil.Process().memory_info().rss
-    profile = read_profile(memory_limit=2 * rss, root=tmp_path)
+    profile = read_limits(memory_limit=2 * rss, root=tmp_path)
     assert profile.effective_bytes == profile.user_bytes == 2 * rss
     assert profile.available_bytes <= 2 * rss
-    roomy = MemoryProfile(physical_bytes=10, available_bytes=5, user_bytes=20)
+    roomy = MemoryLimits(physical_bytes=10, available_bytes=5, user_bytes=20)
     assert roomy.effective_bytes == 10

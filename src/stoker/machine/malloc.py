@@ -1,7 +1,4 @@
-"""The C library's allocator: what it keeps of freed memory for itself (SPEC M4, R10).
-
-Does something where malloc is glibc's, nothing elsewhere.
-"""
+"""The C library's malloc: how much freed memory it keeps (SPEC M4, R10). Acts on glibc only."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ _RETURNED_BYTES = 2**20
 
 
 def limit_cache(size_bytes: int) -> None:
-    """Keep at most so much of what is freed; blocks of a MiB and more go back to the system at once.
+    """Keep at most `size_bytes` of freed memory; blocks of a MiB and more go back to the system at once.
 
-    It would else keep freed states of some MiB for itself, and more of them each time (mallopt(3)).
+    Without it glibc raises its thresholds and keeps freed states of some MiB (mallopt(3)).
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -26,12 +23,12 @@ def limit_cache(size_bytes: int) -> None:
 
 
 def trim() -> None:
-    """Give back to the system what is free (malloc_trim(3)); takes milliseconds."""
+    """Collect garbage and return free memory to the system (malloc_trim(3)); takes milliseconds."""
     gc.collect()
     give_back()
 
 
 def give_back() -> None:
-    """The same without looking for garbage, which holds up every thread."""
+    """The same without collecting garbage, which stops every thread."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from stoker.errors import MachineSetupError
-from stoker.machine.heat import (
+from stoker.machine.thermal import (
     LEAVE_AFTER_S,
     Heat,
     HeatMeter,

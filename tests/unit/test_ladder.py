@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.machine.policy import CALM_S, FORGET_S, LADDER, MAX_CALM_S, PACE, SETTLE_S, Ladder, Move, Rung
+from stoker.machine.ladder import CALM_S, FORGET_S, LADDER, MAX_CALM_S, PACE, SETTLE_S, Ladder, Move, Rung
 from stoker.machine.pressure import EVENT_HOLD_S, Pressure
 
 N, W, C = Pressure.NORMAL, Pressure.WARNING, Pressure.CRITICAL

@@ -1,7 +1,7 @@
 """The ladder against memory pressure: what is given up, in which order, when it is allowed again (SPEC M4).
 
-Owns the order and the pace. Pure: time is an argument, a move is a value. The engine's loop carries moves
-out; each next one is decided on a sample taken after the last.
+Owns the order and the times. Pure: time is an argument, a move is a value. The engine's loop carries a move
+out and decides the next one on a later sample.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from enum import StrEnum
 from stoker.machine.pressure import Pressure
 
 SETTLE_S = 0.9
-"""Between two rungs: what one gave back has to have reached the next sample. An event that counts for five
-seconds climbs five rungs with samples each second, six with any: it alone parks nobody."""
+"""Between two rungs: what one frees has to show in the next sample. An event that counts for five seconds
+climbs five rungs with samples each second, six at most: alone it parks no interactive request."""
 CALM_S = 12.0
 """How long the level has to ask for fewer rungs before the highest is undone, at first."""
 MAX_CALM_S = 240.0
-"""People may wait for the highest rung to be undone, so no longer; pumping is under a move a minute then."""
+"""Requests may wait for the highest rung to be undone, so no longer; it is under one move a minute then."""
 PACE = 4
-"""The next ones follow after a PACE-th of that: all seven are undone in 30 s first, in 10 minutes at most."""
+"""The next ones follow after a PACE-th of the calm: all seven are undone in 30 s at first, 10 min at most."""
 FORGET_S = 600.0
 """A rung taken within this time after one was undone is a relapse: the calm was too short and is doubled."""
 
@@ -39,7 +39,7 @@ class Rung(StrEnum):
 
 LADDER = tuple(Rung)
 LONGEST_DESCENT_S = MAX_CALM_S * (1 + (len(LADDER) - 1) / PACE)
-"""At the latest so long after the last sample that asks for a rung nothing is taken."""
+"""So long after the last sample that asks for a rung, no rung is taken any more."""
 _REACH = {
     Pressure.NORMAL: 0,
     Pressure.WARNING: LADDER.index(Rung.DROP_IDLE_CELLS) + 1,
@@ -57,10 +57,10 @@ class Move:
 
 
 class Ladder:
-    """Climbs while the level asks for more, one rung a sample; descends after a calm.
+    """Climbs one rung a sample while the level asks for more; descends after a calm.
 
-    A rung that is undone brings its memory back and can bring the pressure back with it. The calm doubles
-    with each such relapse, so that this becomes rare instead of a rhythm.
+    Undoing a rung uses its memory again and can bring the pressure back. The calm doubles with each such
+    relapse.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Ladder:
         return LADDER[: self._num_taken]
 
     def is_taken(self, rung: Rung) -> bool:
-        """Whether what this rung takes away is not allowed now."""
+        """Whether this rung is taken now."""
         return LADDER.index(rung) < self._num_taken
 
     def decide(self, level: Pressure, now_s: float) -> Move | None:

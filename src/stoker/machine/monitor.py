@@ -1,7 +1,6 @@
 """Measuring memory and heat, once and then each second (SPEC M3, M6).
 
-Owns the sample and the thread that takes it. What a sample comes to is decided by `stoker.machine.pressure`
-and `stoker.machine.policy`, in the loop that gets it.
+Owns the sample and the thread that takes it. The loop that gets it decides by `pressure` and `ladder`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from pathlib import Path
 
 import psutil
 
-from stoker.machine.alarm import CutWatch, StallTrigger
-from stoker.machine.groups import Group, limited_groups
-from stoker.machine.heat import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource, NoSensors
-from stoker.machine.policy import LONGEST_DESCENT_S
+from stoker.machine.cgroups import ControlGroup, limited_groups
+from stoker.machine.kernel_events import CutWatch, StallTrigger
+from stoker.machine.ladder import LONGEST_DESCENT_S
+from stoker.machine.limits import Tier, effective_limit, limits_of, tier_of
 from stoker.machine.pressure import Pressure, PressureMeter, is_ours_to_ease
-from stoker.machine.profile import profile_of
-from stoker.machine.tiers import Tier, effective_limit, tier_of
+from stoker.machine.thermal import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource, NoSensors
 
 EVERY_S = 1.0
 LINGER_S = LONGEST_DESCENT_S + LEAVE_AFTER_S
@@ -38,17 +36,16 @@ class Sample:
 
     Attributes:
         at_s: when, on the monotonic clock.
-        footprint_bytes: what the watched processes hold (RSS).
+        footprint_bytes: RSS of the watched processes.
         limit_bytes: the effective limit (SPEC M1), the tier's included.
-        available_bytes: what can be used now without swapping, inside every limit.
+        available_bytes: usable now without swapping, inside every limit.
         total_bytes: RAM of the machine.
-        system_available_bytes: what the machine has available, whatever limits this process has.
-        cgroup_used_bytes, cgroup_limit_bytes: working set and limit of the fullest control group; None where
-            no group has a limit.
-        psi_some_avg10: percent of the last 10 s in which somebody waited for memory; None: not known.
+        system_available_bytes: available on the machine, whatever limits this process has.
+        cgroup_used_bytes, cgroup_limit_bytes: of the fullest control group; None: no group has a limit.
+        psi_some_avg10: percent of the last 10 s in which processes waited for memory; None: not known.
         device_free_bytes, device_total_bytes: of the accelerator; None: there is none.
-        tier: that of the memory which machine, groups and user leave; its own limit is no part of that.
-        heat: what the sensors show; from a `Gauge` with hysteresis.
+        tier: by machine, groups and user's limit, without the tier's own.
+        heat: from the sensors; of a `MemoryMonitor` with hysteresis.
         is_os_event: the kernel raised an alarm since the last sample.
     """
 
@@ -69,7 +66,7 @@ class Sample:
 
 
 DeviceReader = Callable[[], tuple[int, int] | None]
-"""Free and total bytes of the accelerator, or None where they are not known; called by the gauge's thread."""
+"""Free and total bytes of the accelerator, or None where not known; called by the monitor's thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +75,7 @@ class Sources:
 
     Attributes:
         memory_limit: the user's own limit in bytes; None: not set.
-        pids: processes whose memory counts, with the children of the last one.
+        pids: processes whose memory counts; the children of the last one count too.
         heat: where heat is read.
         device: reads the accelerator's memory; None: there is none.
         root: where `/proc` and `/sys` are found.
@@ -92,19 +89,19 @@ class Sources:
 
 
 def measure(sources: Sources) -> Sample:
-    """Take one sample now; heat is as it is read, and OS events do not show.
+    """Take one sample now, without hysteresis of heat and without OS events.
 
     Raises:
-        OSError, psutil.Error: the machine does not tell its memory.
+        OSError, psutil.Error: the machine does not report its memory.
     """
     return _sample(sources, limited_groups(sources.root))
 
 
-def _sample(sources: Sources, groups: Sequence[Group]) -> Sample:
+def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
     system = psutil.virtual_memory()
     footprint = footprint_of(sources.pids)
     profile = replace(
-        profile_of(system.total, system.available, groups),
+        limits_of(system.total, system.available, groups),
         user_bytes=sources.memory_limit,
     )
     limit = effective_limit(profile)
@@ -128,11 +125,11 @@ def _sample(sources: Sources, groups: Sequence[Group]) -> Sample:
 
 
 def footprint_of(pids: Sequence[int]) -> int:
-    """Resident bytes of these processes and the children of the last one; one that is gone holds nothing."""
-    return sum(map(_runner, {*pids, *(_children(pids[-1]) if pids else ())}))
+    """Resident bytes of these processes and the children of the last one; 0 for one that has ended."""
+    return sum(map(_resident_bytes, {*pids, *(_children(pids[-1]) if pids else ())}))
 
 
-def _runner(pid: int) -> int:
+def _resident_bytes(pid: int) -> int:
     try:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
@@ -140,14 +137,14 @@ def _runner(pid: int) -> int:
 
 
 def _children(pid: int) -> list[int]:
-    """Direct and indirect children. The kernel's own lists spare reading every process of the machine."""
+    """Direct and indirect children, from the kernel's lists where it has them: quicker than every process."""
     lists = list(Path(f"/proc/{pid}/task").glob("*/children"))
     try:
         if not lists:
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
         found = [int(child) for path in lists for child in path.read_text(encoding="ascii").split()]
     except (OSError, psutil.Error):
-        return []  # gone meanwhile
+        return []  # it has ended
     return found + [grandchild for child in found for grandchild in _children(child)]
 
 
@@ -163,15 +160,15 @@ def _read_psi(root: Path) -> float | None:
         return None
 
 
-class Gauge:
-    """Samples in a thread of its own and posts what could change a decision.
+class MemoryMonitor:
+    """Samples in a thread of its own and posts the samples that could change a decision.
 
-    That is: the first sample, each that `poke` asks for, OS events at once, and every one while pressure or
-    heat is not at its lowest and for `LINGER_S` after: so long the ladder may take to let go of what it took.
-    Otherwise an idle engine on an idle machine sleeps.
+    These are the first, those that `poke` asks for, OS events at once, and all while pressure or heat is
+    above its lowest level and for `LINGER_S` after, until the ladder is undone. Otherwise an idle engine
+    sleeps.
 
     Args:
-        post: takes a sample; called by the gauge's thread, must not block.
+        post: takes a sample; called by the monitor's thread, must not block.
         sources: what is measured.
         every_s: seconds between two samples.
     """
@@ -185,14 +182,14 @@ class Gauge:
         self._pressure = PressureMeter()
         self._heat = HeatMeter()
         self._is_first = True
-        self._restless_s = -math.inf
+        self._raised_s = -math.inf
         self._has_failed = False
         self._is_poked = threading.Event()
         self._is_closing = threading.Event()
-        ears, voice = os.pipe()
-        os.set_blocking(voice, False)
-        self._ears, self._voice = os.fdopen(ears, "rb", 0), os.fdopen(voice, "wb", 0)
-        self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._wake_reader, self._wake_writer = os.fdopen(reader, "rb", 0), os.fdopen(writer, "wb", 0)
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "stopped"
@@ -208,7 +205,7 @@ class Gauge:
         self._wake()
 
     def close(self) -> None:
-        """Stop and wait for the thread; nothing is posted afterwards. Nothing happens the second time."""
+        """Stop and join the thread; no sample is posted afterwards. Idempotent."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -216,17 +213,17 @@ class Gauge:
         if self._thread.is_alive():
             self._thread.join()
         self._trigger.close()
-        self._voice.close()
-        self._ears.close()
+        self._wake_writer.close()
+        self._wake_reader.close()
 
     def _wake(self) -> None:
-        """A full pipe takes no more, and wakes as well."""
-        if not self._voice.closed:
-            self._voice.write(b"\0")
+        """A full pipe wakes as well."""
+        if not self._wake_writer.closed:
+            self._wake_writer.write(b"\0")
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._ears, select.POLLIN)
+        poll.register(self._wake_reader, select.POLLIN)
         if self._trigger.fd is not None:
             poll.register(self._trigger.fd, select.POLLPRI)
         is_stalled = False
@@ -236,10 +233,10 @@ class Gauge:
             is_stalled = self._wait(poll, next_s)
 
     def _wait(self, poll: select.poll, until_s: float) -> bool:
-        """Sleep until the next sample is due; whether the kernel's trigger ended it."""
+        """Sleep until the next sample is due; True: the kernel's trigger ended the sleep."""
         ready = dict(poll.poll(max(0.0, until_s - time.monotonic()) * 1000))
-        if self._ears.fileno() in ready:
-            self._ears.read(4096)
+        if self._wake_reader.fileno() in ready:
+            self._wake_reader.read(4096)
         stalls = ready.get(self._trigger.fd, 0) if self._trigger.fd is not None else 0
         if stalls & (select.POLLERR | select.POLLNVAL) and self._trigger.fd is not None:
             poll.unregister(self._trigger.fd)
@@ -262,14 +259,14 @@ class Gauge:
         is_event = self._cuts.has_risen(groups) or (is_stalled and is_ours_to_ease(sample))
         heat = self._heat.update(sample.heat, sample.at_s)
         sample = replace(sample, heat=heat, is_os_event=is_event)
-        could_matter = self._could_matter(sample)
-        if (is_poked or could_matter) and not self._is_closing.is_set():
+        may_matter = self._may_matter(sample)
+        if (is_poked or may_matter) and not self._is_closing.is_set():
             self._post(sample)
 
-    def _could_matter(self, sample: Sample) -> bool:
-        """Whether this is the first sample, or the machine is not at rest, or was not a while ago."""
+    def _may_matter(self, sample: Sample) -> bool:
+        """Whether it is the first sample, or pressure or heat are, or were lately, above the lowest."""
         is_first, self._is_first = self._is_first, False
         level = self._pressure.update(sample).level
         if level is not Pressure.NORMAL or sample.heat.level is not Heat.NOMINAL:
-            self._restless_s = sample.at_s
-        return is_first or sample.at_s - self._restless_s <= LINGER_S
+            self._raised_s = sample.at_s
+        return is_first or sample.at_s - self._raised_s <= LINGER_S

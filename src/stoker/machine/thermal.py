@@ -1,7 +1,7 @@
 """How hot the machine is: nominal, fair, serious or critical (SPEC M6).
 
 Owns the sources of heat (sensors of Linux, thermal pressure of macOS, a recorded trace) and the hysteresis.
-What is done about heat is the engine loop's business. A machine that tells nothing counts as nominal.
+The engine's pressure handler acts on it. A machine without sensors counts as nominal.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import psutil
 from stoker.errors import MachineSetupError
 
 LEAVE_AFTER_S = 10.0
-"""A level is left after so long below it; it is entered at once."""
+"""A level is entered at once and left after so long below it."""
 FAIR_BELOW_K = 10.0
 DEFAULT_HIGH_C = 97.0
 DEFAULT_CRITICAL_C = 105.0
-"""Where a sensor names no thresholds. Processors that name none include those that run at 95 on purpose."""
+"""Where a sensor has no thresholds; some processors without any run at 95 by design."""
 STEP_K = 5.0
-"""Between high and critical where a sensor names only one of them, or the same for both."""
+"""Between high and critical where a sensor has only one of them, or the same for both."""
 
-_THRESHOLDS_C = (45.0, 130.0)  # others are what firmware writes where it does not know
+_THRESHOLDS_C = (45.0, 130.0)  # other values stand for "not known" in firmware
 _READINGS_C = (1.0, 150.0)
 _FOREIGN = ("nvme", "drivetemp", "iwlwifi", "ath", "mt7", "bat", "ucsi", "spd", "jc42")
 """Chips that computing does not heat: drives, radios, batteries, memory modules."""
@@ -51,7 +51,7 @@ class Heat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeatReading:
-    """A level, the sensor that says so (empty: none), and what it shows where it shows degrees."""
+    """A level, its sensor (empty: none), and degrees Celsius where the sensor has them."""
 
     level: Heat = Heat.NOMINAL
     sensor: str = ""
@@ -59,7 +59,7 @@ class HeatReading:
 
 
 class HeatSource(Protocol):
-    """Where heat is read. An answer costs milliseconds at most and is never an error."""
+    """Where heat is read; takes milliseconds at most and never raises."""
 
     def read(self) -> HeatReading:
         """How hot it is now."""
@@ -67,7 +67,7 @@ class HeatSource(Protocol):
 
 
 def heat_source(trace: Path | None = None) -> HeatSource:
-    """The trace if there is one, else what this machine has.
+    """The recorded trace if given, else the sensors of this machine.
 
     Raises:
         MachineSetupError: the trace cannot be read or a line of it is wrong.
@@ -80,7 +80,7 @@ def heat_source(trace: Path | None = None) -> HeatSource:
 
 
 class NoSensors:
-    """A machine that tells nothing."""
+    """A machine without sensors."""
 
     def __repr__(self) -> str:
         return "<NoSensors>"
@@ -103,7 +103,7 @@ def level_of(celsius: float, high_c: float = DEFAULT_HIGH_C, critical_c: float =
 
 
 class LinuxSensors:
-    """The hottest of the temperature sensors that the kernel shows, each by its own thresholds.
+    """The hottest of the kernel's temperature sensors, each by its own thresholds.
 
     Args:
         read_sensors: sensors by chip, each with label, current, high and critical, in degrees Celsius.
@@ -116,7 +116,7 @@ class LinuxSensors:
         return "<LinuxSensors>"
 
     def read(self) -> HeatReading:
-        """The worst level; of several with that level, the hottest sensor."""
+        """The worst level, with the hottest sensor of that level."""
         try:
             chips = self._read_sensors()
         except (OSError, ValueError, psutil.Error):
@@ -140,7 +140,7 @@ def _is_within(celsius: float | None, bounds: tuple[float, float]) -> bool:
 
 
 def _thresholds(sensor: Any) -> tuple[float, float]:
-    """High and critical; psutil writes the one that a sensor names into the other's place too."""
+    """High and critical; psutil copies the one that a sensor has into the other's place."""
     named = [float(one) for one in (sensor.high, sensor.critical) if _is_within(one, _THRESHOLDS_C)]
     if not named:
         return DEFAULT_HIGH_C, DEFAULT_CRITICAL_C
@@ -185,10 +185,9 @@ class MacThermalState:
 
 
 class RecordedTrace:
-    """A course of heat from a file, played from the first reading on; its last line holds.
+    """Heat from a file, played from the first reading on; nominal before, the last line stays.
 
-    Each line is `seconds,level` or `seconds,degrees`, in order of time; `#` begins a comment. Before its
-    first line it is nominal.
+    Each line is `seconds,level` or `seconds,degrees`, in order of time; `#` begins a comment.
 
     Args:
         path: the file.
@@ -208,7 +207,7 @@ class RecordedTrace:
         return f"<RecordedTrace {self._path} with {len(self._points)} lines>"
 
     def read(self) -> HeatReading:
-        """What the trace says of so long after the first reading."""
+        """The line for the time since the first reading."""
         now_s = self._clock()
         if self._started_s is None:
             self._started_s = now_s
@@ -260,7 +259,7 @@ def _parse_point(text: str) -> tuple[float, HeatReading]:
 
 
 class HeatMeter:
-    """Settles readings: a level is entered at once and left after `LEAVE_AFTER_S` below it."""
+    """Adds hysteresis: a level is entered at once and left after `LEAVE_AFTER_S` below it."""
 
     def __init__(self) -> None:
         self._below_since_s = dict.fromkeys(Heat, -math.inf)
@@ -269,7 +268,7 @@ class HeatMeter:
         return f"<HeatMeter below since {self._below_since_s}>"
 
     def update(self, reading: HeatReading, now_s: float) -> HeatReading:
-        """The reading with the level that counts; sensor and degrees stay what they are now.
+        """The reading with the level that counts; sensor and degrees are those of `reading`.
 
         Args:
             reading: how hot it is.
