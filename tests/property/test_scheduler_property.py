@@ -38,7 +38,7 @@ class Machine(histories.Machine):
         assert self.cache.parked_bytes <= self.scheduler.limits.park_bytes * 1.5
         assert self.cache.ram_bytes <= self.cache.limits.ram_bytes * 1.2
         assert self.cache.disk.used_bytes <= self.cache.limits.disk_bytes * 1.2
-        line = self.scheduler.waiting()
+        line = list(self.scheduler.queue)
         assert [s.is_background for s in line] == sorted(s.is_background for s in line)
         for state in (SequenceState.QUEUED, SequenceState.PARKED):
             for priority in Priority:

@@ -242,7 +242,7 @@ def test_a_token_comes_before_the_news_that_its_sequence_was_parked():
         bench.turn()
     at = next(at for at, event in enumerate(bench.events) if isinstance(event, Parked))
     before = [e for e in bench.events[:at] if isinstance(e, Delta) and e.request_id == "job"]
-    job = next(s for s in bench.runner.scheduler.waiting() if s.key.request_id == "job")
+    job = next(s for s in bench.runner.scheduler.queue if s.key.request_id == "job")
     assert sum(len(event.token_ids) for event in before) == job.num_generated
     bench.finish()
     assert len(bench.answers()["job", 0][0]) == 60

@@ -133,7 +133,7 @@ def test_interactive_work_is_not_preempted_by_interactive_arrivals():
     enter(machine, person("c"), now=1.0)
     turn = step(machine, 1.0)
     assert turn.parked == []
-    assert names(machine.waiting()) == ["c"]
+    assert names(machine.queue) == ["c"]
 
 
 def test_a_request_that_asked_for_it_is_ended_instead_of_parked():
@@ -359,11 +359,11 @@ def test_a_paused_request_is_out_of_everybodys_way_and_comes_back_to_its_place(s
         step(machine, 1.0)
     machine.pause(paused, 2.0)
     machine.check()
-    assert paused not in machine.waiting()
+    assert paused not in machine.queue
     assert paused not in machine.slots.running
     enter(machine, sequence("third"), now=3.0)
     machine.resume(paused, 4.0)
-    waiting = names(machine.waiting())
+    waiting = names(machine.queue)
     assert waiting.index(paused.key.request_id) < waiting.index("third")
     for at in range(5, 9):
         step(machine, float(at))
@@ -387,7 +387,7 @@ def test_a_paused_request_passes_its_deadline_and_can_be_cancelled():
 
 def endless(machine, now, num_people=3):
     """Interactive requests at any time, some waiting: somebody always wants the slots."""
-    people = [s for s in (*machine.slots.running, *machine.waiting()) if not s.is_background]
+    people = [s for s in (*machine.slots.running, *machine.queue) if not s.is_background]
     for number in range(num_people - len(people)):
         enter(machine, person(f"p{now}{number}", 8), now=now)
     for running in list(machine.slots.running):

@@ -59,7 +59,7 @@ def test_the_line_keeps_arrival_order_inside_a_class():
     machine = scheduler()
     for name, priority in [("b1", BACKGROUND), ("i1", INTERACTIVE), ("b2", BACKGROUND), ("i2", INTERACTIVE)]:
         machine.enqueue(sequence(name, 4, priority=priority), 0.0)
-    assert [s.key.request_id for s in machine.waiting()] == ["i1", "i2", "b1", "b2"]
+    assert [s.key.request_id for s in machine.queue] == ["i1", "i2", "b1", "b2"]
 
 
 def test_a_freed_slot_goes_to_the_head_of_the_line_and_not_to_a_later_arrival():
@@ -102,7 +102,7 @@ def test_a_waiter_past_its_deadline_leaves_without_ever_starting():
     assert turn.expired == [late]
     assert late.state is SequenceState.DONE
     assert late.num_computed == 0
-    assert machine.waiting() == []
+    assert list(machine.queue) == []
 
 
 def test_decode_rows_come_first_and_take_turns_at_the_front():
@@ -251,10 +251,10 @@ def test_a_parked_sequence_comes_back_before_newcomers_of_its_class():
     for at, name in enumerate("ab"):
         machine.enqueue(sequence(name, [at] * 38, arrival_s=float(at)), at)
     step(machine, 1.0)
-    while not machine.waiting():
+    while not machine.queue:
         step(machine, 1.0)
     machine.enqueue(sequence("newcomer", 4), 5.0)
-    assert [s.key.request_id for s in machine.waiting()] == ["b", "newcomer"]
+    assert [s.key.request_id for s in machine.queue] == ["b", "newcomer"]
 
 
 def test_a_sequence_that_fills_the_pool_alone_is_never_parked():

@@ -140,7 +140,7 @@ def test_followers_hold_nothing_and_keep_their_places():
     assert 0 < leader.num_computed < 500
     assert [s.state for s in (one, two, stranger)] == [S.QUEUED] * 3
     assert machine.backend.num_cells_used == leader.num_computed
-    assert machine.scheduler.waiting() == [one, two, stranger]
+    assert list(machine.scheduler.queue) == [one, two, stranger]
     machine.until(lambda: one.slot is not None)
     assert two.slot is not None
     assert stranger.slot is None

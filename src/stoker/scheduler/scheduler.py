@@ -1,12 +1,12 @@
 """Admits, parks, pauses and retires the sequences of one loaded model.
 
-Pure and synchronous: time is an argument, what has to happen to the backend leaves as effects, in order.
-Owns the line and who is paused, and decides who gives way to whom. Where cells are is the room's, the step's
-contents are the planner's, the draw is decode's.
+Pure and synchronous: time is an argument, operations on the backend leave as values, in order. Owns the queue
+and who is paused, and decides who gives way to whom. The allocator owns the cells, the planner a step's
+contents.
 
 An interactive arrival takes the place of the youngest background sequence at the next step (SPEC Q3). A pool
-that runs out of cells costs nobody an answer (SPEC Q12): what is only kept goes first, then the youngest
-running sequence, background before interactive, is parked.
+that runs out of cells ends no request (SPEC Q12): what is only kept goes first, then the youngest running
+sequence, background before interactive, is parked.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ from stoker.scheduler.throttle import Throttle
 
 if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
-    from stoker.kv.cells import CellPool
     from stoker.kv.limits import SchedulerLimits
-    from stoker.kv.slots import SlotPlacement, SlotTable
+    from stoker.kv.slots import SlotPlacement
 
 
 class Scheduler:
-    """Who runs, who waits, what is kept.
+    """Which sequences run, wait and are kept.
 
     Attributes:
-        throttle: who may not run for now; the next `schedule` sees to it.
-        bursts: when work for pictures may hold up its readers.
-        num_parked_total, num_retired_total: how often anything was.
+        throttle: which may not run for now; the next `schedule` applies it.
+        bursts: when work for images may delay decode rows.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
@@ -50,6 +48,7 @@ class Scheduler:
         self.paused: list[Sequence] = []
         self.throttle = Throttle()
         self.allocator = KVAllocator(limits, cache)
+        self.slots, self.cells = self.allocator.slots, self.allocator.cells
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
         self.cost = StepCost()
@@ -69,18 +68,8 @@ class Scheduler:
     # ------------------------------------------------------------ questions
 
     @property
-    def slots(self) -> SlotTable:
-        """The slots, to look at."""
-        return self.allocator.slots
-
-    @property
-    def cells(self) -> CellPool:
-        """The count of cells, to look at."""
-        return self.allocator.cells
-
-    @property
     def has_work(self) -> bool:
-        """Whether a turn would do something: those that wait for the disk have the first places."""
+        """Whether a turn would do something; sequences that wait for the disk hold the first places."""
         allowed = (sequence for sequence in self.queue if not self.throttle.holds(sequence))
         return any(not sequence.awaits_image for sequence in self.slots.running) or any(
             not (sequence.is_held or self.allocator.prefix_source.is_fetching(sequence))
@@ -89,41 +78,35 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether anybody waits or runs, be it for the disk; those that are paused are not counted."""
+        """Whether any sequence waits or runs; paused ones are not counted."""
         return len(self.queue) > 0 or len(self.slots.running) > 0
 
     @property
     def has_people(self) -> bool:
-        """Whether somebody waits for an answer of it."""
+        """Whether any interactive sequence waits or runs."""
         return any(not sequence.is_background for sequence in (*self.queue, *self.slots.running))
 
     def is_owed(self, now: float) -> bool:
-        """Whether some background of it has waited over its patience (SPEC Q7)."""
+        """Whether a background sequence has waited too long (SPEC Q7)."""
         return any(self._aging.is_owed(s, now) for s in self._allowed())
 
     def _allowed(self) -> list[Sequence]:
         return [s for s in (*self.queue, *self.slots.running) if not self.throttle.holds(s)]
 
-    def waiting(self) -> list[Sequence]:
-        """Sequences in the line, next first, parked ones included."""
-        return list(self.queue)
-
     def etas_s(self) -> list[float]:
-        """Estimated seconds until each sequence of the line runs, next first (SPEC Q14)."""
-        return self.eta.waits_s(self.slots.running, self.waiting())
+        """Estimated seconds until each queued sequence runs, next first (SPEC Q14)."""
+        return self.eta.waits_s(self.slots.running, list(self.queue))
 
     def eta_s(self, position: int) -> float:
-        """The same for one place of the line; far back a rough figure, as arrivals must not cost much."""
-        return self.eta.wait_s(self.slots.running, self.waiting(), position)
+        """The same for one position; far back a rough figure, as arrivals must not cost much."""
+        return self.eta.wait_s(self.slots.running, list(self.queue), position)
 
     def next_deadline_s(self) -> float | None:
-        """When the first sequence passes its deadline: it may be paused, or the model get no turns."""
-        everybody = (*self.queue, *self.paused, *self.slots.running)
-        return min((s.deadline_s for s in everybody if s.deadline_s is not None), default=None)
+        """When the first sequence passes its deadline, paused ones included."""
+        return min((s.deadline_s for s in self._all() if s.deadline_s is not None), default=None)
 
-    def num_waiting_requests(self) -> int:
-        """Requests of which a choice waits for its first place."""
-        return len({s.key.request_id for s in self.queue if s.state is SequenceState.QUEUED})
+    def _all(self) -> tuple[Sequence, ...]:
+        return (*self.queue, *self.paused, *self.slots.running)
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
@@ -147,20 +130,20 @@ class Scheduler:
     # ------------------------------------------------------------ commands
 
     def check_queue(self, priority: Priority, num_arriving: int) -> None:
-        """Raises QueueFullError when the line is at its bound (SPEC Q11); `num_arriving` are on their way."""
+        """Raises QueueFullError at the bound of the queue (SPEC Q11); `num_arriving` are on their way."""
         num_idle = self.limits.num_slots - len(self.slots.running)
-        num_waiting = self.num_waiting_requests() + num_arriving - num_idle
-        self.queue.check_queue(priority, num_waiting, self.eta.retry_after_s())
+        waiting = {s.key.request_id for s in self.queue if s.state is SequenceState.QUEUED}
+        self.queue.check_queue(priority, len(waiting) + num_arriving - num_idle, self.eta.retry_after_s())
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
-        """Put a new sequence in the line; returns its position."""
+        """Put a new sequence in the queue; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
         self.allocator.prefix_source.begin_checkpoints(sequence)
         return self.queue.push(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sequence wherever it is. What was computed of it is kept for reuse while there is room."""
+        """End a sequence in any state. What was computed of it is kept for reuse while there is room."""
         if sequence.state is SequenceState.PAUSED:
             self.paused.remove(sequence)
         elif sequence.slot is None:
@@ -174,7 +157,7 @@ class Scheduler:
         self.num_retired_total += 1
 
     def pause(self, sequence: Sequence, now: float) -> None:
-        """Take a sequence out of its slot or the line until `resume` (SPEC Q17); its cells stay for now."""
+        """Take a sequence out of its slot or the queue until `resume` (SPEC Q17); its cells stay for now."""
         if sequence.slot is not None:
             self.allocator.park(sequence, now)
         else:
@@ -185,7 +168,7 @@ class Scheduler:
         self.paused.append(sequence)
 
     def resume(self, sequence: Sequence, now: float) -> int:
-        """Put a paused sequence back in the line, where its arrival places it; returns the position."""
+        """Put a paused sequence back in the queue by its arrival; returns the position."""
         self.paused.remove(sequence)
         state = SequenceState.QUEUED if sequence.form is None else SequenceState.PARKED
         sequence.move(state, now, "resumed")
@@ -193,10 +176,7 @@ class Scheduler:
         return self.queue.rejoin(sequence)
 
     def park(self, sequence: Sequence, form: ParkForm, now: float) -> Schedule:
-        """Park a running sequence in that form whatever the room, as tokens where no snapshot can be had.
-
-        What tests force, and a shortage of memory will.
-        """
+        """Park a running sequence in that form, as tokens where no snapshot can be had."""
         turn = self._begin(now)
         self._park(sequence, "asked to", turn, now)
         if form is not ParkForm.CELLS and sequence.parked_slot is not None:
@@ -206,7 +186,7 @@ class Scheduler:
     # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> Schedule:
-        """Let go who is past its deadline, make room for the next step, give places to the line."""
+        """Expire sequences, make room for the next step, admit from the queue."""
         turn = self._begin(now)
         self._expire(turn, now)
         self._prefix_wait.raise_leaders(self.queue)
@@ -223,13 +203,13 @@ class Scheduler:
         return turn
 
     def store_idle(self, now: float) -> Schedule:
-        """Nothing is to be computed: store something that is only in cells, if anything is (SPEC C6)."""
+        """With nothing to compute: store one prefix that is only in cells, if there is any (SPEC C6)."""
         turn = self._begin(now)
         self.allocator.store_kept(turn.ops)
         return turn
 
     def drop_idle(self, now: float) -> Schedule:
-        """Give up every cell that nobody who runs or waits needs (SPEC M4)."""
+        """Free every cell that no running or waiting sequence needs (SPEC M4)."""
         turn = self._begin(now)
         while self.allocator.evict_oldest(turn.ops):
             pass
@@ -248,7 +228,7 @@ class Scheduler:
         return Schedule(ops=self.allocator.begin_turn(now))
 
     def expire(self, now: float) -> Schedule:
-        """End who is past its deadline, and nothing else."""
+        """End what is past its deadline, and nothing else."""
         turn = self._begin(now)
         self._expire(turn, now)
         return turn
@@ -278,7 +258,7 @@ class Scheduler:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
 
     def take_back(self, sequence: Sequence) -> None:
-        """What is left of its draft will not be drawn; the backend hears of it before the next step."""
+        """What is left of its draft is not drawn; the backend drops it before the next step."""
         if sequence.num_ahead:
             self.allocator.take_back(sequence)
 
@@ -289,16 +269,16 @@ class Scheduler:
         sequence.num_computed += sequence.num_pending
 
     def free_more(self, now: float) -> Schedule:
-        """The backend found no room where the count saw some: free one thing more, if there is one."""
+        """The backend had no room where the count had: free one thing more, if there is any."""
         turn = self._begin(now)
         self._free_something(turn, now)
         return turn
 
     def check(self) -> None:
-        """Assert that slots, line, cells and stored states tell one story, between any two calls."""
+        """Assert that slots, queue, cells and stored states agree."""
         self.allocator.check()
-        running, queue = self.slots.running, self.waiting()
-        waiting, everybody = [*queue, *self.paused], [*queue, *self.paused, *running]
+        running, queue = self.slots.running, list(self.queue)
+        waiting, everybody = [*queue, *self.paused], self._all()
         assert len({s.key for s in everybody}) == len(everybody), "held twice"
         assert all(s.state in (SequenceState.PREFILL, SequenceState.DECODE) for s in running), running
         assert all(s.state in (SequenceState.QUEUED, SequenceState.PARKED) for s in queue), queue
@@ -315,15 +295,14 @@ class Scheduler:
             assert sequence.form is not ParkForm.SNAPSHOT or entry is not None, repr(sequence)
 
     def _expire(self, turn: Schedule, now: float) -> None:
-        everybody = (*self.queue, *self.paused, *self.slots.running)
-        turn.expired += [s for s in everybody if s.deadline_s is not None and s.deadline_s <= now]
+        turn.expired += [s for s in self._all() if s.deadline_s is not None and s.deadline_s <= now]
         for sequence in turn.expired:
             self.retire(sequence, FinishReason.ERROR, now)
 
     # ------------------------------------------------------------ giving way
 
     def _park(self, victim: Sequence, why: str, turn: Schedule, now: float) -> None:
-        """Take a running sequence out of its slot for another's sake; its cells stay for now."""
+        """Take a running sequence out of its slot for another; its cells stay for now."""
         victim.num_preemptions += 1
         self.num_parked_total += 1
         if victim.ends_if_preempted:
@@ -339,10 +318,10 @@ class Scheduler:
         turn.parked.append(Parking(sequence, why))
 
     def _return_favoured(self, turn: Schedule, now: float) -> None:
-        """Background that had a step beyond the slots waits on; its cells stay.
+        """Park background that had a step beyond the slots; its cells stay.
 
-        Where these might have to go and no state of it would be kept, it goes on to its token: each of its
-        steps would else begin with the first token again, where the pool is full for ever.
+        Where these might have to go and no state of it would be kept, it goes on to its token: otherwise each
+        of its steps would begin with the first token again, in a pool that stays full.
         """
         favoured = self._favoured
         if favoured is None or not favoured.is_running:
@@ -354,7 +333,7 @@ class Scheduler:
                 self._park_in_place(favoured, "its step in ten is over", turn, now)
 
     def _hold_back(self, turn: Schedule, now: float) -> None:
-        """Whoever may not run for now is parked (SPEC M4, M6)."""
+        """Park what may not run for now (SPEC M4, M6)."""
         for sequence in [s for s in self.slots.running if self.throttle.holds(s)]:
             self._park(sequence, self.throttle.reason, turn, now)
 
@@ -376,7 +355,7 @@ class Scheduler:
         return min(self.limits.n_batch, sum(s.num_pending for s in running)) + num_beyond
 
     def _free_something(self, turn: Schedule, now: float) -> bool:
-        """What nobody uses, then cells of those that wait, then the youngest that runs, never the last."""
+        """Unused cells, then those of waiting sequences, then the youngest running one, never the last."""
         if self._free_kept(turn):
             return True
         running = self.slots.running
@@ -393,8 +372,8 @@ class Scheduler:
         return self.allocator.evict_oldest(turn.ops) or self._demote_last(turn)
 
     def _demote_last(self, turn: Schedule) -> bool:
-        """Demote the guest that will run last: a paused one, else the last of the line."""
-        for sequence in (*self.paused, *reversed(self.waiting())):
+        """Demote the parked sequence that runs last: a paused one, else the last of the queue."""
+        for sequence in (*self.paused, *reversed(list(self.queue))):
             if sequence.parked_slot is not None:
                 self.allocator.demote(sequence, turn.ops)
                 return True
@@ -406,7 +385,7 @@ class Scheduler:
         favoured = self._favoured
         if favoured is not None and not favoured.is_running and not self._prefix_wait.is_awaiting(favoured):
             self._admit_favoured(favoured, turn, now)
-        num_ahead = 0  # those that will run as soon as what they wait for is there: their places are theirs
+        num_ahead = 0  # sequences that wait for a prefix keep their places
         for sequence in self.queue:
             if self.throttle.holds(sequence):
                 continue
@@ -420,7 +399,7 @@ class Scheduler:
                 return
 
     def _may_displace(self, sequence: Sequence) -> bool:
-        """Whether background would give way to it (SPEC Q3)."""
+        """Whether background gives way to it (SPEC Q3)."""
         return not sequence.is_background and bool(self._displaceable())
 
     def _displaceable(self) -> list[Sequence]:
@@ -441,14 +420,14 @@ class Scheduler:
         return placement is not None and self.allocator.fits(sequence, placement, most)
 
     def _has_place(self, num_ahead: int) -> bool:
-        """Whether one more may run; the one that is owed a step takes nobody's place."""
+        """Whether one more may run; the one that is owed a step takes no place."""
         num_slots = self.throttle.lowered(self.limits.num_slots)
         return len(self.slots.running) - self._is_beyond + num_ahead < num_slots
 
     def _admit_favoured(self, sequence: Sequence, turn: Schedule, now: float) -> None:
-        """A place for one step, beyond the slots if they are all taken, in a spare sequence (SPEC Q7).
+        """Admit it for one step, in a spare sequence if all slots are taken (SPEC Q7).
 
-        Where there are no cells for it, the youngest give way: it has waited for longer.
+        Where there are no cells for it, the youngest give way.
         """
         while not self._fits(sequence, turn):
             self._park(self._youngest(self.slots.running), f"no cells for {sequence.key}", turn, now)
@@ -456,7 +435,7 @@ class Scheduler:
         self._is_beyond = True
 
     def _placement(self, sequence: Sequence, turn: Schedule) -> SlotPlacement | None:
-        """Where it would go; a slot that is only somebody's home is cleared for it. None: all are busy."""
+        """Where it would go; the slot of a parked sequence is cleared for it. None: all are busy."""
         placement = self.allocator.placement(sequence)
         while placement is None and self._demote_last(turn):
             placement = self.allocator.placement(sequence)
@@ -466,9 +445,8 @@ class Scheduler:
         placement = self._placement(sequence, turn)
         assert placement is not None, f"no slot for {sequence!r}"
         self.allocator.prefix_source.lease(sequence, placement.entry)
-        while self.cells.free < self.allocator.prefix_source.num_to_import(sequence) and self._free_kept(
-            turn
-        ):
+        num_cells = self.allocator.prefix_source.num_to_import(sequence)
+        while self.cells.free < num_cells and self._free_kept(turn):
             pass
         self.queue.remove(sequence)
         told = self.allocator.admit(sequence, placement, turn.ops)

@@ -362,7 +362,7 @@ class SlotRunner:
             return
         self._told_s = now
         etas_s = self.scheduler.etas_s()
-        for position, sequence in enumerate(self.scheduler.waiting()):
+        for position, sequence in enumerate(self.scheduler.queue):
             live = self._live[sequence.key.request_id]
             is_told_of = sequence.state is SequenceState.QUEUED and sequence is live.leader
             if is_told_of and live.position != position:
@@ -371,7 +371,7 @@ class SlotRunner:
 
     def _report_stall(self, now: float) -> None:
         """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""
-        head = (*self.scheduler.waiting(), *self.scheduler.slots.running)[0]
+        head = (*self.scheduler.queue, *self.scheduler.slots.running)[0]
         self._num_stalls_total += 1
         counters = self.stats()
         error = SchedulerStalledError(f"no step can be planned: {head!r}, {counters}", counters=counters)

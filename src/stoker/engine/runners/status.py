@@ -51,7 +51,7 @@ def slots_of(scheduler: Scheduler, model: str, now: float) -> list[SlotStatus]:
 
 def line_of(scheduler: Scheduler, model: str, state: SequenceState, now: float) -> list[WaitStatus]:
     """The sequences of the line that are in `state`, next first, with their place in the whole line."""
-    line = zip(scheduler.waiting(), scheduler.etas_s(), strict=True)
+    line = zip(scheduler.queue, scheduler.etas_s(), strict=True)
     return [
         _waiting(sequence, model, now, (position, eta_s))
         for position, (sequence, eta_s) in enumerate(line)
