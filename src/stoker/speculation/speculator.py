@@ -107,7 +107,7 @@ class Speculator:
         limits = backend.capabilities
         can_take_back = limits.can_trim and limits.model_class is ModelClass.DECODER
         self._looks_up = can_take_back and mode.looks_up
-        self._drafter = backend.drafter if can_take_back and mode.uses_model else None
+        self._drafter = backend.extensions.drafter if can_take_back and mode.uses_model else None
         self._n_ctx, self._n_vocab = limits.n_ctx, limits.n_vocab
         self._most = min(limits.n_batch, limits.num_sequences) - 1  # rows that a context has room for anyway
         self._ends = frozenset(backend.vocabulary.eog_tokens)

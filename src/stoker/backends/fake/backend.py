@@ -36,6 +36,7 @@ from stoker.backends.fake.scoring import FakeScoring
 from stoker.backends.fake.vision import FakeVision, seen_tokens
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
+from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.lengths import Lengths
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import (
@@ -51,8 +52,8 @@ from stoker.models.memory_estimate.fit import Estimate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stoker.backends.protocol.backend import Buffer, Drafter, InFlight, Placed, Rows
-    from stoker.backends.protocol.vision import Vision
+    from stoker.backends.protocol.backend import Buffer, InFlight, Placed, Rows
+    from stoker.backends.protocol.extensions import Drafter
     from stoker.ipc.model import AdapterSpec, ModelSpec
     from stoker.ipc.usage import Tensor
     from stoker.models.memory_estimate.fit import Estimator
@@ -224,9 +225,24 @@ class FakeBackend:
         self._drafter = drafter
 
     @property
-    def vision(self) -> Vision | None:
+    def vision(self) -> FakeVision | None:
         """Its projector; None: it takes no pictures."""
         return self._vision
+
+    @property
+    def extensions(self) -> Extensions:
+        """All there are; a recurrent state where the model has one."""
+        return Extensions(
+            conditioner=self,
+            states=self,
+            recurrent=self if self._capabilities.state_layout else None,
+            hidden=self,
+            scorer=self,
+            vision=self._vision,
+            drafter=self._drafter,
+            threads=self,
+            compaction=self,
+        )
 
     def launch(self, plan: BatchPlan) -> InFlight:
         """Append the plan's tokens; rows are overwritten by the next step, as a native backend's are."""
@@ -370,9 +386,6 @@ class FakeBackend:
     def set_threads(self, num_threads: int) -> None:
         """Remembered only."""
         self.num_threads = num_threads
-
-    def give_back(self) -> None:
-        """It makes nothing on the way."""
 
     def close(self) -> None:
         """No step may follow."""

@@ -18,6 +18,7 @@ from stoker.backends.fake.history import FakeHistory, hidden_of
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.backends.protocol.backend import Capabilities
 from stoker.backends.protocol.encoding import check_texts
+from stoker.backends.protocol.extensions import Extensions
 from stoker.errors import ModelFileError, ModelLoadError, StepFailedError
 from stoker.ipc.model import ModelClass
 from stoker.models.memory_estimate.fit import Estimate
@@ -67,6 +68,11 @@ class FakeEncoder:
     def vocabulary(self) -> FakeVocabulary:
         """Bytes and four control tokens."""
         return self._vocabulary
+
+    @property
+    def extensions(self) -> Extensions:
+        """A number of threads."""
+        return Extensions(threads=self)
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
         """Eight numbers in [-1, 1) a text, which follow from its tokens; the first alone for "rank"."""

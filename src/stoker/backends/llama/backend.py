@@ -24,6 +24,7 @@ from stoker.backends.llama.state import SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision.vision import BLIND, VisionContext, open_vision
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
+from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import ModelClass
@@ -117,6 +118,22 @@ class LlamaBackend:
         """The model that guesses for it; None: it has none."""
         return self._drafter
 
+    @property
+    def extensions(self) -> Extensions:
+        """All there are, as far as model, projector and draft model have them."""
+        return Extensions(
+            conditioner=self,
+            states=self,
+            recurrent=self if self._recurrent else None,
+            hidden=self,
+            scorer=self,
+            vision=self._vision,
+            drafter=self._drafter,
+            threads=self,
+            compaction=self._context,
+            scratch=self,
+        )
+
     def add_drafter(self, drafter: DraftModel) -> None:
         """Have it guessed for; the draft model is its own from here on."""
         self._drafter = drafter
@@ -200,10 +217,6 @@ class LlamaBackend:
         """Forget the sequence and free its cells."""
         self._context.drop(seq)
 
-    def close_up(self, seqs: Sequence[int]) -> None:
-        """Move the tokens of these sequences together; only where the order of cells matters to the bit."""
-        self._context.close_up(seqs)
-
     def length(self, seq: int) -> int:
         """Tokens the sequence holds."""
         return self._context.lengths[seq]
@@ -225,7 +238,7 @@ class LlamaBackend:
         self._recurrent_states().write(seq, tensors)
 
     def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
-        """What the model made of the last of the sequence's tokens; see `Backend.last_hidden`."""
+        """What the model made of the last of the sequence's tokens; see `LastHidden`."""
         return self._hidden.last(seq, tokens)
 
     def _recurrent_states(self) -> RecurrentStates:

@@ -8,9 +8,9 @@ Contract (tests/contract runs it on every backend):
 - a step that raises, in `launch` or in `rows`, leaves every sequence as it was before the step;
 - rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `launch`;
 - one step is in flight at a time, and nothing else is called between `launch` and `rows`;
-- `fork`, `trim`, `drop` cost no computation; `drop` of an empty sequence is allowed;
-- `export_state` then `import_state` restores bit-exactly, an initial state included;
-- `write_state` leaves the length at 0: an initial state counts as no token, and only `drop` removes it.
+- `fork`, `trim`, `drop` cost no computation; `drop` of an empty sequence is allowed.
+
+What not every backend has is in `extensions`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
 
-from stoker.backends.protocol.scoring import Scoring, ScoringLane
+from stoker.backends.protocol.scoring import ScoringLane
 from stoker.ipc.model import ModelClass
 
 if TYPE_CHECKING:  # the front imports this module and computes nothing
     import numpy as np
     import numpy.typing as npt
 
-    from stoker.backends.protocol.vision import Vision
-    from stoker.ipc.usage import Tensor
+    from stoker.backends.protocol.extensions import Extensions
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Rows: TypeAlias = "npt.NDArray[np.float32]"
@@ -208,17 +207,6 @@ class Vocabulary(Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """A smaller model that guesses for a larger one (SPEC D9)."""
-
-    def guess(self, tokens: Sequence[int], count: int, namespace: bytes = b"") -> list[int]:
-        """Up to `count` tokens that may follow a text; none while it still reads it, some at each call.
-
-        What it has read of another `namespace` is not used again.
-        """
-        ...
-
-
 class InFlight(Protocol):
     """A step that was launched."""
 
@@ -246,7 +234,7 @@ class Computed:
 
 
 class Backend(Protocol):
-    """One loaded model."""
+    """One loaded model: what every backend has."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -259,24 +247,14 @@ class Backend(Protocol):
         ...
 
     @property
-    def num_threads(self) -> int:
-        """CPU threads a step uses."""
-        ...
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """The model that guesses for it; None: it has none."""
-        ...
-
-    @property
-    def vision(self) -> Vision | None:
-        """Its projector; None: it takes no pictures."""
+    def extensions(self) -> Extensions:
+        """What it has beyond this protocol."""
         ...
 
     def launch(self, plan: BatchPlan) -> InFlight:
         """Begin one forward pass; it may be over when this returns (`Capabilities.is_async` is false).
 
-        Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.image_ids`);
+        Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.picture_ids`);
         an item is all of one picture or all of tokens, and embeddings are computed in the tokens' place.
 
         Raises:
@@ -285,18 +263,12 @@ class Backend(Protocol):
         """
         ...
 
-    def condition(self, seq: int, conditioning: Conditioning) -> None:
-        """Compute the sequence's next tokens with this, until told otherwise; computes nothing itself.
-
-        Told each time a sequence of the scheduler gets this number, so a backend may forget it at a drop.
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty sequence `dst` share the first `length` tokens of `src`.
 
         Raises:
-            UnsupportedError: it holds what this model cannot do.
+            UnsupportedError: `can_fork` is false.
         """
-        ...
-
-    def fork(self, src: int, dst: int, length: int) -> None:
-        """Let the empty sequence `dst` share the first `length` tokens of `src`."""
         ...
 
     def trim(self, seq: int, length: int) -> None:
@@ -311,90 +283,12 @@ class Backend(Protocol):
         """Forget the sequence and its initial state, and free its cells."""
         ...
 
-    def close_up(self, seqs: Sequence[int]) -> None:
-        """Move the tokens of these sequences into free cells before them, shared ones for all who share them.
-
-        Copies, computes nothing. `launch` does it for the sequences of its plan, where sums are taken in the
-        order of the cells: a sequence that grew into a cell before its own tokens would get other last bits
-        than alone. Asked for before a step, its time is not the step's.
-        """
-        ...
-
     def length(self, seq: int) -> int:
         """Tokens the sequence holds."""
         ...
 
-    def export_state(self, seq: int) -> Buffer:
-        """The sequence's state, bit-exact."""
-        ...
-
-    def import_state(self, seq: int, data: Buffer) -> None:
-        """Put exported state into the empty sequence `seq`.
-
-        Raises:
-            InvalidRequestError: the bytes are foreign or damaged.
-            PoolFullError: no cells for it; nothing changed.
-        """
-        ...
-
-    def read_state(self, seq: int) -> list[Tensor]:
-        """A recurrent model's state after the sequence's tokens, as `Capabilities.state_layout` names it.
-
-        Raises:
-            UnsupportedError: the model has no such state.
-        """
-        ...
-
-    def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
-        """Let the empty sequence `seq` begin from a state of `Capabilities.state_layout`.
-
-        Raises:
-            UnsupportedError: the model has no such state.
-            PoolFullError: no room for it; nothing changed.
-        """
-        ...
-
-    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
-        """What the model made of the last of `tokens`, float32 (width,), before the output matrix (SPEC D8).
-
-        The sequence holds `tokens`, or all but the last of them; afterwards it holds them all. Holding all of
-        them costs a step of one token where the model can trim, and else a step of each.
-
-        Raises:
-            UnsupportedError: the model gives none.
-            PoolFullError: no cell for the last token.
-            StepFailedError: the native decode failed, or there is no memory for it.
-        """
-        ...
-
-    def scoring(
-        self,
-        prompt: Sequence[int],
-        texts: Sequence[Sequence[int]],
-        namespace: bytes = b"",
-        lane: ScoringLane = ScoringLane.CHOICES,
-    ) -> Scoring:
-        """How likely each of `texts` is after `prompt`, which has a token at least (SPEC D5).
-
-        Computes nothing itself, and touches no sequence. The prompt begins with the model's own state. What a
-        scoring of another `namespace` has computed is not used again; slices of another `lane` in between
-        cost it nothing.
-
-        Raises:
-            UnsupportedError: the model predicts no tokens of a prompt.
-        """
-        ...
-
     def memory(self) -> dict[str, int]:
         """Bytes by line: weights, kv, compute."""
-        ...
-
-    def set_threads(self, num_threads: int) -> None:
-        """Use that many CPU threads from the next step on."""
-        ...
-
-    def give_back(self) -> None:
-        """Free what is made again when it is needed, such as a context that only scores use (SPEC M4)."""
         ...
 
     def close(self) -> None:

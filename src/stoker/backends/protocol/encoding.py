@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stoker.backends.protocol.backend import Capabilities, Rows, Vocabulary
+    from stoker.backends.protocol.extensions import Extensions
 
 
 @runtime_checkable
@@ -43,8 +44,8 @@ class Encoder(Protocol):
         ...
 
     @property
-    def num_threads(self) -> int:
-        """CPU threads a call uses."""
+    def extensions(self) -> Extensions:
+        """What it has beyond this protocol; of an encoder `threads` alone."""
         ...
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
@@ -66,10 +67,6 @@ class Encoder(Protocol):
 
     def memory(self) -> dict[str, int]:
         """Bytes by line: weights, compute."""
-        ...
-
-    def set_threads(self, num_threads: int) -> None:
-        """Use that many CPU threads from the next call on."""
         ...
 
     def close(self) -> None:

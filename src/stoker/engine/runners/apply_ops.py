@@ -6,15 +6,17 @@ import logging
 from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
-from stoker.errors import InvalidRequestError, StokerError
+from stoker.errors import InvalidRequestError, StokerError, UnsupportedError
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from stoker.backends.protocol.backend import Backend
+    from stoker.backends.protocol.extensions import StateTransfer
     from stoker.cache.entry import Entry
     from stoker.kv.allocator import KVAllocator
+    from stoker.kv.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def carry_out(ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator) -> 
             case Import():
                 _import(op, backend, allocator)
             case Begin(seq, sequence):
-                backend.write_state(seq, sequence.initial_state or [])
+                _begin(seq, sequence, backend)
 
 
 def _export(order: Export, backend: Backend, allocator: KVAllocator) -> None:
@@ -45,7 +47,7 @@ def _export(order: Export, backend: Backend, allocator: KVAllocator) -> None:
         allocator.not_exported(entry, order.sequence)
         return
     try:
-        data = backend.export_state(order.seq)
+        data = _states_of(backend).export_state(order.seq)
     except (StokerError, MemoryError) as error:
         log.warning("no snapshot of %d tokens, they will be computed again: %s", entry.num_tokens, error)
         allocator.not_exported(entry, order.sequence)
@@ -61,7 +63,7 @@ def _import(order: Import, backend: Backend, allocator: KVAllocator) -> None:
         _start_anew(order, backend, allocator)
         return
     try:
-        backend.import_state(order.seq, entry.data)
+        _states_of(backend).import_state(order.seq, entry.data)
         _check_length(backend.length(order.seq), entry)
         if order.length < entry.num_tokens:
             backend.trim(order.seq, order.length)
@@ -85,4 +87,17 @@ def _start_anew(order: Import, backend: Backend, allocator: KVAllocator) -> None
     backend.drop(order.seq)
     allocator.lost(sequence)
     if sequence.slot == order.seq and sequence.initial_state is not None:
-        backend.write_state(order.seq, sequence.initial_state)
+        _begin(order.seq, sequence, backend)
+
+
+def _begin(seq: int, sequence: Sequence, backend: Backend) -> None:
+    recurrent = backend.extensions.recurrent
+    assert recurrent is not None, f"{sequence!r} begins from a state that {backend!r} has not"
+    recurrent.write_state(seq, sequence.initial_state or [])
+
+
+def _states_of(backend: Backend) -> StateTransfer:
+    states = backend.extensions.states
+    if states is None:
+        raise UnsupportedError(f"{backend.capabilities.description} gives no states to keep")
+    return states

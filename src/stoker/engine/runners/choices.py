@@ -16,7 +16,7 @@ import numpy as np
 
 from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
 from stoker.engine.runners.queue import TextQueue
-from stoker.errors import RequestTimeoutError, StepFailedError, StokerError
+from stoker.errors import RequestTimeoutError, StepFailedError, StokerError, UnsupportedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Event, Failed, Paused, Queued, Resumed, StateReady
 from stoker.ipc.request import FinishReason
@@ -58,8 +58,11 @@ class _ChoiceJob:
         lengths = [len(text) for text in scored.texts]
         namespace = self.sequence.conditioning.namespace
         lane = ScoringLane.BACKGROUND_CHOICES if self.sequence.is_background else ScoringLane.CHOICES
+        scorer = backend.extensions.scorer
+        if scorer is None:
+            raise UnsupportedError(f"{backend.capabilities.description} scores no texts", param="model")
         self.passes = [
-            _Pass(backend.scoring(each, scored.texts, namespace, lane), Likelihoods(lengths))
+            _Pass(scorer.scoring(each, scored.texts, namespace, lane), Likelihoods(lengths))
             for each in prompts
         ]
 

@@ -22,7 +22,7 @@ def model_info(
     spec: ModelSpec, backend: Backend | Encoder, num_slots: int, degraded: Sequence[str]
 ) -> ModelInfo:
     """What was loaded and the limits that resulted."""
-    limits, vocabulary = backend.capabilities, backend.vocabulary
+    limits, vocabulary, threads = backend.capabilities, backend.vocabulary, backend.extensions.threads
     return ModelInfo(
         id=spec.id,
         path=spec.path,
@@ -37,7 +37,7 @@ def model_info(
         n_ctx_train=limits.n_ctx_train,
         n_batch=limits.n_batch,
         num_slots=num_slots,
-        num_threads=backend.num_threads,
+        num_threads=threads.num_threads if threads else 0,
         kv_type=limits.kv_type,
         flash_attention=limits.flash_attention,
         memory_bytes=backend.memory(),

@@ -169,7 +169,9 @@ class ImageEncoder:
         if (new or len(needed) < len(placed)) and sequence.slot is not None:
             pictures = tuple(sorted([*needed, *new], key=lambda each: each.start))
             sequence.conditioning = msgspec.structs.replace(sequence.conditioning, pictures=pictures)
-            self._backend.condition(sequence.slot, sequence.conditioning)
+            conditioner = self._backend.extensions.conditioner
+            assert conditioner is not None, f"{self._backend!r} has a projector and takes no pictures"
+            conditioner.condition(sequence.slot, sequence.conditioning)
 
     def _rows_of(self, span: ImageSpan, now: float) -> Rows | None:
         """What stands at a place, float32 (num_tokens, n_embd); None: it is not there yet."""

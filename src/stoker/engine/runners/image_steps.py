@@ -29,7 +29,7 @@ class ImageSteps:
         self._scheduler = scheduler
         self._pace = pace
         self._budget = SliceBudget(scheduler.limits.target_step_s)
-        vision = backend.vision
+        vision = backend.extensions.vision
         self._image_encoder = (
             None if vision is None else ImageEncoder(backend, vision, cache, scheduler.limits.source)
         )

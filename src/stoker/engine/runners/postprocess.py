@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.errors import StokerError
+from stoker.errors import StokerError, UnsupportedError
 from stoker.ipc.events import StateReady
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import TokenLogprob
@@ -153,11 +153,16 @@ class Postprocess:
     def _state_of(self, live: Job, sequence: Sequence) -> StateReady:
         """What the model has made of the prompt (SPEC K5, D8)."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
+        extensions, description = self._backend.extensions, self._backend.capabilities.description
         if sequence.is_to_embed:
-            tensors = [self._backend.last_hidden(sequence.slot, sequence.tokens)]
+            if extensions.hidden is None:
+                raise UnsupportedError(f"{description} gives no state of a text", param="kind")
+            tensors = [extensions.hidden.last_hidden(sequence.slot, sequence.tokens)]
             self._scheduler.completed(sequence)
+        elif extensions.recurrent is None:
+            raise UnsupportedError(f"{description} has no recurrent state", param="state")
         else:
-            tensors = self._backend.read_state(sequence.slot)
+            tensors = extensions.recurrent.read_state(sequence.slot)
         return StateReady(request_id=live.request_id, num_tokens=sequence.num_computed, tensors=tensors)
 
     def _note_prompt_logprobs(self, live: Job, start: int, rows: Rows) -> None:

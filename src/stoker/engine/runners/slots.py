@@ -81,7 +81,7 @@ class SlotRunner:
             state_layout=limits.state_layout,
             cache_mode=spec.cache_mode,
             adapters=dict(limits.adapters),
-            vision=backend.vision,
+            vision=backend.extensions.vision,
             decoder_start=limits.decoder_start,
             grammars=GrammarCompiler(lambda: GrammarTokenizer(backend.vocabulary, limits.n_vocab)),
         )
@@ -280,7 +280,8 @@ class SlotRunner:
         """Give up every cell that nobody who runs or waits needs, and what the backend can make again."""
         self._steps.settle(now)
         self._carry_out(self.scheduler.drop_idle(now), now)
-        self.backend.give_back()
+        if (scratch := self.backend.extensions.scratch) is not None:
+            scratch.give_back()
 
     def close(self) -> None:
         """Free the native model."""
@@ -351,8 +352,9 @@ class SlotRunner:
         still = [each for each in schedule.parked if each.sequence.state is not SequenceState.DONE]
         self.events.extend(_parked(each) for each in still)
         for sequence in schedule.admitted:
-            if sequence.slot is not None:
-                self.backend.condition(sequence.slot, sequence.conditioning)
+            conditioner = self.backend.extensions.conditioner
+            if sequence.slot is not None and conditioner is not None:
+                conditioner.condition(sequence.slot, sequence.conditioning)
             if (live := self._live.get(sequence.key.request_id)) is not None:
                 self.events.append(live.admitted(sequence, now))
 

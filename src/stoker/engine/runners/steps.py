@@ -71,6 +71,7 @@ class StepRunner:
         self._pace = pace
         self._apply = apply
         self._runner: Runner = pace.join(backend, scheduler.cost)
+        self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
         self._postprocess = Postprocess(backend, scheduler, live, pace, self._end_in_flight)
         self._launched: _Launched | None = None
@@ -144,7 +145,8 @@ class StepRunner:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
         batch = plan.batch()
         num_tokens = batch.num_tokens + self._num_unread(plan)
-        self._backend.close_up([item.seq for item in batch.items])  # its time is not the step's
+        if self._compaction is not None:
+            self._compaction.close_up([item.seq for item in batch.items])  # its time is not the step's
         self._pace.begin(num_tokens)
         try:
             in_flight = self._backend.launch(batch)

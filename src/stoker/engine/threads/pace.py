@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
+    from stoker.backends.protocol.extensions import Threads
     from stoker.engine.threads.governor import Decision
     from stoker.engine.threads.timer import StepTimer
     from stoker.scheduler.cost import StepCost
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """A model that steps: its backend, what its steps cost, the most threads it was given."""
+    """A model that steps: its threads, if the machine's load moves them, and what its steps cost."""
 
-    backend: Backend | Encoder
+    threads: Threads | None
     cost: StepCost
     max_threads: int
 
@@ -64,9 +65,11 @@ class Pace:
 
     def join(self, backend: Backend | Encoder, cost: StepCost) -> Runner:
         """A model was loaded; on a CPU its threads follow the machine from now on."""
-        runner = Runner(backend, cost, backend.num_threads)
-        cost.use_threads(backend.num_threads)
-        if backend.capabilities.computes_on_cpu:
+        threads = backend.extensions.threads
+        num_threads = threads.num_threads if threads is not None else 0
+        cost.use_threads(num_threads)
+        runner = Runner(threads if backend.capabilities.computes_on_cpu else None, cost, num_threads)
+        if runner.threads is not None:
             self._runners.append(runner)
             self._renew()
         return runner
@@ -112,11 +115,11 @@ class Pace:
         """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""
         took_s = self._clock.end(num_tokens)
         keeper = self._controller
-        if keeper is None or not runner.backend.capabilities.computes_on_cpu:
+        if keeper is None or runner.threads is None:
             runner.cost.learn(num_tokens, took_s)
             return took_s
         predicted_s = runner.cost.predict(num_tokens)
-        decision = keeper.end(runner.backend.num_threads, predicted_s)
+        decision = keeper.end(runner.threads.num_threads, predicted_s)
         if predicted_s is None or not keeper.governor.is_disturbed:
             runner.cost.learn(num_tokens, took_s)
         self._follow(decision)
@@ -135,7 +138,7 @@ class Pace:
     def _use(self, num_threads: int) -> None:
         for runner in self._runners:
             own = min(runner.max_threads, num_threads)
-            if own != runner.backend.num_threads:
-                runner.backend.set_threads(own)
+            if runner.threads is not None and own != runner.threads.num_threads:
+                runner.threads.set_threads(own)
             if own != runner.cost.num_threads:  # of several runners of one backend, each has its own
                 runner.cost.use_threads(own)

@@ -27,6 +27,7 @@ from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, Capabilities, PlanItem
 from stoker.backends.protocol.encoding import check_texts
+from stoker.backends.protocol.extensions import Extensions
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
 from stoker.ipc.model import ModelClass
 from stoker.models.fingerprint import fingerprint
@@ -116,6 +117,11 @@ class LlamaEncoder:
     def vocabulary(self) -> LlamaVocabulary:
         """Its tokenizer, valid until `close`."""
         return self._model.vocabulary
+
+    @property
+    def extensions(self) -> Extensions:
+        """A number of threads."""
+        return Extensions(threads=self)
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
         """The vectors of whole texts, or the scores of pairs; see `Encoder.encode`.

@@ -26,7 +26,7 @@ class HiddenStates:
         return f"<HiddenStates of {self._context!r}>"
 
     def last(self, seq: int, tokens: Sequence[int]) -> Tensor:
-        """See `Backend.last_hidden`."""
+        """See `LastHidden`."""
         held = self._context.lengths[seq]
         assert held in {len(tokens), len(tokens) - 1}, f"sequence {seq} holds {held} of {len(tokens)} tokens"
         if held == len(tokens):

@@ -23,17 +23,17 @@ from stoker.backends.llama.opening import tried_options
 from stoker.backends.llama.seq2seq.source import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, Computed, Conditioning, PlanItem
+from stoker.backends.protocol.extensions import Extensions
 from stoker.errors import ModelLoadError, StokerError, UnsupportedError
 from stoker.ipc.model import ModelClass
 from stoker.models.gguf.header import read_header
 from stoker.models.seq2seq import STEP_TOKENS, check_one_slot, num_cells
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from stoker.backends.protocol.backend import InFlight
     from stoker.ipc.model import ModelSpec
-    from stoker.ipc.usage import Tensor
     from stoker.models.gguf.header import GgufHeader
 
 _NO_TOKEN = -1
@@ -92,9 +92,10 @@ class Seq2SeqBackend(LlamaBackend):
             raise
         return Computed(rows)
 
-    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:  # noqa: ARG002 - the protocol's
-        """UnsupportedError: what it makes of a text is for its decoder to read."""
-        raise UnsupportedError(f"{self._capabilities.description} gives no state of a text", param="kind")
+    @property
+    def extensions(self) -> Extensions:
+        """As any model's; what it makes of a text is for its decoder to read, so there is no hidden state."""
+        return dataclasses.replace(super().extensions, hidden=None)
 
     def memory(self) -> dict[str, int]:
         """Bytes by line: weights, kv, compute."""

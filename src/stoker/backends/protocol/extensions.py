@@ -1,0 +1,169 @@
+"""What a backend may add to the core protocol: one small protocol each.
+
+`Backend.extensions` names those that a loaded model has; there is no other way to ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.backends.protocol.scoring import ScoringLane
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.backends.protocol.backend import Buffer, Conditioning
+    from stoker.backends.protocol.scoring import Scoring
+    from stoker.backends.protocol.vision import Vision
+    from stoker.ipc.usage import Tensor
+
+
+class Conditioner(Protocol):
+    """Computes tokens with something beside them: adapters, a source, pictures, rows of a whole prompt."""
+
+    def condition(self, seq: int, conditioning: Conditioning) -> None:
+        """Compute the sequence's next tokens with this, until the next call; computes nothing itself.
+
+        Called each time a sequence of the scheduler gets this number, so a backend may forget it at a drop.
+
+        Raises:
+            UnsupportedError: it holds what this model cannot do.
+        """
+        ...
+
+
+class StateTransfer(Protocol):
+    """Sequences as bytes: what is exported and imported again is bit-exact, an initial state included."""
+
+    def export_state(self, seq: int) -> Buffer:
+        """The sequence's state."""
+        ...
+
+    def import_state(self, seq: int, data: Buffer) -> None:
+        """Put exported state into the empty sequence `seq`.
+
+        Raises:
+            InvalidRequestError: the bytes are foreign or damaged.
+            PoolFullError: no cells for it; nothing changed.
+        """
+        ...
+
+
+class RecurrentState(Protocol):
+    """A recurrent model's state as the tensors that `Capabilities.state_layout` names."""
+
+    def read_state(self, seq: int) -> list[Tensor]:
+        """The state after the sequence's tokens."""
+        ...
+
+    def write_state(self, seq: int, tensors: Sequence[Tensor]) -> None:
+        """Let the empty sequence `seq` begin from a state; its length stays 0, and only `drop` removes it.
+
+        Raises:
+            PoolFullError: no room for it; nothing changed.
+        """
+        ...
+
+
+class LastHidden(Protocol):
+    """Hidden states."""
+
+    def last_hidden(self, seq: int, tokens: Sequence[int]) -> Tensor:
+        """What the model made of the last of `tokens`, float32 (width,), before the output matrix (SPEC D8).
+
+        The sequence holds `tokens`, or all but the last of them; afterwards it holds them all. Holding all of
+        them costs a step of one token where the model can trim, and else a step of each.
+
+        Raises:
+            UnsupportedError: the model gives none.
+            PoolFullError: no cell for the last token.
+            StepFailedError: the native decode failed, or there is no memory for it.
+        """
+        ...
+
+
+class TextScorer(Protocol):
+    """Scores texts after a prompt."""
+
+    def scoring(
+        self,
+        prompt: Sequence[int],
+        texts: Sequence[Sequence[int]],
+        namespace: bytes = b"",
+        lane: ScoringLane = ScoringLane.CHOICES,
+    ) -> Scoring:
+        """How likely each of `texts` is after `prompt`, which has a token at least (SPEC D5).
+
+        Computes nothing itself, and touches no sequence. The prompt begins with the model's own state. What a
+        scoring of another `namespace` has computed is not used again; slices of another `lane` in between
+        cost it nothing.
+
+        Raises:
+            UnsupportedError: the model predicts no tokens of a prompt.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """A smaller model that guesses for a larger one (SPEC D9)."""
+
+    def guess(self, tokens: Sequence[int], count: int, namespace: bytes = b"") -> list[int]:
+        """Up to `count` tokens that may follow a text; none while it still reads it, some at each call.
+
+        What it has read of another `namespace` is not used again.
+        """
+        ...
+
+
+class Threads(Protocol):
+    """CPU threads of the steps."""
+
+    @property
+    def num_threads(self) -> int:
+        """Threads a step uses."""
+        ...
+
+    def set_threads(self, num_threads: int) -> None:
+        """Use that many from the next step on."""
+        ...
+
+
+class Compaction(Protocol):
+    """Cells whose order decides the last bits."""
+
+    def close_up(self, seqs: Sequence[int]) -> None:
+        """Move the tokens of these sequences into free cells before them, shared ones for all who share them.
+
+        Copies, computes nothing. `launch` does it for the sequences of its plan, where sums are taken in the
+        order of the cells: a sequence that grew into a cell before its own tokens would get other last bits
+        than alone. Asked for before a step, its time is not the step's.
+        """
+        ...
+
+
+class Scratch(Protocol):
+    """Memory that is made again when it is needed, such as a context that only scores use (SPEC M4)."""
+
+    def give_back(self) -> None:
+        """Free it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extensions:
+    """What a loaded model has beyond the core; None: it has not."""
+
+    conditioner: Conditioner | None = None
+    states: StateTransfer | None = None
+    recurrent: RecurrentState | None = None
+    hidden: LastHidden | None = None
+    scorer: TextScorer | None = None
+    vision: Vision | None = None
+    drafter: Drafter | None = None
+    threads: Threads | None = None
+    compaction: Compaction | None = None
+    scratch: Scratch | None = None
+
+
+NO_EXTENSIONS = Extensions()
