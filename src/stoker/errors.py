@@ -38,6 +38,12 @@ class StokerError(Exception):
     code: ClassVar[str] = "stoker_error"
     http_status: ClassVar[int] = 500
 
+    def __init_subclass__(cls, *, code: str | None = None, http_status: int | None = None) -> None:
+        """A class has its own code and status, or those of the class above it."""
+        super().__init_subclass__()
+        cls.code = code or cls.code
+        cls.http_status = http_status or cls.http_status
+
     def __init__(
         self,
         message: str,
@@ -67,21 +73,16 @@ class StokerError(Exception):
         )
 
 
-class CallerError(StokerError):
+class CallerError(StokerError, code="invalid_request", http_status=400):
     """The request is wrong."""
-
-    code = "invalid_request"
-    http_status = 400
 
 
 class InvalidRequestError(CallerError):
     """A field is missing, malformed or out of range; `param` names it."""
 
 
-class ContextLengthError(CallerError):
+class ContextLengthError(CallerError, code="context_length_exceeded"):
     """The prompt does not fit; details carry `num_tokens` and `n_ctx`."""
-
-    code = "context_length_exceeded"
 
     @classmethod
     def over(
@@ -108,249 +109,157 @@ def _overflow(has: str, n_ctx: int) -> str:
     return f"{context} However, {has}. Shorten it, or serve the model with a larger context"
 
 
-class UnsupportedError(CallerError):
+class UnsupportedError(CallerError, code="unsupported"):
     """The model or build lacks what was asked for."""
 
-    code = "unsupported"
 
-
-class WorkLimitError(CallerError):
+class WorkLimitError(CallerError, code="work_limit_exceeded"):
     """A template or grammar takes more than one request may have; details: `limit_s` or `limit_bytes`."""
 
-    code = "work_limit_exceeded"
 
-
-class AuthenticationError(CallerError):
+class AuthenticationError(CallerError, code="invalid_api_key", http_status=401):
     """No valid API key came with the request."""
 
-    code = "invalid_api_key"
-    http_status = 401
 
-
-class ForbiddenError(CallerError):
+class ForbiddenError(CallerError, code="forbidden", http_status=403):
     """The request's Host or Origin is not allowed here."""
 
-    code = "forbidden"
-    http_status = 403
 
-
-class OperatorOnlyError(CallerError):
+class OperatorOnlyError(CallerError, code="operator_only", http_status=403):
     """Only operators of the server may ask for this; the message says which setting or key allows it."""
 
-    code = "operator_only"
-    http_status = 403
 
-
-class RequestTooLargeError(CallerError):
+class RequestTooLargeError(CallerError, code="request_too_large", http_status=413):
     """The body is over the limit."""
 
-    code = "request_too_large"
-    http_status = 413
 
-
-class ModelNotFoundError(CallerError):
+class ModelNotFoundError(CallerError, code="model_not_found", http_status=404):
     """No such model is served or on disk."""
 
-    code = "model_not_found"
-    http_status = 404
 
-
-class RequestNotFoundError(CallerError):
+class RequestNotFoundError(CallerError, code="request_not_found", http_status=404):
     """No live request has that id."""
 
-    code = "request_not_found"
-    http_status = 404
 
-
-class RequestCancelledError(CallerError):
+class RequestCancelledError(CallerError, code="request_cancelled", http_status=499):
     """The call was cancelled by its id before it had its answer."""
 
-    code = "request_cancelled"
-    http_status = 499
 
-
-class StateNotFoundError(CallerError):
+class StateNotFoundError(CallerError, code="state_not_found", http_status=404):
     """No saved state of the caller has that id."""
 
-    code = "state_not_found"
-    http_status = 404
 
-
-class MachineError(StokerError):
+class MachineError(StokerError, code="machine_error", http_status=503):
     """The machine cannot now."""
 
-    code = "machine_error"
-    http_status = 503
 
-
-class QueueFullError(MachineError):
+class QueueFullError(MachineError, code="queue_full", http_status=429):
     """The queue is at its bound."""
 
-    code = "queue_full"
-    http_status = 429
 
-
-class RequestTimeoutError(MachineError):
+class RequestTimeoutError(MachineError, code="request_timeout", http_status=408):
     """The request's own deadline passed."""
 
-    code = "request_timeout"
-    http_status = 408
 
-
-class PreparationTimeoutError(MachineError):
+class PreparationTimeoutError(MachineError, code="preparation_timeout"):
     """Tokenising the text or compiling the constraint took over `max_prepare_s`; details carry it."""
 
-    code = "preparation_timeout"
 
-
-class NotReadyError(MachineError):
+class NotReadyError(MachineError, code="not_ready"):
     """Starting, restarting, stopping or loading."""
 
-    code = "not_ready"
 
-
-class ServerBusyError(MachineError):
+class ServerBusyError(MachineError, code="server_busy"):
     """The server holds as many connections, or bytes of unfinished bodies, as it may; details carry which."""
 
-    code = "server_busy"
 
-
-class ModelInUseError(MachineError):
+class ModelInUseError(MachineError, code="model_in_use", http_status=409):
     """Live requests need a model as it is loaded now, so it is not loaded otherwise.
 
     Details carry `num_requests`, how many, and for want of context `n_ctx`, what they need of it.
     """
 
-    code = "model_in_use"
-    http_status = 409
 
-
-class InsufficientMemoryError(MachineError):
+class InsufficientMemoryError(MachineError, code="insufficient_memory"):
     """A model does not fit beside what is in use now.
 
     Details carry `needed`, `free`, `margin` and `evictable`, in bytes.
     """
 
-    code = "insufficient_memory"
 
-
-class TooHotError(MachineError):
+class TooHotError(MachineError, code="too_hot"):
     """The machine is too hot to load a model; details carry `heat`."""
 
-    code = "too_hot"
 
-
-class DeviceBusyError(MachineError):
+class DeviceBusyError(MachineError, code="device_busy"):
     """Another process holds the accelerator; details carry `device`."""
 
-    code = "device_busy"
 
-
-class CacheFileError(MachineError):
+class CacheFileError(MachineError, code="cache_file", http_status=500):
     """One file of the prefix cache is damaged, gone or too large."""
 
-    code = "cache_file"
-    http_status = 500
 
-
-class KeptRequestDamagedError(MachineError):
+class KeptRequestDamagedError(MachineError, code="kept_request_damaged", http_status=410):
     """The file of a suspended request is damaged: it does not go on; the message names where it was put."""
 
-    code = "kept_request_damaged"
-    http_status = 410
 
-
-class MachineSetupError(MachineError):
+class MachineSetupError(MachineError, code="machine_setup", http_status=500):
     """To be mended by the machine's owner: a port in use, a folder not writable, no compiler."""
 
-    code = "machine_setup"
-    http_status = 500
 
-
-class ModelError(StokerError):
+class ModelError(StokerError, code="model_error", http_status=503):
     """The model file is at fault."""
 
-    code = "model_error"
-    http_status = 503
 
-
-class ModelFileError(ModelError):
+class ModelFileError(ModelError, code="model_file_invalid", http_status=422):
     """Missing, truncated, corrupt or foreign file; the message names the file and the reason."""
 
-    code = "model_file_invalid"
-    http_status = 422
 
-
-class ModelTooLargeError(ModelError):
+class ModelTooLargeError(ModelError, code="model_too_large", http_status=422):
     """It does not fit this machine's limit, however it is cut down; details carry `needed` and `limit`."""
 
-    code = "model_too_large"
-    http_status = 422
 
-
-class ReadingError(ModelError):
+class ReadingError(ModelError, code="reading_failed", http_status=422):
     """The answer about images is not of the form asked for, twice; details carry `text`, `attempts`."""
 
-    code = "reading_failed"
-    http_status = 422
 
-
-class ModelLoadError(ModelError):
+class ModelLoadError(ModelError, code="model_load_failed"):
     """The native library refused the model."""
 
-    code = "model_load_failed"
 
-
-class LoadCrashedError(ModelLoadError):
+class LoadCrashedError(ModelLoadError, code="model_load_crashed"):
     """The native library crashed on the model twice: it is loaded again when asked for or replaced.
 
     The message quotes what the library said; details carry `crashes` where the engine itself crashed.
     """
 
-    code = "model_load_crashed"
 
-
-class DownloadError(ModelError):
+class DownloadError(ModelError, code="download_failed"):
     """A download failed, was corrupt, or there is no network."""
 
-    code = "download_failed"
 
-
-class EngineError(StokerError):
+class EngineError(StokerError, code="engine_error"):
     """Stoker is at fault."""
 
-    code = "engine_error"
 
-
-class WorkerLostError(EngineError):
+class WorkerLostError(EngineError, code="worker_lost"):
     """The process for templates and grammars ended twice on this request."""
 
-    code = "worker_lost"
 
-
-class StepFailedError(EngineError):
+class StepFailedError(EngineError, code="step_failed"):
     """The native decode failed for this sequence alone."""
 
-    code = "step_failed"
 
-
-class PoolFullError(EngineError):
+class PoolFullError(EngineError, code="kv_pool_full", http_status=503):
     """No KV cells are free; the step changed nothing. Never the error of a request that fits alone."""
 
-    code = "kv_pool_full"
-    http_status = 503
 
-
-class EngineCrashedError(EngineError):
+class EngineCrashedError(EngineError, code="engine_crashed"):
     """The engine died three times on this request, without a token of progress in between."""
 
-    code = "engine_crashed"
 
-
-class SchedulerStalledError(EngineError):
+class SchedulerStalledError(EngineError, code="scheduler_stalled"):
     """Work exists and no step can be planned: a bug, reported with every counter."""
-
-    code = "scheduler_stalled"
 
 
 def _tree(cls: type[StokerError]) -> list[type[StokerError]]:

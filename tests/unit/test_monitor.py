@@ -14,10 +14,17 @@ import pytest
 
 from stoker.machine import monitor as monitor_module
 from stoker.machine.cgroups import ControlGroup
-from stoker.machine.kernel_events import CutWatch, StallTrigger
 from stoker.machine.ladder import LADDER, Ladder
 from stoker.machine.limits import Tier
-from stoker.machine.monitor import LINGER_S, MemoryMonitor, Sources, footprint_of, measure
+from stoker.machine.monitor import (
+    LINGER_S,
+    CutWatch,
+    MemoryMonitor,
+    Sources,
+    StallTrigger,
+    footprint_of,
+    measure,
+)
 from stoker.machine.pressure import Pressure
 from stoker.machine.thermal import Heat, HeatReading
 

@@ -1,6 +1,7 @@
 """Measuring memory and heat, once and then each second (SPEC M3, M6).
 
-Owns the sample and the thread that takes it. The loop that gets it decides by `pressure` and `ladder`.
+Owns the sample, the thread that takes it, and the kernel's alarms: pressure stalls and cuts of control groups.
+The loop that gets a sample decides by `pressure` and `ladder`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from pathlib import Path
 import psutil
 
 from stoker.machine.cgroups import ControlGroup, limited_groups
-from stoker.machine.kernel_events import CutWatch, StallTrigger
 from stoker.machine.ladder import LONGEST_DESCENT_S
 from stoker.machine.limits import Tier, effective_limit, limits_of, tier_of
-from stoker.machine.pressure import Pressure, PressureMeter, is_ours_to_ease
+from stoker.machine.pressure import CRITICAL_FROM, HYSTERESIS, Pressure, PressureMeter, is_ours_to_ease
 from stoker.machine.thermal import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource, NoSensors
 
 EVERY_S = 1.0
 LINGER_S = LONGEST_DESCENT_S + LEAVE_AFTER_S
+TRIGGER = b"some 150000 2000000\0"
+"""Processes waited for memory for 150 ms of any 2 s; a window of 2 s needs no privilege."""
 
 _log = logging.getLogger(__name__)
 
@@ -158,6 +160,60 @@ def _read_psi(root: Path) -> float | None:
         return float(fields["avg10"])
     except (OSError, ValueError, KeyError):
         return None
+
+
+class StallTrigger:
+    """A trigger on the machine's memory pressure stalls (PSI); poll its `fd` for `select.POLLPRI`.
+
+    Args:
+        root: where `/proc` is found.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self.fd: int | None = None
+        try:
+            fd = os.open(root / "proc/pressure/memory", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return  # no PSI here, or not for us
+        try:
+            os.write(fd, TRIGGER)
+        except OSError:
+            os.close(fd)
+        else:
+            self.fd = fd
+
+    def __repr__(self) -> str:
+        return f"<StallTrigger {'off' if self.fd is None else 'on'}>"
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+class CutWatch:
+    """Whether a control group came up against its limit since the last reading.
+
+    The kernel also counts a cut that only dropped file cache. So a cut counts only where the working set is
+    near the limit; a killed process always counts.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, ControlGroup] = {}
+
+    def __repr__(self) -> str:
+        return f"<CutWatch over {len(self._seen)} groups>"
+
+    def has_risen(self, groups: Sequence[ControlGroup]) -> bool:
+        """Compare the groups with the last reading; a group without one counts from now on."""
+        before, self._seen = self._seen, {group.folder: group for group in groups}
+        return any(_is_alarming(before[group.folder], group) for group in groups if group.folder in before)
+
+
+def _is_alarming(before: ControlGroup, now: ControlGroup) -> bool:
+    is_cut = now.num_cuts > before.num_cuts and now.fraction >= CRITICAL_FROM - HYSTERESIS
+    return is_cut or now.num_kills > before.num_kills
 
 
 class MemoryMonitor:
