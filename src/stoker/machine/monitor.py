@@ -1,6 +1,6 @@
 """Measuring memory and heat, once and then each second (SPEC M3, M6).
 
-Owns the sample, the thread that takes it, and the kernel's alarms: pressure stalls and cuts of control groups.
+Owns the sample, the thread that takes it, and the kernel's alarms: stalls, and cuts of control groups.
 The loop that gets a sample decides by `pressure` and `ladder`.
 """
 
