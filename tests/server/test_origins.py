@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from stoker.errors import ForbiddenError, InvalidRequestError
-from stoker.server.inbound.origins import Origins
+from stoker.server.inbound.security import Origins
 from stoker.settings import ServerSettings, load_settings
 
 PAGE = "https://chat.example"

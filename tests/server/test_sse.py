@@ -14,7 +14,7 @@ from stand_in import FINISHED, HOLD, delta
 from stoker.errors import ModelTooLargeError
 from stoker.ipc.events import Parked, Paused, PrefillProgress, Queued, Resumed
 from stoker.ipc.request import FinishReason
-from stoker.server.streaming import delivery
+from stoker.server import streaming as delivery
 
 HELLO = [{"role": "user", "content": "Say hello"}]
 CHAT = "/v1/chat/completions"

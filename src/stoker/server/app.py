@@ -13,68 +13,36 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
 from stoker.server.anthropic import messages
-from stoker.server.anthropic.messages import MessagesRequest
 from stoker.server.context import ServerContext
 from stoker.server.errors import install_error_handlers
-from stoker.server.inbound.body import body_schemas
+from stoker.server.inbound.body import Body, body_schemas, described_bodies
 from stoker.server.inbound.gate import WorkGate
-from stoker.server.inbound.origins import Origins
-from stoker.server.inbound.security import Access, HostList, KeyRing
+from stoker.server.inbound.security import Access, HostList, KeyRing, Origins
 from stoker.server.metrics import Metrics
 from stoker.server.native import choose, requests, rerank, runtime, states, tokens
 from stoker.server.native import models as residency
-from stoker.server.native.choose import ChooseRequest
-from stoker.server.native.models import (
-    LoadModelRequest,
-    ModelRequest,
-    PinModelRequest,
-    SuspendRequest,
-)
-from stoker.server.native.rerank import RerankRequest
-from stoker.server.native.states import SaveStateRequest, StateEmbeddingRequest
-from stoker.server.native.tokens import DetokenizeRequest, TokenizeRequest
 from stoker.server.openai import chat, completions, embeddings, models, responses
-from stoker.server.openai.completions import CompletionRequest
-from stoker.server.openai.conversation import ChatRequest, ConversationFields
-from stoker.server.openai.embeddings import EmbeddingRequest
-from stoker.server.openai.responses import ResponsesRequest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stoker.runtime import Runtime
     from stoker.settings import ServerSettings
 
-_BODIES = (
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    MessagesRequest,
-    ConversationFields,
-    TokenizeRequest,
-    DetokenizeRequest,
-    SaveStateRequest,
-    StateEmbeddingRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    ChooseRequest,
-    LoadModelRequest,
-    ModelRequest,
-    PinModelRequest,
-    SuspendRequest,
-)
-_ROUTERS = (
-    chat.router,
-    completions.router,
-    responses.router,
-    messages.router,
-    states.router,
-    embeddings.router,
-    rerank.router,
-    choose.router,
-    models.router,
-    tokens.router,
-    runtime.router,
-    residency.router,
-    requests.router,
+_APIS = (
+    chat,
+    completions,
+    responses,
+    messages,
+    states,
+    embeddings,
+    rerank,
+    choose,
+    models,
+    tokens,
+    runtime,
+    residency,
+    requests,
 )
 _VERSION = "/v1"
 _KNOWN_ELSEWHERE = frozenset({"generate", "embeddings", "rerank", "models"})  # tags of routes
@@ -87,8 +55,9 @@ def create_app(context: ServerContext) -> FastAPI:
         MachineSetupError: the API key file cannot be read.
     """
     app = FastAPI(title="Stoker", version=version("stoker"), docs_url=None, redoc_url=None)
-    for router in _ROUTERS:
-        _include(app, router(context))
+    routers = [api.router(context) for api in _APIS]
+    for router in routers:
+        _include(app, router)
     install_error_handlers(app)
     settings = context.settings
     app.add_middleware(
@@ -98,7 +67,7 @@ def create_app(context: ServerContext) -> FastAPI:
         access=Access(KeyRing.read(settings.api_key_file), KeyRing.read(settings.admin_key_file)),
         bodies=context.bodies,
     )
-    _describe(app)
+    _describe(app, described_bodies(route for router in routers for route in router.routes))
     return app
 
 
@@ -116,14 +85,14 @@ def server_context(runtime: Runtime, settings: ServerSettings) -> ServerContext:
     return ServerContext(runtime=runtime, settings=settings, metrics=Metrics())
 
 
-def _describe(app: FastAPI) -> None:
+def _describe(app: FastAPI, bodies: Sequence[type[Body]]) -> None:
     """OpenAPI with the bodies, which the routes read by themselves."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(body_schemas(_BODIES))
+            schemas.update(body_schemas(bodies))
             app.openapi_schema = document
         return app.openapi_schema
 

@@ -1,7 +1,8 @@
 """Errors as HTTP answers (SPEC S3): the tree's status, `Retry-After` where it helps, and the body's shape.
 
-OpenAI's shape, but on the routes of the Messages API, where it is Anthropic's. Owns the mapping only:
-`stoker.errors` defines the errors, `sse` writes those inside a stream that has begun.
+OpenAI's shape, but on the routes of the Messages API, where it is Anthropic's. `OriginRules` has errors name
+the places of the caller's own body where that was translated. `stoker.errors` defines the errors, `sse`
+writes those inside a stream that has begun.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from stoker.errors import ErrorInfo, InvalidRequestError, StokerError
+from stoker.errors import ErrorInfo, InvalidRequestError, StokerError, error_from_info
 from stoker.server.inbound.disconnect import ClientGoneError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from fastapi import FastAPI
     from pydantic import ValidationError
@@ -149,3 +151,58 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_CLOSED)
+
+
+class OriginRules:
+    """The caller's own path for each path of the chat completion.
+
+    Args:
+        fields: paths that are always the same, such as `{"stop": "stop_sequences"}`.
+    """
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self._own = dict(fields)
+
+    def __repr__(self) -> str:
+        return f"Origins({len(self._own)} paths)"
+
+    def add(self, path: str, own: str) -> None:
+        """`path` of the chat completion was made of `own`; what is below the one is below the other."""
+        self._own[path] = own
+
+    def of(self, path: str) -> str:
+        """The caller's path: by the longest known beginning; an unknown path is its own."""
+        head, tail = path, ""
+        while head:
+            if head in self._own:
+                return self._own[head] + tail
+            head, _, name = head.rpartition(".")
+            tail = f".{name}{tail}"
+        return path
+
+    def told(self, error: StokerError) -> StokerError:
+        """The error with the caller's own path, in the message too where it names the path."""
+        param = error.param
+        if param is None or (own := self.of(param)) == param:
+            return error
+        message = error.message
+        if "." in param or message.startswith(param):
+            message = re.sub(rf"(?<![\w.]){re.escape(param)}(?!\w)", lambda _: own, message)
+        return error_from_info(msgspec.structs.replace(error.info(), param=own, message=message))
+
+    def add_text(self, path: str, own: str) -> None:
+        """The message at `path` was made of a text, `own`."""
+        self.add(path, own)
+        self.add(f"{path}.content", own)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors of the block name the caller's own places.
+
+        Raises:
+            StokerError: as the block raised it, translated.
+        """
+        try:
+            yield
+        except StokerError as error:
+            raise self.told(error) from error

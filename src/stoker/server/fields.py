@@ -1,16 +1,17 @@
-"""Fields that every generating route takes: constraints, sampling, limits, class, streaming.
+"""Fields that bodies share: model, class, limits, constraints, sampling; and headers in place of fields.
 
-Names are those of OpenAI, llama-server and vLLM (SPEC D2, I7); ranges are checked by `stoker.ipc.request`,
-types here.
+Names are those of OpenAI, llama-server and vLLM (SPEC D2, I7, Q1, S2); ranges are checked by
+`stoker.ipc.request`, types here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import AliasChoices, Field
+from starlette.requests import Request
 
 from stoker.base64_text import from_base64
 from stoker.errors import InvalidRequestError
@@ -29,6 +30,72 @@ from stoker.server.inbound.security import salt_of
 from stoker.settings import parse_keep_alive
 
 Schema = Named[Any] | bool
+Tier = Literal["auto", "default", "priority", "flex", "scale"]
+"""OpenAI's; all but `flex` are served as `default` is."""
+# Wide enough for every range of `stoker.ipc.request`, narrow enough to be a machine's number.
+Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+_BREAKERS = 64
+# OpenAI's; the library takes more, as llama.cpp does. Ranges of further fields are `stoker.ipc.request`'s.
+_RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
+_MAX_BIAS = 100.0
+
+PRIORITY_HEADER = "X-Stoker-Priority"
+PROGRESS_HEADER = "X-Stoker-Progress"
+_YES = frozenset({"1", "true", "on", "yes"})
+_NO = frozenset({"0", "false", "off", "no", ""})
+
+
+def present(**given: Any) -> dict[str, Any]:
+    """The keyword arguments that are not None."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def header_fields(request: Request) -> dict[str, Any]:
+    """Keyword arguments of a `GenerateRequest` that the headers set; they beat the body.
+
+    Raises:
+        InvalidRequestError: no class has that name, or the progress is neither on nor off.
+    """
+    fields: dict[str, Any] = {}
+    name = request.headers.get(PRIORITY_HEADER)
+    if name is not None:
+        if name not in list(Priority):
+            raise InvalidRequestError(
+                f"{PRIORITY_HEADER} is {name[:40]!r}; known: {', '.join(Priority)}", param=PRIORITY_HEADER
+            )
+        fields["priority"] = Priority(name)
+    progress = request.headers.get(PROGRESS_HEADER)
+    if progress is not None:
+        word = progress.strip().lower()
+        if word not in _YES | _NO:
+            text = f"{PROGRESS_HEADER} is {progress[:40]!r}; known: 1, true, on, yes and 0, false, off, no"
+            raise InvalidRequestError(text, param=PROGRESS_HEADER)
+        fields["return_progress"] = word in _YES
+    return fields
+
+
+class RequestFields(Body):
+    """What every request for work may say: the model, its class, its salt and its deadline."""
+
+    model: Name | None = None
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
+    service_tier: Tier | None = None
+    timeout_s: float | None = None
+
+    def fields(self, key_digest: str) -> dict[str, Any]:
+        """Keyword arguments of a `GenerateRequest` that come from these fields, but for the model.
+
+        `key_digest` is of the caller's API key, which its salt is bound to; empty: none is asked for.
+
+        Raises:
+            InvalidRequestError: a value is out of range.
+        """
+        return present(
+            cache_salt=salt_of(key_digest, self.cache_salt or ""),
+            priority=Priority.BACKGROUND if self.service_tier == "flex" else None,
+            timeout_s=self.timeout_s,
+        )
 
 
 class NamedSchema(Body):
@@ -88,28 +155,26 @@ class ConstraintFields(Body):
         Raises:
             InvalidRequestError: there are several, or it is over a limit.
         """
-        found = {name: made for name, made in self._constraints().items() if made is not None}
+        nested = self.structured_outputs or StructuredOutputs.model_validate({})
+        asked: list[tuple[str, Callable[[Any, str], Constraint], Any]] = [
+            ("grammar", Constraint.of_grammar, self.grammar or None),
+            ("regex", _regex, self.regex),
+            ("choice", _choice, self.choice),
+            ("json_schema", of_schema, self.json_schema),
+            ("guided_json", of_schema, self.guided_json),
+            ("guided_regex", _regex, self.guided_regex),
+            ("guided_choice", _choice, self.guided_choice),
+            ("guided_grammar", Constraint.of_grammar, self.guided_grammar or None),
+            ("structured_outputs.json", of_schema, nested.json_),
+            ("structured_outputs.regex", _regex, nested.regex),
+            ("structured_outputs.choice", _choice, nested.choice),
+            ("structured_outputs.grammar", Constraint.of_grammar, nested.grammar or None),
+        ]
+        found = {name: make(given, name) for name, make, given in asked if given is not None}
         if len(found) > 1:
             text = f"{' and '.join(sorted(found))} cannot be asked for together"
             raise InvalidRequestError(text, param=sorted(found)[1])
         return next(iter(found.values()), None)
-
-    def _constraints(self) -> dict[str, Constraint | None]:
-        nested = self.structured_outputs or StructuredOutputs.model_validate({})
-        return {
-            "grammar": _grammar(self.grammar, "grammar"),
-            "regex": _regex(self.regex, "regex"),
-            "choice": _choice(self.choice, "choice"),
-            "json_schema": _json(self.json_schema, "json_schema"),
-            "guided_json": _json(self.guided_json, "guided_json"),
-            "guided_regex": _regex(self.guided_regex, "guided_regex"),
-            "guided_choice": _choice(self.guided_choice, "guided_choice"),
-            "guided_grammar": _grammar(self.guided_grammar, "guided_grammar"),
-            "structured_outputs.json": _json(nested.json_, "structured_outputs.json"),
-            "structured_outputs.regex": _regex(nested.regex, "structured_outputs.regex"),
-            "structured_outputs.choice": _choice(nested.choice, "structured_outputs.choice"),
-            "structured_outputs.grammar": _grammar(nested.grammar, "structured_outputs.grammar"),
-        }
 
 
 def of_schema(schema: Schema | str, asked_as: str = "") -> Constraint:
@@ -119,33 +184,12 @@ def of_schema(schema: Schema | str, asked_as: str = "") -> Constraint:
     return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source, asked_as=asked_as)
 
 
-def _json(schema: Schema | str | None, field: str) -> Constraint | None:
-    return None if schema is None else of_schema(schema, field)
-
-
-def _regex(source: str | None, field: str) -> Constraint | None:
-    if source is None:
-        return None
+def _regex(source: str, field: str) -> Constraint:
     return Constraint(kind=ConstraintKind.REGEX, source=source, asked_as=field)
 
 
-def _choice(choices: list[str] | None, field: str) -> Constraint | None:
-    if choices is None:
-        return None
+def _choice(choices: list[str], field: str) -> Constraint:
     return Constraint(kind=ConstraintKind.CHOICE, choices=tuple(choices), asked_as=field)
-
-
-def _grammar(text: str | None, field: str) -> Constraint | None:
-    return Constraint.of_grammar(text, field) if text else None
-
-
-# Wide enough for every range of `stoker.ipc.request`, narrow enough to be a machine's number.
-Int = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-
-_BREAKERS = 64
-# OpenAI's; the library takes more, as llama.cpp does. Ranges of further fields are `stoker.ipc.request`'s.
-_RANGES = {"temperature": (0.0, 2.0), "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0)}
-_MAX_BIAS = 100.0
 
 
 class StreamOptions(Body):
@@ -237,22 +281,18 @@ class LoraEntry(Body):
     scale: float | None = None
 
 
-class GenerationFields(SamplingFields, ConstraintFields):
+class GenerationFields(SamplingFields, ConstraintFields, RequestFields):
     """What all generating routes share."""
 
-    model: Name | None = None
     min_tokens: Int | None = None
     n: Int | None = None
     stop: str | Many[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    timeout_s: float | None = None
-    service_tier: Literal["auto", "default", "priority", "flex", "scale"] | None = None
-    preempt: Literal["park", "cancel"] | None = None
+    preempt: Annotated[Preempt, Field(strict=False)] | None = None
     return_progress: bool | None = None
     cache: bool | None = Field(None, validation_alias=AliasChoices("cache", "cache_prompt"))
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
     context_shift: bool | None = None
     speculate: bool | None = None
     state: str | InlineState | None = None
@@ -272,31 +312,27 @@ class GenerationFields(SamplingFields, ConstraintFields):
 
         Args:
             n_vocab: tokens of the model's vocabulary.
-            key_digest: of the caller's API key, which its salt is bound to; empty: none is asked for.
+            key_digest: as for `fields`.
 
         Raises:
             InvalidRequestError: a value is out of range.
         """
         self.refuse_unsupported()
+        given = present(
+            min_tokens=self.min_tokens,
+            n=self.n,
+            ignore_eos=self.ignore_eos,
+            return_progress=self.return_progress,
+            cache=self.cache,
+            context_shift=self.context_shift,
+            speculate=self.speculate,
+            keep_alive_s=keep_alive_seconds(self.keep_alive),
+            preempt=self.preempt,
+            constraint=self.constraint(),
+            adapters=_adapters(self.lora),
+        )
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        given = {
-            "min_tokens": self.min_tokens,
-            "n": self.n,
-            "ignore_eos": self.ignore_eos,
-            "timeout_s": self.timeout_s,
-            "return_progress": self.return_progress,
-            "cache": self.cache,
-            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
-            "context_shift": self.context_shift,
-            "speculate": self.speculate,
-            "keep_alive_s": keep_alive_seconds(self.keep_alive),
-            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
-            "preempt": None if self.preempt is None else Preempt(self.preempt),
-            "constraint": self.constraint(),
-            "adapters": _adapters(self.lora),
-        }
-        kept = {name: value for name, value in given.items() if value is not None}
-        return {"sampling": self.to_sampling(n_vocab), "stop": stop, **kept}
+        return self.fields(key_digest) | given | {"sampling": self.to_sampling(n_vocab), "stop": stop}
 
 
 def _adapters(

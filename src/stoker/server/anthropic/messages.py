@@ -15,14 +15,14 @@ from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import check_range
-from stoker.server.anthropic.writer import PING, MessageChunks, MessageHead, WholeMessage
+from stoker.server.anthropic.writer import MessageChunks, MessageHead, WholeMessage
 from stoker.server.context import ServerContext
+from stoker.server.errors import OriginRules
 from stoker.server.fields import GenerationFields, Int, ResponseFormat
-from stoker.server.inbound.body import Body, Many, Named, described, read_body
-from stoker.server.openai.chat import prompt_tokens, translated_turn
-from stoker.server.openai.translation import OriginRules, Translation
-from stoker.server.streaming.delivery import collected, streamed
-from stoker.server.streaming.sse import Ending
+from stoker.server.inbound.body import Body, Described, Many, Named, read_body
+from stoker.server.openai.chat import Translation, prompt_tokens, translated_turn
+from stoker.server.reply import json_response
+from stoker.server.streaming import collected, streamed
 
 _SHARED = frozenset(GenerationFields.model_fields) - {"n", "stop", "stream_options", "service_tier"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -306,25 +306,23 @@ def router(context: ServerContext) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["generate"])
 
-    @routes.post("/v1/messages", openapi_extra=described(MessagesRequest))
+    @routes.post("/v1/messages", openapi_extra=Described(MessagesRequest))
     async def messages(request: Request) -> Response:
         """Answer a conversation."""
         body = await read_body(request, MessagesRequest)
         turn = await translated_turn(context, request, body, "msg_")
-        head = MessageHead(turn.id, turn.request.model, request.state.request_id, turn.request.priority)
+        head = MessageHead(turn.call.id, turn.request.model, request.state.request_id, turn.request.priority)
         is_stream = body.stream
         del body  # its pictures are megabytes, and it may wait for long
         if not is_stream:
-            return turn.tell(await collected(turn.source, WholeMessage(head, turn.form), request))
-        writer = MessageChunks(head, turn.form)
-        ending = Ending(b"", writer.fail, PING)
-        return turn.tell(streamed(turn.source, writer, context.settings.keepalive_s, ending))
+            return turn.tell(await collected(turn.call, WholeMessage(head, turn.form), request))
+        chunks = MessageChunks(head, turn.form)
+        return turn.tell(streamed(turn.call, chunks, context.settings.keepalive_s))
 
-    @routes.post("/v1/messages/count_tokens", openapi_extra=described(CountTokensRequest))
+    @routes.post("/v1/messages/count_tokens", openapi_extra=Described(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
         """The tokens that the prompt of a message has, pictures and tools included; nothing is generated."""
         body = await read_body(request, CountTokensRequest)
-        num_tokens = await prompt_tokens(context, request, body)
-        return Response(msgspec.json.encode({"input_tokens": num_tokens}), media_type="application/json")
+        return json_response({"input_tokens": await prompt_tokens(context, request, body)})
 
     return routes

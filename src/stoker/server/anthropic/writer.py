@@ -20,12 +20,12 @@ from stoker.chat.answer_events import (
     Content,
     Reasoning,
 )
-from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
+from stoker.ipc.events import Admitted, PrefillProgress
 from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.usage import Usage
 from stoker.server.errors import messages_error
-from stoker.server.streaming.sse import progress_fields, typed_frames
-from stoker.tasks.chat import ChoiceReaders
+from stoker.server.sse import Ending, progress_fields, typed_frames
+from stoker.server.streaming import AnswerReading
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,21 +69,6 @@ class MessageHead:
     priority: Priority = Priority.INTERACTIVE
 
 
-@dataclass(frozen=True)
-class MessageEnd:
-    """Why a message ended; `stop_text` is the stop sequence that did it."""
-
-    reason: FinishReason | None = None
-    stop_text: str | None = None
-
-    def fields(self) -> Json:
-        """`stop_reason` and `stop_sequence`."""
-        if self.reason is FinishReason.STOP and self.stop_text is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop_text}
-        kind = "end_turn" if self.reason is None else _REASONS.get(self.reason, "end_turn")
-        return {"stop_reason": kind, "stop_sequence": None}
-
-
 class MessageBuilder:
     """Builds the events of one message; its blocks follow one another."""
 
@@ -121,9 +106,9 @@ class MessageBuilder:
                     written += self._stop()
         return written
 
-    def end(self, end: MessageEnd, usage: Usage) -> list[Json]:
+    def end(self, reading: AnswerReading) -> list[Json]:
         """The last events."""
-        last = {"type": "message_delta", "delta": end.fields(), "usage": _counts(usage)}
+        last = {"type": "message_delta", "delta": _ended(reading), "usage": _counts(reading.usage)}
         return [*self._stop(), last, {"type": "message_stop"}]
 
     def _ensure(self, block: Json) -> list[Json]:
@@ -158,6 +143,14 @@ def _message(head: MessageHead, content: list[Json], end: Json, usage: Usage) ->
     }
 
 
+def _ended(reading: AnswerReading) -> Json:
+    """`stop_reason` and `stop_sequence`."""
+    if reading.reason is FinishReason.STOP and reading.stop_text is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": reading.stop_text}
+    kind = "end_turn" if reading.reason is None else _REASONS.get(reading.reason, "end_turn")
+    return {"stop_reason": kind, "stop_sequence": None}
+
+
 def _counts(usage: Usage) -> Json:
     """Counts in that API's sense: its input tokens are those that no cache had."""
     return {
@@ -189,11 +182,10 @@ class MessageChunks:
     """A message as server-sent events."""
 
     def __init__(self, head: MessageHead, form: AnswerForm) -> None:
+        self.ending = Ending(b"", self.fail, PING)
         self._head = head
         self._builder = MessageBuilder(head)
-        self._readers = ChoiceReaders(form, head.id)
-        self._end = MessageEnd()
-        self._usage = Usage()
+        self._reading = AnswerReading(form, head.id)
         self._has_begun = False
 
     def write(self, _prompt: int, event: StreamEvent) -> bytes:
@@ -205,20 +197,14 @@ class MessageChunks:
             return typed_frames(
                 self._begin(Usage(prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens))
             )
-        objects = self._begin()
-        if isinstance(event, Delta):
-            objects += self._builder.add(self._readers.read(event))
-            if event.finish_reason is not None:
-                self._end = MessageEnd(self._readers.finish_reason(event), event.stop_text)
-        elif isinstance(event, PrefillProgress):
+        objects = self._begin() + self._builder.add(self._reading.read(event))
+        if isinstance(event, PrefillProgress):
             objects.append(self._builder.progress(event))
-        elif isinstance(event, Finished):
-            self._usage = event.usage
         return typed_frames(objects)
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        return typed_frames([*self._begin(), *self._builder.end(self._end, self._usage)])
+        return typed_frames([*self._begin(), *self._builder.end(self._reading)])
 
     def fail(self, info: ErrorInfo) -> bytes:
         """The frame of an error after the stream began."""
@@ -236,21 +222,14 @@ class WholeMessage:
 
     def __init__(self, head: MessageHead, form: AnswerForm) -> None:
         self._head = head
-        self._readers = ChoiceReaders(form, head.id)
+        self._reading = AnswerReading(form, head.id)
         self._answer = WholeAnswer()
-        self._end = MessageEnd()
-        self._usage = Usage()
 
     def add(self, _prompt: int, event: StreamEvent) -> None:
         """Take in one event."""
-        if isinstance(event, Delta):
-            self._answer.add(self._readers.read(event))
-            if event.finish_reason is not None:
-                self._end = MessageEnd(self._readers.finish_reason(event), event.stop_text)
-        elif isinstance(event, Finished):
-            self._usage = event.usage
+        self._answer.add(self._reading.read(event))
 
     def whole(self) -> bytes:
         """The answer's body."""
-        message = _message(self._head, _blocks(self._answer), self._end.fields(), self._usage)
-        return msgspec.json.encode(message)
+        ended, usage = _ended(self._reading), self._reading.usage
+        return msgspec.json.encode(_message(self._head, _blocks(self._answer), ended, usage))

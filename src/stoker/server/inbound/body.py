@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
@@ -20,9 +21,10 @@ from stoker.server.errors import invalid_body
 from stoker.server.inbound.json_bounds import MAX_VALUES, JsonBounds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from starlette.requests import Request
+    from starlette.routing import BaseRoute
 
     from stoker.server.inbound.bodies import IncomingBodies
 
@@ -100,14 +102,23 @@ def validated(model: type[B], document: Any) -> B:
         raise invalid_body(error) from None
 
 
-def described(model: type[Body]) -> dict[str, Any]:
+class Described(dict[str, Any]):
     """`openapi_extra` of a route that reads `model`."""
-    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}}
-    return {"requestBody": {"required": True, "content": content}}
+
+    def __init__(self, model: type[Body]) -> None:
+        content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}}
+        super().__init__(requestBody={"required": True, "content": content})
+        self.model = model
+
+
+def described_bodies(routes: Iterable[BaseRoute]) -> list[type[Body]]:
+    """What `routes` read, each once."""
+    extras = [route.openapi_extra for route in routes if isinstance(route, APIRoute)]
+    return list(dict.fromkeys(extra.model for extra in extras if isinstance(extra, Described)))
 
 
 def body_schemas(models: Sequence[type[Body]]) -> dict[str, Any]:
-    """The schemas that `described` refers to, by name."""
+    """The schemas that `Described` refers to, by name."""
     _, document = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
     schemas: dict[str, Any] = document["$defs"]
     return schemas

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from stoker.server.inbound.bodies import IncomingBodies
-    from stoker.server.inbound.origins import Origins, Visit
-    from stoker.server.inbound.security import Access, HostList
+    from stoker.server.inbound.security import Access, HostList, Origins, Visit
 
 log = logging.getLogger(__name__)
 

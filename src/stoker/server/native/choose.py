@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter
@@ -16,23 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.ipc.request import MAX_SALT_CHARS, Priority
-from stoker.server.fields import keep_alive_seconds
-from stoker.server.headers import header_fields
-from stoker.server.inbound.body import (
-    VALUES_WITH_TOKENS,
-    Body,
-    Many,
-    Name,
-    Named,
-    TokenIds,
-    described,
-    read_body,
-)
+from stoker.server.fields import RequestFields, header_fields, keep_alive_seconds, present
+from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, Named, TokenIds, read_body
 from stoker.server.inbound.disconnect import while_connected
-from stoker.server.inbound.security import salt_of
-from stoker.server.native.states import EmbeddingUsage, json_later
 from stoker.server.openai.conversation import Message, turns_of
+from stoker.server.reply import InputUsage, large_json_response
 from stoker.tasks.choose import Choosing, require_choosing
 
 if TYPE_CHECKING:
@@ -41,21 +29,17 @@ if TYPE_CHECKING:
     from stoker.tasks.choose import Choices
 
 
-class ChooseRequest(Body):
+class ChooseRequest(RequestFields):
     """A prompt or a conversation, and texts of which one is to follow it."""
 
     max_values: ClassVar[int] = VALUES_WITH_TOKENS
 
-    model: Name | None = None
     prompt: str | TokenIds | None = None
     messages: Many[Message] | None = Field(None, min_length=1)
     choices: Many[str]
     calibrate: bool = False
     chat_template_kwargs: Named[Any] | None = None
     cache: bool | None = None
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    timeout_s: float | None = None
     keep_alive: float | str | None = None
 
     def check(self) -> None:
@@ -63,26 +47,10 @@ class ChooseRequest(Body):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("either prompt or messages is needed, not both", param="prompt")
 
-    def turns(self, model: str) -> list[dict[str, Any]]:
-        """The messages as the template gets them.
-
-        Raises:
-            InvalidRequestError, UnsupportedError: naming the message.
-        """
-        messages = self.messages or []
-        return turns_of(messages, model)
-
     def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of `Choosing.choose`, but for prompt, choices and model."""
-        given = {
-            "calibrate": self.calibrate,
-            "cache": self.cache,
-            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
-            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
-            "timeout_s": self.timeout_s,
-            "keep_alive_s": keep_alive_seconds(self.keep_alive),
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        given = present(cache=self.cache, keep_alive_s=keep_alive_seconds(self.keep_alive))
+        return super().fields(key_digest) | given | {"calibrate": self.calibrate}
 
 
 class ChosenItem(msgspec.Struct, frozen=True):
@@ -100,7 +68,7 @@ class ChooseAnswer(msgspec.Struct, frozen=True):
 
     model: str
     data: list[ChosenItem]
-    usage: EmbeddingUsage
+    usage: InputUsage
     object: str = "list"
 
 
@@ -116,48 +84,44 @@ def answer_of(found: Choices) -> ChooseAnswer:
         )
         for each in found.results
     ]
-    num_tokens = found.usage.prompt_tokens
-    return ChooseAnswer(found.model, items, EmbeddingUsage(num_tokens, num_tokens))
+    return ChooseAnswer(found.model, items, InputUsage.of(found.usage))
 
 
 def router(context: ServerContext) -> APIRouter:
     """The route of choosing."""
     routes = APIRouter(tags=["choose"])
-    choose = _ChooseRoute(context)
-    routes.post("/v1/choose", openapi_extra=described(ChooseRequest))(choose.choose)
-    return routes
 
-
-class _ChooseRoute:
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
-        self._choosing = Choosing(context.runtime)
-
-    async def choose(self, request: Request) -> Response:
+    @routes.post("/v1/choose", openapi_extra=Described(ChooseRequest))
+    async def choose(request: Request) -> Response:
         """The choices, the likeliest first; `score` is in nats a token, the lower the better."""
         body = await read_body(request, ChooseRequest)
         body.check()
-        self._context.require_ready()
-        info = self._context.runtime.resolve(body.model)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
         require_choosing(info)
         fields = {
             **body.fields(request.state.key_digest),
             **header_fields(request),
-            **await self._prompt(body, request, info),
+            **await _prompt(context, body, request, info),
             "model": info.asked_as,
         }
-        work = self._choosing.choose(choices=body.choices, **fields)
-        found = await while_connected(work, request.receive)
-        return await json_later(answer_of(found))
+        work = Choosing(context.runtime).choose(choices=body.choices, **fields)
+        return await large_json_response(answer_of(await while_connected(work, request.receive)))
 
-    async def _prompt(self, body: ChooseRequest, request: Request, info: ModelInfo) -> dict[str, Any]:
-        if body.prompt is not None:
-            return {"prompt": body.prompt}
-        args = body.chat_template_kwargs or {}
-        how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
-        turns = await asyncio.to_thread(body.turns, info.id)
-        plan = await self._context.runtime.prepare_chat(turns, **how)
-        if plan.images:
-            where = plan.images[0].param
-            raise UnsupportedError(f"{where}: choices are scored after text, not after pictures", param=where)
-        return {"prompt": plan.prompt, "is_chat": True}
+    return routes
+
+
+async def _prompt(
+    context: ServerContext, body: ChooseRequest, request: Request, info: ModelInfo
+) -> dict[str, Any]:
+    """The keyword arguments that the prompt or the conversation is."""
+    if body.prompt is not None:
+        return {"prompt": body.prompt}
+    args = body.chat_template_kwargs or {}
+    how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
+    turns = await asyncio.to_thread(turns_of, body.messages or [], info.id)
+    plan = await context.runtime.prepare_chat(turns, **how)
+    if plan.images:
+        where = plan.images[0].param
+        raise UnsupportedError(f"{where}: choices are scored after text, not after pictures", param=where)
+    return {"prompt": plan.prompt, "is_chat": True}

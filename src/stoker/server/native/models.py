@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from fastapi import APIRouter
 from pydantic import AliasChoices, Field
 from starlette.requests import Request
@@ -13,9 +12,9 @@ from starlette.responses import Response
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.server.context import ServerContext
 from stoker.server.fields import keep_alive_seconds
-from stoker.server.inbound.body import Body, Name, described, read_body
+from stoker.server.inbound.body import Body, Described, Name, read_body
 from stoker.server.inbound.disconnect import while_connected
-from stoker.server.streaming.generation import Caller
+from stoker.server.reply import json_response
 from stoker.settings import MAX_SLOTS
 
 MAX_REASON_CHARS = 64
@@ -64,11 +63,10 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["runtime"])
     runtime = context.runtime
 
-    @routes.post("/v1/runtime/models/load", openapi_extra=described(LoadModelRequest))
+    @routes.post("/v1/runtime/models/load", openapi_extra=Described(LoadModelRequest))
     async def load(request: Request) -> Response:
         """Load a model; answers when it is ready. A caller who leaves no longer wants it."""
-        caller = Caller.of(request)
-        caller.require_operator()
+        _require_operator(request)
         body = await read_body(request, LoadModelRequest)
         context.require_ready()
         loading = runtime.load_model(
@@ -76,43 +74,47 @@ def router(context: ServerContext) -> APIRouter:
             keep_alive_s=keep_alive_seconds(body.keep_alive),
             n_ctx=body.ctx_size,
             num_slots=body.slots,
-            reach=Reach.HUB if caller.key_digest or context.settings.allow_downloads else Reach.LOCAL,
+            reach=Reach.HUB if request.state.key_digest or context.settings.allow_downloads else Reach.LOCAL,
         )
-        return _json(_loaded(await while_connected(loading, request.receive)))
+        return json_response(_loaded(await while_connected(loading, request.receive)))
 
-    @routes.post("/v1/runtime/models/unload", openapi_extra=described(ModelRequest))
+    @routes.post("/v1/runtime/models/unload", openapi_extra=Described(ModelRequest))
     async def unload(request: Request) -> Response:
         """Free a model or stop loading it; it stays served and is loaded when a request needs it."""
-        Caller.of(request).require_operator()
+        _require_operator(request)
         model = _named(context, (await read_body(request, ModelRequest)).model)
         await runtime.unload_model(model)
-        return _json({"id": model, "state": "absent"})
+        return json_response({"id": model, "state": "absent"})
 
-    @routes.post("/v1/runtime/models/pin", openapi_extra=described(PinModelRequest))
+    @routes.post("/v1/runtime/models/pin", openapi_extra=Described(PinModelRequest))
     async def pin(request: Request) -> Response:
         """Never unload a model to make room, or with `"pinned": false` no longer so."""
-        Caller.of(request).require_operator()
+        _require_operator(request)
         body = await read_body(request, PinModelRequest)
         model = _named(context, body.model)
         await runtime.pin_model(model, is_pinned=body.pinned)
-        return _json({"id": model, "pinned": body.pinned})
+        return json_response({"id": model, "pinned": body.pinned})
 
-    @routes.post("/v1/runtime/suspend", openapi_extra=described(SuspendRequest))
+    @routes.post("/v1/runtime/suspend", openapi_extra=Described(SuspendRequest))
     async def suspend(request: Request) -> Response:
         """Save what runs and free everything; answers when that is done, or a resume came first."""
-        Caller.of(request).require_operator()
+        _require_operator(request)
         body = await read_body(request, SuspendRequest)
         await runtime.suspend(body.reason, grace_s=body.grace_s)
-        return _json({"suspended": runtime.is_suspended})
+        return json_response({"suspended": runtime.is_suspended})
 
     @routes.post("/v1/runtime/resume")
     async def resume(request: Request) -> Response:
         """Load what was loaded and let every request go on; answers when it serves again."""
-        Caller.of(request).require_operator()
+        _require_operator(request)
         await runtime.resume()
-        return _json({"suspended": runtime.is_suspended})
+        return json_response({"suspended": runtime.is_suspended})
 
     return routes
+
+
+def _require_operator(request: Request) -> None:
+    request.state.identity.require_operator()
 
 
 def _named(context: ServerContext, model: str) -> str:
@@ -130,7 +132,3 @@ def _loaded(info: ModelInfo) -> dict[str, object]:
         "bytes": info.memory_bytes,
         "degraded": info.degraded,
     }
-
-
-def _json(document: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")

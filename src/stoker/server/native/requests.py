@@ -7,22 +7,21 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import RequestNotFoundError
-from stoker.server.anthropic.writer import PING, MessageChunks, MessageHead
+from stoker.server.anthropic.writer import MessageChunks, MessageHead
 from stoker.server.context import ServerContext
+from stoker.server.inbound.security import Identity
 from stoker.server.openai.answers import Head
 from stoker.server.openai.chat import ChatChunks
 from stoker.server.openai.completions import TextChunks
 from stoker.server.openai.responses import default_echo
 from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead
-from stoker.server.streaming.delivery import streamed
-from stoker.server.streaming.generation import Caller, merged
-from stoker.server.streaming.sse import Ending
+from stoker.server.reply import json_response
+from stoker.server.streaming import merged, streamed
 from stoker.tasks.chat import form_of
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from stoker.ipc.status import EngineStatus
     from stoker.runtime import RuntimeStatus
     from stoker.server.context import OwnedRequest
-    from stoker.server.streaming.delivery import ChunkWriter
+    from stoker.server.streaming import ChunkWriter
 
 
 HELD = "held"  # the front has it: it has not reached an engine, or there is none
@@ -83,7 +82,7 @@ class Attachment:
         RequestNotFoundError: nothing of that name is kept for this caller.
     """
 
-    def __init__(self, context: ServerContext, caller: Caller, name: str) -> None:
+    def __init__(self, context: ServerContext, caller: Identity, name: str) -> None:
         self._context = context
         found = [
             kept
@@ -106,8 +105,8 @@ class Attachment:
         """It was taken in before; there is nothing to wait for."""
         return True
 
-    def writer(self) -> tuple[ChunkWriter, Ending]:
-        """Writes chunks as the request's own route does, with usage at the end; how its stream ends.
+    def writer(self) -> ChunkWriter:
+        """Writes chunks as the request's own route does, with usage at the end.
 
         Which route that was is told by the answer's id. What a response repeats of its request is not kept;
         its object shows the defaults.
@@ -116,13 +115,11 @@ class Attachment:
         form = form_of(first.note)
         if first.is_chat and own.startswith("resp_"):
             head = ResponseHead(own, first.model, int(time.time()), default_echo())
-            responses = ResponseChunks(head, form)
-            return responses, Ending(b"", responses.fail)
+            return ResponseChunks(head, form)
         if first.is_chat and own.startswith("msg_"):
-            messages = MessageChunks(MessageHead(own, first.model), form)
-            return messages, Ending(b"", messages.fail, PING)
+            return MessageChunks(MessageHead(own, first.model), form)
         chat = Head(own, first.model, first.n, wants_usage=True)
-        return ChatChunks(chat, form) if first.is_chat else TextChunks(chat, len(self._kept)), Ending()
+        return ChatChunks(chat, form) if first.is_chat else TextChunks(chat, len(self._kept))
 
     async def events(self) -> AsyncGenerator[tuple[int, StreamEvent], None]:
         """(index of the prompt, event) as they come; leaving ends nothing.
@@ -157,36 +154,35 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/v1/runtime/requests")
     async def requests(request: Request) -> Response:
         """The caller's requests, an operator's all: those with a client, and those kept without one."""
-        caller = Caller.of(request)
+        caller: Identity = request.state.identity
         live = [found for found in context.live.requests() if caller.may_see(found.owner)]
         kept = [found for found in context.runtime.kept() if caller.may_see(found.owner)]
         status = await context.runtime.status()
-        return _json({"object": "list", "data": requests_document(live, kept, status)})
+        return json_response({"object": "list", "data": requests_document(live, kept, status)})
 
     @routes.get("/v1/runtime/requests/{request_id}/stream")
     async def stream(request_id: str, request: Request) -> Response:
         """The whole stream of a kept request from its first token, as its own route streams."""
-        attachment = Attachment(context, Caller.of(request), request_id)
-        writer, ending = attachment.writer()
-        return streamed(attachment, writer, context.settings.keepalive_s, ending)
+        attachment = Attachment(context, request.state.identity, request_id)
+        return streamed(attachment, attachment.writer(), context.settings.keepalive_s)
 
     @routes.post("/v1/runtime/requests/{request_id}/cancel")
     async def cancel(request_id: str, request: Request) -> Response:
         """End a request; what it has written stands."""
         ended = await _each(context, request, request_id, context.runtime.cancel)
-        return _json({"id": request_id, "cancelled": ended})
+        return json_response({"id": request_id, "cancelled": ended})
 
     @routes.post("/v1/runtime/requests/{request_id}/pause")
     async def pause(request_id: str, request: Request) -> Response:
         """Let a live request stand still; again: the same answer."""
         paused = await _each(context, request, request_id, context.runtime.pause_request)
-        return _json({"id": request_id, "paused": paused})
+        return json_response({"id": request_id, "paused": paused})
 
     @routes.post("/v1/runtime/requests/{request_id}/resume")
     async def resume(request_id: str, request: Request) -> Response:
         """Let a paused request go on in its stream; one that is not paused goes on anyway."""
         resumed = await _each(context, request, request_id, context.runtime.resume_request)
-        return _json({"id": request_id, "resumed": resumed})
+        return json_response({"id": request_id, "resumed": resumed})
 
     return routes
 
@@ -198,7 +194,7 @@ async def _each(context: ServerContext, request: Request, name: str, act: Action
         RequestNotFoundError: nothing of that name is live or kept, or it is another key's.
     """
     reached = []
-    for runtime_id in _runtime_ids(context, name, Caller.of(request)):
+    for runtime_id in _runtime_ids(context, name, request.state.identity):
         try:
             await act(runtime_id)
         except RequestNotFoundError:  # one prompt of several has ended by itself
@@ -207,14 +203,10 @@ async def _each(context: ServerContext, request: Request, name: str, act: Action
     return reached
 
 
-def _runtime_ids(context: ServerContext, name: str, caller: Caller) -> list[str]:
+def _runtime_ids(context: ServerContext, name: str, caller: Identity) -> list[str]:
     named = [found for found in context.runtime.kept() if name in (found.id, *found.names)]
     kept = [found.id for found in named if caller.may_steer(found.owner)]
     found = context.live.runtime_ids(name, caller.may_steer) + kept
     if not found:
         raise RequestNotFoundError(f"no live request has the id {name!r}", param="id")
     return found
-
-
-def _json(document: dict[str, object]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")

@@ -5,7 +5,7 @@ Body and answer are those of Jina, Cohere and llama-server. What scoring is, is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -14,19 +14,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError
-from stoker.ipc.request import MAX_SALT_CHARS, Priority
-from stoker.server.fields import Int, keep_alive_seconds
-from stoker.server.headers import header_fields
-from stoker.server.inbound.body import Body, Many, Name, described, read_body
+from stoker.server.fields import Int, RequestFields, header_fields, keep_alive_seconds, present
+from stoker.server.inbound.body import Body, Described, Many, read_body
 from stoker.server.inbound.disconnect import while_connected
-from stoker.server.inbound.security import salt_of
-from stoker.server.native.states import EmbeddingUsage, json_later
+from stoker.server.reply import InputUsage, large_json_response
 from stoker.tasks.rerank import Reranking
 
 if TYPE_CHECKING:
     from stoker.server.context import ServerContext
     from stoker.tasks.rerank import Ranking
-
 
 MAX_DOCUMENTS = 2048
 """As many as texts to embed."""
@@ -38,18 +34,14 @@ class Document(Body):
     text: str
 
 
-class RerankRequest(Body):
+class RerankRequest(RequestFields):
     """A query and the documents to be put in order for it."""
 
-    model: Name | None = None
     query: str
     documents: Many[str | Document] = Field(min_length=1)
     top_n: Int | None = None
     output: Int | None = None
     return_documents: bool | None = None
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    timeout_s: float | None = None
     keep_alive: float | str | None = None
 
     def texts(self) -> list[str]:
@@ -62,15 +54,9 @@ class RerankRequest(Body):
 
     def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of `Reranking.rerank`, but for query, documents and model."""
-        given = {
-            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
-            "top_n": self.top_n,
-            "output": self.output,
-            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
-            "timeout_s": self.timeout_s,
-            "keep_alive_s": keep_alive_seconds(self.keep_alive),
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        seconds = keep_alive_seconds(self.keep_alive)
+        given = present(top_n=self.top_n, output=self.output, keep_alive_s=seconds)
+        return super().fields(key_digest) | given
 
     def answer(self, found: Ranking) -> RerankAnswer:
         """The ranking, with the documents where they are wanted."""
@@ -79,8 +65,7 @@ class RerankRequest(Body):
             RerankResult(each.index, each.score, DocumentText(texts[each.index]) if texts else msgspec.UNSET)
             for each in found.results
         ]
-        num_tokens = found.usage.prompt_tokens
-        return RerankAnswer(found.model, results, EmbeddingUsage(num_tokens, num_tokens))
+        return RerankAnswer(found.model, results, InputUsage.of(found.usage))
 
 
 class DocumentText(msgspec.Struct, frozen=True):
@@ -102,33 +87,26 @@ class RerankAnswer(msgspec.Struct, frozen=True):
 
     model: str
     results: list[RerankResult]
-    usage: EmbeddingUsage
+    usage: InputUsage
     object: str = "list"
 
 
 def router(context: ServerContext) -> APIRouter:
     """The route of reranking."""
     routes = APIRouter(tags=["rerank"])
-    rerank = _RerankRoute(context)
-    routes.post("/v1/rerank", openapi_extra=described(RerankRequest))(rerank.rerank)
-    return routes
 
-
-class _RerankRoute:
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
-        self._reranking = Reranking(context.runtime)
-
-    async def rerank(self, request: Request) -> Response:
+    @routes.post("/v1/rerank", openapi_extra=Described(RerankRequest))
+    async def rerank(request: Request) -> Response:
         """The documents, the best first; `relevance_score` is what the model gives, the higher the better."""
         body = await read_body(request, RerankRequest)
         texts = body.texts()
-        self._context.require_ready()
+        context.require_ready()
         fields = {
             **body.fields(request.state.key_digest),
             **header_fields(request),
             "model": "default" if body.model is None else body.model,
         }
-        work = self._reranking.rerank(body.query, texts, **fields)
-        found = await while_connected(work, request.receive)
-        return await json_later(body.answer(found))
+        work = Reranking(context.runtime).rerank(body.query, texts, **fields)
+        return await large_json_response(body.answer(await while_connected(work, request.receive)))
+
+    return routes

@@ -19,8 +19,9 @@ from starlette.responses import Response
 
 from stoker.errors import StokerError
 from stoker.server.context import ServerContext
-from stoker.server.streaming.generation import Caller
-from stoker.server.streaming.sse import EventStream, frame
+from stoker.server.inbound.security import Identity
+from stoker.server.reply import json_response
+from stoker.server.sse import EventStream, frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -206,13 +207,13 @@ def router(context: ServerContext) -> APIRouter:
         A caller who is no operator sees counts and places of all requests, but ids, lengths and stories only
         of the requests of its own key.
         """
-        caller = Caller.of(request)
+        caller: Identity = request.state.identity
         status = await context.runtime.status()
         document = status_document(status, context.runtime.model_states())
         if not caller.is_operator:
             owner_of = context.runtime.owner_of
             redact_status(document, lambda request_id: caller.may_see(owner_of(request_id)))
-        return Response(msgspec.json.encode(document), media_type="application/json")
+        return json_response(document)
 
     @routes.get("/v1/runtime/events", tags=["runtime"])
     async def events(request: Request) -> Response:
@@ -220,7 +221,7 @@ def router(context: ServerContext) -> APIRouter:
 
         A caller who is no operator gets events of the requests of its own key only.
         """
-        return EventStream(_frames(context, Caller.of(request)), {}, context.settings.keepalive_s)
+        return EventStream(_frames(context, request.state.identity), {}, context.settings.keepalive_s)
 
     @routes.get("/health", tags=["probes"])
     async def health() -> Response:
@@ -230,16 +231,15 @@ def router(context: ServerContext) -> APIRouter:
         """
         found = context.runtime.health()
         status = "ok" if found.is_alive else "error"
-        content = msgspec.json.encode({"status": status, "engine": engine_document(found)})
-        return Response(content, 200 if found.is_alive else 503, media_type="application/json")
+        document = {"status": status, "engine": engine_document(found)}
+        return json_response(document, 200 if found.is_alive else 503)
 
     @routes.get("/ready", tags=["probes"])
     async def ready() -> Response:
         """Requests are taken; 503 until then. A suspended runtime takes them and keeps them."""
         context.require_ready()
         state = context.runtime.health().state
-        status = "ready" if state == "serving" else state
-        return Response(msgspec.json.encode({"status": status}), media_type="application/json")
+        return json_response({"status": "ready" if state == "serving" else state})
 
     @routes.get("/metrics", tags=["probes"])
     async def metrics() -> Response:
@@ -254,7 +254,7 @@ def router(context: ServerContext) -> APIRouter:
     return routes
 
 
-async def _frames(context: ServerContext, caller: Caller) -> AsyncGenerator[bytes, None]:
+async def _frames(context: ServerContext, caller: Identity) -> AsyncGenerator[bytes, None]:
     """`{"event": name, "at": seconds since the epoch, ...}`, one a frame."""
     async with aclosing(context.runtime.events()) as events:
         async for each in events:

@@ -17,13 +17,19 @@ from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import ModelClass
-from stoker.ipc.request import MAX_SALT_CHARS, Priority
-from stoker.server.fields import InlineState, check_tokens, decoded, state_bytes
-from stoker.server.headers import header_fields
-from stoker.server.inbound.body import VALUES_WITH_TOKENS, Body, Many, Name, TokenIds, described, read_body
+from stoker.server.fields import (
+    InlineState,
+    RequestFields,
+    check_tokens,
+    decoded,
+    header_fields,
+    present,
+    state_bytes,
+)
+from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, TokenIds, read_body
 from stoker.server.inbound.disconnect import while_connected
-from stoker.server.inbound.security import salt_of
 from stoker.server.openai.conversation import Message, turns_of
+from stoker.server.reply import InputUsage, json_response, large_json_response
 from stoker.tasks.embed import floats_of
 
 if TYPE_CHECKING:
@@ -38,28 +44,17 @@ MAX_JSON_FLOATS = 2**20
 """More numbers than these go as base64 only: 4 MB instead of some 20."""
 
 
-class StateWork(Body):
-    """What all work on states takes: the model, the state to begin from, and the request's class and salt."""
+class StateWork(RequestFields):
+    """What all work on states takes: the state to begin from beside the fields of every request."""
 
     max_values: ClassVar[int] = VALUES_WITH_TOKENS
 
-    model: Name | None = None
     state: str | InlineState | None = None
     cache: bool | None = None
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
-    timeout_s: float | None = None
 
     def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of `States.save` and `States.embed`, but for the prompt."""
-        given = {
-            "state": state_bytes(self.state),
-            "cache": self.cache,
-            "cache_salt": salt_of(key_digest, self.cache_salt or ""),
-            "priority": Priority.BACKGROUND if self.service_tier == "flex" else None,
-            "timeout_s": self.timeout_s,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        return super().fields(key_digest) | present(state=state_bytes(self.state), cache=self.cache)
 
 
 class SaveStateRequest(StateWork):
@@ -138,39 +133,14 @@ def prompt_of(given: str | list[int], n_vocab: int, param: str) -> str | tuple[i
     return tuple(given)
 
 
-class EmbeddingUsage(msgspec.Struct, frozen=True):
-    """Token counts of embeddings."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class StateEmbeddingAnswer(msgspec.Struct, frozen=True):
     """One embedding by state; `data` is float32, row-major, in base64 little-endian."""
 
     model: str
     shape: tuple[int, ...]
     data: list[float] | str
-    usage: EmbeddingUsage
+    usage: InputUsage
     object: str = "state_embedding"
-
-
-class EmbeddingEntry(msgspec.Struct, frozen=True):
-    """One entry of a list of embeddings, with its shape besides what OpenAI's have."""
-
-    index: int
-    shape: tuple[int, ...]
-    embedding: list[float] | str
-    object: str = "embedding"
-
-
-class EmbeddingList(msgspec.Struct, frozen=True):
-    """A list of embeddings."""
-
-    data: list[EmbeddingEntry]
-    model: str
-    usage: EmbeddingUsage
-    object: str = "list"
 
 
 BINARY = "application/octet-stream"
@@ -182,13 +152,13 @@ def router(context: ServerContext) -> APIRouter:
     """The routes of states and of one prompt's embedding by state."""
     routes = APIRouter(tags=["states"])
     states = _StateRoutes(context)
-    body = described(SaveStateRequest)
+    body = Described(SaveStateRequest)
     routes.post("/v1/states", openapi_extra=body)(states.save)
     routes.get("/v1/states")(states.list)
     routes.get("/v1/states/{state_id}")(states.get)
     routes.get("/v1/states/{state_id}/content")(states.content)
     routes.delete("/v1/states/{state_id}")(states.delete)
-    inputs = described(StateEmbeddingRequest)
+    inputs = Described(StateEmbeddingRequest)
     routes.post("/v1/states/embeddings", openapi_extra=inputs)(states.embed)
     return routes
 
@@ -214,7 +184,7 @@ class _StateRoutes:
             sent, file = body.data, body.file or ""
             given = states.dropped(file) if sent is None else await asyncio.to_thread(decoded, sent, "data")
             saved = await states.put(given, model=info.id, name=body.name, owner=owner)
-            return _json(_saved(saved))
+            return json_response(_saved(saved))
         own = await asyncio.to_thread(body.fields, owner)
         fields = {**own, **header_fields(request), "model": info.id}
         prompt: str | tuple[int, ...]
@@ -226,7 +196,7 @@ class _StateRoutes:
         else:
             prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")
         work = states.save(prompt, name=body.name, owner=owner, **fields)
-        return _json(_saved(await while_connected(work, request.receive)))
+        return json_response(_saved(await while_connected(work, request.receive)))
 
     async def _upload(self, request: Request) -> Response:
         async with self._context.bodies.received(request.receive) as received:
@@ -234,18 +204,20 @@ class _StateRoutes:
         self._context.require_ready()
         model, name = request.query_params.get("model", "default"), request.query_params.get("name")
         owner = request.state.key_digest
-        return _json(
+        return json_response(
             _saved(await self._context.runtime.states.put(data, model=model, name=name, owner=owner))
         )
 
     async def list(self, request: Request) -> Response:
         """Every saved state of the caller, the newest first."""
         found = await self._context.runtime.states.list(request.state.key_digest)
-        return _json({"object": "list", "data": [_saved(state) for state in found]})
+        return json_response({"object": "list", "data": [_saved(state) for state in found]})
 
     async def get(self, request: Request, state_id: str) -> Response:
         """What is known of a saved state."""
-        return _json(_saved(await self._context.runtime.states.get(state_id, request.state.key_digest)))
+        return json_response(
+            _saved(await self._context.runtime.states.get(state_id, request.state.key_digest))
+        )
 
     async def content(self, request: Request, state_id: str) -> Response:
         """The state as a safetensors file."""
@@ -256,15 +228,16 @@ class _StateRoutes:
     async def delete(self, request: Request, state_id: str) -> Response:
         """Forget a saved state."""
         await self._context.runtime.states.delete(state_id, request.state.key_digest)
-        return _json({"id": state_id, "object": "state.deleted", "deleted": True})
+        return json_response({"id": state_id, "object": "state.deleted", "deleted": True})
 
     async def embed(self, request: Request) -> Response:
         """The recurrent state of one prompt, or its last hidden state, with the shape."""
         body = await read_body(request, StateEmbeddingRequest)
         (found,) = await embedded_by_state(self._context, request, body, most=1)
         data = await asyncio.to_thread(body.encoded, found)
-        usage = usage_of(found.usage.prompt_tokens)
-        return await json_later(StateEmbeddingAnswer(found.model, found.shape, data, usage))
+        return await large_json_response(
+            StateEmbeddingAnswer(found.model, found.shape, data, InputUsage.of(found.usage))
+        )
 
 
 async def embedded_by_state(
@@ -296,16 +269,14 @@ async def embedded_by_state(
 
 
 async def initial_state(
-    context: ServerContext, request: Request, state: str | InlineState | None, model: str
+    context: ServerContext, request: Request, state: str | InlineState, model: str
 ) -> dict[str, Any]:
-    """The keyword argument of a `GenerateRequest` that a body's `state` is; none without one.
+    """The keyword argument of a `GenerateRequest` that a body's `state` is.
 
     Raises:
         InvalidRequestError: there is no such state, or it is no good.
         UnsupportedError: the model has none to begin from.
     """
-    if state is None:
-        return {}
     given = state if isinstance(state, str) else await asyncio.to_thread(decoded, state.data, "state")
     states = context.runtime.states
     return {"initial_state": await states.given(given, model=model, owner=request.state.key_digest)}
@@ -319,19 +290,5 @@ async def _unwrapped(work: Any) -> Any:
         raise group.exceptions[0] from None
 
 
-def usage_of(num_tokens: int) -> EmbeddingUsage:
-    """What embedding so many tokens is counted as: nothing is generated."""
-    return EmbeddingUsage(num_tokens, num_tokens)
-
-
 def _saved(state: SavedState) -> dict[str, Any]:
     return {"object": "state", **msgspec.structs.asdict(state)}
-
-
-def _json(document: Any) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
-
-
-async def json_later(document: Any) -> Response:
-    """A response of many numbers, written off the loop."""
-    return await asyncio.to_thread(_json, document)

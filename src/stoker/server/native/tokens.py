@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import msgspec
 from fastapi import APIRouter
 from pydantic import AliasChoices, Field
 from starlette.requests import Request
@@ -14,9 +13,10 @@ from starlette.responses import Response
 
 from stoker.server.context import ServerContext
 from stoker.server.fields import check_tokens
-from stoker.server.inbound.body import VALUES_WITH_TOKENS, Body, Name, TokenIds, described, read_body
+from stoker.server.inbound.body import VALUES_WITH_TOKENS, Body, Described, Name, TokenIds, read_body
 from stoker.server.openai.chat import prepared_chat
 from stoker.server.openai.conversation import ConversationFields
+from stoker.server.reply import json_response
 
 
 class TokenizeRequest(Body):
@@ -44,7 +44,7 @@ def router(context: ServerContext) -> APIRouter:
     """Text, tokens and templates of the served models."""
     routes = APIRouter(tags=["tokens"])
 
-    @routes.post("/tokenize", openapi_extra=described(TokenizeRequest))
+    @routes.post("/tokenize", openapi_extra=Described(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, with their pieces on request."""
         body = await read_body(request, TokenizeRequest)
@@ -55,7 +55,7 @@ def router(context: ServerContext) -> APIRouter:
         )
         return await asyncio.to_thread(_tokens, tokens, pieces if body.with_pieces else None)
 
-    @routes.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+    @routes.post("/detokenize", openapi_extra=Described(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await read_body(request, DetokenizeRequest)
@@ -63,30 +63,26 @@ def router(context: ServerContext) -> APIRouter:
         info = context.runtime.resolve(body.model)
         if body.tokens:
             check_tokens(body.tokens, info.n_vocab, "tokens")
-        return _json({"content": await context.runtime.detokenize(body.tokens, model=info.id)})
+        return json_response({"content": await context.runtime.detokenize(body.tokens, model=info.id)})
 
-    @routes.post("/apply-template", openapi_extra=described(ConversationFields))
+    @routes.post("/apply-template", openapi_extra=Described(ConversationFields))
     async def apply_template(request: Request) -> Response:
         """The prompt that a conversation becomes."""
         body = await read_body(request, ConversationFields)
         context.require_ready()
         info = context.runtime.resolve(body.model)
         plan = await prepared_chat(context, request, body, info)
-        return _json({"prompt": plan.prompt})
+        return json_response({"prompt": plan.prompt})
 
     return routes
-
-
-def _json(document: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def _tokens(tokens: Sequence[int], pieces: Sequence[bytes] | None) -> Response:
     """The ids, each with its piece where there are some."""
     if pieces is None:
-        return _json({"tokens": tokens})
+        return json_response({"tokens": tokens})
     pairs = zip(tokens, pieces, strict=True)
-    return _json({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
+    return json_response({"tokens": [{"id": token, "piece": _piece(piece)} for token, piece in pairs]})
 
 
 def _piece(piece: bytes) -> str | list[int]:

@@ -18,8 +18,8 @@ from msgspec import UNSET, UnsetType
 
 from stoker.images import ImageReport
 from stoker.ipc.usage import CacheSource, Timings, Usage
-from stoker.server.streaming.generation import total_usage
-from stoker.server.streaming.sse import frame
+from stoker.server.sse import frame, progress_fields
+from stoker.server.streaming import total_usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -187,15 +187,6 @@ class ImageAnswer(msgspec.Struct, frozen=True):
     shrunk_to: tuple[int, int] | None = None
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """`prompt_progress`: prompt tokens in all, from the cache, and computed so far."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
-
-
 class FunctionPiece(msgspec.Struct, frozen=True):
     """What a chunk adds to a call: its name once, its arguments in pieces."""
 
@@ -288,44 +279,12 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
     usage: UsageAnswer | UnsetType | None = UNSET
     timings: TimingsAnswer | UnsetType = UNSET
     context_shift: ContextShift | UnsetType = UNSET
-    prompt_progress: Progress | UnsetType = UNSET
+    prompt_progress: dict[str, Any] | UnsetType = UNSET
     images: list[ImageAnswer] | UnsetType = UNSET
 
 
-encode = msgspec.json.Encoder().encode
-
-
-def usage_answer(usage: Usage) -> UsageAnswer:
-    """`usage` of a count."""
-    return UsageAnswer(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(usage.cached_tokens, usage.cache_source or UNSET),
-    )
-
-
-def shift_answer(usage: Usage) -> ContextShift | UnsetType:
-    """`context_shift` of a count; left out where nothing was dropped."""
-    return ContextShift(usage.dropped_tokens) if usage.dropped_tokens else UNSET
-
-
-def image_answers(images: Sequence[ImageReport]) -> list[ImageAnswer] | UnsetType:
-    """`images` of what became of the prompt's pictures; left out where there were none."""
-    return [ImageAnswer(one.width, one.height, one.shrunk_to) for one in images] or UNSET
-
-
-def timings_answer(timings: Timings) -> TimingsAnswer:
-    """`timings` of a request."""
-    return TimingsAnswer(
-        queue_ms=timings.queue_s * MILLISECONDS,
-        prefill_ms=timings.prefill_s * MILLISECONDS,
-        decode_ms=timings.decode_s * MILLISECONDS,
-        num_preemptions=timings.num_preemptions,
-    )
-
-
-_Choices = list[ChatChunkChoice] | list[TextChoice]
+_encode = msgspec.json.Encoder().encode
+_Choices = list[ChatChunkChoice] | list[ChatChoice] | list[TextChoice]
 
 
 @dataclass(frozen=True)
@@ -352,73 +311,80 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
     images: tuple[ImageReport, ...] = ()
 
-    def answer(self, kind: str, choices: _Choices | list[ChatChoice], **fields: Any) -> bytes:
-        """JSON of the answer, or of a chunk of it, whose `object` is `kind`."""
-        made = CompletionAnswer(self.id, kind, self.created, self.model, choices, self.tier, **fields)
-        return encode(made)
 
+class Envelope:
+    """What stands around the choices of one answer: its identity, and the totals over its prompts.
 
-class Totals:
-    """Usage and times over the prompts of one answer."""
+    Args:
+        head: of the answer.
+        kind: the `object` of the answer or of its chunks.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, head: Head, kind: str) -> None:
+        self._head = head
+        self._kind = kind
         self._finished: list[Finished] = []
+        # Where usage was asked for, every chunk has the field and the last one fills it.
+        self._no_usage = None if head.wants_usage else UNSET
 
     def add(self, event: Finished) -> None:
         """Take in the end of one prompt."""
         self._finished.append(event)
 
-    def usage(self) -> Usage:
-        """The sum of all prompts."""
+    def chunk(self, choice: ChatChunkChoice | TextChoice) -> bytes:
+        """The frame of one choice."""
+        return frame(self._answer([choice], usage=self._no_usage))  # type: ignore[arg-type] # of either kind
+
+    def progress(self, event: PrefillProgress, nothing: _Choices) -> bytes:
+        """The frame of a chunk with `prompt_progress`; `nothing` is as in `closing`."""
+        return frame(self._answer(nothing, prompt_progress=progress_fields(event)))
+
+    def closing(self, nothing: _Choices) -> bytes:
+        """Frames after the last event: usage and timings where usage was asked for, a context shift always.
+
+        `nothing` is one choice without text, for clients that look at the first of every chunk; who asked
+        for usage expects a chunk without choices (SPEC C12).
+        """
+        if self._head.wants_usage:
+            return frame(self._answer([], **self._totals()))
+        shift = _shift(self._usage())
+        return b"" if shift is UNSET else frame(self._answer(nothing, context_shift=shift))
+
+    def whole(self, choices: list[ChatChoice] | list[TextChoice]) -> bytes:
+        """The body of an answer in one piece."""
+        return self._answer(choices, **self._totals())
+
+    def _answer(self, choices: _Choices, **fields: Any) -> bytes:
+        head = self._head
+        answer = CompletionAnswer(head.id, self._kind, head.created, head.model, choices, head.tier, **fields)
+        return _encode(answer)
+
+    def _usage(self) -> Usage:
         return total_usage([event.usage for event in self._finished])
 
-    def timings(self) -> TimingsAnswer:
+    def _totals(self) -> dict[str, Any]:
+        usage = self._usage()
+        details = PromptTokensDetails(usage.cached_tokens, usage.cache_source or UNSET)
+        num_tokens = usage.prompt_tokens + usage.completion_tokens
+        images = [ImageAnswer(one.width, one.height, one.shrunk_to) for one in self._head.images]
+        return {
+            "usage": UsageAnswer(usage.prompt_tokens, usage.completion_tokens, num_tokens, details),
+            "timings": self._timings(),
+            "context_shift": _shift(usage),
+            "images": images or UNSET,
+        }
+
+    def _timings(self) -> TimingsAnswer:
         """The longest of each stage: prompts run side by side. Preemptions are added up."""
         every = [event.timings for event in self._finished] or [Timings()]
-        return timings_answer(
-            Timings(
-                queue_s=max(timings.queue_s for timings in every),
-                prefill_s=max(timings.prefill_s for timings in every),
-                decode_s=max(timings.decode_s for timings in every),
-                num_preemptions=sum(timings.num_preemptions for timings in every),
-            )
+        return TimingsAnswer(
+            queue_ms=max(timings.queue_s for timings in every) * MILLISECONDS,
+            prefill_ms=max(timings.prefill_s for timings in every) * MILLISECONDS,
+            decode_ms=max(timings.decode_s for timings in every) * MILLISECONDS,
+            num_preemptions=sum(timings.num_preemptions for timings in every),
         )
 
 
-def closing(head: Head, kind: str, totals: Totals, nothing: _Choices) -> bytes:
-    """Frames after the last event: usage and timings where usage was asked for, a context shift always (C12).
-
-    Args:
-        head: of the answer.
-        kind: the chunk's `object`.
-        totals: over all prompts.
-        nothing: one choice without text, for clients that look at the first of every chunk; who asked for
-            usage expects a chunk without choices.
-    """
-    usage = totals.usage()
-    shift = shift_answer(usage)
-    if head.wants_usage:
-        fields = {"usage": usage_answer(usage), "context_shift": shift, "images": image_answers(head.images)}
-        return frame(head.answer(kind, [], timings=totals.timings(), **fields))
-    if shift is not UNSET:
-        return frame(head.answer(kind, nothing, context_shift=shift))
-    return b""
-
-
-def progress(head: Head, kind: str, event: PrefillProgress, nothing: _Choices) -> bytes:
-    """The frame of a chunk with `prompt_progress`; the other arguments are as in `closing`."""
-    done = Progress(total=event.total, cache=event.cached, processed=event.processed, time_ms=event.time_ms)
-    return frame(head.answer(kind, nothing, prompt_progress=done))
-
-
-def whole(head: Head, kind: str, totals: Totals, choices: list[ChatChoice] | list[TextChoice]) -> bytes:
-    """The body of an answer in one piece, `kind` being its `object`."""
-    usage = totals.usage()
-    return head.answer(
-        kind,
-        choices,
-        usage=usage_answer(usage),
-        timings=totals.timings(),
-        context_shift=shift_answer(usage),
-        images=image_answers(head.images),
-    )
+def _shift(usage: Usage) -> ContextShift | UnsetType:
+    """`context_shift`; left out where nothing was dropped."""
+    return ContextShift(usage.dropped_tokens) if usage.dropped_tokens else UNSET

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the route, and the answer chunk by chunk or whole.
+"""POST /v1/chat/completions: the route, the answer, and the APIs that are other spellings of it.
 
 Reasoning, content and tool calls are told apart by `stoker.tasks.chat`; here they get their places in
 OpenAI's shape.
@@ -7,7 +7,7 @@ OpenAI's shape.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -16,20 +16,14 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stoker.chat.answer import WholeAnswer
+from stoker.chat.answer import AnswerForm, WholeAnswer
 from stoker.chat.answer_events import CallArguments, CallBegan, Content, Reasoning
 from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.server.fields import tier_of
-from stoker.server.headers import (
-    IGNORED_HEADER,
-    IMAGES_HEADER,
-    header_fields,
-    ignored_header,
-    images_header,
-)
-from stoker.server.inbound.body import described, read_body, validated
+from stoker.server.errors import OriginRules
+from stoker.server.fields import header_fields, tier_of
+from stoker.server.inbound.body import Described, read_body, validated
 from stoker.server.native.states import initial_state
 from stoker.server.openai.answers import (
     Call,
@@ -38,24 +32,19 @@ from stoker.server.openai.answers import (
     ChatChunkChoice,
     ChatDelta,
     ChatMessage,
+    Envelope,
     Function,
     FunctionPiece,
     Head,
-    Totals,
     chat_logprobs,
-    closing,
-    progress,
-    whole,
 )
 from stoker.server.openai.conversation import ChatRequest, ConversationFields
-from stoker.server.openai.translation import OriginRules
-from stoker.server.streaming.delivery import TranslatedSource, collected, streamed
-from stoker.server.streaming.generation import Caller, GenerationCall
-from stoker.server.streaming.sse import frame
+from stoker.server.reply import IGNORED_HEADER, IMAGES_HEADER, ignored_header, images_header
+from stoker.server.sse import Ending
+from stoker.server.streaming import GenerationCall, collected, streamed
 from stoker.tasks.chat import PLAIN, ChoiceReaders
 
 if TYPE_CHECKING:
-    from stoker.chat.answer import AnswerForm
     from stoker.chat.answer_events import AnswerEvent
     from stoker.chat.conversation import ToolOffer
     from stoker.chat.tools.tools import LeftOut
@@ -63,13 +52,8 @@ if TYPE_CHECKING:
     from stoker.images import ImageReport
     from stoker.ipc.usage import TokenLogprob
     from stoker.server.context import ServerContext
-    from stoker.server.openai.translation import Translation
-    from stoker.server.streaming.delivery import Source
     from stoker.tasks.chat import ChatPlan
 
-
-_CHUNK = "chat.completion.chunk"
-_WHOLE = "chat.completion"
 _ROLE = ChatDelta(role="assistant", content="")
 _NOTHING = ChatDelta()
 _EMPTY = ChatDelta(content="")
@@ -78,48 +62,45 @@ _EMPTY = ChatDelta(content="")
 class ChatChunks:
     """A chat completion as chunks; the first of each choice names the role."""
 
+    ending = Ending()
+
     def __init__(self, head: Head, form: AnswerForm = PLAIN) -> None:
         self._head = head
         self._readers = ChoiceReaders(form, head.id)
-        self._totals = Totals()
+        self._envelope = Envelope(head, "chat.completion.chunk")
         self._begun: set[int] = set()
-        # Where usage was asked for, every chunk has the field and the last one fills it.
-        self._no_usage = None if head.wants_usage else UNSET
 
     def write(self, _prompt: int, event: StreamEvent) -> bytes:
         """Frames of one event; empty if it shows nothing."""
         if isinstance(event, Delta):
             return self._delta(event)
         if isinstance(event, Finished):
-            self._totals.add(event)
+            self._envelope.add(event)
         elif isinstance(event, PrefillProgress):
-            return progress(self._head, _CHUNK, event, [ChatChunkChoice(0, _NOTHING)])
+            return self._envelope.progress(event, [ChatChunkChoice(0, _NOTHING)])
         return b""
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        return closing(self._head, _CHUNK, self._totals, [ChatChunkChoice(0, _NOTHING)])
+        return self._envelope.closing([ChatChunkChoice(0, _NOTHING)])
 
     def _delta(self, event: Delta) -> bytes:
-        opening = b""
+        chunk, opening = self._envelope.chunk, b""
         if event.index not in self._begun:
             self._begun.add(event.index)
-            opening = self._frame(ChatChunkChoice(event.index, _ROLE))
+            opening = chunk(ChatChunkChoice(event.index, _ROLE))
         found = [_delta_of(piece, self._head) for piece in self._readers.read(event)]
         deltas = [delta for delta in found if delta is not _NOTHING]
         if event.logprobs and not deltas:
             deltas = [_EMPTY]
-        frames = [self._frame(ChatChunkChoice(event.index, delta)) for delta in deltas[:-1]]
+        frames = [chunk(ChatChunkChoice(event.index, delta)) for delta in deltas[:-1]]
         if deltas:
             logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
-            frames.append(self._frame(ChatChunkChoice(event.index, deltas[-1], logprobs)))
+            frames.append(chunk(ChatChunkChoice(event.index, deltas[-1], logprobs)))
         if reason := self._readers.finish_reason(event):  # clients expect it in a chunk without text
             shown = _reason(reason, self._head)
-            frames.append(self._frame(ChatChunkChoice(event.index, _NOTHING, None, shown)))
+            frames.append(chunk(ChatChunkChoice(event.index, _NOTHING, None, shown)))
         return b"".join([opening, *frames])
-
-    def _frame(self, choice: ChatChunkChoice) -> bytes:
-        return frame(self._head.answer(_CHUNK, [choice], usage=self._no_usage))
 
 
 class WholeChat:
@@ -129,7 +110,7 @@ class WholeChat:
         self._head = head
         self._readers = ChoiceReaders(form, head.id)
         self._has_logprobs = has_logprobs
-        self._totals = Totals()
+        self._envelope = Envelope(head, "chat.completion")
         self._answers = [WholeAnswer() for _ in range(head.n)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(head.n)]
         self._reasons = ["length"] * head.n
@@ -142,7 +123,7 @@ class WholeChat:
             if reason := self._readers.finish_reason(event):
                 self._reasons[event.index] = _reason(reason, self._head)
         elif isinstance(event, Finished):
-            self._totals.add(event)
+            self._envelope.add(event)
 
     def whole(self) -> bytes:
         """The answer's body."""
@@ -155,7 +136,7 @@ class WholeChat:
             )
             for index in range(self._head.n)
         ]
-        return whole(self._head, _WHOLE, self._totals, choices)
+        return self._envelope.whole(choices)
 
 
 def _reason(reason: FinishReason, head: Head) -> str:
@@ -197,7 +178,7 @@ def router(context: ServerContext) -> APIRouter:
     """The chat route."""
     routes = APIRouter(tags=["generate"])
 
-    @routes.post("/v1/chat/completions", openapi_extra=described(ChatRequest))
+    @routes.post("/v1/chat/completions", openapi_extra=Described(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         body = await read_body(request, ChatRequest)
@@ -205,7 +186,7 @@ def router(context: ServerContext) -> APIRouter:
         turn = await chat_turn(context, request, body, "chatcmpl-")
         asked = turn.request
         head = Head(
-            turn.id,
+            turn.call.id,
             asked.model,
             asked.n,
             body.wants_usage,
@@ -217,9 +198,9 @@ def router(context: ServerContext) -> APIRouter:
         del body  # its pictures are megabytes, and it may wait for long
         if is_stream:
             chunks = ChatChunks(head, turn.form)
-            return turn.tell(streamed(turn.source, chunks, context.settings.keepalive_s))
+            return turn.tell(streamed(turn.call, chunks, context.settings.keepalive_s))
         whole = WholeChat(head, turn.form, has_logprobs=asked.logprobs is not None)
-        return turn.tell(await collected(turn.source, whole, request))
+        return turn.tell(await collected(turn.call, whole, request))
 
     return routes
 
@@ -229,22 +210,21 @@ class ChatTurn:
     """A conversation on its way.
 
     Attributes:
-        id: the answer's.
-        request: what is generated.
-        source: where its events come from.
+        call: its work.
         form: how the text is to be read.
         images: what became of pictures.
         left_out: tools that the model was not told of.
-        origins: where the places of the chat completion stand in the caller's body.
     """
 
-    id: str
-    request: GenerateRequest
-    source: Source
+    call: GenerationCall
     form: AnswerForm
     images: tuple[ImageReport, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
-    origins: OriginRules = field(default_factory=lambda: OriginRules({}))
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What is generated."""
+        return self.call.requests[0]
 
     def tell(self, answer: Response) -> Response:
         """The answer with headers that say what became of the pictures and which tools were ignored."""
@@ -255,8 +235,21 @@ class ChatTurn:
         return answer
 
 
-async def chat_turn(context: ServerContext, request: Request, body: ChatRequest, prefix: str) -> ChatTurn:
-    """Everything between a checked body and its first event; `prefix` begins the answer's id.
+async def chat_turn(
+    context: ServerContext,
+    request: Request,
+    body: ChatRequest,
+    prefix: str,
+    origins: OriginRules | None = None,
+) -> ChatTurn:
+    """Everything between a checked body and its first event.
+
+    Args:
+        context: of the server.
+        request: the HTTP request.
+        body: of the chat completion.
+        prefix: begins the answer's id.
+        origins: where its places stand in the caller's body; None: it is the caller's.
 
     Raises:
         CallerError: the body asks for what cannot be.
@@ -274,11 +267,43 @@ async def chat_turn(context: ServerContext, request: Request, body: ChatRequest,
     plan = await prepared_chat(context, request, body, info)
     asked = GenerateRequest(prompt=plan.prompt, model=info.asked_as, **plan.fields(fields))
     taken = await context.runtime.images.take(plan.images) if plan.images else []
-    initial = await initial_state(context, request, body.state, info.id)
-    asked = msgspec.structs.replace(asked, **initial, pictures=tuple(one.picture for one in taken))
-    reports = tuple(one.report for one in taken)
-    generation = GenerationCall(context, prefix, Caller.of(request), [asked])
-    return ChatTurn(generation.id, asked, generation, plan.form, reports, plan.left_out)
+    if body.state is not None:
+        asked = msgspec.structs.replace(asked, **await initial_state(context, request, body.state, info.id))
+    if taken:
+        asked = msgspec.structs.replace(asked, pictures=tuple(one.picture for one in taken))
+    left_out = plan.left_out
+    if origins is not None:
+        left_out = tuple(replace(one, where=origins.of(one.where)) for one in left_out)
+    call = GenerationCall(context, prefix, request, [asked], origins)
+    return ChatTurn(call, plan.form, tuple(one.report for one in taken), left_out)
+
+
+async def prepared_chat(
+    context: ServerContext, request: Request, body: ConversationFields, info: ModelInfo
+) -> ChatPlan:
+    """What a conversation asks of a model. Nothing that grows with the body is done on the event loop.
+
+    Raises:
+        StokerError: the conversation is malformed, or the template refuses it or does not end.
+    """
+
+    def told() -> tuple[list[dict[str, Any]], ToolOffer, dict[str, Any]]:
+        return body.turns(info.id), body.offer(), body.template_args()
+
+    turns, offer, args = await asyncio.to_thread(told)
+    how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
+    return await context.runtime.prepare_chat(turns, offer, **how)
+
+
+# ------------------------------------------------------------ other spellings
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The body of a chat completion as JSON values, and where its places stand in the body it was made of."""
+
+    body: dict[str, Any]
+    origins: OriginRules
 
 
 class Translated(Protocol):
@@ -305,10 +330,7 @@ async def translated_turn(
     with origins.named():
         chat = await asyncio.to_thread(validated, ChatRequest, asked.body)
         del asked  # its pictures are megabytes
-        turn = await chat_turn(context, request, chat, prefix)
-    left_out = tuple(replace(one, where=origins.of(one.where)) for one in turn.left_out)
-    source = TranslatedSource(turn.source, origins)
-    return replace(turn, source=source, left_out=left_out, origins=origins)
+        return await chat_turn(context, request, chat, prefix, origins)
 
 
 async def prompt_tokens(context: ServerContext, request: Request, body: Translated) -> int:
@@ -319,22 +341,6 @@ async def prompt_tokens(context: ServerContext, request: Request, body: Translat
         NotReadyError: no model is ready.
     """
     turn = await translated_turn(context, request, body, "count-")
-    with turn.origins.named():
+    assert turn.call.origins is not None
+    with turn.call.origins.named():
         return await context.runtime.count_tokens(turn.request)
-
-
-async def prepared_chat(
-    context: ServerContext, request: Request, body: ConversationFields, info: ModelInfo
-) -> ChatPlan:
-    """What a conversation asks of a model. Nothing that grows with the body is done on the event loop.
-
-    Raises:
-        StokerError: the conversation is malformed, or the template refuses it or does not end.
-    """
-
-    def told() -> tuple[list[dict[str, Any]], ToolOffer, dict[str, Any]]:
-        return body.turns(info.id), body.offer(), body.template_args()
-
-    turns, offer, args = await asyncio.to_thread(told)
-    how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
-    return await context.runtime.prepare_chat(turns, offer, **how)

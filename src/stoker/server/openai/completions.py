@@ -9,7 +9,6 @@ import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastapi import APIRouter
-from msgspec import UNSET
 from pydantic import AliasChoices, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,23 +17,18 @@ from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.events import Delta, Finished, PrefillProgress, PromptEcho
 from stoker.ipc.request import GenerateRequest
 from stoker.server.context import ServerContext
-from stoker.server.fields import GenerationFields, Int, check_logprobs, check_tokens, tier_of
-from stoker.server.headers import header_fields
-from stoker.server.inbound.body import VALUES_WITH_TOKENS, Many, TokenIds, described, read_body
+from stoker.server.fields import GenerationFields, Int, check_logprobs, check_tokens, header_fields, tier_of
+from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, TokenIds, read_body
 from stoker.server.native.states import initial_state
 from stoker.server.openai.answers import (
+    Envelope,
     Head,
     TextChoice,
     TextLogprobs,
     TextLogprobsWriter,
-    Totals,
-    closing,
-    progress,
-    whole,
 )
-from stoker.server.streaming.delivery import collected, streamed
-from stoker.server.streaming.generation import Caller, GenerationCall
-from stoker.server.streaming.sse import frame
+from stoker.server.sse import Ending
+from stoker.server.streaming import GenerationCall, collected, streamed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,11 +101,12 @@ _OBJECT = "text_completion"
 class TextChunks:
     """Completions as chunks."""
 
+    ending = Ending()
+
     def __init__(self, head: Head, num_prompts: int) -> None:
         self._head = head
-        self._totals = Totals()
+        self._envelope = Envelope(head, _OBJECT)
         self._logprobs = [TextLogprobsWriter() for _ in range(num_prompts * head.n)]
-        self._no_usage = None if head.wants_usage else UNSET
 
     def write(self, prompt: int, event: StreamEvent) -> bytes:
         """Frames of one event; empty if it shows nothing."""
@@ -121,33 +116,30 @@ class TextChunks:
         if isinstance(event, PromptEcho):
             return b"".join(self._echo(first + index, event) for index in range(self._head.n))
         if isinstance(event, Finished):
-            self._totals.add(event)
+            self._envelope.add(event)
         elif isinstance(event, PrefillProgress):
-            return progress(self._head, _OBJECT, event, [TextChoice(first, "")])
+            return self._envelope.progress(event, [TextChoice(first, "")])
         return b""
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        return closing(self._head, _OBJECT, self._totals, [TextChoice(0, "")])
+        return self._envelope.closing([TextChoice(0, "")])
 
     def _delta(self, index: int, event: Delta) -> bytes:
         """What it adds, and behind it the reason of its end in a chunk of its own."""
         frames = b""
         if event.text or event.logprobs:
-            frames = self._frame(TextChoice(index, event.text, self._lists(index, event.logprobs)))
+            frames = self._envelope.chunk(TextChoice(index, event.text, self._lists(index, event.logprobs)))
         if event.finish_reason is not None:
-            frames += self._frame(TextChoice(index, "", None, event.finish_reason))
+            frames += self._envelope.chunk(TextChoice(index, "", None, event.finish_reason))
         return frames
 
     def _echo(self, index: int, event: PromptEcho) -> bytes:
         lists = self._logprobs[index].write_prompt(event.logprobs, event.text) if event.logprobs else None
-        return self._frame(TextChoice(index, event.text, lists))
+        return self._envelope.chunk(TextChoice(index, event.text, lists))
 
     def _lists(self, index: int, entries: Sequence[TokenLogprob] | None) -> TextLogprobs | None:
         return self._logprobs[index].write(entries) if entries else None
-
-    def _frame(self, choice: TextChoice) -> bytes:
-        return frame(self._head.answer(_OBJECT, [choice], usage=self._no_usage))
 
 
 class WholeText:
@@ -156,7 +148,7 @@ class WholeText:
     def __init__(self, head: Head, num_prompts: int) -> None:
         num_choices = num_prompts * head.n
         self._head = head
-        self._totals = Totals()
+        self._envelope = Envelope(head, _OBJECT)
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._writers = [TextLogprobsWriter() for _ in range(num_choices)]
         self._logprobs: list[TextLogprobs | None] = [None] * num_choices
@@ -171,7 +163,7 @@ class WholeText:
             for index in range(first, first + self._head.n):
                 self._add_echo(index, event)
         elif isinstance(event, Finished):
-            self._totals.add(event)
+            self._envelope.add(event)
 
     def _add_delta(self, index: int, event: Delta) -> None:
         self._texts[index].append(event.text)
@@ -191,24 +183,26 @@ class WholeText:
             TextChoice(index, "".join(texts), self._logprobs[index], self._reasons[index])
             for index, texts in enumerate(self._texts)
         ]
-        return whole(self._head, _OBJECT, self._totals, choices)
+        return self._envelope.whole(choices)
 
 
 def router(context: ServerContext) -> APIRouter:
     """The completions route."""
     routes = APIRouter(tags=["generate"])
 
-    @routes.post("/v1/completions", openapi_extra=described(CompletionRequest))
+    @routes.post("/v1/completions", openapi_extra=Described(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         body = await read_body(request, CompletionRequest)
         context.require_ready()
         info = context.runtime.resolve(body.model)
         shared = await asyncio.to_thread(body.to_shared, info.n_vocab, request.state.key_digest)
-        shared |= header_fields(request) | await initial_state(context, request, body.state, info.id)
+        shared |= header_fields(request)
+        if body.state is not None:
+            shared |= await initial_state(context, request, body.state, info.id)
         prompts = await asyncio.to_thread(body.prompts, info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
-        generation = GenerationCall(context, "cmpl-", Caller.of(request), asked)
+        generation = GenerationCall(context, "cmpl-", request, asked)
         tier = tier_of(asked[0].priority)
         head = Head(generation.id, info.asked_as, asked[0].n, body.wants_usage, tier)
         if body.stream:

@@ -14,19 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import UnsupportedError
-from stoker.server.fields import Int, keep_alive_seconds
-from stoker.server.headers import header_fields
-from stoker.server.inbound.body import described, read_body
+from stoker.server.fields import Int, header_fields, keep_alive_seconds, present
+from stoker.server.inbound.body import Described, read_body
 from stoker.server.inbound.disconnect import while_connected
-from stoker.server.native.states import (
-    EmbeddingEntry,
-    EmbeddingList,
-    EmbeddingUsage,
-    StateEmbeddingRequest,
-    embedded_by_state,
-    json_later,
-    usage_of,
-)
+from stoker.server.native.states import StateEmbeddingRequest, embedded_by_state
+from stoker.server.reply import InputUsage, json_response, large_json_response
 from stoker.tasks.embed import Embeddings, require_embedding
 
 if TYPE_CHECKING:
@@ -65,8 +57,7 @@ class EmbeddingRequest(StateEmbeddingRequest):
 
     def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of the request, but for the texts and what is done with their vectors."""
-        seconds = keep_alive_seconds(self.keep_alive)
-        return super().fields(key_digest) | ({} if seconds is None else {"keep_alive_s": seconds})
+        return super().fields(key_digest) | present(keep_alive_s=keep_alive_seconds(self.keep_alive))
 
     def text_fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of `Embeddings.embed`, but for the texts.
@@ -83,25 +74,22 @@ class EmbeddingRequest(StateEmbeddingRequest):
         """Every text: as it is, or as token ids of a vocabulary of `n_vocab`. Raises InvalidRequestError."""
         return self.inputs(n_vocab, MAX_TEXTS)
 
-    def entries(self, found: TextEmbeddings) -> list[TextEmbeddingEntry]:
-        """The vectors as the caller wants them written."""
-        return [TextEmbeddingEntry(index, self.written(data)) for index, data in enumerate(found.vectors)]
 
-
-class TextEmbeddingEntry(msgspec.Struct, frozen=True):
-    """One entry of a list of vectors."""
+class EmbeddingEntry(msgspec.Struct, frozen=True):
+    """One entry of a list of embeddings; `shape` is that of a state."""
 
     index: int
     embedding: list[float] | str
+    shape: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
     object: str = "embedding"
 
 
-class TextEmbeddingList(msgspec.Struct, frozen=True):
-    """A list of vectors."""
+class EmbeddingList(msgspec.Struct, frozen=True):
+    """A list of embeddings."""
 
-    data: list[TextEmbeddingEntry]
+    data: list[EmbeddingEntry]
     model: str
-    usage: EmbeddingUsage
+    usage: InputUsage
     object: str = "list"
 
 
@@ -112,46 +100,42 @@ FEW_VECTORS = 4
 def router(context: ServerContext) -> APIRouter:
     """The route of embeddings."""
     routes = APIRouter(tags=["embeddings"])
-    embeddings = _EmbeddingRoutes(context)
-    routes.post("/v1/embeddings", openapi_extra=described(EmbeddingRequest))(embeddings.embed)
-    return routes
 
-
-class _EmbeddingRoutes:
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
-        self._embeddings = Embeddings(context.runtime)
-
-    async def embed(self, request: Request) -> Response:
+    @routes.post("/v1/embeddings", openapi_extra=Described(EmbeddingRequest))
+    async def embed(request: Request) -> Response:
         """One vector a text, in the order of the texts: each of length 1 unless `normalize` is false.
 
         They come as numbers or as base64, little-endian float32; `dimensions` keeps the first so many.
         """
         body = await read_body(request, EmbeddingRequest)
         if body.is_by_state:
-            return await self._by_state(request, body)
-        self._context.require_ready()
-        info = self._context.runtime.resolve(body.model)
+            return await _by_state(context, request, body)
+        context.require_ready()
+        info = context.runtime.resolve(body.model)
         require_embedding(info)
         fields = body.text_fields(request.state.key_digest) | header_fields(request)
-        work = self._embeddings.embed(body.texts(info.n_vocab), model=info.id, **fields)
+        work = Embeddings(context.runtime).embed(body.texts(info.n_vocab), model=info.id, **fields)
         found = await while_connected(work, request.receive)
         if len(found.vectors) <= FEW_VECTORS:
             return _written(body, found)
         return await asyncio.to_thread(_written, body, found)
 
-    async def _by_state(self, request: Request, body: EmbeddingRequest) -> Response:
-        body.refuse_text_fields()
-        found = await embedded_by_state(self._context, request, body)
-        entries = [
-            EmbeddingEntry(index, embedding.shape, await asyncio.to_thread(body.encoded, embedding))
-            for index, embedding in enumerate(found)
-        ]
-        num_tokens = sum(embedding.usage.prompt_tokens for embedding in found)
-        return await json_later(EmbeddingList(entries, found[0].model, usage_of(num_tokens)))
+    return routes
+
+
+async def _by_state(context: ServerContext, request: Request, body: EmbeddingRequest) -> Response:
+    body.refuse_text_fields()
+    found = await embedded_by_state(context, request, body)
+    entries = [
+        EmbeddingEntry(index, await asyncio.to_thread(body.encoded, embedding), embedding.shape)
+        for index, embedding in enumerate(found)
+    ]
+    num_tokens = sum(embedding.usage.prompt_tokens for embedding in found)
+    return await large_json_response(
+        EmbeddingList(entries, found[0].model, InputUsage(num_tokens, num_tokens))
+    )
 
 
 def _written(body: EmbeddingRequest, found: TextEmbeddings) -> Response:
-    usage = usage_of(found.usage.prompt_tokens)
-    answer = TextEmbeddingList(body.entries(found), found.model, usage)
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    entries = [EmbeddingEntry(index, body.written(data)) for index, data in enumerate(found.vectors)]
+    return json_response(EmbeddingList(entries, found.model, InputUsage.of(found.usage)))

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from stoker.ipc.model import ModelInfo
 from stoker.server.context import ServerContext
+from stoker.server.reply import json_response
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -22,18 +23,14 @@ def router(context: ServerContext) -> APIRouter:
             for info in context.runtime.models
             for each in (info, *(msgspec.structs.replace(info, adapter=a.name) for a in info.adapters))
         ]
-        return _json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": data})
 
     @routes.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """One model; "default" is the first."""
-        return _json(_entry(context, context.runtime.resolve(model_id)))
+        return json_response(_entry(context, context.runtime.resolve(model_id)))
 
     return routes
-
-
-def _json(document: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(document), media_type="application/json")
 
 
 def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,14 +19,13 @@ from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import GenerateRequest
 from stoker.json_size import num_chars
 from stoker.server.context import ServerContext
+from stoker.server.errors import OriginRules
 from stoker.server.fields import GenerationFields, Int, ResponseFormat, tier_of
-from stoker.server.headers import ignored_header
-from stoker.server.inbound.body import Many, Named, described, read_body
-from stoker.server.openai.chat import prompt_tokens, translated_turn
+from stoker.server.inbound.body import Described, Many, Named, read_body
+from stoker.server.openai.chat import Translation, prompt_tokens, translated_turn
 from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead, WholeResponse
-from stoker.server.openai.translation import OriginRules, Translation
-from stoker.server.streaming.delivery import collected, streamed
-from stoker.server.streaming.sse import Ending
+from stoker.server.reply import ignored_header, json_response
+from stoker.server.streaming import collected, streamed
 
 IGNORED_TOOLS = "stoker_ignored_tools"
 """Key in the answer's metadata: the tools that the model was not told of."""
@@ -370,27 +368,25 @@ def router(context: ServerContext) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["generate"])
 
-    @routes.post("/v1/responses", openapi_extra=described(ResponsesRequest))
+    @routes.post("/v1/responses", openapi_extra=Described(ResponsesRequest))
     async def responses(request: Request) -> Response:
         """Answer an input."""
         body = await read_body(request, ResponsesRequest)
         turn = await translated_turn(context, request, body, "resp_")
         echo = await asyncio.to_thread(body.echo, turn.request, ignored_header(turn.left_out))
-        head = ResponseHead(turn.id, turn.request.model, int(time.time()), echo, body.namespaces())
+        head = ResponseHead(turn.call.id, turn.request.model, int(time.time()), echo, body.namespaces())
         is_stream = body.stream
         del body  # its pictures are megabytes, and it may wait for long
         if not is_stream:
-            return turn.tell(await collected(turn.source, WholeResponse(head, turn.form), request))
-        writer = ResponseChunks(head, turn.form)
-        ending = Ending(b"", writer.fail)
-        return turn.tell(streamed(turn.source, writer, context.settings.keepalive_s, ending))
+            return turn.tell(await collected(turn.call, WholeResponse(head, turn.form), request))
+        chunks = ResponseChunks(head, turn.form)
+        return turn.tell(streamed(turn.call, chunks, context.settings.keepalive_s))
 
-    @routes.post("/v1/responses/input_tokens", openapi_extra=described(InputTokensRequest))
+    @routes.post("/v1/responses/input_tokens", openapi_extra=Described(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
         """The tokens that the prompt of a response has, pictures and tools included; nothing is generated."""
         body = await read_body(request, InputTokensRequest)
         num_tokens = await prompt_tokens(context, request, body)
-        document = {"object": "response.input_tokens", "input_tokens": num_tokens}
-        return Response(msgspec.json.encode(document), media_type="application/json")
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     return routes

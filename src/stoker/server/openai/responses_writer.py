@@ -22,11 +22,11 @@ from stoker.chat.answer_events import (
     Content,
     Reasoning,
 )
-from stoker.ipc.events import Delta, Finished, PrefillProgress
+from stoker.ipc.events import PrefillProgress
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Usage
-from stoker.server.streaming.sse import progress_fields, typed_frames
-from stoker.tasks.chat import ChoiceReaders
+from stoker.server.sse import Ending, progress_fields, typed_frames
+from stoker.server.streaming import AnswerReading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -112,12 +112,12 @@ class ResponseBuilder:
                     written += self._close("incomplete")
         return written
 
-    def end(self, reason: FinishReason | None, usage: Usage, num_reasoning_tokens: int = 0) -> list[Json]:
+    def end(self, reading: AnswerReading) -> list[Json]:
         """The last events."""
-        self._reason = None if reason is None else _INCOMPLETE.get(reason)
+        self._reason = None if reading.reason is None else _INCOMPLETE.get(reading.reason)
         self._status = "incomplete" if self._reason else "completed"
         self._completed_s = None if self._reason else int(self._clock())
-        self._usage = _usage(usage, num_reasoning_tokens)
+        self._usage = _usage(reading.usage, reading.num_reasoning_tokens)
         closing = self._close(self._status)
         return [*closing, self._whole(f"response.{self._status}")]
 
@@ -250,28 +250,21 @@ class ResponseChunks:
     """A response as server-sent events; `clock` gives seconds since the epoch."""
 
     def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
+        self.ending = Ending(b"", self.fail)
         self._builder = ResponseBuilder(head, clock)
-        self._readers = ChoiceReaders(form, head.id)
-        self._reason: FinishReason | None = None
-        self._usage = Usage()
+        self._reading = AnswerReading(form, head.id)
         self._has_begun = False
 
     def write(self, _prompt: int, event: StreamEvent) -> bytes:
         """Frames of one event; empty if it shows nothing."""
-        objects = self._begin()
-        if isinstance(event, Delta):
-            objects += self._builder.add(self._readers.read(event))
-            self._reason = self._readers.finish_reason(event) or self._reason
-        elif isinstance(event, PrefillProgress):
+        objects = self._begin() + self._builder.add(self._reading.read(event))
+        if isinstance(event, PrefillProgress):
             objects.append(self._builder.progress(event))
-        elif isinstance(event, Finished):
-            self._usage = event.usage
         return typed_frames(objects)
 
     def end(self) -> bytes:
         """Frames after the last event."""
-        last = self._builder.end(self._reason, self._usage, self._readers.num_reasoning_tokens)
-        return typed_frames([*self._begin(), *last])
+        return typed_frames([*self._begin(), *self._builder.end(self._reading)])
 
     def fail(self, info: ErrorInfo) -> bytes:
         """Frames of an error after the stream began."""
@@ -288,21 +281,15 @@ class WholeResponse:
 
     def __init__(self, head: ResponseHead, form: AnswerForm, clock: Callable[[], float] = time.time) -> None:
         self._builder = ResponseBuilder(head, clock)
-        self._readers = ChoiceReaders(form, head.id)
+        self._reading = AnswerReading(form, head.id)
         self._answer = WholeAnswer()
-        self._reason: FinishReason | None = None
-        self._usage = Usage()
 
     def add(self, _prompt: int, event: StreamEvent) -> None:
         """Take in one event."""
-        if isinstance(event, Delta):
-            self._answer.add(self._readers.read(event))
-            self._reason = self._readers.finish_reason(event) or self._reason
-        elif isinstance(event, Finished):
-            self._usage = event.usage
+        self._answer.add(self._reading.read(event))
 
     def whole(self) -> bytes:
         """The answer's body."""
         self._builder.add(self._answer.events())
-        self._builder.end(self._reason, self._usage, self._readers.num_reasoning_tokens)
+        self._builder.end(self._reading)
         return msgspec.json.encode(self._builder.response())

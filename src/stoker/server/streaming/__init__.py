@@ -1,1 +1,0 @@
-"""A request's events on their way to an HTTP client."""
