@@ -1,4 +1,7 @@
-"""GET /v1/models: what is served. Never wakes or loads anything (SPEC S6)."""
+"""GET /v1/models: what is served. Never wakes or loads anything (SPEC S6).
+
+Apart because it is an API of its own among those that `app` serves.
+"""
 
 from typing import Any
 
