@@ -22,8 +22,8 @@ from stoker.client.models.loading import SpecChanges
 from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.client.requests.record import KeptRequest
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
-from stoker.client.store.kept import KeptRequest
 from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
@@ -253,11 +253,11 @@ class Runtime:
 
         They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
         """
-        return self._client.store.kept()
+        return self._client.table.kept()
 
     def owner_of(self, request_id: str) -> str:
         """The `owner` that a live or kept request or group was given; empty: none, or there is no such."""
-        return self._client.owner_of(request_id)
+        return self._client.table.owner_of(request_id)
 
     async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
         """The stream of a kept request from its first delta on; leaving it does not end the request.
@@ -394,7 +394,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request or call has that id.
         """
-        self._client.running().cancel(request_id)
+        self._client.running().requests.cancel(request_id)
 
     async def pause_request(self, request_id: str) -> None:
         """Let a live request stand still, its place and text kept, until `resume_request`. Idempotent.
@@ -404,7 +404,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._client.running().pause(request_id)
+        self._client.running().requests.pause(request_id)
 
     async def resume_request(self, request_id: str) -> None:
         """Let a paused request go on where it stood, before newcomers of its class. Idempotent.
@@ -412,7 +412,7 @@ class Runtime:
         Raises:
             RequestNotFoundError: no live request has that id.
         """
-        self._client.running().resume(request_id)
+        self._client.running().requests.resume(request_id)
 
     # ------------------------------------------------------------ text
 

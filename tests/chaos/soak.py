@@ -178,8 +178,9 @@ class Crowd:
         self.forms: Counter[str] = Counter()
         self.stray_events: list[str] = []
 
-    def _tapped(self, request_id, request, sink) -> None:
-        """What `EngineSupervisor.submit` does, with an ear at the request's sink."""
+    def _tapped(self, record) -> None:
+        """What `EngineSupervisor.submit` does, with an ear beside the request's sinks."""
+        request_id = record.request_id
 
         def heard(event) -> None:
             if self.ends[request_id]:
@@ -187,9 +188,9 @@ class Crowd:
             if isinstance(event, Finished | Failed):
                 self.ends[request_id] += 1
                 self._news.set()
-            sink(event)
 
-        self._submit(request_id, request, heard)
+        record.sinks.insert(0, heard)
+        self._submit(record)
 
     async def run(self, clients: list[Client], num_at_once: int, kill_at: list[int], kill) -> None:
         """All of them; `kill` is called when so many have ended as `kill_at` says."""

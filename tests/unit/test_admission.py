@@ -7,7 +7,9 @@ import pytest
 from scripted_engine import request
 
 from stoker.client.requests.admission import MAX_RETRY_S, Admission, num_waiting
-from stoker.client.requests.replay import Replay, RequestRecord
+from stoker.client.requests.record import RequestRecord
+from stoker.client.requests.replay import Replay
+from stoker.client.requests.table import RequestTable
 from stoker.errors import QueueFullError
 from stoker.ipc.events import Admitted, Delta, Parked, Paused, Queued
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority
@@ -18,7 +20,7 @@ JOB = msgspec.structs.replace(PERSON, priority=Priority.BACKGROUND)
 
 def replay_of(*request_ids: str, asked: GenerateRequest = PERSON) -> Replay:
     """A replay with requests that an engine has in its line."""
-    replay = Replay()
+    replay = Replay(RequestTable())
     for request_id in request_ids:
         replay.add(RequestRecord(request_id, asked, 0.0))
     replay.release(0.0)
@@ -67,7 +69,7 @@ def test_parked_requests_do_not_wait_and_paused_ones_keep_their_places() -> None
     admit(replay, "parked", "paused")
     park(replay, "parked")
     for request_id in ("paused", "held"):
-        live = replay.get(request_id)
+        live = replay._table.find(request_id)
         assert live is not None
         replay.pause(live)
     replay.record(Paused("paused"))

@@ -17,8 +17,8 @@ from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
 from stoker.chat.tools.formats import HERMES
 from stoker.client.requests.stream import TextDelta, ToolCall
+from stoker.client.requests.table import RequestTable
 from stoker.client.store.file import KeptFile, KeptFolder
-from stoker.client.store.requests import RequestStore
 from stoker.errors import InvalidRequestError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
@@ -145,10 +145,11 @@ async def test_a_kept_request_shows_its_note(tmp_path: Path) -> None:
     former = KeptFolder(tmp_path)
     former.write(KeptFile(submit=Submit(request_id="a", request=request), shown=[]))
     former.close()
-    keeper = RequestStore(tmp_path)
-    assert len(await keeper.take_up(["m"])) == 1
-    assert [kept.note for kept in keeper.kept()] == [b"form"]
-    keeper.close()
+    table = RequestTable(tmp_path)
+    (record,) = await table.take_up(["m"])
+    table.add(record)
+    assert [kept.note for kept in table.kept()] == [b"form"]
+    table.close()
 
 
 def test_what_a_conversation_adds_to_a_request_joins_what_was_asked_for() -> None:

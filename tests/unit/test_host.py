@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from stoker.client.process.transport import (
     ThreadTransport,
     Transport,
 )
+from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.stream import RequestStream
 from stoker.client.supervisor import EngineSupervisor
 from stoker.engine.process import EngineInThread
@@ -99,9 +101,11 @@ class Client:
     """One request's consumer: what it has been shown."""
 
     def __init__(self, host: EngineSupervisor, request_id: str, asked: GenerateRequest) -> None:
-        self.stream = RequestStream(request_id, host.cancel)
+        self.stream = RequestStream(request_id, host.requests.cancel)
         self.events: list[Event] = []
-        host.submit(request_id, asked, self.stream.push)
+        record = RequestRecord(request_id, asked, time.monotonic())
+        record.sinks.append(self.stream.push)
+        host.submit(record)
 
     async def read(self, num_tokens: int) -> Client:
         """Read until so many tokens were delivered in all."""
@@ -330,7 +334,7 @@ async def test_requests_are_not_charged_with_a_load_that_ends_the_engine() -> No
         with pytest.raises(LoadCrashedError, match=r"ended the engine 2 times, last: .*SIGSEGV: .*ASSERT"):
             await host.loads.load(bad, model_info("x", "crash"))
         assert host.num_restarts == 2
-        (live,) = host.requests._replay
+        (live,) = host.requests.table.live()
         assert live.charges == 0
         await waiting.stream.aclose()
 
@@ -419,12 +423,12 @@ async def test_a_request_cancelled_while_the_engine_is_away_ends_at_once() -> No
         client = await Client(host, "a", request(n=2, pause_after=4)).read(4)
         kill(host)
         await _until(host, EngineState.RESTARTING)
-        host.cancel("a")
+        host.requests.cancel("a")
         await client.read_all()
         assert [delta.finish_reason for delta in client.deltas[-2:]] == [FinishReason.CANCELLED] * 2
         assert host.state is EngineState.RESTARTING
         with pytest.raises(RequestNotFoundError):
-            host.cancel("a")
+            host.requests.cancel("a")
 
 
 class NeverUp:
@@ -500,7 +504,7 @@ async def test_a_replay_keeps_its_place_when_the_fresh_line_is_full() -> None:
         clients = [Client(host, str(i), request(max_tokens=4, pause_after=2)) for i in range(3)]
         for client in clients:
             await client.read(2)
-        for live in host.requests._replay:  # the next engine's line is shorter than what was running
+        for live in host.requests.table.live():  # the next engine's line is shorter than what was running
             live.request = request(max_tokens=4, pause_after=2, max_line=1)
         kill(host)
         for client in clients:
@@ -547,7 +551,7 @@ async def test_a_paused_request_leaves_its_slot_and_counts_as_waiting() -> None:
     """Q11, Q17: pausing is no way round the bound."""
     async with hosting(in_thread, max_queue=2) as host:
         clients = [Client(host, str(i), request(is_waiting=True)) for i in range(NUM_SLOTS + 2)]
-        host.pause("0")
+        host.requests.pause("0")
         await clients[0].read_until(Paused)
         with pytest.raises(QueueFullError):
             Client(host, "more", request())
@@ -560,13 +564,13 @@ async def test_a_paused_request_stands_still_until_it_is_resumed(transport: NewT
     """Q17: after `Paused` no token comes; after `Resumed` the same text goes on. Twice is once."""
     async with hosting(transport) as host:
         client = await Client(host, "a", request(max_tokens=10**9)).read(3)
-        host.pause("a")
-        host.pause("a")
+        host.requests.pause("a")
+        host.requests.pause("a")
         await client.read_until(Paused)
         num_before = len(client.tokens)
         assert (await Client(host, "b", request(max_tokens=3)).read_all()).tokens == [0, 1, 2]
-        host.resume("a")
-        host.resume("a")
+        host.requests.resume("a")
+        host.requests.resume("a")
         await client.read(num_before + 3)
         kinds = [type(event) for event in client.events]
         assert kinds[kinds.index(Paused) + 1] is Resumed
@@ -578,7 +582,7 @@ async def test_a_paused_request_stands_still_until_it_is_resumed(transport: NewT
 async def test_an_unknown_request_is_neither_paused_nor_resumed() -> None:
     """Q17: a typed error, as for cancelling."""
     async with hosting(in_thread) as host:
-        for act in (host.pause, host.resume):
+        for act in (host.requests.pause, host.requests.resume):
             with pytest.raises(RequestNotFoundError, match="nobody"):
                 act("nobody")
 
@@ -587,13 +591,13 @@ async def test_a_paused_request_stays_paused_over_a_restart() -> None:
     """Q17, L3: the next engine gets it paused; the client is told once, and nothing is lost."""
     async with hosting() as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
-        host.pause("a")
+        host.requests.pause("a")
         await client.read_until(Paused)
         kill(host)
         await _until(host, EngineState.RESTARTING)
         other = await Client(host, "b", request(max_tokens=3)).read_all()  # the engine is back
         assert other.tokens == [0, 1, 2]
-        host.resume("a")
+        host.requests.resume("a")
         assert (await client.read_all()).tokens == list(range(6))
         kinds = [type(event) for event in client.events]
         assert (kinds.count(Paused), kinds.count(Resumed)) == (1, 1)
@@ -605,14 +609,14 @@ async def test_a_request_is_paused_and_resumed_while_the_engine_is_away() -> Non
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
         kill(host)
         await _until(host, EngineState.RESTARTING)
-        host.pause("a")
+        host.requests.pause("a")
         assert await anext(client.stream) == Paused("a")
-        host.resume("a")
+        host.requests.resume("a")
         assert await anext(client.stream) == Resumed("a")
-        host.pause("a")
+        host.requests.pause("a")
         await Client(host, "b", request(max_tokens=1)).read_all()
         assert await anext(client.stream) == Paused("a")
-        host.resume("a")
+        host.requests.resume("a")
         assert (await client.read_all()).tokens == list(range(6))
 
 
@@ -621,9 +625,9 @@ async def test_a_paused_request_is_cancelled(transport: NewTransport) -> None:
     """Q17, L6: its stream ends with what it had."""
     async with hosting(transport) as host:
         client = await Client(host, "a", request(pause_after=2)).read(2)
-        host.pause("a")
+        host.requests.pause("a")
         await client.read_until(Paused)
-        host.cancel("a")
+        host.requests.cancel("a")
         await client.read_all()
         assert client.tokens == [0, 1]
         assert client.deltas[-1].finish_reason is FinishReason.CANCELLED
@@ -634,7 +638,7 @@ async def test_a_paused_request_keeps_its_deadline() -> None:
     async with hosting(in_thread) as host:
         asked = msgspec.structs.replace(request(pause_after=1), timeout_s=0.5)
         client = await Client(host, "a", asked).read(1)
-        host.pause("a")
+        host.requests.pause("a")
         assert isinstance(await client.error(), RequestTimeoutError)
 
 
@@ -642,13 +646,13 @@ async def test_a_paused_request_is_not_charged_for_its_neighbours_crashes() -> N
     """L3, Q17: it is in no step; the culprit alone fails."""
     async with hosting() as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
-        host.pause("a")
+        host.requests.pause("a")
         await client.read_until(Paused)
         culprit = Client(host, "k", request(die="SIGSEGV"))
         assert isinstance(await culprit.error(), EngineCrashedError)
-        (live,) = host.requests._replay
+        (live,) = host.requests.table.live()
         assert (live.request_id, live.charges) == ("a", 0)
-        host.resume("a")
+        host.requests.resume("a")
         assert (await client.read_all()).tokens == list(range(6))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from stoker import GenerateRequest, Runtime, Sampling
+from stoker.client.models.registry import ModelRegistry
+from stoker.client.requests.record import RequestRecord
+from stoker.client.requests.requests import Requests
 from stoker.client.requests.stream import StreamEvent
+from stoker.client.requests.table import ENDED_KEPT_S, MAX_ENDED, RequestTable
 from stoker.client.requests.transcript import Transcript
 from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder
 from stoker.client.store.last_models import LastModels
-from stoker.client.store.requests import ENDED_KEPT_S, MAX_ENDED, RequestStore
-from stoker.errors import InvalidRequestError, NotReadyError, RequestNotFoundError
+from stoker.errors import InvalidRequestError, NotReadyError, QueueFullError, RequestNotFoundError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Event, Failed, Finished, PromptEcho, Queued, RequestEvent
 from stoker.ipc.request import FinishReason
@@ -163,7 +166,35 @@ def test_files_that_were_put_aside_are_bounded(tmp_path: Path, monkeypatch: pyte
     assert [path.name for path in files(tmp_path)] == ["5.bad", "6.bad"]
 
 
-# ------------------------------------------------------------ the keeper
+# ------------------------------------------------------------ the table
+
+
+class Nowhere:
+    """No engine."""
+
+    def send(self, command: object) -> None:
+        """Nothing hears it."""
+
+    def hand_out(self) -> None:
+        """Nothing is given."""
+
+
+def entered(
+    table: RequestTable, request_id: str, names: Sequence[str] = (), owner: str = ""
+) -> RequestRecord:
+    """A new request, with its client."""
+    record = RequestRecord(request_id, ASKED, 0.0, names=names, owner=owner)
+    table.add(record)
+    return record
+
+
+def happen(table: RequestTable, *events: RequestEvent) -> None:
+    """What comes of an engine: it is noted and shown."""
+    for event in events:
+        record = table.find(event.request_id)
+        assert record is not None
+        record.take(event)
+        table.deliver(event)
 
 
 async def test_whoever_attaches_to_a_damaged_request_is_told_so(tmp_path: Path) -> None:
@@ -173,14 +204,14 @@ async def test_whoever_attaches_to_a_damaged_request_is_told_so(tmp_path: Path) 
     folder.close()
     (file,) = files(tmp_path)
     file.write_bytes(file.read_bytes()[:-3])
-    keeper = RequestStore(tmp_path)
-    assert await keeper.take_up(["fake"]) == []
-    (shown,) = keeper.kept()
+    table = RequestTable(tmp_path)
+    assert await table.take_up(["fake"]) == []
+    (shown,) = table.kept()
     assert (shown.id, shown.names, shown.owner, shown.state) == ("a", ["xid"], "k", "ended")
     with pytest.raises(RequestNotFoundError):
-        keeper.attach("xid", "somebody else", lambda _: None)
+        table.attach("xid", "somebody else", lambda _: None)
     events: list[RequestEvent] = []
-    keeper.attach("xid", "k", events.append)
+    table.attach("xid", "k", events.append)
     (event,) = events
     assert isinstance(event, Failed)
     assert event.error.code == "kept_request_damaged"
@@ -189,15 +220,16 @@ async def test_whoever_attaches_to_a_damaged_request_is_told_so(tmp_path: Path) 
 
 async def test_requests_with_a_client_lose_their_files_when_the_engine_comes_back(tmp_path: Path) -> None:
     """SPEC L2: and one that ends while suspended at once."""
-    keeper = RequestStore(tmp_path)
-    sinks = {name: keeper.open(name, ASKED, (), "", lambda _: None) for name in "ab"}
-    await keeper.keep([submit("a"), submit("b"), submit("unknown")])
+    table = RequestTable(tmp_path)
+    for name in "ab":
+        entered(table, name)
+    await table.keep()
     assert len(files(tmp_path)) == 2
-    sinks["a"](finished("a"))
+    happen(table, finished("a"))
     assert len(files(tmp_path)) == 1
-    await keeper.release()
+    await table.release()
     assert files(tmp_path) == []
-    assert len(keeper) == 1
+    assert len(table) == 1
 
 
 async def test_requests_are_kept_where_no_thread_can_be_started(
@@ -208,44 +240,51 @@ async def test_requests_are_kept_where_no_thread_can_be_started(
     def refused(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    keeper = RequestStore(tmp_path)
-    keeper.open("r", ASKED, [], "", lambda _: None)
+    table = RequestTable(tmp_path)
+    entered(table, "r")
     with monkeypatch.context() as patch:
         patch.setattr("threading.Thread.start", refused)
-        await keeper.keep([submit("r")])
+        await table.keep()
         assert len(files(tmp_path)) == 1
-        await keeper.release()
+        await table.release()
         assert not files(tmp_path)
-    keeper.close()
+    table.close()
 
 
 async def test_an_id_that_is_in_use_is_refused_and_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
     """SPEC L6: two requests of one id would be told apart by nobody."""
-    keeper = RequestStore(tmp_path)
-    keeper.open("a", ASKED, (), "", lambda _: None)
+    table = RequestTable(tmp_path)
+    requests = Requests(table, 2, ModelRegistry([]), Nowhere(), lambda _: None)
+    requests.submit(RequestRecord("a", ASKED, 0.0))
     with pytest.raises(InvalidRequestError, match="in use"):
-        keeper.open("a", ASKED, (), "", lambda _: None)
-    keeper.discard("a")
-    assert len(keeper) == 0
+        requests.submit(RequestRecord("a", ASKED, 0.0))
+    requests.submit(RequestRecord("b", ASKED, 0.0))
+    with pytest.raises(QueueFullError):
+        requests.submit(RequestRecord("c", ASKED, 0.0))
+    assert [live.request_id for live in table.live()] == ["a", "b"]
+    requests.cancel("a")
+    requests.cancel("b")
+    assert len(table) == 0
 
 
-async def taken_up(tmp_path: Path, *request_ids: str, clock: list[float]) -> tuple[RequestStore, list[Any]]:
-    """A keeper that found these on disk, each with "old " delivered."""
-    former = RequestStore(tmp_path)
+async def taken_up(tmp_path: Path, *request_ids: str, clock: list[float]) -> RequestTable:
+    """A table that found these on disk, each with "old " delivered."""
+    former = RequestTable(tmp_path)
     for request_id in request_ids:
-        former.open(request_id, ASKED, [f"x-{request_id}"], "key", lambda _: None)(
-            delta(request_id, "old ", 1)
-        )
-    await former.keep([submit(request_id, generated=[[1], []]) for request_id in request_ids])
+        entered(former, request_id, [f"x-{request_id}"], "key").was_accepted = True
+        happen(former, delta(request_id, "old ", 1))
+    await former.keep()
     former.close()
-    keeper = RequestStore(tmp_path, lambda: clock[0])
-    return keeper, [sink for _, sink in await keeper.take_up(["fake"])]
+    table = RequestTable(tmp_path, lambda: clock[0])
+    for record in await table.take_up(["fake"]):
+        table.add(record)
+    return table
 
 
 async def test_whoever_attaches_is_shown_everything_from_the_first_delta(tmp_path: Path) -> None:
     """SPEC L2: by any of its names, with the right key; several may, and the end read by one lets it go."""
-    keeper, (sink,) = await taken_up(tmp_path, "a", clock=[0.0])
-    (kept,) = keeper.kept()
+    table = await taken_up(tmp_path, "a", clock=[0.0])
+    (kept,) = table.kept()
     assert (kept.id, kept.names, kept.owner, kept.state, kept.num_tokens, kept.n) == (
         "a",
         ["x-a"],
@@ -256,32 +295,32 @@ async def test_whoever_attaches_is_shown_everything_from_the_first_delta(tmp_pat
     )
     for name, owner in (("a", ""), ("a", "other"), ("b", "key")):
         with pytest.raises(RequestNotFoundError):
-            keeper.attach(name, owner, lambda _: None)
+            table.attach(name, owner, lambda _: None)
     first: list[RequestEvent] = []
     second: list[RequestEvent] = []
-    assert keeper.attach("a", "key", first.append) == "a"
-    sink(delta("a", "new", 2))
-    assert keeper.attach("x-a", "key", second.append) == "a"
-    keeper.detach("a", first.append, has_read_all=False)
-    sink(finished("a"))
+    assert table.attach("a", "key", first.append) == "a"
+    happen(table, delta("a", "new", 2))
+    assert table.attach("x-a", "key", second.append) == "a"
+    table.detach("a", first.append, has_read_all=False)
+    happen(table, finished("a"))
     assert text_by_choice(first) == text_by_choice(second) == {0: "old new", 1: ""}
     assert not any(isinstance(event, Finished) for event in first)
     assert isinstance(second[-1], Finished)
-    assert keeper.kept()[0].state == "ended"
-    keeper.detach("a", second.append, has_read_all=True)
-    assert keeper.kept() == []
+    assert table.kept()[0].state == "ended"
+    table.detach("a", second.append, has_read_all=True)
+    assert table.kept() == []
     assert files(tmp_path) == []
 
 
 async def test_what_nobody_attaches_to_is_kept_for_ten_minutes_after_its_end(tmp_path: Path) -> None:
     """SPEC L2: then it goes, with its file; what still runs stays."""
     clock = [0.0]
-    keeper, (ended, _) = await taken_up(tmp_path, "a", "b", clock=clock)
-    ended(finished("a"))
+    table = await taken_up(tmp_path, "a", "b", clock=clock)
+    happen(table, finished("a"))
     clock[0] = ENDED_KEPT_S
-    assert [kept.id for kept in keeper.kept()] == ["a", "b"]
+    assert [kept.id for kept in table.kept()] == ["a", "b"]
     clock[0] += 1.0
-    assert [kept.id for kept in keeper.kept()] == ["b"]
+    assert [kept.id for kept in table.kept()] == ["b"]
     assert len(files(tmp_path)) == 1
 
 
@@ -290,19 +329,18 @@ async def test_ended_requests_that_nobody_reads_are_bounded(
 ) -> None:
     """SPEC L2: the oldest goes first."""
     assert MAX_ENDED >= 512
-    monkeypatch.setattr("stoker.client.store.requests.MAX_ENDED", 1)
-    keeper, sinks = await taken_up(tmp_path, "a", "b", clock=[0.0])
-    for sink, name in zip(sinks, "ab", strict=True):
-        sink(finished(name))
-    assert [kept.id for kept in keeper.kept()] == ["b"]
+    monkeypatch.setattr("stoker.client.requests.table.MAX_ENDED", 1)
+    table = await taken_up(tmp_path, "a", "b", clock=[0.0])
+    happen(table, finished("a"), finished("b"))
+    assert [kept.id for kept in table.kept()] == ["b"]
 
 
 async def test_what_ends_with_the_program_goes_on_with_the_next(tmp_path: Path) -> None:
     """SPEC L2, L4: the end that a shutdown brings is not the request's own."""
-    keeper, (sink,) = await taken_up(tmp_path, "a", clock=[0.0])
-    keeper.begin_closing()
-    sink(Failed("a", NotReadyError("the program ends").info()))
-    keeper.close()
+    table = await taken_up(tmp_path, "a", clock=[0.0])
+    table.begin_closing()
+    happen(table, Failed("a", NotReadyError("the program ends").info()))
+    table.close()
     assert [kept.submit.request_id for kept in KeptFolder(tmp_path).take(["fake"])] == ["a"]
 
 
@@ -311,9 +349,9 @@ async def test_a_folder_that_cannot_be_written_costs_a_warning(
 ) -> None:
     """SPEC L2: the engine is suspended all the same, and its clients go on later."""
     (tmp_path / "file").write_text("in the way")
-    keeper = RequestStore(tmp_path / "file")
-    keeper.open("a", ASKED, (), "", lambda _: None)
-    await keeper.keep([submit("a")])
+    table = RequestTable(tmp_path / "file")
+    entered(table, "a")
+    await table.keep()
     assert "1 of 1 suspended requests are not written" in caplog.text
 
 

@@ -6,7 +6,9 @@ import pytest
 from scripted_engine import request
 
 from stoker.client.process.exit import EngineExit
-from stoker.client.requests.replay import MAX_CHARGES, Replay, RequestRecord
+from stoker.client.requests.record import MAX_CHARGES, RequestRecord
+from stoker.client.requests.replay import Replay
+from stoker.client.requests.table import RequestTable
 from stoker.errors import EngineCrashedError, InvalidRequestError, QueueFullError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import (
@@ -32,7 +34,7 @@ KILL = EngineExit("killed", is_blamable=False)
 
 def replay_of(*request_ids: str, n: int = 1) -> Replay:
     """A replay with requests that an engine has admitted."""
-    replay = Replay()
+    replay = Replay(RequestTable())
     for request_id in request_ids:
         replay.add(RequestRecord(request_id, request(n=n), 0.0))
     replay.release(0.0)
@@ -59,7 +61,7 @@ def parked(request_id: str, index: int = 0) -> Parked:
 
 def find(replay: Replay, request_id: str) -> RequestRecord:
     """The live request of that id."""
-    live = replay.get(request_id)
+    live = replay._table.find(request_id)
     assert live is not None
     return live
 
@@ -88,7 +90,7 @@ def test_a_replayed_request_carries_all_that_was_delivered_of_each_choice() -> N
     replay.record(
         Delta(request_id="a", index=1, token_ids=[8], finish_reason=FinishReason.STOP, mirostat_mu=5.0)
     )
-    assert replay.bury(KILL) == []
+    assert replay.engine_exited(KILL) == []
     assert replay.release(9.0) == [
         Submit(
             request_id="a",
@@ -103,10 +105,10 @@ def test_a_replayed_request_carries_all_that_was_delivered_of_each_choice() -> N
 
 def test_a_request_that_no_engine_accepted_is_submitted_as_new() -> None:
     """Q11: only what had a place in the line before keeps it."""
-    replay = Replay()
+    replay = Replay(RequestTable())
     replay.add(RequestRecord("a", request(), 0.0))
     replay.release(0.0)
-    replay.bury(KILL)
+    replay.engine_exited(KILL)
     assert replay.release(1.0) == [Submit(request_id="a", request=request(), age_s=1.0)]
 
 
@@ -118,7 +120,7 @@ def test_what_the_client_has_seen_is_not_shown_again() -> None:
     assert replay.record(progress)
     assert replay.record(echo)
     assert replay.record(token("a", 1))
-    replay.bury(KILL)
+    replay.engine_exited(KILL)
     replay.release(0.0)
     assert not any(replay.record(event) for event in (Queued("a", 0), Admitted("a"), progress, echo))
     assert replay.record(token("a", 2))
@@ -127,7 +129,7 @@ def test_what_the_client_has_seen_is_not_shown_again() -> None:
 def test_nothing_of_a_former_life_is_taken_for_the_new_one() -> None:
     """L3: between two lives nothing is recorded."""
     replay = replay_of("a")
-    replay.bury(KILL)
+    replay.engine_exited(KILL)
     assert not replay.record(token("a", 1))
     assert replay.release(0.0)[0].generated == [[]]
 
@@ -152,7 +154,7 @@ def test_kills_from_outside_are_charged_to_nobody() -> None:
     """L3: ten of them change nothing."""
     replay = replay_of("a")
     for _ in range(10):
-        assert replay.bury(KILL) == []
+        assert replay.engine_exited(KILL) == []
         assert given(replay) == ["a"]
         admit(replay, "a")
 
@@ -161,10 +163,10 @@ def test_the_third_crash_convicts_a_request_that_was_alone() -> None:
     """L3: with the number of crashes and what it had delivered."""
     replay = replay_of("a")
     for _ in range(MAX_CHARGES - 1):
-        assert replay.bury(CRASH) == []
+        assert replay.engine_exited(CRASH) == []
         assert given(replay) == ["a"]
         admit(replay, "a")
-    (failed,) = replay.bury(CRASH)
+    (failed,) = replay.engine_exited(CRASH)
     assert isinstance(failed, Failed)
     assert failed.error.code == EngineCrashedError.code
     assert failed.error.details == {"crashes": 3, "num_tokens": 0}
@@ -175,7 +177,7 @@ def test_a_token_of_progress_clears_a_request() -> None:
     """L3: crashes count only without progress in between."""
     replay = replay_of("a")
     for number in range(10):
-        assert replay.bury(CRASH) == []
+        assert replay.engine_exited(CRASH) == []
         assert given(replay) == ["a"]
         admit(replay, "a")
         replay.record(token("a", number))
@@ -184,10 +186,10 @@ def test_a_token_of_progress_clears_a_request() -> None:
 def test_suspects_are_tried_one_at_a_time_before_anybody_else() -> None:
     """L3: two crashes in company make suspects, the newest first; the rest waits for their first tokens."""
     replay = replay_of("a", "b")
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert given(replay) == ["a", "b"]
     admit(replay, "a", "b")
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     replay.add(RequestRecord("new", request(), 0.0))
     assert given(replay) == ["b"]
     admit(replay, "b")
@@ -207,7 +209,7 @@ def test_nobody_is_convicted_for_a_neighbours_crash(order: tuple[str, str]) -> N
     for _ in range(10):
         if "culprit" in failed:
             break
-        failed += [event.request_id for event in replay.bury(CRASH) if isinstance(event, Failed)]
+        failed += [event.request_id for event in replay.engine_exited(CRASH) if isinstance(event, Failed)]
         while (now := given(replay)) and "culprit" not in now:
             admit(replay, *now)
             for request_id in now:
@@ -219,13 +221,13 @@ def test_nobody_is_convicted_for_a_neighbours_crash(order: tuple[str, str]) -> N
 
 def test_a_request_in_the_line_is_not_charged_while_another_ran() -> None:
     """L3: only work in a step or in preparation can crash the engine."""
-    replay = Replay()
+    replay = Replay(RequestTable())
     for request_id in ("running", "waiting"):
         replay.add(RequestRecord(request_id, request(), 0.0))
     replay.release(0.0)
     admit(replay, "running")
     replay.record(Queued("waiting", 0))
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert charges(replay) == {"running": 1, "waiting": 0}
 
 
@@ -235,7 +237,7 @@ def test_a_parked_request_is_not_charged_while_another_ran() -> None:
     for request_id in ("parked", "back"):
         replay.record(parked(request_id))
     admit(replay, "back")
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert charges(replay) == {"running": 1, "parked": 0, "back": 1}
 
 
@@ -244,7 +246,7 @@ def test_one_choice_in_a_slot_is_enough_to_be_charged() -> None:
     replay = replay_of("a", "b", n=3)
     replay.record(Delta(request_id="a", index=0, finish_reason=FinishReason.STOP))
     replay.record(parked("a", 2))
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert charges(replay) == {"a": 1, "b": 1}
 
 
@@ -253,7 +255,7 @@ def test_a_request_whose_last_running_choice_ended_is_not_charged() -> None:
     replay = replay_of("a", "b", n=2)
     replay.record(parked("a", 1))
     replay.record(Delta(request_id="a", index=0, finish_reason=FinishReason.STOP))
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert charges(replay) == {"a": 0, "b": 1}
 
 
@@ -262,7 +264,7 @@ def test_a_token_tells_that_a_parked_choice_runs_again() -> None:
     replay = replay_of("a", "b")
     replay.record(parked("a"))
     replay.record(token("a", 1))
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert charges(replay) == {"a": 1, "b": 1}
 
 
@@ -271,7 +273,7 @@ def test_a_paused_request_is_charged_for_nothing() -> None:
     replay = replay_of("a")
     pause(replay, "a")
     for _ in range(MAX_CHARGES):
-        assert replay.bury(CRASH) == []
+        assert replay.engine_exited(CRASH) == []
         assert given(replay) == ["a"]
     assert charges(replay) == {"a": 0}
 
@@ -280,7 +282,7 @@ def test_a_pause_that_no_engine_confirmed_does_not_clear_a_request() -> None:
     """L3, Q17: the step that crashed may have been its own."""
     replay = replay_of("a")
     replay.pause(find(replay, "a"))
-    assert replay.bury(CRASH) == [Paused("a")]
+    assert replay.engine_exited(CRASH) == [Paused("a")]
     assert charges(replay) == {"a": 1}
 
 
@@ -290,11 +292,11 @@ def test_a_resumed_request_is_charged_again_once_it_runs() -> None:
     pause(replay, "a")
     assert replay.resume(find(replay, "a")) == [Resumed("a")]
     replay.record(Resumed("a"))
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert charges(replay) == {"a": 0, "b": 1}
     given(replay)
     admit(replay, "a", "b")
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert charges(replay) == {"a": 1, "b": 2}
 
 
@@ -303,7 +305,7 @@ def test_a_paused_request_is_submitted_paused_with_what_it_had() -> None:
     replay = replay_of("a")
     replay.record(token("a", 1, 2))
     pause(replay, "a")
-    assert replay.bury(KILL) == []
+    assert replay.engine_exited(KILL) == []
     (submit,) = replay.release(0.0)
     assert (submit.generated, submit.is_paused) == ([[1, 2]], True)
     assert not any(replay.record(event) for event in (Queued("a", 0), Paused("a")))
@@ -328,7 +330,7 @@ def test_a_pause_is_shown_when_no_token_can_come_and_a_resumption_at_once() -> N
 
 def test_a_paused_request_that_no_engine_accepted_is_kept_until_it_is_resumed() -> None:
     """Q17, L3: its preparation may be what crashes; nobody could be blamed for that."""
-    replay = Replay()
+    replay = Replay(RequestTable())
     replay.add(RequestRecord("a", request(), 0.0))
     live = find(replay, "a")
     assert replay.pause(live) == [Paused("a")]
@@ -341,7 +343,7 @@ def test_nobody_waits_for_a_paused_suspect() -> None:
     """L3, Q17: it is no trial while it stands still; the others go on without it."""
     replay = replay_of("a", "b")
     for _ in range(MAX_CHARGES - 1):
-        replay.bury(CRASH)
+        replay.engine_exited(CRASH)
         trial = given(replay)
         admit(replay, *trial)
     assert trial == ["b"]
@@ -351,7 +353,7 @@ def test_nobody_waits_for_a_paused_suspect() -> None:
     admit(replay, "a")
     replay.record(token("a", 1))
     assert not replay.is_on_trial
-    replay.bury(KILL)
+    replay.engine_exited(KILL)
     assert given(replay) == ["a"]
     replay.resume(find(replay, "b"))
     assert given(replay) == ["b"]
@@ -365,7 +367,7 @@ def test_pausing_saves_nobody_from_conviction() -> None:
     for _ in range(10):
         if failed:
             break
-        failed += [event.request_id for event in replay.bury(CRASH) if isinstance(event, Failed)]
+        failed += [event.request_id for event in replay.engine_exited(CRASH) if isinstance(event, Failed)]
         now = given(replay)
         if len(failed) == 0 and find(replay, "culprit").charges == 1:
             pause(replay, "culprit")
@@ -382,7 +384,7 @@ def test_places_in_the_line_are_shown_again_after_an_interruption() -> None:
     """Q14, Q4: a restart's own line is not; but whoever is parked, or goes on after a pause, waits again."""
     replay = replay_of("a")
     replay.record(token("a", 1))
-    replay.bury(KILL)
+    replay.engine_exited(KILL)
     given(replay)
     assert not replay.record(Queued("a", 3))
     admit(replay, "a")
@@ -394,10 +396,10 @@ def test_a_cancelled_request_is_not_replayed() -> None:
     """L6: the engine died before it could confirm; it ends as cancelled all the same."""
     replay = replay_of("a")
     replay.record(token("a", 1, 2))
-    live = replay.get("a")
+    live = replay._table.find("a")
     assert live is not None
     live.is_cancelling = True
-    cancelled, finished = replay.bury(KILL)
+    cancelled, finished = replay.engine_exited(KILL)
     assert isinstance(cancelled, Delta)
     assert cancelled.finish_reason is FinishReason.CANCELLED
     assert isinstance(finished, Finished)
@@ -408,7 +410,7 @@ def test_a_cancelled_request_is_not_replayed() -> None:
 def test_a_replay_refused_for_a_full_line_asks_again_when_a_place_is_free() -> None:
     """Q11, L3: not at once, which would be refused again, but at the next end."""
     replay = replay_of("a", "b")
-    replay.bury(KILL)
+    replay.engine_exited(KILL)
     given(replay)
     admit(replay, "a")
     assert not replay.record(Failed("b", QueueFullError("full").info()))
@@ -419,7 +421,7 @@ def test_a_replay_refused_for_a_full_line_asks_again_when_a_place_is_free() -> N
 
 def test_a_new_request_is_refused_for_a_full_line() -> None:
     """Q11: the engine's bound stands."""
-    replay = Replay()
+    replay = Replay(RequestTable())
     replay.add(RequestRecord("a", request(), 0.0))
     replay.release(0.0)
     assert replay.record(Failed("a", QueueFullError("full").info()))
@@ -459,12 +461,12 @@ def failed(events: list[RequestEvent]) -> list[str]:
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_crash_that_only_one_preparation_can_have_caused_convicts_it_at_once(is_told) -> None:
     """L3: whether or not the engine could still say so; the requests in the line are not concerned."""
-    replay = added(Replay(), "waiting")
+    replay = added(Replay(RequestTable()), "waiting")
     prepared(replay, "waiting")
     added(replay, "bad")
     if is_told:
         assert not replay.record(Preparing("bad"))  # no client sees it
-    (event,) = replay.bury(CRASH)
+    (event,) = replay.engine_exited(CRASH)
     assert isinstance(event, Failed)
     assert event.request_id == "bad"
     assert event.error.code == EngineCrashedError.code
@@ -476,32 +478,32 @@ def test_a_crash_that_only_one_preparation_can_have_caused_convicts_it_at_once(i
 def test_a_preparation_beside_running_requests_is_tried_alone_before_it_is_convicted() -> None:
     """L3: the crash may have been a step's; alone it can only be its own."""
     replay = added(replay_of("running"), "bad")
-    assert failed(replay.bury(CRASH)) == []
+    assert failed(replay.engine_exited(CRASH)) == []
     assert given(replay) == ["bad"]
     assert given(replay) == []
-    assert failed(replay.bury(CRASH)) == ["bad"]
+    assert failed(replay.engine_exited(CRASH)) == ["bad"]
     assert given(replay) == ["running"]
     assert charges(replay) == {"running": 1}
 
 
 def test_a_kill_for_a_hang_or_for_memory_convicts_no_preparation_at_once() -> None:
     """L3: what else the machine was short of is not its doing; alone again, it is."""
-    replay = added(Replay(), "bad")
+    replay = added(Replay(RequestTable()), "bad")
     killed = EngineExit("killed: no sign of life", is_blamable=True, was_killed=True)
-    assert failed(replay.bury(killed)) == []
+    assert failed(replay.engine_exited(killed)) == []
     assert given(replay) == ["bad"]
-    assert failed(replay.bury(killed)) == ["bad"]
+    assert failed(replay.engine_exited(killed)) == ["bad"]
 
 
 def test_of_several_in_preparation_each_is_tried_until_it_is_prepared() -> None:
     """L3: the newest first; who has a place in the line is cleared, and the others may come."""
-    replay = added(Replay(), "good", "bad", "better")
-    assert failed(replay.bury(CRASH)) == []
+    replay = added(Replay(RequestTable()), "good", "bad", "better")
+    assert failed(replay.engine_exited(CRASH)) == []
     assert given(replay) == ["better"]
     prepared(replay, "better")
     assert given(replay) == ["bad"]
     replay.record(Preparing("bad"))
-    assert failed(replay.bury(CRASH)) == ["bad"]
+    assert failed(replay.engine_exited(CRASH)) == ["bad"]
     assert given(replay) == ["good"]
     prepared(replay, "good")
     assert given(replay) == ["better"]
@@ -510,24 +512,24 @@ def test_of_several_in_preparation_each_is_tried_until_it_is_prepared() -> None:
 def test_waiting_for_a_model_clears_nobody() -> None:
     """L3: it has not been prepared yet; once it is, a crash is its own."""
     replay = added(replay_of("running"), "bad")
-    replay.bury(CRASH)
+    replay.engine_exited(CRASH)
     assert given(replay) == ["bad"]
     replay.record(Queued("bad", 0))  # in the line for its model
     assert given(replay) == []
     replay.record(Preparing("bad"))
-    assert failed(replay.bury(CRASH)) == ["bad"]
+    assert failed(replay.engine_exited(CRASH)) == ["bad"]
 
 
 def test_a_load_or_a_question_beside_a_preparation_may_have_been_the_cause() -> None:
     """L3: it is tried alone; and no request in the line is charged with a load."""
-    replay = added(Replay(), "waiting")
+    replay = added(Replay(RequestTable()), "waiting")
     prepared(replay, "waiting")
     added(replay, "new")
     loading = CRASH.beside("the load of m")
-    assert failed(replay.bury(loading)) == []
+    assert failed(replay.engine_exited(loading)) == []
     assert given(replay) == ["new"]
     prepared(replay, "new")
     assert given(replay) == ["waiting"]
     prepared(replay, "waiting")
-    assert replay.bury(loading) == []
+    assert replay.engine_exited(loading) == []
     assert charges(replay) == {"waiting": 0, "new": 0}

@@ -195,12 +195,12 @@ async def test_a_request_is_paused_resumed_and_cancelled_while_suspended() -> No
         kept = await Client(host, "a", request(max_tokens=4, pause_after=2)).read(2)
         gone = await Client(host, "b", request(max_tokens=4, pause_after=2)).read(2)
         await host.suspend()
-        host.cancel("b")
+        host.requests.cancel("b")
         await gone.read_all()
         assert ends(gone) == 1
-        host.pause("a")
+        host.requests.pause("a")
         await host.wake()
-        host.resume("a")
+        host.requests.resume("a")
         assert (await kept.read_all()).tokens == list(range(4))
         assert [type(event) for event in kept.events].count(Paused) == 1
 

@@ -7,6 +7,7 @@ in `stoker.runtime`; processes, restarts and replay are in `stoker.client.superv
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,11 @@ from stoker.client.event_bus import EventBus
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.resolved import resolved
 from stoker.client.requests.stream import RequestStream, StreamEvent
+from stoker.client.requests.table import RequestTable
 from stoker.client.store.last_models import LastModels
-from stoker.client.store.requests import RequestStore
 from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
@@ -58,7 +60,7 @@ class Client:
 
     Attributes:
         supervisor: of the engine; None before `start`.
-        store: the requests that outlive this program.
+        table: of requests and groups.
         bus: what happens.
         images: takes in the images of requests.
         workers: run templates and translate grammars.
@@ -71,8 +73,8 @@ class Client:
         new_transport: NewTransport | None = None,
     ) -> None:
         self.supervisor: EngineSupervisor | None = None
-        self.store = RequestStore(settings.run_dir / SUSPENDED_DIR)
-        self.bus = EventBus(self._model_moved, owner_of=self.store.owner_of)
+        self.table = RequestTable(settings.run_dir / SUSPENDED_DIR)
+        self.bus = EventBus(self._model_moved, owner_of=self.table.owner_of)
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
         self._settings = settings
@@ -97,7 +99,7 @@ class Client:
         self._max_tokens = source.max_tokens
         self.images.limits = ImageLimits.of(settings, source.defaults.image_edge_px)
         self.supervisor = EngineSupervisor(
-            settings, source, bus=self.bus, store=self.store, new_transport=self._new_transport
+            settings, source, bus=self.bus, table=self.table, new_transport=self._new_transport
         )
         if settings.isolation == "process" and any(model.info.chat_template for model in source.served):
             self.workers.warm()  # beside the loads, so that the first chat finds it ready
@@ -106,8 +108,8 @@ class Client:
     async def take_up(self) -> None:
         """Go on with the requests that a program which ended while suspended has left."""
         supervisor = self.running()
-        for submit, sink in await self.store.take_up(supervisor.registry.stats()):
-            supervisor.take_up(submit, sink)
+        for record in await self.table.take_up(supervisor.registry.stats()):
+            supervisor.submit(record)
 
     def _model_moved(self, state: ModelState) -> None:
         if state.state == ModelLife.READY and self.supervisor:
@@ -123,11 +125,11 @@ class Client:
             self.workers.close()
         if self.supervisor is None:
             return
-        self.store.begin_closing()
+        self.table.begin_closing()
         self.supervisor.loads.close()
         await self.supervisor.close()
         self.bus.close()
-        self.store.close()
+        self.table.close()
 
     # ------------------------------------------------------------ questions
 
@@ -153,7 +155,7 @@ class Client:
         """The state of everything: a subscriber's first event."""
         state = self.supervisor.state if self.supervisor else EngineState.STARTING
         models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
-        num_kept = len(self.store.kept())
+        num_kept = len(self.table.kept())
         return {"engine": str(state), "models": models, "num_kept": num_kept, **self.stats()}
 
     # ------------------------------------------------------------ requests
@@ -169,18 +171,17 @@ class Client:
     ) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.stream`; one of a group is steered by the group's id too."""
         supervisor = self.running()
-        request_id, owner = known_as.id, known_as.owner
         info = supervisor.registry.resolve(request.model)
         request = resolved(request, info, self._max_tokens)
         if request.constraint is not None:
-            request = await self._translated(request, request.constraint, owner)
-        events = RequestStream(request_id, supervisor.cancel)
-        sink = self.store.open(request_id, request, known_as.names, owner, events.push)
-        try:
-            supervisor.submit(request_id, request, sink, group)
-        except BaseException:
-            self.store.discard(request_id)
-            raise
+            request = await self._translated(request, request.constraint, known_as.owner)
+        record = RequestRecord(
+            known_as.id, request, time.monotonic(), names=known_as.names, owner=known_as.owner
+        )
+        record.group = group
+        events = RequestStream(record.request_id, supervisor.requests.cancel)
+        record.sinks.append(events.push)
+        supervisor.submit(record)
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -193,16 +194,8 @@ class Client:
         supervisor = self.running()
         request = msgspec.structs.replace(request, model=supervisor.registry.resolve(request.model).id)
         group = RequestGroup(kind, request, num_members, known_as, self.stream)
-        supervisor.requests.open_group(group)
-        try:
+        with self.table.grouped(group):
             yield group
-        finally:
-            supervisor.requests.close_group(group)
-
-    def owner_of(self, request_id: str) -> str:
-        """See `Runtime.owner_of`."""
-        of_group = self.supervisor.requests.owner_of_group(request_id) if self.supervisor else ""
-        return of_group or self.store.owner_of(request_id)
 
     def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
         """Render a conversation in a worker process; `owner` is as in `Runtime.prepare_chat`.
@@ -229,9 +222,9 @@ class Client:
     async def attach(self, request_id: str, owner: str) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.attach`."""
         stream = RequestStream(request_id, lambda _: None)
-        kept_id = self.store.attach(request_id, owner, stream.push)
+        kept_id = self.table.attach(request_id, owner, stream.push)
         try:
             async for event in stream:
                 yield event
         finally:
-            self.store.detach(kept_id, stream.push, has_read_all=stream.is_over)
+            self.table.detach(kept_id, stream.push, has_read_all=stream.is_over)

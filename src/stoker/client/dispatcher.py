@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from stoker.client.models.loading import ModelLoading
 from stoker.client.process.exit import EngineExit
 from stoker.client.requests.calls import Calls, Question
-from stoker.client.requests.table import Requests
+from stoker.client.requests.requests import Requests
 from stoker.ipc.codec import WireError
 from stoker.ipc.commands import Command, LoadModel, PinModel, Submit, UnloadModel
 from stoker.ipc.events import (
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stoker.client.models.registry import ModelRegistry
     from stoker.client.models.specs import ModelSource
     from stoker.client.process.instance import EngineInstance
+    from stoker.client.requests.table import RequestTable
     from stoker.errors import ErrorInfo, StokerError
 
 _SUSPENDED = EngineExit("suspended", is_blamable=False)
@@ -47,18 +48,26 @@ class Dispatcher:
         requests, calls, loads: what waits.
 
     Args:
+        table: of the requests.
         max_queue: requests of one model that may wait.
         registry: what is known of the models.
         source: finds models that are not served yet.
         bus: gets what happens.
     """
 
-    def __init__(self, max_queue: int, registry: ModelRegistry, source: ModelSource, bus: EventBus) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        max_queue: int,
+        registry: ModelRegistry,
+        source: ModelSource,
+        bus: EventBus,
+    ) -> None:
         self._registry = registry
         self._bus = bus
         self._life: EngineInstance | None = None
         self._is_serving = False
-        self.requests = Requests(max_queue, registry, self._send, bus.request_moved)
+        self.requests = Requests(table, max_queue, registry, self, bus.request_moved)
         self.calls = Calls()
         self.loads = ModelLoading(registry, source, self._tell, self.requests, bus)
 
@@ -98,7 +107,7 @@ class Dispatcher:
         self._registry.begin_instance()
         self._tell_moves(before)
         self.loads.lost()
-        self.requests.bury(death.beside(*self.calls.in_flight()))
+        self.requests.engine_exited(death.beside(*self.calls.in_flight()))
         self.calls.bury(death)
 
     def note_models(self) -> None:
@@ -135,7 +144,7 @@ class Dispatcher:
             return
         for command in self._due():
             try:
-                self._send(command)
+                self.send(command)
             except WireError as error:
                 self._refuse(command, error.info())
 
@@ -150,7 +159,8 @@ class Dispatcher:
         else:
             self.calls.settle(Reply(call_id=command.call_id, error=error))
 
-    def _send(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
+        """Hand the engine a command; lost where there is none."""
         if self._life:
             self._life.send(command)
 
@@ -163,7 +173,7 @@ class Dispatcher:
         can_hear = self._life and self._life.is_up and not (self._life.is_leaving or self._life.is_over)
         if not (self.has_engine or (can_hear and not isinstance(command, LoadModel))):
             return False
-        self._send(command)
+        self.send(command)
         return True
 
     # ------------------------------------------------------------ from the engine

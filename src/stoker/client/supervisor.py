@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,18 +26,18 @@ from stoker.client.process.instance import Backoff, EngineInstance
 from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
 from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport
 from stoker.client.requests.calls import Question
-from stoker.client.requests.table import EventSink, Requests
+from stoker.client.requests.table import RequestTable
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
-from stoker.ipc.commands import GetStatus, Shutdown, Submit
+from stoker.ipc.commands import GetStatus, Shutdown
 from stoker.ipc.status import EngineHealth, EngineStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
     from stoker.client.models.loading import ModelLoading
     from stoker.client.models.specs import ModelSource
-    from stoker.client.requests.group import RequestGroup
+    from stoker.client.requests.record import RequestRecord
+    from stoker.client.requests.requests import Requests
     from stoker.errors import StokerError
-    from stoker.ipc.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +49,6 @@ STATUS_WAIT_S = 2.0
 _NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
 
 
-class StoresRequests(Protocol):
-    """Stores requests where they survive this program; called by one task, one call after the other."""
-
-    async def keep(self, requests: list[Submit]) -> None:
-        """The engine is suspended: store these, and no others. Must not raise."""
-        ...
-
-    async def release(self) -> None:
-        """The engine is back: drop what has a client here. Must not raise."""
-        ...
-
-
 class EngineSupervisor:
     """One engine, kept running.
 
@@ -68,7 +56,7 @@ class EngineSupervisor:
         settings: the engine's.
         source: models to serve, and those that can be had besides.
         bus: gets what happens.
-        store: stores the requests of a suspended engine; None: they end with this program.
+        table: of requests; None: one without files, whose requests end with this program.
         new_transport: makes the transport of each engine; None: of child processes.
     """
 
@@ -78,17 +66,17 @@ class EngineSupervisor:
         source: ModelSource,
         *,
         bus: EventBus | None = None,
-        store: StoresRequests | None = None,
+        table: RequestTable | None = None,
         new_transport: NewTransport | None = None,
     ) -> None:
         self._settings = settings
         bus = EventBus() if bus is None else bus
-        self._store = store
+        self._table = RequestTable() if table is None else table
         self._reserve = DescriptorReserve()
         self._new_transport = new_transport or self._new_process
         self._lifecycle = Lifecycle(bus.engine_moved)
         self.registry = ModelRegistry(source.served)
-        self._dispatcher = Dispatcher(settings.max_queue, self.registry, source, bus)
+        self._dispatcher = Dispatcher(self._table, settings.max_queue, self.registry, source, bus)
         self._suspension = Suspension()
         self._backoff = Backoff()
         self._oom = OomCounter()
@@ -189,7 +177,7 @@ class EngineSupervisor:
             threads=engine.num_threads or (default.num_threads if default else 0),
             engine=engine,
             health=self.health(),
-            groups=self.requests.groups(),
+            groups=[group.status() for group in self._table.groups.values()],
         )
 
     async def _engine_status(self) -> EngineStatus:
@@ -342,8 +330,8 @@ class EngineSupervisor:
         self._dispatcher.serve()
         for suspect in self.registry.suspects_due():  # only now: the other models are served meanwhile
             instance.send(suspect)
-        if self._is_stored and self._store:
-            self._releasing = asyncio.create_task(self._store.release(), name="stoker-release-stored")
+        if self._is_stored:
+            self._releasing = asyncio.create_task(self._table.release(), name="stoker-release-stored")
         self._is_stored = False  # from here on the engine's end is no end of a suspension
         self._suspension.ring()
 
@@ -472,22 +460,18 @@ class EngineSupervisor:
         self._dispatcher.sleep()
         if not self._is_closed:
             self._lifecycle.move(EngineState.SUSPENDED, why)
-        await self._keep()
+        await self._table.keep()
         self._is_stored = True
         self._suspension.begin()
         await self._suspension.until(lambda: self._is_closed or not self._suspension.is_wanted)
         if self._is_closed:
-            await self._keep()  # with those that came meanwhile
+            await self._table.keep()  # with those that came meanwhile
             return
         self._suspension.end()
         self.requests.wake()
         if not self._is_closed:
             back = EngineState.RESTARTING if self._has_served else EngineState.STARTING
             self._lifecycle.move(back, "resumed")
-
-    async def _keep(self) -> None:
-        if self._store:
-            await self._store.keep(self.requests.portable())
 
     @property
     def _is_failing(self) -> bool:
@@ -501,58 +485,17 @@ class EngineSupervisor:
 
     # ------------------------------------------------------------ requests
 
-    def take_up(self, kept: Submit, sink: EventSink) -> None:
-        """Go on with a request that another program stored.
-
-        Raises:
-            NotReadyError: not started, or closed.
-            InvalidRequestError: a live request has that id.
-        """
-        self.check_open()
-        self.requests.take_up(kept, sink)
-        self._dispatcher.hand_out()
-
-    def submit(
-        self, request_id: str, request: GenerateRequest, sink: EventSink, group: RequestGroup | None = None
-    ) -> None:
-        """Run a request; `sink` is called with each of its events, last a `Finished` or a `Failed`.
+    def submit(self, record: RequestRecord) -> None:
+        """Run a request; its sinks are called with each of its events, last a `Finished` or a `Failed`.
 
         Raises:
             NotReadyError: not started, or closed.
             QueueFullError: as many requests of its model wait as may for one of its class; raised at once,
                 whatever the engine does.
-            InvalidRequestError: a live request has that id.
+            InvalidRequestError: its id is in use.
         """
         self.check_open()
-        self.requests.submit(request_id, request, sink, group)
-        self._dispatcher.hand_out()
-
-    def cancel(self, request_id: str) -> None:
-        """End a request or a group of them; open choices finish as `cancelled`.
-
-        Raises:
-            RequestNotFoundError: no live request or group has that id.
-        """
-        self.requests.cancel(request_id)
-        self._dispatcher.hand_out()
-
-    def pause(self, request_id: str) -> None:
-        """Hold a request until `resume`, over restarts of the engine. Idempotent.
-
-        Raises:
-            RequestNotFoundError: no live request has that id.
-        """
-        self.requests.pause(request_id)
-        self._dispatcher.hand_out()
-
-    def resume(self, request_id: str) -> None:
-        """Let a paused request go on. Idempotent.
-
-        Raises:
-            RequestNotFoundError: no live request has that id.
-        """
-        self.requests.resume(request_id)
-        self._dispatcher.hand_out()
+        self.requests.submit(record)
 
     async def ask(self, question: Question) -> dict[str, Any]:
         """The engine's answer to `question`, whose call id is replaced.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stoker.client.event_bus import EventBus
     from stoker.client.models.registry import ModelEntry, ModelRegistry
     from stoker.client.models.specs import ModelSource
-    from stoker.client.requests.table import Requests
+    from stoker.client.requests.requests import Requests
     from stoker.errors import StokerError
     from stoker.ipc.model import ModelInfo, ModelSpec
 

@@ -15,7 +15,7 @@ from stoker.scheduler.queue import RequestQueue
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stoker.client.requests.replay import RequestRecord
+    from stoker.client.requests.record import RequestRecord
     from stoker.ipc.request import GenerateRequest
 
 MIN_RETRY_S = 1.0

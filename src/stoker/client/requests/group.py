@@ -21,7 +21,7 @@ from stoker.ipc.status import CallKind, GroupStatus
 from stoker.ipc.usage import Timings, Usage
 
 if TYPE_CHECKING:
-    from stoker.client.requests.replay import RequestRecord
+    from stoker.client.requests.record import RequestRecord
     from stoker.client.requests.stream import StreamEvent
     from stoker.ipc.request import GenerateRequest
 

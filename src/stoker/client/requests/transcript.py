@@ -1,6 +1,6 @@
-"""What the client of one request has been shown, merged, so that another can be shown the same.
+"""What was delivered of one request, merged, so that it can be shown again and computed on.
 
-Owns only that; it is bounded by the request's own tokens.
+The only place that keeps a request's tokens in the client; bounded by the request's own tokens.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from stoker.ipc.usage import TokenLogprob
 
 Shown = PromptEcho | StateReady | Delta | Finished | Failed
-"""What stays true after it was shown; places in a line and pauses do not."""
+"""What stays true after it was shown; places in a queue and pauses do not."""
 
 
 class _Choice:
-    """One choice's deltas."""
+    """One choice's deltas. `mirostat_mu` is the sampler's state after the last token."""
 
     __slots__ = ("finish_reason", "logprobs", "mirostat_mu", "stop_text", "texts", "token_ids")
 
@@ -35,19 +35,21 @@ class _Choice:
     def take(self, delta: Delta) -> None:
         if delta.text:
             self.texts.append(delta.text)
-        self.token_ids += delta.token_ids
+        if delta.token_ids:
+            self.token_ids += delta.token_ids
+            self.mirostat_mu = delta.mirostat_mu
         if delta.logprobs is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
         self.stop_text = delta.stop_text
-        self.mirostat_mu = delta.mirostat_mu
 
     def whole(self, request_id: str, index: int) -> Delta:
+        self.texts = ["".join(self.texts)]  # what grew piece by piece need not be joined again
         return Delta(
             request_id=request_id,
             index=index,
-            text="".join(self.texts),
+            text=self.texts[0],
             token_ids=list(self.token_ids),
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.finish_reason,
@@ -57,12 +59,14 @@ class _Choice:
 
 
 class Transcript:
-    """Everything of one request so far.
+    """Everything delivered of one request so far.
 
     Args:
         request_id: of the request.
         shown: what a former program had shown of it.
     """
+
+    __slots__ = ("_before", "_choices", "_end", "_request_id")
 
     def __init__(self, request_id: str, shown: Iterable[Shown] = ()) -> None:
         self._request_id = request_id
@@ -85,8 +89,20 @@ class Transcript:
         """Whether the terminal event was taken."""
         return self._end is not None
 
+    def token_ids(self, index: int) -> list[int]:
+        """Tokens of one choice, as a list of the caller's own."""
+        return list(self._choices[index].token_ids) if index in self._choices else []
+
+    def is_finished(self, index: int) -> bool:
+        """Whether a choice has ended."""
+        return index in self._choices and self._choices[index].finish_reason is not None
+
+    def mirostat_mu(self, index: int) -> float | None:
+        """The sampler's state after the last token of a choice."""
+        return self._choices[index].mirostat_mu if index in self._choices else None
+
     def take(self, event: RequestEvent) -> bool:
-        """Note an event; False where it repeats what was shown: an echo is there once."""
+        """Note an event; False where it repeats what was shown: an echo and a state are there once."""
         match event:
             case Delta():
                 self._choices.setdefault(event.index, _Choice()).take(event)
@@ -100,7 +116,5 @@ class Transcript:
 
     def shown(self) -> list[Shown]:
         """All of it in few events: what comes before the text, one delta a choice, the end."""
-        for choice in self._choices.values():  # what grew piece by piece need not be joined again
-            choice.texts = ["".join(choice.texts)]
         deltas = [choice.whole(self._request_id, index) for index, choice in sorted(self._choices.items())]
         return [*self._before, *deltas, *([self._end] if self._end else [])]

@@ -1,7 +1,7 @@
 """One file a suspended request: written whole or not at all, read only where it proves to be whole.
 
 Owns the format, the names and who may have a file: its writer holds a lock on it as long as it lives, so no
-other program takes up what this one still has. What is in it is `stoker.client.store.requests`'s business.
+other program takes up what this one still has. When one is written is `stoker.client.requests.table`'s.
 
     8 bytes  magic and version
     4 bytes  length of the label, big endian
@@ -28,7 +28,7 @@ from stoker.ipc.commands import Submit
 from stoker.private import make_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Container, Iterator, Sequence
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -136,14 +136,24 @@ class KeptFolder:
             raise
         self._hold(name, descriptor)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request; one that is not kept is ignored."""
-        name = _name(request_id)
-        descriptor = self._held.pop(name, None)
-        if descriptor is not None:
-            with contextlib.suppress(OSError):
-                (self._path / name).unlink(missing_ok=True)
-            os.close(descriptor)
+    def write_all(self, files: Sequence[KeptFile]) -> None:
+        """Keep all of these; where that fails a warning says how many are not."""
+        for number, kept in enumerate(files):
+            try:
+                self.write(kept)
+            except OSError as error:
+                text = "%d of %d suspended requests are not written and lost if this program ends: %s"
+                log.warning(text, len(files) - number, len(files), error)
+                return
+
+    def remove(self, *request_ids: str) -> None:
+        """Forget requests; one that is not kept is ignored."""
+        for name in map(_name, request_ids):
+            descriptor = self._held.pop(name, None)
+            if descriptor is not None:
+                with contextlib.suppress(OSError):
+                    (self._path / name).unlink(missing_ok=True)
+                os.close(descriptor)
 
     def take(self, models: Container[str]) -> Iterator[KeptFile | DamagedFile]:
         """What no living program has, of these models, oldest first; it is this one's from here on.

@@ -1,0 +1,242 @@
+"""The live requests of an engine: taken in, paused, cancelled, and each ended exactly once.
+
+Owns the bound on how many may wait, and what callers and the clock want of them. The records are `table`'s;
+which of them an engine is given and whom a crash is charged to is `replay`'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.client.requests.admission import Admission, num_waiting
+from stoker.client.requests.replay import Replay
+from stoker.errors import RequestNotFoundError, RequestTimeoutError
+from stoker.ipc.commands import Cancel, Pause, Resume
+from stoker.ipc.events import Delta, Failed, Finished, RequestEvent
+
+if TYPE_CHECKING:
+    from stoker.client.models.registry import ModelRegistry
+    from stoker.client.process.exit import EngineExit
+    from stoker.client.requests.record import EventSink, RequestRecord
+    from stoker.client.requests.table import RequestTable
+    from stoker.errors import ErrorInfo, StokerError
+    from stoker.ipc.commands import Submit
+
+
+class ToEngine(Protocol):
+    """The way to the engine that serves, if one does."""
+
+    def send(self, command: Cancel | Pause | Resume) -> None:
+        """Hand it a command."""
+        ...
+
+    def hand_out(self) -> None:
+        """Give it what it may have by now."""
+        ...
+
+
+class Requests:
+    """Every live request.
+
+    Args:
+        table: where they stand.
+        max_queue: requests of one model that may wait.
+        registry: knows how many slots a model has.
+        engine: the way to it.
+        watch: is shown every event but deltas.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        max_queue: int,
+        registry: ModelRegistry,
+        engine: ToEngine,
+        watch: EventSink,
+    ) -> None:
+        self.table = table
+        self._registry = registry
+        self._engine = engine
+        self._watch = watch
+        self._replay = Replay(table)
+        self._admission = Admission(max_queue)
+
+    def __repr__(self) -> str:
+        return f"<Requests {self.stats()}>"
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether a suspect has the engine to itself."""
+        return self._replay.is_on_trial
+
+    def stats(self) -> dict[str, int]:
+        """How many there are, and how many of them no engine knows of."""
+        return {
+            "num_live_requests": len(self._replay),
+            "num_held_requests": len(self._replay.held()),
+            "num_sinks": sum(len(live.sinks) for live in self.table.live()),
+        }
+
+    def num_by_model(self) -> dict[str, int]:
+        """How many there are of each model that has any."""
+        return Counter(live.request.model for live in self.table.live())
+
+    # ------------------------------------------------------------ what callers want
+
+    def submit(self, record: RequestRecord) -> None:
+        """Take a request in, held until `release`; its sinks get each of its events, last the terminal one.
+
+        One of a group that is paused enters paused. The bound is none for one without a client: another
+        program had taken it in.
+
+        Raises:
+            QueueFullError: as many requests of its model wait as may for one of its class.
+            InvalidRequestError: its id is in use.
+        """
+        now, model = time.monotonic(), record.request.model
+        self.table.check_free(record.request_id)
+        if record.has_client:
+            waiting = num_waiting(self.table.live(), model, self._registry.num_slots(model))
+            self._admission.check(record.request, waiting, now)
+        record.is_paused |= record.group is not None and record.group.is_paused
+        events = self._replay.add(record)
+        self._admission.arrived(model, now)
+        self._deliver(events)
+        self._engine.hand_out()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request or all of a group; open choices finish as `cancelled`.
+
+        Raises:
+            RequestNotFoundError: no live request or group has that id.
+        """
+        if group := self.table.groups.get(request_id):
+            group.is_cancelled = True
+        for live in self._find(request_id):
+            if live.is_held:
+                self._deliver(live.cancelled())
+            else:
+                live.is_cancelling = True
+                self._engine.send(Cancel(live.request_id))
+        self._engine.hand_out()
+
+    def pause(self, request_id: str) -> None:
+        """Let a request or a group stand still until `resume`, over restarts of the engine too. Idempotent.
+
+        Raises:
+            RequestNotFoundError: no live request or group has that id.
+        """
+        if group := self.table.groups.get(request_id):
+            group.is_paused = True
+        for live in self._find(request_id):
+            if not live.is_paused:
+                self._deliver(self._replay.pause(live))
+                if not live.is_held:
+                    self._engine.send(Pause(live.request_id))
+        self._engine.hand_out()
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request or group go on; one that is not paused goes on anyway.
+
+        Raises:
+            RequestNotFoundError: no live request or group has that id.
+        """
+        if group := self.table.groups.get(request_id):
+            group.is_paused = False
+        for live in self._find(request_id):
+            if live.is_paused:
+                self._deliver(self._replay.resume(live))
+                if not live.is_held:
+                    self._engine.send(Resume(live.request_id))
+        self._engine.hand_out()
+
+    def _find(self, request_id: str) -> list[RequestRecord]:
+        """The live request of that id, or the live ones of the group of that id."""
+        if group := self.table.groups.get(request_id):
+            return list(group.members.values())
+        live = self.table.find(request_id)
+        if live is None:
+            raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="request_id")
+        return [live]
+
+    # ------------------------------------------------------------ what the engine does
+
+    def release(self) -> list[Submit]:
+        """Those that a serving engine may have now; they count as given from here on."""
+        return self._replay.release(time.monotonic())
+
+    def take(self, event: RequestEvent) -> None:
+        """The engine reports: note it, and show the client what it has not seen."""
+        if self._replay.record(event):
+            self._deliver([event])
+
+    def engine_exited(self, end: EngineExit) -> None:
+        """The engine has ended unasked: end whom that convicts, hold the others for the next one."""
+        self._deliver(self._replay.engine_exited(end))
+
+    def sleep(self) -> None:
+        """The engine has left as it was asked to: hold all of them, and their time."""
+        self._deliver(self._replay.sleep(time.monotonic()))
+
+    def wake(self) -> None:
+        """Their time goes on, and the next engine gets them."""
+        now = time.monotonic()
+        for group in self.table.groups.values():
+            group.postpone(self._replay.slept_s(now))
+        self._deliver(self._replay.wake(now))
+
+    # ------------------------------------------------------------ ends
+
+    def expire(self) -> None:
+        """End whose deadline passed while no engine had it; while it is suspended none passes."""
+        if self._replay.is_asleep:
+            return
+        now = time.monotonic()
+        for live in self._replay.held():
+            if live.has_expired(now):
+                text = f"request {live.request_id} did not finish within {live.request.timeout_s:g} s"
+                self._deliver(live.failed(RequestTimeoutError(text).info()))
+
+    def fail_unservable(self) -> None:
+        """End those whose model has failed for good."""
+        for live in self._replay:
+            failure = self._registry.failure(live.request.model)
+            if failure is not None:
+                self._deliver(live.failed(failure))
+
+    def fail(self, request_id: str, error: ErrorInfo) -> None:
+        """End one with `error`."""
+        if live := self.table.find(request_id):
+            self._deliver(live.failed(error))
+
+    def fail_all(self, error: StokerError) -> None:
+        """End every one with `error`."""
+        for live in self._replay:
+            self._deliver(live.failed(error.info()))
+
+    def close(self, error: StokerError) -> None:
+        """End every one, as `close_held` does."""
+        self._close(self._replay, error)
+
+    def close_held(self, error: StokerError) -> None:
+        """End those that no engine has: an answer that has begun is cut short, the others are refused."""
+        self._close(self._replay.held(), error)
+
+    def _close(self, lives: Iterable[RequestRecord], error: StokerError) -> None:
+        for live in lives:
+            self._deliver(live.cancelled() if live.num_generated else live.failed(error.info()))
+
+    def _deliver(self, events: list[RequestEvent]) -> None:
+        """Give events to their requests' sinks."""
+        for event in events:
+            if not isinstance(event, Delta):
+                self._watch(event)  # first: with its terminal event a request is forgotten
+            record = self.table.deliver(event)
+            if record is not None and isinstance(event, Finished | Failed):
+                self._replay.ended()
+                self._admission.ended(record.request.model, time.monotonic())
