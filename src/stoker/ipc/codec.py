@@ -1,7 +1,7 @@
-"""Frames between the front and the engine process: a 4-byte little-endian length, then msgpack.
+"""Frames between client and engine process: a 4-byte little-endian length, then msgpack.
 
-Owns the encoding and its bound; whose socket the bytes travel on, and when, is the carrier's and the
-engine process's business. The decoder does no I/O, so both ends use the same one.
+Owns the encoding and its bound. Does no I/O: the socket belongs to `stoker.client.process.transport` on one
+side and to `stoker.engine.process` on the other.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _check_size(size_bytes: int) -> None:
 
 
 class FrameDecoder(Generic[T]):
-    """Bytes in as they arrive, whole messages out."""
+    """Turns bytes as they arrive into whole messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._decoder = decoder
@@ -75,7 +75,7 @@ class FrameDecoder(Generic[T]):
         return f"<FrameDecoder pending={len(self._pending)}>"
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """The messages that `data` completes; what is left over waits for more.
+        """The messages that `data` completes; the rest is kept for the next call.
 
         Raises:
             WireError: a length is over the bound or a body is not such a message.
@@ -106,5 +106,5 @@ def command_decoder() -> FrameDecoder[Command]:
 
 
 def event_decoder() -> FrameDecoder[list[Event]]:
-    """Decoder of what the front receives."""
+    """Decoder of what the client receives."""
     return FrameDecoder(msgspec.msgpack.Decoder(list[Event]))

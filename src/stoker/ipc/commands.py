@@ -1,7 +1,4 @@
-"""What the client tells the engine. A frame on the wire is one msgpack list of these.
-
-How a frame travels is the transport's (`stoker.client.process.transport`).
-"""
+"""Commands from the client to the engine, each a frame of `ipc.codec`."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from stoker.ipc.request import GenerateRequest
 
 
 class KnowModel(msgspec.Struct, frozen=True, tag=True):
-    """Serve `spec` from now on; it is loaded as soon as a request needs it.
+    """Serve `spec` from now on; it is loaded once a request needs it.
 
     Attributes:
-        is_suspect: its last load ended an engine: the next one is tried in a child process first.
+        is_suspect: its last load ended an engine: the next is tried in a child process first.
     """
 
     spec: ModelSpec
@@ -25,11 +22,11 @@ class KnowModel(msgspec.Struct, frozen=True, tag=True):
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
     """Serve `spec` and load it now; answered by `ModelState` events, last `ready`, `failed` or `absent`.
 
-    The same file with the same settings is not loaded again (SPEC R5); another takes the place of the one of
-    that id once it is in (SPEC L5).
+    The same file with the same settings is not loaded again (SPEC R5); another one replaces the model of that
+    id once it is ready (SPEC L5).
 
     Attributes:
-        may_evict: idle models may go for it; else it stays absent where it does not fit beside them.
+        may_evict: idle models may be unloaded for it; else it stays absent where it does not fit beside them.
         is_suspect: as in `KnowModel`.
     """
 
@@ -39,17 +36,17 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class UnloadModel(msgspec.Struct, frozen=True, tag=True):
-    """Free a model as soon as nothing runs on it, or stop loading it (SPEC R3).
+    """Free a model once nothing runs on it, or stop loading it (SPEC R3).
 
-    Answered by `ModelState` with `unloading` and `absent`. The model stays served: requests that come
-    meanwhile have it loaded again. An unknown id is ignored.
+    Answered by `ModelState` with `unloading` and `absent`. The model stays served: a later request loads it
+    again. An unknown id is ignored.
     """
 
     model: str
 
 
 class PinModel(msgspec.Struct, frozen=True, tag=True):
-    """Never unload a model to make room, or no longer so (SPEC R3)."""
+    """Set whether a model is never unloaded to make room (SPEC R3)."""
 
     model: str
     is_pinned: bool
@@ -58,7 +55,7 @@ class PinModel(msgspec.Struct, frozen=True, tag=True):
 class Suspend(msgspec.Struct, frozen=True, tag=True):
     """Stop at the next step, save what was computed for up to `save_s`, free everything, exit (SPEC L2).
 
-    No request gets a terminal event: the front keeps them for the next engine. The last event is `Goodbye`.
+    No request gets a terminal event: the client holds them for the next engine. The last event is `Goodbye`.
     """
 
     save_s: float
@@ -69,11 +66,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         generated: token ids delivered, one list a choice; empty for a new request.
-        is_finished: for each choice, whether it has already ended (such a choice is not run again).
+        is_finished: for each choice, whether it has ended and is not run again.
         mirostat_mu: sampler state after the last delivered token, one a choice.
         age_s: seconds since the caller submitted it (deadlines count from there).
-        num_context: as in `Admitted`, of one that was admitted before; 0: it was not.
-        is_paused: it enters paused and waits for `Resume`.
+        num_context: as in `Admitted`; 0: it was not admitted before.
+        is_paused: it enters paused.
     """
 
     request_id: str
@@ -87,16 +84,16 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Pause(msgspec.Struct, frozen=True, tag=True):
-    """Take a request out of its slot or the line until `Resume`; an unknown id is ignored (SPEC Q17).
+    """Take a request out of its slot or the queue until `Resume`; an unknown id is ignored (SPEC Q17).
 
-    Answered by `Paused` for a request that was not paused before.
+    Answered by `Paused`, unless it was paused before.
     """
 
     request_id: str
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """Let a paused request back in the line, before newcomers of its class; answered by `Resumed`."""
+    """Put a paused request back in the queue, before newcomers of its class; answered by `Resumed`."""
 
     request_id: str
 
@@ -128,7 +125,7 @@ class Detokenize(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class CountTokens(msgspec.Struct, frozen=True, tag=True):
     """Ask how many tokens a request's prompt has; answered by `Reply` with `{"num_tokens": int}`.
 
-    Pictures count with the places they take. Nothing is computed.
+    An image counts with the tokens it takes. Nothing is computed.
     """
 
     call_id: int
@@ -147,7 +144,7 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Stop intake, drain for `drain_s`, cancel what is left, free everything, exit (SPEC L4)."""
+    """Take no more requests, finish for `drain_s`, cancel the rest, free everything, exit (SPEC L4)."""
 
     drain_s: float = 0.0
 

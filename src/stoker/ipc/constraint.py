@@ -1,6 +1,6 @@
-"""What a generation must look like, as a value: a JSON Schema, a regex, a list or a grammar (SPEC D2).
+"""What a generated text must match: a JSON Schema, a regex, a list or a grammar (SPEC D2).
 
-Validated for size and shape only, which takes no native code; whether it compiles is `decode`'s to find out.
+Validated for size and nesting only, without native code; `stoker.grammar` compiles it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STRINGS = re.compile(r'\\.|"(?:\\.|[^"\\])*"', re.DOTALL)
 _STRINGS_CLASSES = re.compile(
     r'\\.|"(?:\\.|[^"\\])*"|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|(?P<rest>\\?\Z))', re.DOTALL
 )
-# These read a stranger's text on the front's one thread: each line once, and nothing twice.
+# These read foreign text on the client's one thread: each line once, and nothing twice.
 _BNF_RULE = re.compile(r"^[^\S\n]*+<[^<>\n]++>\s*+::=", re.MULTILINE)
 _GBNF_RULE = re.compile(r"^[^\S\n]*+[\w-]++\s*+::=", re.MULTILINE)
 
@@ -73,7 +73,7 @@ class Notation(StrEnum):
 
 
 class NativeGrammar(msgspec.Struct, frozen=True):
-    """A constraint checked and translated for the grammar engine, which has yet to compile it."""
+    """A constraint checked and translated for the grammar engine, not yet compiled."""
 
     notation: Notation
     text: str
@@ -86,13 +86,12 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
         kind: the language of `source`.
         source: the schema as JSON text, the regex or the grammar; empty for the other two kinds.
         choices: the texts to choose from, with kind `choice`; no two alike.
-        reasoning_end: the constraint begins only after the model has written this, "</think>" for instance;
-            empty: it begins with the first token.
+        reasoning_end: the constraint begins after the model has written this, "</think>" for instance; empty:
+            with the first token.
         asked_as: the request field that its errors name; empty: the usual one of its kind.
-        reasoning_start: with `reasoning_end`: it waits only if the generation begins with this. Empty: the
-            prompt has opened the reasoning already.
-        native: what is compiled in its stead, as `stoker.grammar.source` has made it; None: that is
-            still to be done.
+        reasoning_start: `reasoning_end` counts only if the generation begins with this; empty: the prompt has
+            opened the reasoning already.
+        native: its translation by `stoker.grammar.source`, which is compiled; None: there is none yet.
 
     Raises:
         InvalidRequestError: over a limit, or what belongs to another kind.

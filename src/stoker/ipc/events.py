@@ -1,4 +1,4 @@
-"""What the engine tells the client. A frame on the wire is one msgpack list of these.
+"""Events from the engine to the client; a frame of `ipc.codec` is a list of them.
 
 Each request ends with exactly one `Finished` or `Failed`.
 """
@@ -26,10 +26,10 @@ class ModelState(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         state: absent, downloading, loading, ready, suspended, failed or unloading.
-        stage: of a load: "waiting" for room, "header", "weights"; of a download the file's name. With
-            "ready": the model serves while another load of it, which may take its place, has come there.
+        stage: of a load: "waiting" for memory, "header", "weights"; of a download the file's name. With
+            "ready": the model serves while another load of it, which may replace it, is in this stage.
         fraction: of the stage, 0 to 1.
-        reason: why, for people; empty where somebody asked for it.
+        reason: why, for people; empty where it was asked for.
     """
 
     model: str
@@ -60,8 +60,8 @@ class RungTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Attributes:
         rung: its name.
-        is_undone: what it had taken away is allowed again.
-        freed_bytes: what it gave back, as far as that is counted.
+        is_undone: it was left again.
+        freed_bytes: what it freed, as far as that is counted.
     """
 
     rung: str
@@ -72,7 +72,7 @@ class RungTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class HeatMoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The machine's heat has changed: nominal, fair, serious or critical (SPEC M6).
 
-    `sensor` is the one that says so, `celsius` what it shows, where it shows degrees.
+    `sensor` is the one that decided, `celsius` its value where it has one.
     """
 
     level: str
@@ -81,13 +81,13 @@ class HeatMoved(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 MachineEvent = PressureMoved | RungTaken | HeatMoved
-"""What happens to the machine; belongs to no request and no model."""
+"""About the machine, not about a request or a model."""
 
 
 class Queued(msgspec.Struct, frozen=True, tag=True):
-    """A request is in the line at `position` (0 is next); it may run in about `eta_s` seconds (SPEC Q14).
+    """A request is in the queue at `position` (0 is next) and may run in about `eta_s` seconds (SPEC Q14).
 
-    Sent when it enters, and again when its position has changed, at most once a second.
+    Sent when it enters, and when its position has changed, at most once a second.
     """
 
     request_id: str
@@ -96,19 +96,16 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
 
 
 class Preparing(msgspec.Struct, frozen=True, tag=True):
-    """A request is handed to the worker that tokenises it; `Queued` or `Failed` says that this has ended.
-
-    For the front, which charges crashes; no client sees it.
-    """
+    """A worker tokenises the request, until `Queued` or `Failed`. For charging crashes; not passed on."""
 
     request_id: str
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A choice of the request got a slot; it will be in the next step.
+    """A choice of the request has a slot and is in the next step.
 
-    `cached_tokens` of the `prompt_tokens` were not computed for it, but came from `cache_source` (SPEC C13).
-    A choice may come to hold `num_context` tokens: its model is not given less context before it has ended.
+    `cached_tokens` of the `prompt_tokens` came from `cache_source` (SPEC C13). A choice may grow to
+    `num_context` tokens: its model is not reloaded with less context before the request has ended.
     """
 
     request_id: str
@@ -119,10 +116,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A choice gave its place to another and will go on later (SPEC Q4).
-
-    `form` is how it is kept: cells, snapshot or tokens.
-    """
+    """A choice was preempted and goes on later (SPEC Q4), kept as `form`: cells, snapshot or tokens."""
 
     request_id: str
     index: int
@@ -131,13 +125,13 @@ class Parked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """Every open choice of the request stands still until `Resume`."""
+    """No open choice of the request goes on before `Resume`."""
 
     request_id: str
 
 
 class Resumed(msgspec.Struct, frozen=True, tag=True):
-    """The paused request is in the line again."""
+    """The paused request is in the queue again."""
 
     request_id: str
 
@@ -164,7 +158,7 @@ class StateReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What `state_output` asked for (SPEC K5, D8), once, before the terminal event.
 
     Attributes:
-        num_tokens: tokens the state has seen.
+        num_tokens: tokens that the state is of.
         tensors: a recurrent model's state by layer; of other models the last hidden state alone.
     """
 
@@ -176,8 +170,8 @@ class StateReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """What one step added to one choice.
 
-    `token_ids` are all tokens drawn, `text` what the stop and UTF-8 gate let through (often less or nothing).
-    The choice's last delta carries `finish_reason`. `stop_text` is the stop string that matched.
+    `token_ids` are all tokens drawn, `text` what is certain of it: no part of a stop string, no half
+    character. The choice's last delta carries `finish_reason`; `stop_text` is the stop string that matched.
     """
 
     request_id: str
@@ -199,7 +193,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Terminal: the request ended with an error; deltas already delivered stand."""
+    """Terminal: the request ended with an error; deltas already delivered stay valid."""
 
     request_id: str
     error: ErrorInfo
@@ -214,9 +208,9 @@ class Reply(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Sent every half second by a thread of its own while the engine lives.
+    """Sent every half second by a thread of its own.
 
-    `step_s` is how long the running native step has taken (0: none), `step_limit_s` how long it may take.
+    `step_s` is how long the native step under way has taken (0: none), `step_limit_s` how long it may take.
     """
 
     step_s: float
@@ -241,6 +235,6 @@ RequestEvent = (
     | Finished
     | Failed
 )
-"""What happens to one request; each carries its `request_id`."""
+"""About one request; each carries its `request_id`."""
 
 Event = Hello | ModelState | MachineEvent | RequestEvent | Reply | Heartbeat | Goodbye

@@ -1,4 +1,4 @@
-"""A model as client and engine speak of it: what is asked for, what it is, where it is in its life."""
+"""A model between client and engine: how it is to be loaded, what it is, its states and their moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelClass(StrEnum):
 
 
 class ModelLife(StrEnum):
-    """Where a served model is (SPEC L1)."""
+    """State of a served model (SPEC L1)."""
 
     ABSENT = "absent"
     DOWNLOADING = "downloading"
@@ -43,18 +43,18 @@ MODEL_MOVES = {
     _L.UNLOADING: frozenset({_L.ABSENT, _L.READY, _L.FAILED}),
     _L.FAILED: frozenset({_L.DOWNLOADING, _L.LOADING, _L.ABSENT}),
 }
-"""Every move there is; `unloading` goes back to `ready` where it is needed again before it has ended."""
+"""Moves that the engine makes; `unloading` goes back to `ready` where the model is needed again before."""
 CLIENT_MODEL_MOVES = MODEL_MOVES | {
     _L.ABSENT: MODEL_MOVES[_L.ABSENT] | {_L.SUSPENDED},
     _L.READY: MODEL_MOVES[_L.READY] | {_L.ABSENT},
     _L.UNLOADING: MODEL_MOVES[_L.UNLOADING] | {_L.SUSPENDED},
 }
-"""The same, with what only the client sees: an engine ends and its models with it, or leaves before it had
-loaded what the next one is to load; and where it unloads a model at once it says so in one word."""
+"""With the moves that only the client sees: an engine ends with its models, or leaves before it has loaded
+what the next one is to load; an unload that takes no time is reported as `absent` alone."""
 
 
 def is_move(before: ModelLife, after: ModelLife, table: Mapping[ModelLife, frozenset[ModelLife]]) -> bool:
-    """Whether the table has that move; to stay is none."""
+    """Whether the table has that move, or there is none."""
     return after is before or after in table[before]
 
 
@@ -71,7 +71,7 @@ class Policy(StrEnum):
 
 
 class CacheMode(StrEnum):
-    """What is kept of finished work (SPEC C10): nothing, cells, snapshots in memory and on disk, or both."""
+    """What is kept of finished requests (SPEC C10): nothing, cells, snapshots in memory and on disk, both."""
 
     OFF = "off"
     LIVE = "live"
@@ -93,12 +93,12 @@ class Reach(StrEnum):
     """What the name of a model that is not served may lead to."""
 
     LOCAL = "local"  # what `stoker models` lists, and files below the models folder
-    HUB = "hub"  # besides, repositories of the hub, which are downloaded
-    ANY = "any"  # besides, the fake backend: for programs and tests, never for callers over HTTP
+    HUB = "hub"  # also repositories of the hub, which are downloaded
+    ANY = "any"  # also the fake backend: for programs and tests, never for callers over HTTP
 
 
 class Speculation(StrEnum):
-    """What guesses tokens ahead (SPEC D9): nothing, what the text repeats, a draft model, or both."""
+    """What guesses tokens ahead (SPEC D9): nothing, repeats in the text, a draft model, or both."""
 
     OFF = "off"
     LOOKUP = "lookup"
@@ -107,7 +107,7 @@ class Speculation(StrEnum):
 
     @property
     def looks_up(self) -> bool:
-        """Whether repeats are continued."""
+        """Whether repeats in the text are continued."""
         return self in {Speculation.LOOKUP, Speculation.AUTO}
 
     @property
@@ -120,9 +120,9 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A LoRA adapter of a model (SPEC K6).
 
     Attributes:
-        name: what requests call it.
+        name: by which requests ask for it.
         path: the GGUF file.
-        scale: how strongly it works where a request does not say.
+        scale: its strength where a request does not say.
         size_bytes: of its tensors.
         num_wide: numbers a token of the widest product that it adds to.
     """
@@ -135,12 +135,12 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes embeddings of pictures for a model (SPEC V1).
+    """The image encoder of a model (SPEC V1).
 
     Attributes:
         path: the GGUF file (mmproj).
         size_bytes: of its tensors.
-        compute_bytes: the most that encoding a picture takes beside them.
+        compute_bytes: the most that encoding an image takes beside them.
     """
 
     path: str
@@ -158,20 +158,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         n_ctx: the most tokens one request may use; 0: the model's own.
         num_cells: KV cells all slots share; 0: as many as `n_ctx`.
         n_batch: tokens one step may carry.
-        num_threads: 0 picks the number of physical cores, the most that the engine will use.
+        num_threads: at most; 0: the number of physical cores.
         policy: how steps are shared between decode and prefill (SPEC Q9).
-        target_step_ms: how long a step may take while an interactive request decodes (SPEC Q8).
-        background_patience_s: how long background work may go without a step (SPEC Q7).
+        target_step_ms: of a step while an interactive request decodes (SPEC Q8).
+        background_patience_s: the longest that background work goes without a step (SPEC Q7).
         park_bytes: host memory that states of parked requests may take (SPEC Q4).
-        cache_mode: what is kept of finished work (SPEC C10).
-        kv_type: element type of the KV cells, "q8_0" or "q4_0"; empty: the backend's own choice.
-        keep_alive_s: how long it stays in memory after its last request (SPEC R8); negative: for good, 0:
-            not at all.
+        cache_mode: what is kept of finished requests (SPEC C10).
+        kv_type: element type of the KV cells, "q8_0" or "q4_0"; empty: the backend's choice.
+        keep_alive_s: in memory after its last request (SPEC R8); negative: for good, 0: not at all.
         is_pinned: it is never unloaded to make room (SPEC R3).
         speculation: what guesses its tokens ahead (SPEC D9).
         draft_path: the GGUF file of a smaller model of the same vocabulary that guesses; empty: none.
-        adapters: what requests may have it adapted by (SPEC K6).
-        projector: with what it looks at pictures; None: it takes none.
+        adapters: those that requests may ask for (SPEC K6).
+        projector: None: it takes no images.
     """
 
     id: str
@@ -197,16 +196,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool_cells(self) -> int:
-        """KV cells to allocate; 0: as many as the model's own context."""
+        """KV cells to allocate; 0: the model's own context."""
         return self.num_cells or self.n_ctx
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that one request finds room for; 0: the model's own context."""
+        """Tokens that one request may have; 0: the model's own context."""
         return min(filter(None, (self.n_ctx, self.num_cells)), default=0)
 
     def with_cells(self, cells: int) -> ModelSpec:
-        """The same with a pool of so many cells, and no more context than that."""
+        """The same with so many cells, and no more context than that."""
         if not self.num_cells:
             return msgspec.structs.replace(self, n_ctx=cells)
         return msgspec.structs.replace(self, num_cells=cells, n_ctx=min(self.n_ctx or cells, cells))
@@ -216,13 +215,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a model is and the limits that resulted (SPEC K7); before its first load what its header says.
 
     Attributes:
-        degraded: what it was given less of than was asked for, for want of memory (SPEC R2).
-        pairing: how it stands with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: it
-            is no vision model.
+        degraded: what it got less of than was asked for, for want of memory (SPEC R2).
+        pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: no vision model.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
         n_embd: width of its vectors.
-        adapters: what requests may have it adapted by (SPEC K6).
-        adapter: the one under whose name it was asked for; empty: its own.
+        adapters: those that requests may ask for (SPEC K6).
+        adapter: the one by whose name it was asked for; empty: by its own.
     """
 
     id: str
@@ -285,11 +283,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def class_text(self) -> str:
-        """What it is, for people: "an encoder model (bert)"."""
+        """Its class for messages: "an encoder model (bert)"."""
         article = "an" if self.model_class.startswith("e") else "a"
         return f"{article} {self.model_class} model ({self.architecture})"
 
     @property
     def takes_conversations(self) -> bool:
-        """Whether turns can be laid out for it; an encoder-decoder cannot read the usual layout."""
+        """Whether conversations can be laid out for it; an encoder-decoder does not read the usual layout."""
         return self.chat_template is not None or self.model_class != "encoder-decoder"

@@ -1,7 +1,6 @@
-"""What a caller asks for, validated once, immutable from then on.
+"""A request: a prompt and what to make of it, validated once and immutable.
 
-Names are those that llama-server and vLLM use. Text, templates and HTTP are the front's business;
-tokens, cells and steps are the engine's.
+Names are those of llama-server and vLLM. The client makes requests of templates and HTTP bodies.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MAX_CANDIDATE_CHARS = 2**20
 MAX_ADAPTERS = 16
 MAX_ADAPTER_SCALE = 100.0
 IMAGE_MARKER = "<__media__>"
-"""Where a picture stands in a prompt's text."""
+"""Where an image stands in a prompt's text."""
 
 
 class Priority(StrEnum):
@@ -39,14 +38,14 @@ class Priority(StrEnum):
 
 
 class Preempt(StrEnum):
-    """What becomes of a request when another needs its place (SPEC Q4)."""
+    """What becomes of a request when another needs its slot (SPEC Q4)."""
 
     PARK = "park"
     CANCEL = "cancel"
 
 
 class StateOutput(StrEnum):
-    """What a request wants of the model's state after its prompt (SPEC K5, D8)."""
+    """What is delivered of the model's state after the prompt (SPEC K5, D8)."""
 
     SAVE = "save"
     EMBED = "embed"
@@ -66,7 +65,7 @@ class FinishReason(StrEnum):
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
-    """Raises InvalidRequestError, naming the field and the range, where the value is not within it."""
+    """Raises InvalidRequestError, with the field and the range, where the value is outside of it."""
     if not (math.isfinite(value) and low <= value <= high):
         text = f"{name} must be between {_shown(low)} and {_shown(high)}, got {_shown(value)}"
         raise InvalidRequestError(text, param=name)
@@ -80,7 +79,7 @@ def _shown(value: float) -> str:
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is drawn (SPEC D1). Defaults are llama.cpp's.
 
-    `temperature` 0 is greedy. `seed` None lets the front pick one, so that a replay draws the same.
+    `temperature` 0 is greedy. For `seed` None the client picks one, so that a replay draws the same.
     The penalties look back over `repeat_last_n` tokens (-1: all, 0: off); DRY over `dry_penalty_last_n`.
     """
 
@@ -133,7 +132,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True):
-    """A picture as the model is to see it: decoded, turned upright and shrunk by the front.
+    """An image for the model, which the client has decoded, turned upright and shrunk.
 
     Attributes:
         width, height: in pixels.
@@ -152,7 +151,7 @@ class Picture(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> bytes:
-        """Digest of what it shows: equal pictures have equal ones (SPEC C11)."""
+        """Digest of size and pixels (SPEC C11)."""
         head = f"{self.width}x{self.height}:".encode()
         return hashlib.blake2b(head + self.rgb, digest_size=32).digest()
 
@@ -163,39 +162,36 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompt: text, or token ids taken as they are.
         model: id of a served model; "default" is the first one served.
-        max_tokens: tokens to generate at most, per choice; None means until the context is full;
-            0 generates nothing (for prompt logprobs).
-        is_chat: the prompt comes from a chat template: it holds its own special tokens; only a BOS that the
+        max_tokens: tokens to generate at most, per choice; None: until the context is full; 0: none.
+        is_chat: the prompt comes from a chat template and holds its own special tokens; only a BOS that the
             vocabulary adds to every text is added where the template wrote none.
         n: completions of the one prompt; they share its prefill (SPEC Q16). Choice i draws with seed + i.
         logprobs: alternatives to report for each generated token (0: the chosen one only); None: off.
         prompt_logprobs: the same for each prompt token (SPEC D6); None: off.
         echo: deliver the prompt's text before the completion.
         preempt: `park` keeps what was computed and goes on later in the same stream; `cancel` ends the
-            request with `preempted` and keeps its partial text.
+            request with `preempted`; its partial text stands.
         timeout_s: seconds from submission after which the request ends with `request_timeout`.
         return_progress: ask for `PrefillProgress` events (SPEC S2).
-        cache: reuse what was computed before, and keep this for others (SPEC C10).
+        cache: reuse what was computed before, and keep this for later requests (SPEC C10).
         cache_salt: only requests of the same salt share what was computed (SPEC C1).
-        context_shift: where the context is full, drop the oldest tokens after the first 100 and go on (SPEC
-            C12), rather than end.
+        context_shift: where the context is full, drop the oldest tokens after the first 100 and go on
+            (SPEC C12), rather than end.
         initial_state: a recurrent model's state to begin from, as a safetensors file (SPEC K5); None: the
             model's own.
         state_output: deliver the state after the prompt; with `max_tokens` 0.
-        keep_alive_s: how long its model stays in memory after it (SPEC R8); negative: for good; None: as
-            long as the model's own setting says.
+        keep_alive_s: of its model after it (SPEC R8); negative: for good; None: the model's own setting.
         constraint: what the text has to match as a whole (SPEC D2); None: nothing.
         spelled: control tokens that are part of the text, by their own text; others add nothing to it.
-        speculate: let tokens be guessed ahead where that is quicker (SPEC D9); the text is the same.
-        adapters: LoRA adapters of the model, each by its name or its place among them, and how strongly it
-            works (SPEC K6); a scale of None: as was set for it, 0: not at all.
+        speculate: guess tokens ahead where that is quicker (SPEC D9); the text is the same.
+        adapters: LoRA adapters of the model, each by its name or its index, and its scale (SPEC K6); None: as
+            set for it, 0: not at all.
         pictures: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
-        note: what the front keeps with it, such as how its answer is to be read; nothing to the engine.
-        document: what a reranker is to score for the prompt, which is the query then (SPEC K4); with
-            `state_output` "score" only.
-        candidates: texts of which the likeliest after the prompt is wanted (SPEC D5); with `state_output`
-            "choose" only.
-        is_calibrated: how likely each is from the initial state is wanted as well.
+        note: the client's own, such as how the answer is to be read; the engine ignores it.
+        document: what a reranker scores for the prompt, which is the query (SPEC K4); with `state_output`
+            "score" only.
+        candidates: texts to score as continuations of the prompt (SPEC D5); with `state_output` "choose"
+        only. is_calibrated: score each candidate from the initial state as well.
     """
 
     prompt: str | tuple[int, ...]

@@ -1,7 +1,4 @@
-"""What the engine says of itself when it is asked: slots, line, cells, prefix cache.
-
-Values only, as `/v1/runtime` and the metrics show them.
-"""
+"""The state of the engine as `/v1/runtime` and the metrics show it: values only."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from stoker.ipc.usage import Timings, Usage
 class SlotStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One slot: `state` is idle, prefill or decode; an idle slot may still hold reusable tokens.
 
-    `story` tells what happened to the sequence in it, oldest first, each with the seconds since.
+    `story` is what happened to the sequence in it, oldest first, each with the seconds since.
     """
 
     id: int
@@ -33,8 +30,8 @@ class WaitStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: which choice of the request.
-        position: place in the line, 0 is next; None: paused, so not in the line.
-        eta_s: estimated seconds until it runs; None: not known, or paused.
+        position: place in the queue, 0 is next; None: paused, so not in the queue.
+        eta_s: estimated seconds until it runs; None: unknown, or paused.
         form: how a parked or paused one is kept: cells, snapshot or tokens.
         story: as in `SlotStatus`.
     """
@@ -93,8 +90,8 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_entries: stored prefixes, in host memory or on disk.
-        ram_bytes, disk_bytes: what they take there; parked requests' states are counted apart.
-        ram_limit_bytes, disk_limit_bytes: what they may take; 0: the tier is off.
+        ram_bytes, disk_bytes: their sizes; parked requests' states are counted apart.
+        ram_limit_bytes, disk_limit_bytes: the bounds of these; 0: the tier is off.
         num_unsaved: stored prefixes that are not on disk yet.
         disk_problem: why the disk tier is not used although it is wanted; empty: it is used.
     """
@@ -115,13 +112,13 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         state: absent, downloading, loading, ready, suspended, failed or unloading.
-        stage, fraction: how far a load has come.
-        bytes: what it takes by line: weights, kv, compute, ...; of one that is not loaded what it would.
+        stage, fraction: how far a load is.
+        bytes: of weights, kv, compute, ...; of one that is not loaded what they would be.
         is_pinned: it is never unloaded to make room.
         leases: requests that run on it or wait for it; it is not unloaded while there are any.
-        keep_alive_s: how long it stays after its last request; negative: for good.
-        unload_in_s: seconds until it goes; None: it does not.
-        degraded: what it was given less of than was asked for.
+        keep_alive_s: in memory after its last request; negative: for good.
+        unload_in_s: seconds until it is unloaded; None: it is not.
+        degraded: what it got less of than was asked for.
         reason: why it is not ready.
     """
 
@@ -143,13 +140,13 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         limit: the effective limit.
-        footprint: what the engine and its front hold.
-        available: what can be used now without swapping, inside every limit.
+        footprint: of the engine and its client.
+        available: can be used now without swapping, inside every limit.
         tier: ultra_low, low, standard or high.
         pressure: normal, warning or critical; empty: not measured yet.
-        pressure_fraction, pressure_source: the worst source and how far it is.
+        pressure_fraction, pressure_source: the worst source and its fraction.
         rungs: rungs of the ladder that are taken, in order.
-        lines: the ledger: bytes by line, of all models together.
+        lines: the ledger: bytes by purpose, of all models together.
         heat: nominal, fair, serious or critical.
     """
 
@@ -168,8 +165,8 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
-    `num_threads` is what steps use now, `threads_reason` why that differs from what was asked for (empty: it
-    does not).
+    `num_threads` is what steps use now, `threads_reason` why that differs from the setting (empty: it does
+    not).
     """
 
     slots: list[SlotStatus]
@@ -187,15 +184,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an engine serves, and where none does what is done about it.
+    """Whether an engine serves, and if not, why and until when.
 
     Attributes:
-        state: that of `RuntimeStatus`, or failing (several starts in a row have failed; it is tried on),
+        state: that of `RuntimeStatus`, or failing (several starts in a row have failed; further ones follow),
             closing (what runs is finished) or failed (no engine is started any more).
-        for_s: seconds since the engine's lifecycle came to where it is.
+        for_s: seconds since the last move of the engine's lifecycle.
         num_failed_starts: starts in a row that have failed.
-        next_start_s: seconds until the next start; None: it is under way, or none is to come.
-        reason: why there is no engine, or what the last start failed of.
+        next_start_s: seconds until the next start; None: it is under way, or there is none.
+        reason: why there is no engine, or why the last start failed.
     """
 
     state: str
@@ -206,7 +203,7 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alive(self) -> bool:
-        """Whether it serves, or may do so without anybody's help."""
+        """Whether it serves, or may do so without help."""
         return self.state not in {"failing", "failed", "closed"}
 
 
@@ -216,9 +213,9 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pid: the engine's process.
         state: starting, serving, restarting, suspended or closed.
-        restarts: times the engine died unasked.
+        restarts: exits of the engine that were not asked for.
         label: backend and device of the default model.
-        threads: CPU threads its steps use now; `engine.threads_reason` tells why not as many as asked for.
+        threads: CPU threads its steps use now; `engine.threads_reason` says why not as many as set.
         health: why it does not serve, and when the next start is.
         groups: calls that are several requests, the oldest first.
     """

@@ -1,4 +1,4 @@
-"""What a request took and gave back in numbers: tokens, seconds, probabilities, tensors."""
+"""Figures of a request: tokens, seconds, probabilities, tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class CacheSource(StrEnum):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """One token with its natural-log probability under the raw logits.
 
-    `top` holds (token id, bytes, logprob) best first, as many as were asked for.
-    A first prompt token has logprob None.
+    `top` holds (token id, bytes, logprob), best first. A first prompt token has logprob None.
     """
 
     token_id: int
@@ -37,8 +36,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cached_tokens: prompt tokens that were not computed for this request.
-        cache_source: where they came from; None: there were none.
-        dropped_tokens: what a context shift dropped (SPEC C12).
+        cache_source: None: there were none.
+        dropped_tokens: dropped by context shifts (SPEC C12).
     """
 
     prompt_tokens: int = 0
@@ -49,9 +48,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds a request spent (SPEC O2), as the engine saw it, and how often others took its place.
+    """Seconds that a request spent in the engine (SPEC O2), and its preemptions.
 
-    `decode_s` is from the first token to the end, time spent parked included.
+    `decode_s` is from the first token to the end, including time spent parked.
     """
 
     queue_s: float = 0.0

@@ -1,1 +1,1 @@
-"""Sleep of the machine."""
+"""Sleep of the machine, on Linux with logind."""

@@ -1,6 +1,6 @@
-"""One connection to logind: who holds sleep back, and when the machine goes to sleep and wakes.
+"""A connection to logind: the lock that delays sleep, and the signals of sleep and wake.
 
-Owns the D-Bus messages and the file descriptor of the lock. What is done about a sleep is `power`'s business.
+Owns the D-Bus messages and the file descriptor of the lock. `power.sleep` acts on the signals.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RULE = f"type='signal',sender='{SERVICE}',path='{PATH}',interface='{INTERFACE}'
 
 
 class SleepLock:
-    """Holds the machine's sleep back for as long as logind allows (5 s unless its owner says otherwise)."""
+    """Delays the machine's sleep for as long as logind allows (5 s by default)."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
@@ -57,7 +57,7 @@ class Logind:
         bus_address: of the bus; None: the system's.
 
     Raises:
-        MachineSetupError: on entering: there is no such bus; the message says why.
+        MachineSetupError: on entering: the bus cannot be reached; the message says why.
     """
 
     def __init__(self, bus_address: str | None = None) -> None:
@@ -98,7 +98,7 @@ class Logind:
             await self._loss
 
     async def hold_back_sleep(self, why: str) -> SleepLock:
-        """Ask for time before each sleep; `why` is shown to people who ask what keeps their machine awake.
+        """Ask for time before each sleep; `systemd-inhibit --list` shows `why`.
 
         Raises:
             MachineSetupError: logind is not there or refused.
@@ -108,17 +108,17 @@ class Logind:
             descriptor = answer.unix_fds[answer.body[0]]
         except (IndexError, TypeError):
             raise MachineSetupError("logind answered without a lock") from None
-        os.set_inheritable(descriptor, False)  # an engine that kept a copy would hold the lock for us
+        os.set_inheritable(descriptor, False)  # a copy in an engine would go on holding the lock
         return SleepLock(descriptor)
 
     async def sleeps(self) -> AsyncGenerator[bool, None]:
         """True when the machine is about to sleep, False when it woke; ends when the bus is gone."""
         while (signal := await self._signals.get()) is not None:
-            # A bus delivers what anybody sends us directly, so the sender is checked, not only the name.
+            # A bus delivers what any client sends us directly, so the sender is checked, not only the name.
             try:
                 owner = (await self._call_bus("GetNameOwner", SERVICE)).body[0]
             except MachineSetupError as error:
-                log.debug("a signal of sleep by nobody known: %s", error)
+                log.debug("a signal of sleep by an unknown sender: %s", error)
                 continue
             if signal.sender == owner:
                 yield bool(signal.body[0])

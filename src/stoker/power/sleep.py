@@ -1,7 +1,6 @@
-"""The machine's own sleep (SPEC L2): suspend before it, resume after it, on Linux with logind.
+"""The machine's own sleep (SPEC L2): suspends a runtime before it, resumes it after it.
 
-Owns when which of the two happens and the lock that gives us the time for it. How one talks to logind is
-`logind`'s business, what suspending means the runtime's.
+Owns the lock that gives the time for that, and whether a resume is owed. `logind` talks to the system.
 """
 
 from __future__ import annotations
@@ -22,26 +21,24 @@ WHY = "save the state of running requests"
 
 
 class Sleeper(Protocol):
-    """What can be put to sleep: a runtime."""
+    """A runtime, as far as sleep needs it."""
 
     @property
     def is_suspended(self) -> bool:
-        """Whether it sleeps now."""
+        """Whether it is suspended now."""
         ...
 
     async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
-        """Free everything; returns when it is done."""
+        """Free everything; returns when that is done."""
         ...
 
     async def resume(self) -> None:
-        """Take everything back; returns when it serves again."""
+        """Load everything again; returns when it serves."""
         ...
 
 
 class SleepWatch:
-    """Lets a runtime sleep and wake with the machine.
-
-    A runtime that somebody suspended before the machine slept stays suspended when it wakes.
+    """Suspends and resumes a runtime with the machine; one that was suspended before stays so.
 
     Args:
         runtime: what is suspended and resumed.
@@ -58,7 +55,7 @@ class SleepWatch:
         return f"<SleepWatch lock={self._lock} owes_resume={self._owes_resume}>"
 
     async def run(self) -> None:
-        """Follow the machine's sleep until cancelled; returns where nobody can tell of it."""
+        """Follow the machine's sleep until cancelled; returns where the system does not report it."""
         try:
             from stoker.power.logind import Logind  # noqa: PLC0415 - Linux only
         except ImportError as error:
@@ -87,7 +84,7 @@ class SleepWatch:
                     if not is_asleep:
                         await self._hold_again(logind)
             if self._owes_resume:
-                await self._wake()  # nobody will say when
+                await self._wake()  # no signal will come
         finally:
             for act in list(acts):
                 act.cancel()

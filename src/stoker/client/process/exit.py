@@ -1,7 +1,7 @@
-"""Whose fault the end of an engine was: a request's or a model's it was working on, or nobody's here.
+"""Why an engine ended: by the work it was doing, or from outside.
 
-Owns the reading of exit statuses and of the kernel's out-of-memory counters; charging is the replay's
-and the roster's business.
+Reads exit statuses and the kernel's out-of-memory counters. Requests are charged in `requests.replay`, models
+in `models.registry`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stoker.client.process.transport import ExitReport
 
-SENT_BY_SOMEBODY = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 OOM_KILL = "oom_kill"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineExit:
-    """How one life of the engine ended.
+    """How one engine instance ended.
 
     Attributes:
         reason: one phrase for logs and errors.
-        is_blamable: the work it was doing could have caused it.
-        was_killed: it did not end by itself: the watchdog did it, or the kernel for want of memory.
-        said: the last lines that it wrote, for errors that quote native code; may be empty.
-        besides: work that could have caused it, other than requests: loads and questions.
+        is_blamable: the work it was doing may have caused it.
+        was_killed: by the watchdog, or by the kernel for want of memory.
+        said: its last lines, for errors that quote native code; may be empty.
+        besides: work that may have caused it, other than requests: loads and questions.
     """
 
     reason: str
@@ -38,17 +38,17 @@ class EngineExit:
     besides: tuple[str, ...] = ()
 
     def beside(self, *work: str) -> EngineExit:
-        """The same, with further work that could have caused it."""
+        """The same, with further work that may have caused it."""
         return replace(self, besides=self.besides + work)
 
     @property
     def quoted(self) -> str:
-        """The reason with what native code said of it."""
+        """The reason, with the engine's last lines."""
         return f"{self.reason}: {self.said}" if self.said else self.reason
 
 
 class OomCounter:
-    """How often the kernel killed for want of memory, on this machine and in this cgroup.
+    """Kills by the kernel for want of memory, on this machine and in this cgroup.
 
     Args:
         proc: where procfs is mounted; systems without one count nothing.
@@ -68,7 +68,7 @@ class OomCounter:
         return f"<OomCounter seen={self._seen}>"
 
     def has_risen(self) -> bool:
-        """Whether there was such a kill since the last call; asking counts as seeing it."""
+        """Whether there was such a kill since the last call."""
         before, self._seen = self._seen, self._read()
         pairs = zip(before, self._seen, strict=True)
         return any(then is not None and now is not None and now > then for then, now in pairs)
@@ -88,17 +88,17 @@ def _count(file: Path, seen: int | None) -> int | None:
 
 
 def judge(end: ExitReport, hang: str | None, oom: OomCounter) -> EngineExit:
-    """What an exit that nobody asked for says.
+    """The reading of an exit that was not asked for.
 
     Args:
         end: the exit.
-        hang: why the host killed the engine, if it did.
-        oom: read once, so that its count is up to date for the next death.
+        hang: why the watchdog killed the engine, if it did.
+        oom: read in any case, so that its count is up to date for the next exit.
     """
     is_oom = oom.has_risen()
     if hang is not None:
         return EngineExit(f"killed: {hang}", is_blamable=True, was_killed=True, said=end.said)
     if end.status == -signal.SIGKILL and is_oom:
         return EngineExit("killed by the kernel for want of memory", is_blamable=True, was_killed=True)
-    is_blamable = end.status > 0 or (end.status < 0 and -end.status not in SENT_BY_SOMEBODY)
+    is_blamable = end.status > 0 or (end.status < 0 and -end.status not in SENT_FROM_OUTSIDE)
     return EngineExit(f"ended with {end}", is_blamable=is_blamable, said=end.said)

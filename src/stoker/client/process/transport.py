@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 ENGINE_MODULE = "stoker.engine"
 SOCKET_BUFFER_BYTES = 4 * 1024**2
 LAST_READ_S = 1.0
-"""Socket and stderr of a dead engine end at once; a process it left behind delays us no longer than this."""
+"""Socket and stderr of an engine end with it; a process that it left behind delays us no longer than this."""
 MAX_FRAMES_AHEAD = 1024
 START_DESCRIPTORS = 8
 """A start opens seven: a socket pair, the pipe of its stderr, the null device, and the pipe on which a child
@@ -91,7 +91,7 @@ class Transport(Protocol):
         ...
 
     def send(self, command: Command) -> None:
-        """Hand a command in; after the end it goes nowhere.
+        """Send a command; after the exit it is dropped.
 
         Raises:
             WireError: the command is too large to be sent.
@@ -99,16 +99,16 @@ class Transport(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it by force where `can_kill`; harmless when it is over."""
+        """End it by force where `can_kill`; after the exit, nothing."""
         ...
 
     async def wait(self) -> ExitReport:
-        """Until it is over and every event it sent has been handed out."""
+        """Until its exit, with every event that it sent delivered."""
         ...
 
 
 class DescriptorReserve:
-    """Descriptors that stay open until a start needs them.
+    """Descriptors held open, and closed for each start, so that it finds some below the limit.
 
     Args:
         size: how many.
@@ -132,7 +132,7 @@ class DescriptorReserve:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """The descriptors are free inside the block, which must not await: other tasks would take them."""
+        """Free them inside the block, which must not await: other tasks would take them."""
         self.close()
         try:
             yield
@@ -176,7 +176,7 @@ class StderrTail:
             raise
 
     def text(self, wait_s: float) -> str:
-        """What was said last, for an error message; waits so long for the end of the pipe."""
+        """The last lines, for an error message; waits so long for the end of the pipe."""
         self._thread.join(wait_s)
         return native_text(bytes(self._kept))
 
@@ -190,7 +190,7 @@ class StderrTail:
 
 
 class _Frames(asyncio.Protocol):
-    """Hands decoded frames on, until the engine's end of the socket closes."""
+    """Passes decoded frames on, until the engine's end of the socket closes."""
 
     def __init__(self, on_events: EventSink) -> None:
         self._on_events = on_events
@@ -254,10 +254,7 @@ class ProcessTransport:
             made.pop_all()
 
     def _launch(self, loop: asyncio.AbstractEventLoop, made: ExitStack) -> socket.socket:
-        """Everything that opens something; returns our end of the socket. `made` undoes it.
-
-        Does not wait: descriptors of the reserve are not taken by others meanwhile.
-        """
+        """Open everything, which `made` undoes; returns our end of the socket. Does not await."""
         ours, theirs = socket.socketpair()
         made.callback(ours.close)
         with theirs:
@@ -283,7 +280,7 @@ class ProcessTransport:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,  # native libraries print; our stdout belongs to the application
                 stderr=sink,
-                start_new_session=True,  # the terminal's Ctrl-C and hang-up are for the front
+                start_new_session=True,  # the terminal's Ctrl-C and hang-up are for this program
             )
         except BaseException:
             os.close(source)
@@ -293,7 +290,7 @@ class ProcessTransport:
         return StderrTail(source)
 
     def _end_process(self) -> None:
-        """Undo a start: the child has not begun to serve, and goes at once."""
+        """Undo a start: the child has not begun to serve."""
         if self._process:
             self._process.kill()
             self._process.wait()
@@ -306,7 +303,7 @@ class ProcessTransport:
             return
         status = self._process.wait()
         end = ExitReport(status, tail.text(LAST_READ_S))
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(_resolve, exit_, end)
 
     def send(self, command: Command) -> None:
@@ -388,7 +385,7 @@ class ThreadTransport:
 
         def publish(events: list[Event]) -> None:
             self._room.acquire()
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(deliver, events)
 
         engine = self._engine = self._make_engine(publish, self._settings)
@@ -406,7 +403,7 @@ class ThreadTransport:
             log.exception("the engine thread failed")
             status = ExitReport(1)
         if self._exit is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(_resolve, self._exit, status)
 
     def send(self, command: Command) -> None:

@@ -1,1 +1,1 @@
-"""Processes that can be ended, for foreign or unbounded work of the front: templates, grammars as text."""
+"""Processes that can be ended, for foreign or unbounded work of the client: templates, grammars as text."""

@@ -188,7 +188,7 @@ class WorkerPool:
         """Start a process if there is none, without waiting for it: the first job finds it there."""
         with self._changed:
             if not self._places and not self._is_closed:
-                with contextlib.suppress(NotReadyError):  # the first job tries again, and hears of it
+                with contextlib.suppress(NotReadyError):  # the first job tries again, and gets the error
                     self._open_place()
 
     def submit(self, job: Job, answer: type[T], *, group: str = "") -> Future[T]:
@@ -285,7 +285,7 @@ class WorkerPool:
     # ------------------------------------------------------------ the thread of a place
 
     def _serve(self, place: _WorkerPlace) -> None:
-        with contextlib.suppress(NotReadyError):  # the job that comes tries again, and hears of it
+        with contextlib.suppress(NotReadyError):  # the next job tries again, and gets the error
             place.start()
         while (task := self._next(place)) is not None:
             if task.future.set_running_or_notify_cancel():
@@ -316,7 +316,7 @@ def _do(task: _Task[Any], place: _WorkerPlace) -> None:
         task.future.set_result(place.do(task.job, task.answer))
     except StokerError as error:
         task.future.set_exception(error)
-    except Exception as error:  # a bug must neither end the place nor leave its caller waiting
+    except Exception as error:  # a bug must neither end the thread nor leave the caller waiting
         log.exception("%r failed on a job", place)
         task.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
 
