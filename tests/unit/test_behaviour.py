@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+MAX_WORDS = 40
 PAGE = ROOT / "docs" / "behaviour.md"
 _IDS = r"[A-Z]\d{1,2}(?:(?:,? and |, | to |/)[A-Z]\d{1,2})*"
 _MARKED = re.compile(rf"\bSPEC\s+({_IDS}|[A-Z])\b")
@@ -92,11 +93,29 @@ def test_nothing_refers_to_pages_that_are_not_here() -> None:
 
 
 def test_every_file_that_a_page_names_is_there() -> None:
-    """Paths in docs/behaviour.md, docs/architecture.md and docs/glossary.md lead somewhere."""
-    missing = [
-        (page, path)
-        for page in ("behaviour.md", "architecture.md", "glossary.md")
-        for path in re.findall(r"\]\(([^)#]+\.md)", (ROOT / "docs" / page).read_text(encoding="utf-8"))
-        if not (ROOT / "docs" / path).exists()
-    ]
+    """Links lead somewhere, and so do paths of modules between backticks; in every page but old decisions."""
+    pages = [*(ROOT / "docs").glob("*.md"), *sorted((ROOT / "docs" / "adr").glob("*.md"))[-1:]]
+    missing = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        links = [page.parent / path for path in re.findall(r"\]\(([^)#:]+\.md)", text)]
+        named = re.findall(r"`([\w/]+/[\w/]+\.py)`", text)
+        modules = [_named(path) for path in named]
+        missing += [(page.name, str(path)) for path in (*links, *modules) if not path.exists()]
     assert missing == []
+
+
+def _named(path: str) -> Path:
+    """Modules are named from `src/stoker`, other files from the root."""
+    inside = ROOT / "src" / "stoker" / path
+    return inside if inside.exists() else ROOT / path
+
+
+def test_the_glossary_is_short_and_of_words_in_use() -> None:
+    """Forty words of ours at most, each once, in order, each of them in code."""
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([a-z][a-z ]+?) \|", page, re.MULTILINE)[1:]
+    code = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")).lower()
+    assert len(words) <= MAX_WORDS
+    assert words == sorted(set(words))
+    assert [word for word in words if word.replace(" ", "_") not in code and word not in code] == []

@@ -110,7 +110,7 @@ class Bench:
 @pytest.mark.parametrize("mode", [Speculation.OFF, Speculation.LOOKUP])
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_both_orders_give_the_same_answers(kind, mode):
-    """ARCHITECTURE, turn of the loop: delivery behind the launch changes no token, text, stop or logprob."""
+    """B5: delivery behind the launch changes no token, text, stop or logprob."""
     found = []
     for is_async in (False, True):
         bench = Bench(is_async=is_async, mode=mode)
@@ -123,7 +123,7 @@ def test_both_orders_give_the_same_answers(kind, mode):
 
 
 def test_an_event_is_made_while_the_next_step_is_in_flight():
-    """ARCHITECTURE, turn of the loop: launch, then deliver what was drawn before."""
+    """B5: launch, then deliver what was drawn before."""
     bench = Bench(is_async=True, eog_period=0)
     bench.submit("r")
     launch, seen = bench.backend.launch, []

@@ -105,7 +105,7 @@ def test_the_types_are_those_of_the_structs_or_wider_where_it_is_said():
 
 @pytest.mark.parametrize("fields", [{"temprature": 0.5}, {"nobody_knows": 1}])
 def test_a_wrong_name_is_refused_when_it_runs_too(fields):
-    """SPEC X1: a typed error that names the field."""
+    """SPEC I10: a typed error that names the field."""
     with pytest.raises(InvalidRequestError, match="no field") as caught:
         request_of("x", fields)
     assert caught.value.param == next(iter(fields))
