@@ -1,9 +1,8 @@
-"""Where sequences and their tokens' states are, and how room is made.
+"""Where sequences and their tokens' states are, and how cells are freed.
 
-Owns the slots and the count of cells, and says what the prefix cache keeps of them: of those that wait cells
-in their home slot while that costs nobody, else a snapshot while there is a budget for it, else their tokens
-(SPEC Q4); of those that have ended cells, then a snapshot (SPEC C6, C7). Who gives way to whom is the
-scheduler's to decide.
+Owns the slots and the count of cells, and says what is kept: of a parked sequence its cells while no other
+needs them, else a snapshot while there is a budget for it, else its tokens (SPEC Q4); of one that has ended
+its cells, then a snapshot (SPEC C6, C7). The scheduler decides which sequence gives way.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from stoker.kv.cells import CellPool
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, Trim
 from stoker.kv.prefix_source import PrefixSource
 from stoker.kv.sequence import ParkForm
-from stoker.kv.slots import Reuse, SlotPlacement, SlotTable
+from stoker.kv.slots import SlotPlacement, SlotTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +46,7 @@ class KVAllocator:
         self.limits = limits
         self.cache = cache
         self.prefix_source = PrefixSource(limits, cache)
-        self.slots = SlotTable(limits.num_slots, limits.num_sequences)
+        self.slots = SlotTable(limits)
         self.cells = CellPool(limits.num_cells)
         self._late_ops: list[KVOp] = []
         self._is_trim_due = False  # cells were left behind since it was last looked at
@@ -58,7 +57,7 @@ class KVAllocator:
     # ------------------------------------------------------------ questions
 
     def fits(self, sequence: Sequence, placement: SlotPlacement, num_cells: int) -> bool:
-        """Whether it fits within so many cells beside those who run, with room to grow for each.
+        """Whether it fits within so many cells beside the running ones, each with cells to grow.
 
         What is only kept is not counted; one alone always fits.
         """
@@ -74,19 +73,19 @@ class KVAllocator:
         return promised + wanted + growth <= num_cells
 
     def _growth(self, sequence: Sequence) -> int:
-        """Cells it should find beyond the tokens it has, lest those who come back park each other in turn."""
+        """Cells beyond its tokens; with fewer, sequences that come back would park each other in turn."""
         most = max(1, min(GROWTH_CELLS, self.cells.total // (4 * self.limits.num_slots)))
         wanted = sequence.num_wanted
         return most if wanted is None else min(most, max(1, wanted - sequence.num_generated))
 
     def placement(self, sequence: Sequence) -> SlotPlacement | None:
-        """Where it would go: home, to its snapshot, or with the most of its tokens; None: all are busy."""
+        """Where it would go: to its cells, its snapshot, or the most of its tokens; None: all are busy."""
         if sequence.parked_slot is not None:
             return SlotPlacement(sequence.parked_slot, sequence.parked_slot, sequence.num_computed)
         if sequence.form is ParkForm.SNAPSHOT:
             vacant = self.slots.vacant()
             return None if vacant is None else SlotPlacement(vacant.id, vacant.id, sequence.num_computed)
-        live = self.slots.source(self._reuse(sequence))
+        live = self.slots.source(sequence)
         hit = self.stored(sequence, 0 if live is None else live[1])
         if hit is None or not hit.entry.is_in_ram:
             return self.slots.place(live)
@@ -105,7 +104,7 @@ class KVAllocator:
         return None if hit is None or hit.entry.is_in_ram else hit.entry
 
     def _num_live(self, sequence: Sequence) -> int:
-        live = self.slots.source(self._reuse(sequence))
+        live = self.slots.source(sequence)
         return 0 if live is None else live[1]
 
     def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
@@ -113,18 +112,14 @@ class KVAllocator:
         return self.prefix_source.find(sequence, num_live, self._cells_at_hand())
 
     def _cells_at_hand(self) -> int:
-        """Free cells, and those held for nobody who runs or waits."""
+        """Free cells, and those that idle slots only keep."""
         idle = [slot for slot in self.slots.slots if slot.kept]
         return self.cells.free + sum(self.cells.exclusive(slot.id) for slot in idle)
-
-    def _reuse(self, sequence: Sequence) -> Reuse:
-        limits = self.limits
-        return Reuse(sequence, limits.can_trim, limits.can_fork, limits.cache_mode.keeps_cells)
 
     # ------------------------------------------------------------ coming and going
 
     def admit(self, sequence: Sequence, placement: SlotPlacement, ops: list[KVOp]) -> str:
-        """Give it the slot, with what is kept of it or shared with it; returns what happened in words."""
+        """Give it the slot, with what is kept of it or shared with it; returns a line for its history."""
         slot = self.slots[placement.slot]
         if sequence.form is ParkForm.CELLS:
             told = f"{sequence.num_computed} tokens still in their cells"
@@ -276,7 +271,7 @@ class KVAllocator:
 
     @property
     def has_unstored(self) -> bool:
-        """Whether an idle slot keeps what nobody has looked at to be stored."""
+        """Whether an idle slot keeps tokens of which storing was not decided."""
         return any(slot.kept and not slot.is_store_decided for slot in self.slots.slots)
 
     def store_kept(self, ops: list[KVOp]) -> None:
@@ -286,7 +281,7 @@ class KVAllocator:
             self._store(slot, ops)
 
     def demote(self, parked: Sequence, ops: list[KVOp], best: ParkForm = ParkForm.SNAPSHOT) -> None:
-        """Free a guest's cells: into a snapshot if it is worth one and the budget has room, else for good."""
+        """Free a parked sequence's cells: into a snapshot if it is worth one and there is a budget for it."""
         slot = self.slots.clear(parked, [])
         if parked.is_importing:
             self._call_back(parked, ops)
@@ -296,7 +291,7 @@ class KVAllocator:
         self.cells.drop(slot.id)
 
     def _call_back(self, parked: Sequence, ops: list[KVOp]) -> None:
-        """It was given this place in the same turn and its state is not there yet: it does not come."""
+        """It got this slot in the same turn and its state is not there yet: drop the import."""
         ops[:] = [e for e in ops if not (isinstance(e, Import) and e.sequence is parked)]
         parked.is_importing = False
         parked.form = ParkForm.SNAPSHOT  # of its own, or of another's tokens, which are its first
@@ -313,14 +308,14 @@ class KVAllocator:
     # ------------------------------------------------------------ stored states
 
     def leave_checkpoint(self, sequence: Sequence, now: float) -> None:
-        """Where a step has brought it to a place for one, its state is stored before it moves on."""
+        """Store its state before it moves on, where a step has brought it to a checkpoint."""
         self.prefix_source.now = now
         if sequence.slot is not None and (entry := self.prefix_source.checkpoint(sequence)) is not None:
             self._late_ops.append(Export(sequence.slot, entry))
 
     def _store(self, slot: Slot, ops: list[KVOp]) -> None:
         """Store what an idle slot keeps, if it may and is worth it."""
-        assert slot.last is not None, f"{slot!r} keeps what nobody left"
+        assert slot.last is not None, f"{slot!r} keeps tokens without an owner"
         slot.is_store_decided, slot.copy = True, None
         entry = self.prefix_source.store(slot.last, len(slot.kept))
         if entry is not None:
@@ -334,9 +329,9 @@ class KVAllocator:
         self.cache.filled(entry, data, self.prefix_source.now)
 
     def not_exported(self, entry: Entry, sequence: Sequence | None) -> None:
-        """An Export failed: whoever parked on it goes on from its tokens.
+        """An Export failed: the sequence parked on it goes on from its tokens.
 
-        One that was seated again in the same turn learns it from its Import, which is still to come.
+        One that was admitted again in the same turn is dealt with by its Import, which is still to come.
         """
         if entry.state is EntryState.PENDING:
             self.cache.failed(entry)
@@ -363,7 +358,7 @@ class KVAllocator:
     # ------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Assert that slots, cells and states tell one story."""
+        """Assert that slots, cells and states agree."""
         self.cells.check()
         self.cache.check()
         for slot in self.slots.slots:
@@ -371,7 +366,7 @@ class KVAllocator:
             assert slot.sequence is None or slot.sequence.slot == slot.id, f"{slot!r}"
             assert slot.parked is None or slot.parked.parked_slot == slot.id, f"{slot!r}"
             assert slot.sequence is None or slot.parked is None, f"{slot!r} is busy and kept for another"
-            assert (slot.last is not None) == bool(slot.kept), f"{slot!r} keeps what nobody left"
+            assert (slot.last is not None) == bool(slot.kept), f"{slot!r} keeps tokens without an owner"
 
     def _empty(self, slot: Slot, ops: list[KVOp]) -> None:
         """Free what an idle slot keeps, stored first if it is worth it."""

@@ -2,7 +2,7 @@
 
 A sequence's cells are a list of spans; a fork shares spans by reference count, so a cell is free when no
 sequence holds it. Mirrors what a unified KV pool does natively, so that the scheduler knows before a step
-whether it has room. What to do when there is none is the scheduler's business.
+whether the cells suffice.
 """
 
 from __future__ import annotations

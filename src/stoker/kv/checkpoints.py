@@ -1,8 +1,8 @@
 """Where a sequence of a model that cannot go back leaves its state behind (SPEC C8).
 
-Such a model (recurrent, hybrid, sliding window) is served only by a state of exactly the tokens wanted, so
-its state is stored on the way: every so many tokens, the interval doubling as the sequence grows so that they
-stay few and spread; one token before the prompt's end, for the same prompt again; and where somebody waits.
+Such a model (recurrent, hybrid, sliding window) goes on only from a state of exactly the tokens wanted, so
+its state is stored on the way: at intervals that double as the sequence grows, so that they stay few and
+spread; one token before the prompt's end, for the same prompt again; and where another sequence waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_SPREAD = 16
 
 
 class Checkpoints:
-    """The places of one sequence; where nobody asked for one yet, none."""
+    """The places of one sequence; at first none."""
 
     def __init__(self) -> None:
         self._interval: int | None = None
@@ -34,7 +34,7 @@ class Checkpoints:
         return f"<Checkpoints every {self._interval}, at {self._spread} and {sorted(self._marks)}>"
 
     def mark(self, num_tokens: int) -> None:
-        """Leave one there too: somebody waits for it."""
+        """Leave one there too: another sequence waits for it."""
         self._marks.add(num_tokens)
 
     def is_marked(self, num_tokens: int) -> bool:
@@ -54,7 +54,7 @@ class Checkpoints:
         return min(places, default=None)
 
     def left(self, num_tokens: int) -> list[int]:
-        """One was left there; returns those that are superfluous now."""
+        """Note one that was left; returns those that are superfluous now."""
         if num_tokens in self._marks or self._interval is None:
             return []
         self._spread.append(num_tokens)

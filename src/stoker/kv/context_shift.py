@@ -45,7 +45,7 @@ def replayed(prompt: list[int], generated: list[int], n_ctx: int) -> list[int]:
 
 
 def note_dropped(sequence: Sequence, count: int, n_ctx: int) -> None:
-    """`count` tokens after the first ones leave the sequence: how much of it is prompt is told anew."""
+    """Count anew how much of a sequence is prompt after `count` tokens behind the first ones were dropped."""
     of_prompt = max(0, min(count, sequence.num_prompt - num_kept(n_ctx)))
     sequence.num_prompt -= of_prompt
     sequence.num_forgotten += count - of_prompt

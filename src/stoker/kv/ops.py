@@ -1,6 +1,6 @@
-"""What the scheduler wants done: orders to the backend, and who was admitted, parked or ended.
+"""What a turn of the scheduler decided: operations on the backend, and what was admitted, parked or ended.
 
-Values only. The resident carries the orders out, in their order, before the step.
+Values only. The runner applies the operations, in order, before the step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ KVOp = Fork | Trim | Drop | Export | Import | Begin
 
 @dataclass(frozen=True, slots=True)
 class Parking:
-    """A sequence gave its place up, and why."""
+    """A sequence that was parked, and why."""
 
     sequence: Sequence
     reason: str
@@ -77,13 +77,13 @@ class Parking:
 
 @dataclass(slots=True)
 class Schedule:
-    """What one call decided; effects are to be run in order before the step.
+    """What one call decided; `ops` run in order before the step.
 
     Attributes:
-        admitted: got a place, for the first time or again.
+        admitted: got a slot, for the first time or again.
         parked: gave theirs up and wait.
-        preempted: asked to be ended rather than parked, and were.
-        expired: passed their deadline, and were ended.
+        preempted: ended, as they asked not to be parked.
+        expired: ended at their deadline.
     """
 
     ops: list[KVOp] = field(default_factory=list)

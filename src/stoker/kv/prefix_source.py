@@ -1,7 +1,7 @@
-"""What is stored of one model's sequences, and which of it they go on from (SPEC C2, C6, C8).
+"""What is stored of one model's sequences, and what they go on from (SPEC C2, C6, C8).
 
 Owns the lease that a sequence has on a stored state: its own while it is parked, or another's that is read
-for it or put into its slot. Which entries there are, and which have to go, is the prefix cache's business.
+for it or put into its slot. Which entries there are and which are evicted is the prefix cache's.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 MIN_GAIN = 16
 """Tokens more that a stored state has to save than cells at hand."""
 MAX_IMPORT = 64
-"""So many times as long as what is used of it may a state be: a copied token costs a hundredth."""
+"""How many times as long as what is used of it a state may be: a copied token costs a hundredth."""
 
 
 class PrefixSource:
     """Stored states of one model.
 
     Attributes:
-        now: the time of the turn, set by the room.
-        tally: what prompts cost and what was saved of it.
+        now: the time of the turn, set by the allocator.
+        prefix_statistics: what prompts cost and what was saved of it.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
@@ -62,7 +62,7 @@ class PrefixSource:
         return None
 
     def _key(self, tokens: list[int]) -> bytes:
-        """The key of a whole prompt, remembered: an admission asks for it several times in a row."""
+        """The key of a whole prompt, kept for the next call: an admission asks several times in a row."""
         asked, length, key = self._asked
         if asked is not tokens or length != len(tokens):  # tokens are only ever added to a list
             key = key_of(tokens)
@@ -70,7 +70,7 @@ class PrefixSource:
         return key
 
     def lease(self, sequence: Sequence, entry: Entry | None) -> None:
-        """Lease the state it is about to go on from, lest it goes before it is used; None: it needs none."""
+        """Lease the state it is about to go on from; None: it needs none."""
         if entry is None:
             if sequence.form is not ParkForm.SNAPSHOT:
                 self.release(sequence)  # what it had fetched is superfluous by now
@@ -100,21 +100,21 @@ class PrefixSource:
         self.release(sequence)
 
     def lost(self, sequence: Sequence) -> None:
-        """Its stored state could not be had; if it was to begin with it, nothing was saved."""
+        """Its stored state is lost; if it was to begin with it, nothing was saved."""
         self.release(sequence)
         if sequence.started_s == self.now:
             self.prefix_statistics.taken_back(sequence)
             sequence.num_cached, sequence.cache_source = 0, None
 
     def fetch(self, sequence: Sequence, entry: Entry) -> None:
-        """Have a state read from disk for it; it waits in the line until that has ended."""
+        """Have a state read from disk for it; it waits in the queue until that has ended."""
         self.release(sequence)
         sequence.entry = entry
         self.cache.fetch(entry, sequence.key)
 
     @staticmethod
     def is_fetching(sequence: Sequence) -> bool:
-        """Whether its state is still on its way from disk."""
+        """Whether its state is still being read."""
         return sequence.entry is not None and sequence.entry.state is EntryState.READING
 
     @staticmethod
@@ -136,7 +136,7 @@ class PrefixSource:
         return limits.cache_mode.keeps_snapshots and limits.can_export and self.cache.limits.ram_bytes > 0
 
     def store(self, sequence: Sequence, num_tokens: int) -> Entry | None:
-        """An entry for its first tokens, to be filled; None: it may not, or is not worth its bytes."""
+        """An entry for its first tokens, to be filled; None: it may not be stored or is not worth it."""
         if not self.may_store(sequence):
             return None
         return self.cache.store(self._new_entry(sequence, num_tokens), self.now)
@@ -148,19 +148,19 @@ class PrefixSource:
         return is_worth_it and size <= self.limits.park_bytes
 
     def park(self, sequence: Sequence) -> Entry | None:
-        """An entry for what a parked sequence has computed, leased by it; None: its tokens have to do."""
+        """An entry for what a parked sequence has computed, leased by it; None: only its tokens are kept."""
         if sequence.num_computed < MIN_TOKENS or not self.limits.can_export:
             return None
         new = self._new_entry(sequence, sequence.num_computed)
         return self.cache.park(new, sequence.key, self.limits.park_bytes, self.now)
 
     def begin_checkpoints(self, sequence: Sequence) -> None:
-        """A model that cannot go back leaves states behind on the way (SPEC C8)."""
+        """Plan checkpoints, where the model cannot go back (SPEC C8)."""
         if not self.limits.can_trim and (self.may_store(sequence) or sequence.is_to_embed):
             sequence.checkpoints = Checkpoints.spread(sequence.num_prompt)
 
     def mark(self, leader: Sequence, num_tokens: int) -> bool:
-        """Have a sequence leave its state where another will go on; False: it may not."""
+        """Add a checkpoint where another sequence will go on; False: it may not be stored."""
         if not self.may_store(leader):
             return False
         if leader.checkpoints is None:
@@ -169,7 +169,7 @@ class PrefixSource:
         return True
 
     def checkpoint(self, sequence: Sequence) -> Entry | None:
-        """An entry for the state it is in now, to be filled before it moves on, if one belongs here."""
+        """An entry for its state now, to be filled before it moves on, if it is at a checkpoint."""
         checkpoints, at = sequence.checkpoints, sequence.num_computed
         if checkpoints is None or not checkpoints.is_at(at):
             return None
@@ -215,7 +215,7 @@ class PrefixStatistics:
             self._count(sequence, 1)
 
     def taken_back(self, sequence: Sequence) -> None:
-        """What it was admitted with could not be had after all."""
+        """What it was admitted with is lost."""
         if sequence.leader is None:
             self._count(sequence, -1)
             self._num_misses += 1
@@ -229,7 +229,7 @@ class PrefixStatistics:
             self._num_cached[source] += times * (sequence.num_cached or 0)
 
     def computed(self, sequence: Sequence, count: int) -> None:
-        """`count` tokens after those computed before are about to count as computed."""
+        """Count the next `count` tokens of a sequence, before it counts them itself."""
         self._num_computed += max(0, min(count, sequence.num_prompt - sequence.num_computed))
 
     def stats(self) -> dict[str, float]:

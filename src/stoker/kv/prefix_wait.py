@@ -1,9 +1,8 @@
-"""Who waits for whose prefill: a prefix that several need is computed once (SPEC C4).
+"""Single flight: a prefix that several sequences need is computed, or read from disk, once (SPEC C4, C7).
 
-Nothing is registered anywhere. Whoever is next in the line looks at those that run: if one of them is about
-to compute a prefix it shares, it waits for that length. When the other ends, fails, is parked or paused, it
-is no leader any more; whoever comes next in the line goes on from what there is, and the rest follow it. So
-nobody can wait for one who is gone.
+The next sequence of the queue looks at those that run: if one of them is about to compute a prefix it
+shares, it waits for that length, in its place and without cells. When its leader ends, fails, is parked or
+paused, the wait is over and it goes on from what there is. So no wait can outlive its leader.
 """
 
 from __future__ import annotations
@@ -24,23 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefixFollow:
-    """A sequence waits until `leader` has computed `length` tokens."""
+    """A wait until `leader` has computed `length` tokens."""
 
     leader: Sequence
     length: int
 
     @property
     def is_over(self) -> bool:
-        """Whether the tokens are there, or will not come from this leader."""
+        """Whether the tokens are there, or do not come from this leader any more."""
         leader = self.leader
         return leader.state is not SequenceState.PREFILL or leader.num_computed >= self.length
 
 
 def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: int) -> PrefixFollow | None:
-    """The running prefill that will have the most of its tokens, if that is worth waiting for.
-
-    `num_available` tokens can be had without waiting.
-    """
+    """The running prefill that will have the most of its tokens, if clearly more than `num_available`."""
     best: PrefixFollow | None = None
     for other in running:
         if other.state is not SequenceState.PREFILL or not other.shares:
@@ -59,7 +55,7 @@ MAX_MEETING_TOKENS = 64
 
 
 class PrefixWait:
-    """Who waits for a prefix that comes sooner than it could compute it."""
+    """Which sequences of a queue wait for a prefix."""
 
     def __init__(self, allocator: KVAllocator) -> None:
         self._allocator = allocator
@@ -68,7 +64,7 @@ class PrefixWait:
         return f"<PrefixWait of {self._allocator!r}>"
 
     def raise_leaders(self, queue: Iterable[Sequence]) -> None:
-        """Whom somebody who waits for an answer follows is not background meanwhile."""
+        """A leader that an interactive sequence follows does not count as background meanwhile."""
         for sequence in self._allocator.slots.running:
             sequence.is_raised = False
         for sequence in queue:
@@ -90,18 +86,17 @@ class PrefixWait:
         return self._follow(sequence) or self._fetch(sequence)
 
     def _follow(self, sequence: Sequence) -> bool:
-        """Wait for somebody's prefill of a common prefix, if anybody is at it."""
+        """Wait for another sequence's prefill of a common prefix, if there is one."""
         limits, running = self._allocator.limits, self._allocator.slots.running
-        if not (limits.can_share_cells or self._allocator.prefix_source.may_store(sequence)):
+        source = self._allocator.prefix_source
+        if not (limits.can_share_cells or source.may_store(sequence)):
             return False
         if not any(other.state is SequenceState.PREFILL for other in running):
             return False
         follow = leader_for(sequence, running, self._allocator.num_available(sequence))
         if follow is None:
             return False
-        if not limits.can_share_cells and not self._allocator.prefix_source.mark(
-            follow.leader, follow.length
-        ):
+        if not limits.can_share_cells and not source.mark(follow.leader, follow.length):
             return False
         sequence.follows = follow
         _let_meet(sequence, follow)
@@ -110,7 +105,7 @@ class PrefixWait:
         return True
 
     def _fetch(self, sequence: Sequence) -> bool:
-        """Have its prefix read, if the most of it is on disk."""
+        """Have its prefix read, if most of it is on disk."""
         entry = self._allocator.to_fetch(sequence)
         if entry is not None:
             self._allocator.prefix_source.fetch(sequence, entry)
@@ -118,10 +113,10 @@ class PrefixWait:
 
 
 def _let_meet(sequence: Sequence, follow: PrefixFollow) -> None:
-    """Where little is left after the common part, the leader waits for those who follow it.
+    """Where little is left after the common part, the leader waits for its followers.
 
     Their few tokens are then computed in one step, not beside its first decode steps, which would have to be
-    short: all of them are answered sooner, and the leader hardly later.
+    short: all of them answer sooner, and the leader hardly later.
     """
     leader, length = follow.leader, follow.length
     if max(len(sequence.tokens), len(leader.tokens)) - length <= MAX_MEETING_TOKENS:

@@ -15,9 +15,6 @@ from stoker.ipc.request import FinishReason, Priority
 from stoker.ipc.usage import CacheSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from stoker.backends.protocol.backend import Placed
     from stoker.cache.entry import Entry
     from stoker.ipc.request import Picture
     from stoker.ipc.usage import Tensor
@@ -27,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageSpan:
-    """A place of a picture, or of a part of one.
+    """The place of an image, or of a part of one, in a sequence.
 
     Attributes:
         start: position of its first embedding.
-        num_tokens: how many there are.
-        picture: what it shows.
-        key: the tokens that stand for the whole picture, four bytes each: equal for equal ones (SPEC C11).
-        offset: how many of the picture's embeddings are in parts before it.
+        num_tokens: its embeddings.
+        picture: the image.
+        key: the tokens that stand for the whole image, four bytes each: equal for equal ones (SPEC C11).
+        offset: embeddings of the image in parts before it.
     """
 
     start: int
@@ -44,26 +41,12 @@ class ImageSpan:
     offset: int = 0
 
     def __repr__(self) -> str:
-        return f"<PictureSpan {self.start} to {self.end}>"
+        return f"<ImageSpan {self.start} to {self.end}>"
 
     @property
     def end(self) -> int:
         """Position after its last embedding."""
         return self.start + self.num_tokens
-
-
-def unencoded_images(
-    spans: Iterable[ImageSpan], placed: Iterable[Placed], num_computed: int
-) -> list[ImageSpan]:
-    """The pictures still to be computed whose embeddings are not there yet, in their order."""
-    seen = {each.start for each in placed}
-    return [span for span in spans if span.end > num_computed and span.start not in seen]
-
-
-def next_border(spans: Iterable[ImageSpan], num_computed: int) -> int | None:
-    """Where the run of tokens, or the picture, of the next position ends: a step takes one or the other."""
-    borders = (border for span in spans for border in (span.start, span.end))
-    return next((border for border in borders if border > num_computed), None)
 
 
 class SequenceState(StrEnum):
@@ -88,11 +71,11 @@ MOVES: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 STORY_LENGTH = 32
-"""Moves a sequence remembers: its arrival and the latest ones."""
+"""Moves that a sequence remembers: its arrival and the latest ones."""
 
 
 class ParkForm(StrEnum):
-    """What is kept of a sequence that gave its place up (SPEC Q4), the cheapest to go on from first."""
+    """What is kept of a parked sequence (SPEC Q4), the cheapest to go on from first."""
 
     CELLS = "cells"
     SNAPSHOT = "snapshot"
@@ -100,7 +83,7 @@ class ParkForm(StrEnum):
 
 
 class IllegalMoveError(AssertionError):
-    """A state was left by a way the table does not have: a bug of ours, told with the sequence's story."""
+    """A move that the state table does not have: our bug, with the sequence's history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,28 +113,28 @@ class Sequence:
         ends_if_preempted: it is ended rather than parked (SPEC Q4).
         slot: where it runs.
         form: what is kept of it while it waits to go on; None: it runs or has not begun.
-        home: the slot that keeps its cells, for the form CELLS.
+        parked_slot: the slot that keeps its cells, for the form CELLS.
         entry: the stored state it goes on from, leased by it: its own of the form SNAPSHOT, or another's that
             is being read or put into its slot.
-        is_importing: its slot gets its tokens from `entry` before the next step, if all goes well.
+        is_importing: its slot gets its tokens from `entry` before the next step.
         namespace: who may share what is computed for it (SPEC C1).
         shares: whether it uses what others computed, and they use its own (SPEC C10).
         initial_state: what a recurrent model begins from; None: its own.
         conditioning: what its tokens are computed with beside themselves.
-        pictures: where pictures stand among its tokens.
-        follows: who computes a prefix that it waits for (SPEC C4).
-        is_to_embed: what is wanted is the model's view of its last token, which is left to the backend.
-        meets_at: where a step of it ends, so that those who follow it go on together with it.
+        images: where images stand among its tokens.
+        is_to_embed: it asks for the model's view of its last token, which is left to the backend.
+        follows: the sequence that computes a prefix it waits for (SPEC C4).
+        meets_at: where a step of it ends, so that its followers go on together with it.
         num_ahead: tokens of a draft that the backend holds beyond those computed, until they are drawn.
-        is_raised: somebody who waits for an answer follows it, so it is not background for now.
+        is_raised: an interactive sequence follows it, so it does not count as background for now.
         cache_source: where the cached tokens came from.
         checkpoints: where it leaves states behind; None: its model can go back.
         num_forgotten: generated tokens that a shift of the context dropped (SPEC C12).
-        num_preemptions: times it was parked or ended for somebody else.
+        num_preemptions: times it was parked or ended for another sequence.
         started_s: when it first got a slot.
         last_step_s: when it last was in a step, at first its arrival.
-        owed_since_s: the last step, or arrival, of background that waited over its patience and has not had a
-            token since (SPEC Q7); None: it is owed none.
+        owed_since_s: the last step, or arrival, of background that waited too long and has not had a token
+            since (SPEC Q7); None: it is owed none.
     """
 
     key: SequenceKey
@@ -199,7 +182,7 @@ class Sequence:
         )
 
     def move(self, state: SequenceState, now: float, why: str) -> None:
-        """Change state; raises IllegalMoveError with the story if the table has no such move."""
+        """Change state; raises IllegalMoveError if the table has no such move."""
         if state not in MOVES[self.state]:
             told = "; ".join(f"{at:.3f} {what}" for at, what in self.story)
             raise IllegalMoveError(f"{self!r} cannot become {state} ({why}); story: {told}")
@@ -207,7 +190,7 @@ class Sequence:
         self.tell(now, f"{state}: {why}")
 
     def tell(self, now: float, what: str) -> None:
-        """Add a line to its story; of a long one the middle is forgotten."""
+        """Add to its history, of which the middle is dropped."""
         if len(self.story) == STORY_LENGTH:
             del self.story[1]
         self.story.append((now, what))
@@ -218,7 +201,7 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     def draw_ahead(self) -> None:
-        """The next token of the draft was drawn: it is computed already."""
+        """Count the next token of the draft, which is computed already, as drawn."""
         assert self.num_ahead > 0, f"{self!r} has no draft"
         self.num_ahead -= 1
         self.num_computed += 1
@@ -231,30 +214,33 @@ class Sequence:
 
     @property
     def num_in_reach(self) -> int:
-        """How many of them a step may carry: up to the next place where something is to happen."""
-        place = None if self.checkpoints is None else self.checkpoints.next_after(self.num_computed)
-        border = None
-        if self.images:
-            if self.awaits_image:
-                return 0
-            border = next_border(self.images, self.num_computed)
-        places = [at for at in (place, border, self.meets_at) if at is not None and at > self.num_computed]
-        return min([self.num_pending, *(at - self.num_computed for at in places)])
+        """Pending tokens that one step may carry: to the next checkpoint, image edge, or meeting place."""
+        if self.awaits_image:
+            return 0
+        at = self.num_computed
+        places = [edge for span in self.images for edge in (span.start, span.end)]
+        places.append(self.meets_at)
+        if self.checkpoints is not None and (checkpoint := self.checkpoints.next_after(at)) is not None:
+            places.append(checkpoint)
+        return min([self.num_pending, *(place - at for place in places if place > at)])
 
     @property
     def unencoded_images(self) -> list[ImageSpan]:
-        """Its pictures that are still to be computed and whose embeddings are not there yet."""
-        return unencoded_images(self.images, self.conditioning.pictures, self.num_computed)
+        """Its images still to be computed whose embeddings are not there yet, in their order."""
+        if not self.images:
+            return []
+        placed = {each.start for each in self.conditioning.pictures}
+        return [span for span in self.images if span.end > self.num_computed and span.start not in placed]
 
     @property
     def is_at_image(self) -> bool:
-        """Whether its next token is a picture's; text before and after it is text as any other."""
+        """Whether its next token is an image's."""
         return bool(self.images) and self.num_pending > 0 and self.tokens[self.num_computed] < 0
 
     @property
     def awaits_image(self) -> bool:
-        """Whether its next token is a picture's, whose embeddings are not there yet."""
-        return bool(self.images) and any(span.start <= self.num_computed for span in self.unencoded_images)
+        """Whether its next token is an image's whose embeddings are not there yet."""
+        return any(span.start <= self.num_computed for span in self.unencoded_images)
 
     @property
     def num_generated(self) -> int:
@@ -268,12 +254,12 @@ class Sequence:
 
     @property
     def is_background(self) -> bool:
-        """Whether nobody waits for it."""
+        """Whether it gives way to interactive sequences."""
         return self.priority is Priority.BACKGROUND and not self.is_raised
 
     @property
     def is_owed(self) -> bool:
-        """Whether it waited over its patience and has not had a token since."""
+        """Whether it waited too long (SPEC Q7) and has not had a token since."""
         return self.owed_since_s is not None
 
     @property
