@@ -1,21 +1,69 @@
-"""One live request inside the engine: its choices, what they have delivered, when.
+"""One request inside the engine, from its arrival to its one terminal event.
 
-Owned by the resident that runs it. The tokens' order belongs to the scheduler's sequences, the text to
-decode's generations; this joins them under the caller's id and builds the request's events.
+A job is pending (it waits for its model, or is tokenised) or placed (its sequences are in a runner's queue).
+The tokens' order belongs to the sequences, the text to the generations; a job joins them under the caller's id
+and builds the request's events.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
-from stoker.engine.jobs.candidates import ToScore
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress, PromptEcho
-from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.request import FinishReason, GenerateRequest, Priority
 from stoker.ipc.usage import CacheSource, Timings, TokenLogprob, Usage
-from stoker.kv.sequence import Sequence, SequenceState
+from stoker.kv.sequence import Sequence
 from stoker.sampling.generation import Drawn, Generation
+
+if TYPE_CHECKING:
+    from stoker.engine.jobs.candidates import ScoringPass, ToScore
+    from stoker.engine.jobs.preparations import Preparation
+
+
+class JobQueue(Protocol):
+    """Where the sequences of placed jobs wait and run: a scheduler's slots, or a queue of one-shot work."""
+
+    paused: list[Sequence]
+
+    def enqueue(self, sequence: Sequence, now: float) -> int:
+        """Put a new sequence in the queue; returns its position."""
+        ...
+
+    def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """End a sequence wherever it is."""
+        ...
+
+    def pause(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence out of its slot or the queue until `resume` (SPEC Q17)."""
+        ...
+
+    def resume(self, sequence: Sequence, now: float) -> int:
+        """Put a paused sequence back where its arrival places it; returns the position."""
+        ...
+
+    def waiting(self) -> Iterable[Sequence]:
+        """The queued sequences, next first."""
+        ...
+
+    def eta_s(self, position: int) -> float | None:
+        """Seconds until the sequence at that position runs; None: nothing was measured yet (SPEC Q14)."""
+        ...
+
+    def etas_s(self) -> Iterable[float | None]:
+        """The same for each queued sequence, next first."""
+        ...
+
+
+class JobRunner(Protocol):
+    """What holds placed jobs."""
+
+    def settle(self, now: float) -> None:
+        """Take in what a step in flight has computed, so that its sequences may be moved."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -28,27 +76,34 @@ class JobChoice:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request between arrival and its one terminal event.
+    """A request between arrival and terminal event.
 
     Attributes:
-        choices: the choices that still run, by index.
+        submit: what was asked for, with what was delivered before it came here.
+        arrival_s, admitted_s, first_token_s: on the engine's clock.
+        choices: the choices that still run, by index; a pending job has none yet.
+        queue, runner: where it is placed; None: it is pending.
+        preparation: what tokenises it; None: it waits for its model, or is placed.
+        is_paused: it stands still until it is resumed.
+        position: place in the queue as last published.
         num_preemptions: times that choices which have ended gave their places up.
-        position: place in the line as last told.
         num_dropped: tokens that shifts of the context dropped, over all choices.
         num_generated: tokens of all choices, those delivered before a restart included.
         past: tokens of the choices that have ended, by index.
         mirostat_mu: each choice's sampler state after its last token.
-        to_score: the candidates, of a request to choose.
-        num_context: tokens of context that a choice of it may come to hold.
-        arrival_s, admitted_s, first_token_s: on the engine's clock.
+        to_score: the candidates of a request to choose; passes: how far they are scored.
+        num_context: tokens of context that a choice of it may come to hold; 0: not known yet.
     """
 
-    request_id: str
-    request: GenerateRequest
-    prompt: Tokens[int]
-    prompt_text: str
-    choices: dict[int, JobChoice]
+    submit: Submit
     arrival_s: float
+    prompt: Tokens[int] = ()
+    prompt_text: str = ""
+    choices: dict[int, JobChoice] = field(default_factory=dict)
+    queue: JobQueue | None = None
+    runner: JobRunner | None = None
+    preparation: Preparation | None = None
+    is_paused: bool = False
     num_generated: int = 0
     num_preemptions: int = 0
     position: int = 0
@@ -61,10 +116,54 @@ class Job:
     past: dict[int, list[int]] = field(default_factory=dict)
     mirostat_mu: dict[int, float | None] = field(default_factory=dict)
     to_score: ToScore | None = None
+    passes: list[ScoringPass] = field(default_factory=list)
     num_context: int = 0
+
+    def __post_init__(self) -> None:
+        self.is_paused = self.submit.is_paused
+        self.num_generated = sum(map(len, self.submit.generated))
+        self.num_context = self.num_context or self.submit.num_context
 
     def __repr__(self) -> str:
         return f"<Job {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self.submit.request_id
+
+    @property
+    def request(self) -> GenerateRequest:
+        """What was asked for."""
+        return self.submit.request
+
+    @property
+    def model(self) -> str:
+        """The id of its model."""
+        return self.submit.request.model
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When it has to have ended, on the engine's clock."""
+        timeout_s = self.submit.request.timeout_s
+        return None if timeout_s is None else self.arrival_s + timeout_s
+
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a caller waits for its answer."""
+        return self.submit.request.priority is Priority.INTERACTIVE
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it waits for its model to be in memory."""
+        return self.queue is None and self.preparation is None and not self.is_paused
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was placed before: it is not refused any more."""
+        return bool(self.submit.generated)
 
     @property
     def leader(self) -> Sequence | None:
@@ -76,7 +175,20 @@ class Job:
         """Whether any choice holds a slot."""
         return any(choice.sequence.is_running for choice in self.choices.values())
 
-    def submit(self, now: float) -> Submit:
+    @property
+    def open_choices(self) -> list[int]:
+        """Indices of the choices that have not ended."""
+        if self.queue is not None:
+            return list(self.choices)
+        finished = self.submit.is_finished or [False] * self.request.n
+        return [index for index in range(self.request.n) if not finished[index]]
+
+    @property
+    def num_to_read(self) -> int:
+        """Tokens of its prompt, and of the candidates of a request to choose."""
+        return len(self.prompt) + (self.to_score.num_tokens if self.to_score is not None else 0)
+
+    def resubmit(self, now: float) -> Submit:
         """The command that lets it go on elsewhere from the tokens it has."""
         indices = range(self.request.n)
         return Submit(
@@ -86,13 +198,15 @@ class Job:
             is_finished=[index not in self.choices for index in indices],
             mirostat_mu=[self.mirostat_mu.get(index) for index in indices],
             age_s=now - self.arrival_s,
-            is_paused=any(c.sequence.state is SequenceState.PAUSED for c in self.choices.values()),
+            is_paused=self.is_paused,
             num_context=self.num_context,
         )
 
     def _tokens(self, index: int) -> list[int]:
         choice = self.choices.get(index)
         return list(self.past.get(index, []) if choice is None else choice.generation.tokens)
+
+    # ------------------------------------------------------------ events
 
     def admitted(self, sequence: Sequence, now: float) -> Admitted:
         """The event for a choice that got a slot; the first time counts as the end of the waiting."""
@@ -123,9 +237,11 @@ class Job:
 
     def ended(self, index: int, reason: FinishReason) -> Delta:
         """The event for a choice that ends without a further token; held text comes with it."""
-        generation = self._close_choice(index)
-        text = generation.flush()
-        generation.close()
+        text = ""
+        if index in self.choices:
+            generation = self._close_choice(index)
+            text = generation.flush()
+            generation.close()
         return Delta(request_id=self.request_id, index=index, text=text, finish_reason=reason)
 
     def _close_choice(self, index: int) -> Generation:
@@ -135,7 +251,9 @@ class Job:
         return choice.generation
 
     def close(self) -> None:
-        """Free what the choices that still run hold; they are ended by an error."""
+        """Free what the choices that still run hold, and give up what tokenises it."""
+        if self.preparation is not None:
+            self.preparation.give_up()
         for choice in self.choices.values():
             choice.generation.close()
 
@@ -167,7 +285,7 @@ class Job:
         return Finished(
             request_id=self.request_id,
             usage=Usage(
-                prompt_tokens=len(self.prompt),
+                prompt_tokens=self.num_to_read,
                 completion_tokens=self.num_generated,
                 cached_tokens=self.num_cached,
                 cache_source=self.cache_source,
