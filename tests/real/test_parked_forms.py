@@ -8,6 +8,7 @@ from conftest import MODEL
 from stoker.backends.llama import load
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
@@ -48,7 +49,8 @@ def runner(tmp_path_factory):
     """One model on this thread."""
     spec = ModelSpec(id="smol", path=str(MODEL), num_slots=2, n_ctx=8192, num_threads=2)
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
-    runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), PrefixCache(CacheLimits(), Ledger()))
+    cache = PrefixCache(CacheLimits(), Ledger())
+    runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), cache, JobTable())
     yield runner
     runner.close()
 
@@ -67,8 +69,8 @@ def run(runner, sampling, form=None, stop=()):
             parked_at = sequence.num_generated
             park(runner, sequence, form)
         turn(runner)
-    events = list(runner.events)
-    runner.events.clear()
+    events = list(runner._jobs.events)
+    runner._jobs.events.clear()
     deltas = [event for event in events if isinstance(event, Delta) and event.request_id == "r"]
     (finished,) = [event for event in events if isinstance(event, Finished) and event.request_id == "r"]
     return Outcome(

@@ -15,6 +15,7 @@ from stoker.backends.llama.vision.slices import SlicedEncode
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, Placed, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
@@ -52,7 +53,8 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlotRunner]:
         projector=ProjectorSpec(path=str(write_projector(folder / "p.gguf"))),
     )
     pace, run = Pace(StepTimer(60.0)), SlicedEncode.run
-    runner = SlotRunner(spec, load(spec, cache_dir=folder), pace, PrefixCache(CacheLimits(), Ledger()))
+    cache = PrefixCache(CacheLimits(), Ledger())
+    runner = SlotRunner(spec, load(spec, cache_dir=folder), pace, cache, JobTable())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlicedEncode, "run", lambda encode, _: run(encode, NOW))
         yield runner
@@ -97,7 +99,7 @@ def run(
             park(runner, sequence, form)
         turn(runner)
         num_turns += 1
-    events, runner.events[:] = list(runner.events), []
+    events, runner._jobs.events[:] = list(runner._jobs.events), []
     (finished,) = [event for event in events if isinstance(event, Finished) and event.request_id == "r"]
     assert finished.timings.num_preemptions == num_parked
     deltas = [event for event in events if isinstance(event, Delta) and event.request_id == "r"]

@@ -9,6 +9,7 @@ from stoker.backends.llama import load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
@@ -62,7 +63,8 @@ def runner(tmp_path_factory):
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stoker.speculation.speculator.DraftLength", EagerWager)
-        runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), PrefixCache(CacheLimits(), Ledger()))
+        cache = PrefixCache(CacheLimits(), Ledger())
+        runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), cache, JobTable())
     yield runner
     runner.close()
 
@@ -83,12 +85,12 @@ def run(runner, park_every=0, form=ParkForm.CELLS, **fields):
         if park_every and num_turns % park_every == 0 and sequences[0].is_running:
             runner._carry_out(runner.scheduler.park(sequences[0], form, 0.0), 0.0)
     answers = {index: ([], "", []) for index in range(submit.request.n)}
-    for event in runner.events:
+    for event in runner._jobs.events:
         if isinstance(event, Delta):
             tokens, text, logprobs = answers[event.index]
             noted = logprobs + [msgspec.to_builtins(each) for each in event.logprobs or []]
             answers[event.index] = (tokens + event.token_ids, text + event.text, noted)
-    runner.events.clear()
+    runner._jobs.events.clear()
     runner.scheduler.check()
     return answers, runner.stats()["num_accepted_total"] - before
 

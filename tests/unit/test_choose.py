@@ -14,6 +14,7 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.cli.main import app
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
@@ -182,12 +183,15 @@ class House:
         self.backend = FakeBackend(n_batch=64)
         cache = PrefixCache(CacheLimits(ram_bytes=0), Ledger())
         self.pace = _Ticking()
-        self.runner = SlotRunner(self.spec, self.backend, self.pace, cache)
+        self.jobs = JobTable()
+        self.runner = SlotRunner(self.spec, self.backend, self.pace, cache, self.jobs)
         self.now = self.pace.now()
 
     def enter(self, name, **fields):
         """A request to choose arrives."""
-        request = GenerateRequest(prompt="p" * 200, **WANTED | {"candidates": ("yes", "no")} | fields)
+        request = GenerateRequest(
+            model="m", prompt="p" * 200, **WANTED | {"candidates": ("yes", "no")} | fields
+        )
         self.readmit(Submit(request_id=name, request=request))
 
     def readmit(self, submit):
@@ -210,7 +214,7 @@ class House:
 
     def of(self, kind):
         """Request ids of the events of a kind, in order."""
-        return [event.request_id for event in self.runner.events if isinstance(event, kind)]
+        return [event.request_id for event in self.jobs.events if isinstance(event, kind)]
 
 
 @pytest.fixture
@@ -240,7 +244,7 @@ def test_each_request_to_choose_ends_once(house):
     house.finish()
     for kind in (StateReady, Delta, Finished):
         assert house.of(kind) == ["a", "b"]
-    assert house.runner.num_leases == 0
+    assert house.jobs.num_leases("m") == 0
 
 
 def test_somebody_who_waits_goes_before_background_that_has_begun(house):
@@ -264,7 +268,7 @@ def test_background_waits_while_somebody_generates(house):
 def test_background_is_owed_slices_that_are_computed_and_no_others(make_house):
     """SPEC Q7: a turn at which there is no time for a slice does not count as the one that it waited for."""
     house = make_house(background_patience_s=1.0)
-    choosing = house.runner._choosing
+    choosing = house.runner._choices
     house.enter("job", priority=Priority.BACKGROUND)
     house.enter("person", candidates=("x" * 8000,))
     for _ in range(20_000):  # beside somebody who reads: one slice in many turns
@@ -284,8 +288,8 @@ def test_choices_take_turns_with_steps(house):
     house.enter("choice")
     house.finish()
     assert house.of(Finished) == ["choice", "text"]
-    before = house.runner.events.index(next(e for e in house.runner.events if isinstance(e, StateReady)))
-    assert sum(isinstance(event, Delta) for event in house.runner.events[:before]) > 1
+    before = house.jobs.events.index(next(e for e in house.jobs.events if isinstance(e, StateReady)))
+    assert sum(isinstance(event, Delta) for event in house.jobs.events[:before]) > 1
 
 
 def test_a_request_to_choose_can_be_cancelled_paused_and_sent_off(house):
@@ -293,16 +297,17 @@ def test_a_request_to_choose_can_be_cancelled_paused_and_sent_off(house):
     for name in ("a", "b", "c"):
         house.enter(name)
     house.turn()
-    house.runner.cancel("a", house.now)
-    house.runner.pause("b", house.now)
+    house.jobs.cancel("a", house.now)
+    house.jobs.pause("b", house.now)
     house.finish()
     assert house.of(Finished) == ["a", "c"]
-    reasons = [e.finish_reason for e in house.runner.events if isinstance(e, Delta)]
+    reasons = [e.finish_reason for e in house.jobs.events if isinstance(e, Delta)]
     assert reasons == [FinishReason.CANCELLED, FinishReason.LENGTH]
-    house.runner.resume("b", house.now)
-    (submit,) = house.runner.evacuate("it goes", house.now)
-    assert not house.runner.has_requests
-    house.readmit(submit)
+    house.jobs.resume("b", house.now)
+    house.jobs.evacuate("m", "it goes", house.now)
+    assert not house.jobs.placed("m")
+    (job,) = house.jobs.pending("m")
+    house.readmit(job.submit)
     house.finish()
     assert house.of(StateReady) == ["c", "b"]
 
@@ -311,11 +316,11 @@ def test_a_request_past_its_deadline_ends_with_a_timeout(house):
     """SPEC Q10: also in the middle of its slices."""
     house.enter("late", timeout_s=5.0)
     house.turn()
-    assert house.runner.next_deadline_s() == pytest.approx(house.now + 5.0, abs=1.0)
-    house.runner.expire(house.now + 6.0)
-    (failed,) = [event for event in house.runner.events if isinstance(event, Failed)]
+    assert house.jobs.next_deadline_s() == pytest.approx(house.now + 5.0, abs=1.0)
+    house.jobs.expire(house.now + 6.0)
+    (failed,) = [event for event in house.jobs.events if isinstance(event, Failed)]
     assert failed.error.code == RequestTimeoutError.code
-    assert not house.runner.has_requests
+    assert not house.jobs.has_requests
 
 
 def test_who_is_held_back_gets_no_slice(house):

@@ -6,8 +6,10 @@ import pytest
 from stoker.backends.fake.encoder import N_EMBD, estimator, load, vector_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.loop import EngineLoop
 from stoker.engine.runners.oneshot import OneShotRunner
+from stoker.engine.runners.status import waiting_status
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
 from stoker.errors import (
@@ -48,7 +50,8 @@ class House:
         fields = {"id": "e", "path": path, "policy": Policy.THROUGHPUT} | spec
         spec = ModelSpec(**fields)
         self.encoder = load(spec)
-        self.runner = OneShotRunner(spec, self.encoder, Pace(StepTimer(10.0)))
+        self.jobs = JobTable()
+        self.runner = OneShotRunner(spec, self.encoder, Pace(StepTimer(10.0)), self.jobs)
         self.now = 0.0
         self.num_entered, self.entered = 0, set()
 
@@ -73,13 +76,14 @@ class House:
     def turn(self, num=1):
         """Turns of a second each."""
         for _ in range(num):
+            self.jobs.expire(self.now)
             self.runner.schedule(self.now)
             self.runner.step(self.now)
             self.now += 1
 
     def of(self, kind, name=None):
         """Events of a kind, in order."""
-        return [e for e in self.runner.events if isinstance(e, kind) and name in (None, e.request_id)]
+        return [e for e in self.jobs.events if isinstance(e, kind) and name in (None, e.request_id)]
 
     def vector(self, name):
         """What a request was given."""
@@ -87,6 +91,10 @@ class House:
         (tensor,) = ready.tensors
         assert (tensor.name, tensor.shape) == ("embedding", (N_EMBD,))
         return np.frombuffer(tensor.data, "<f4")
+
+    def waiting(self, state):
+        """Status of the texts in a state."""
+        return waiting_status([self.runner], 0.0)[state]
 
     def order(self):
         """Who was given a vector, in order."""
@@ -108,12 +116,12 @@ def test_each_text_gets_its_vector_and_one_terminal_event():
     assert house.encoder.calls == [5]
     for name, text in texts.items():
         assert (house.vector(name) == vector_of(house.tokens(text))).all()
-        kinds = [type(e) for e in house.runner.events if e.request_id == name]
+        kinds = [type(e) for e in house.jobs.events if e.request_id == name]
         assert kinds == [Queued, Admitted, StateReady, Delta, Finished]
         (finished,) = house.of(Finished, name)
         assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (7, 0)
     assert not house.runner.has_work
-    assert house.runner.num_leases == 0
+    assert house.jobs.num_leases("e") == 0
 
 
 def test_a_call_carries_whole_texts_in_order_as_far_as_they_fit():
@@ -216,15 +224,15 @@ def test_who_leaves_or_is_late_is_never_computed():
     house.enter("gone")
     house.enter("late", timeout_s=2.0)
     house.enter("asleep", timeout_s=3.0)
-    house.runner.pause("asleep", house.now)
-    house.runner.cancel("gone", house.now)
-    house.runner.cancel("nobody", house.now)
+    house.jobs.pause("asleep", house.now)
+    house.jobs.cancel("gone", house.now)
+    house.jobs.cancel("nobody", house.now)
     assert house.of(Delta, "gone")[0].finish_reason is FinishReason.CANCELLED
-    assert house.runner.next_deadline_s() == 2.0
+    assert house.jobs.next_deadline_s() == 2.0
     house.now = 2.5
     house.turn()
     assert house.of(Failed, "late")[0].error.code == "request_timeout"
-    house.runner.expire(3.5)
+    house.jobs.expire(3.5)
     assert house.of(Failed, "asleep")[0].error.code == "request_timeout"
     assert house.encoder.calls == []
     assert len(house.of((Finished, Failed))) == 3
@@ -236,15 +244,15 @@ def test_a_paused_text_stands_still_until_it_is_resumed():
     for name in ("a", "b"):
         house.enter(name)
         house.now += 1
-    house.runner.pause("a", house.now)
-    house.runner.pause("a", house.now)
+    house.jobs.pause("a", house.now)
+    house.jobs.pause("a", house.now)
     assert len(house.of(Paused, "a")) == 2
-    assert house.runner.num_leases == 1
-    assert [status.request_id for status in house.runner.paused_status(0.0)] == ["a"]
+    assert house.jobs.num_leases("e") == 1
+    assert [status.request_id for status in house.waiting(SequenceState.PAUSED)] == ["a"]
     house.enter("c")
-    house.runner.resume("a", house.now)
+    house.jobs.resume("a", house.now)
     assert len(house.of(Resumed, "a")) == 1
-    line = house.runner.queue_status(SequenceState.QUEUED, 0.0)
+    line = house.waiting(SequenceState.QUEUED)
     assert [(status.request_id, status.position) for status in line] == [("a", 0), ("b", 1), ("c", 2)]
     house.turn(3)
     assert house.order() == ["a", "b", "c"]
@@ -259,7 +267,7 @@ def test_a_failing_text_fails_alone():
     house.turn()
     assert house.of(Failed, "bad")[0].error.code == "step_failed"
     assert sorted(house.order()) == [f"good {at}" for at in range(5)]
-    assert not house.runner.has_requests
+    assert not house.jobs.has_requests
 
 
 def test_a_vector_that_is_no_number_is_an_error(monkeypatch):
@@ -299,18 +307,19 @@ def test_whoever_waits_can_be_sent_off_and_come_back():
     house.enter("a", "first")
     house.enter("b", "second", priority=BACKGROUND)
     house.enter("c", "third")
-    house.runner.pause("c", house.now)
+    house.jobs.pause("c", house.now)
     house.now = 4.0
-    submits = house.runner.evacuate("no room", house.now)
+    house.jobs.evacuate("e", "no room", house.now)
+    submits = [job.submit for job in house.jobs.pending("e")]
     assert [(s.request_id, s.is_paused, s.age_s) for s in submits] == [
         ("a", False, 4.0),
         ("b", False, 4.0),
         ("c", True, 4.0),
     ]
     assert house.of((Finished, Failed, Delta)) == []
-    assert not house.runner.has_requests
-    assert house.runner.num_leases == 0
-    house.runner.events.clear()
+    assert not house.jobs.placed("e")
+    assert house.jobs.num_leases("e") == 0
+    house.jobs.events.clear()
     for submit in submits[:2]:
         house.readmit(submit)
     house.turn()
@@ -324,7 +333,7 @@ def test_a_replayed_request_that_had_ended_only_ends():
         request_id="r", request=GenerateRequest(prompt="x", **EMBED), generated=[[]], is_finished=[True]
     )
     house.readmit(ended)
-    assert [type(event) for event in house.runner.events] == [Finished]
+    assert [type(event) for event in house.jobs.events] == [Finished]
 
 
 def test_who_is_held_back_waits_and_gives_no_work():
@@ -333,7 +342,7 @@ def test_who_is_held_back_waits_and_gives_no_work():
     house.enter("job", priority=BACKGROUND)
     house.runner.hold_back(Throttle(holds_background=True))
     assert not house.runner.has_work
-    assert house.runner.has_requests
+    assert house.jobs.has_requests
     house.enter("person")
     house.turn()
     assert house.order() == ["person"]

@@ -10,6 +10,7 @@ from stoker.backends.fake.backend import load as load_decoder
 from stoker.backends.fake.encoder import load as load_encoder
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.runners import Runners
 from stoker.engine.runners.turns import SHARE_OF_STEP, Contender, ModelTurns
 from stoker.engine.threads.pace import Pace
@@ -147,7 +148,7 @@ class House:
 
     def __init__(self, step_s=0.08, token_s=0.0008):
         cache = PrefixCache(CacheLimits(), Ledger())
-        self.runners = Runners(Pace(StepTimer(10.0)), cache)
+        self.runners = Runners(Pace(StepTimer(10.0)), cache, JobTable())
         self.now, self.step_s, self.token_s = 0.0, step_s, token_s
         self.order = []
         self.calls = []

@@ -5,6 +5,7 @@ import pytest
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
@@ -50,7 +51,8 @@ class Bench:
         self.backend = FakeBackend(**{"num_cells": 1024, "n_ctx": 128, "faults": faults} | options)
         cache = PrefixCache(CacheLimits(), Ledger())
         self.pace = Pace(StepTimer(60.0))
-        self.runner = SlotRunner(spec, self.backend, self.pace, cache)
+        self.jobs = JobTable()
+        self.runner = SlotRunner(spec, self.backend, self.pace, cache, self.jobs)
         self.now = 0.0
         self.events = []
 
@@ -64,6 +66,7 @@ class Bench:
     def turn(self):
         """One turn as the loop makes it."""
         self.now += 1.0
+        self.jobs.expire(self.now)
         self.runner.schedule(self.now)
         self.take()
         self.runner.step(self.now)
@@ -71,8 +74,8 @@ class Bench:
 
     def take(self):
         """Publish what has happened."""
-        self.events += self.runner.events
-        self.runner.events.clear()
+        self.events += self.jobs.events
+        self.jobs.events.clear()
 
     def finish(self):
         """Turn until nothing is left to do, and check what is kept."""
@@ -129,7 +132,7 @@ def test_an_event_is_made_while_the_next_step_is_in_flight():
     launch, seen = bench.backend.launch, []
 
     def watched(plan):
-        seen.append(sum(isinstance(event, Delta) for event in [*bench.events, *bench.runner.events]))
+        seen.append(sum(isinstance(event, Delta) for event in [*bench.events, *bench.jobs.events]))
         return launch(plan)
 
     bench.backend.launch = watched
@@ -163,7 +166,11 @@ def test_a_model_that_cannot_go_back_delivers_before_it_launches():
         bench = Bench(is_async=is_async, eog_period=0)
         bench.backend = FakeBackend(faults=FakeFaults(recurrent=True, is_async=is_async, eog_period=0))
         bench.runner = SlotRunner(
-            ModelSpec(id="m", path="fake:"), bench.backend, bench.pace, PrefixCache(CacheLimits(), Ledger())
+            ModelSpec(id="m", path="fake:"),
+            bench.backend,
+            bench.pace,
+            PrefixCache(CacheLimits(), Ledger()),
+            bench.jobs,
         )
         bench.submit("r", stop=("e",), max_tokens=60)
         bench.finish()
@@ -191,13 +198,14 @@ def disturb(bench, what):
     """Something that a sequence of request "a" cannot be in flight for."""
     match what:
         case "cancel":
-            bench.runner.cancel("a", bench.now)
+            bench.jobs.cancel("a", bench.now)
         case "pause":
-            bench.runner.pause("a", bench.now)
+            bench.jobs.pause("a", bench.now)
             bench.turn()
-            bench.runner.resume("a", bench.now)
+            bench.jobs.resume("a", bench.now)
         case "evacuate":
-            submits = bench.runner.evacuate("tested", bench.now)
+            bench.jobs.evacuate("m", "tested", bench.now)
+            submits = [job.submit for job in bench.jobs.pending("m")]
             bench.take()
             for submit in submits:
                 assert submit.generated[0] == bench.answers()[submit.request_id, 0][0]

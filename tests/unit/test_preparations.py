@@ -156,7 +156,7 @@ def test_who_cancels_while_its_text_is_read_is_told_at_once_and_leaves_nothing(m
     held.await_begun()
     machine.send(Cancel("slow"))
     assert machine.output("slow").reasons == {0: FinishReason.CANCELLED}
-    assert machine.loop._pending.num_being_prepared() == 0
+    assert all(job.preparation is None for job in machine.loop._jobs)
     held.let_go()
     machine.loop._workers.preparations.settle()
     machine.turn()

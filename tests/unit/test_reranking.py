@@ -15,6 +15,7 @@ from stoker.backends.fake.encoder import N_EMBD, load, vector_of
 from stoker.backends.fake.vocabulary import BOS, EOS, FakeVocabulary
 from stoker.cli.main import app
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
@@ -137,11 +138,12 @@ def test_a_document_goes_with_a_score_and_with_text():
 
 
 def resident_of(**spec):
-    """A resident reranker, and the encoder in it."""
+    """A reranker in memory, its encoder, and the table of its requests."""
     fields = {"id": "r", "path": "fake:encoder=1,pooling=rank", "policy": Policy.THROUGHPUT} | spec
     spec = ModelSpec(**fields)
     encoder = load(spec)
-    return OneShotRunner(spec, encoder, Pace(StepTimer(10.0))), encoder
+    jobs = JobTable()
+    return OneShotRunner(spec, encoder, Pace(StepTimer(10.0)), jobs), encoder, jobs
 
 
 def enter(runner, name, document, **fields):
@@ -154,29 +156,29 @@ def enter(runner, name, document, **fields):
 
 def test_pairs_of_several_requests_are_scored_in_one_call():
     """SPEC K4, Q9: each gets its own score, then one ending; people before jobs."""
-    runner, encoder = resident_of(n_batch=64)
+    runner, encoder, jobs = resident_of(n_batch=64)
     enter(runner, "job", "one", priority=Priority.BACKGROUND)
     enter(runner, "a", "two")
     enter(runner, "b", "three")
     for now in (0.0, 1.0):
         runner.schedule(now)
         runner.step(now)
-    ready = [event for event in runner.events if isinstance(event, StateReady)]
+    ready = [event for event in jobs.events if isinstance(event, StateReady)]
     assert [event.request_id for event in ready] == ["a", "b", "job"]
     assert encoder.calls == [3]
     for event, document in zip(ready, ("two", "three", "one"), strict=True):
         (tensor,) = event.tensors
         assert (tensor.name, tensor.shape) == ("scores", (1,))
         assert np.frombuffer(tensor.data, "<f4") == np.float32(score_of(QUERY, document))
-    assert [e.request_id for e in runner.events if isinstance(e, Finished)] == ["a", "b", "job"]
+    assert [e.request_id for e in jobs.events if isinstance(e, Finished)] == ["a", "b", "job"]
 
 
 def test_a_late_pair_and_a_long_one_end_with_their_reason():
     """SPEC Q1, K7: as texts to embed do; the fault is named by the field that callers know."""
-    runner, _ = resident_of()
+    runner, _, jobs = resident_of()
     enter(runner, "late", "one", timeout_s=1.0)
-    runner.schedule(2.0)
-    (failed,) = [event for event in runner.events if isinstance(event, Failed)]
+    jobs.expire(2.0)
+    (failed,) = [event for event in jobs.events if isinstance(event, Failed)]
     assert failed.error.code == "request_timeout"
     with pytest.raises(ContextLengthError) as refused:
         enter(runner, "long", "x" * 600)

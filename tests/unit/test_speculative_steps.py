@@ -7,6 +7,7 @@ import pytest
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
@@ -62,7 +63,8 @@ class Bench:
         known = {"num_cells": 512, "faults": FakeFaults(eog_period=0)}
         self.backend = options.pop("backend", None) or FakeBackend(**known | options)
         self.cache = PrefixCache(CacheLimits(), Ledger())
-        self.runner = SlotRunner(spec, self.backend, Pace(StepTimer(60.0)), self.cache)
+        self.jobs = JobTable()
+        self.runner = SlotRunner(spec, self.backend, Pace(StepTimer(60.0)), self.cache, self.jobs)
         self.now = 0.0
         self.answers = {}
 
@@ -83,7 +85,7 @@ class Bench:
 
     def note(self):
         """Read what has happened, and check that backend and scheduler agree once orders are carried out."""
-        for event in self.runner.events:
+        for event in self.jobs.events:
             if isinstance(event, Delta):
                 answer = self.answers[event.request_id].setdefault(event.index, Answer())
                 answer.tokens += event.token_ids
@@ -91,7 +93,7 @@ class Bench:
                 answer.logprobs += event.logprobs or []
                 answer.reason = event.finish_reason or answer.reason
             assert not isinstance(event, Failed), event
-        self.runner.events.clear()
+        self.jobs.events.clear()
 
     def settle(self):
         """Carry out what the last step left to do, and check everything."""
@@ -202,7 +204,7 @@ def test_parked_between_drafts_it_goes_on_as_if_nothing_had_been(form):
     """SPEC D9, Q4: what it keeps is what was drawn, not what was guessed."""
     bench = Bench(Speculation.LOOKUP)
     bench.submit("r")
-    sequence = next(iter(bench.runner._live)).choices[0].sequence
+    sequence = next(iter(bench.jobs)).choices[0].sequence
     num_turns = 0
     while bench.runner.has_work:
         bench.turn()
@@ -222,7 +224,8 @@ def test_after_a_crash_it_goes_on_with_the_tokens_that_were_delivered():
     first.submit("r")
     while len(first.answers["r"].get(0, Answer()).tokens) < 90:
         first.turn()
-    (submit,) = first.runner.evacuate("tested", first.now)
+    first.jobs.evacuate("m", "tested", first.now)
+    (submit,) = [job.submit for job in first.jobs.pending("m")]
     assert submit.generated[0] == first.answers["r"][0].tokens
     second = Bench(Speculation.LOOKUP)
     second.answers["r"] = first.answers["r"]
@@ -238,7 +241,7 @@ def test_cancelled_right_after_a_draft_it_leaves_what_was_drawn():
     bench.submit("r")
     while bench.counts[0] == 0:
         bench.turn()
-    bench.runner.cancel("r", bench.now)
+    bench.jobs.cancel("r", bench.now)
     bench.note()
     bench.settle()
     assert bench.answers["r"][0].reason is FinishReason.CANCELLED
@@ -268,7 +271,7 @@ def test_one_choice_that_fails_takes_the_draft_of_its_request_along():
     bench.submit("r")
     while bench.counts[0] == 0:
         bench.turn()
-    live = next(iter(bench.runner._live))
+    live = next(iter(bench.jobs))
     generation, calls = live.choices[0].generation, []
 
     def failing(row):
@@ -281,10 +284,10 @@ def test_one_choice_that_fails_takes_the_draft_of_its_request_along():
     while bench.runner.has_work:
         bench.runner.schedule(bench.now)
         bench.runner.step(bench.now)
-    failed = [event for event in bench.runner.events if isinstance(event, Failed)]
+    failed = [event for event in bench.jobs.events if isinstance(event, Failed)]
     assert len(failed) == 1
-    assert not [event for event in bench.runner.events if isinstance(event, Finished)]
-    bench.runner.events.clear()
+    assert not [event for event in bench.jobs.events if isinstance(event, Finished)]
+    bench.jobs.events.clear()
     bench.settle()
 
 
@@ -350,7 +353,7 @@ def test_a_step_for_one_of_several_gets_no_draft_either():
     assert len(plan.parts) == 2
     alone = type(plan)(tuple(part for part in plan.parts if part.sequence.key.request_id == "a"))
     assert bench.runner._speculator.extended(alone) is alone
-    bench.runner.cancel("b", bench.now)
+    bench.jobs.cancel("b", bench.now)
     assert bench.runner._speculator.extended(alone) is not alone
 
 

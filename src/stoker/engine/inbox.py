@@ -32,9 +32,9 @@ class Closed(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Worker's post: a request is tokenised and ready for the line of the model it was tokenised for."""
+    """Worker's post: a request is tokenised and ready for the queue of the model it was tokenised for."""
 
-    live: Job
+    job: Job
     context: PrepContext
 
 

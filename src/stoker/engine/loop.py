@@ -28,6 +28,8 @@ from stoker.engine.inbox import (
     Released,
     Sized,
 )
+from stoker.engine.jobs.job import Job
+from stoker.engine.jobs.table import JobTable
 from stoker.engine.residency.pending import PendingRequests
 from stoker.engine.residency.placement import Placement
 from stoker.engine.residency.pressure import PressureHandler
@@ -35,6 +37,7 @@ from stoker.engine.residency.residency import Residency
 from stoker.engine.residency.workers import Workers
 from stoker.engine.runners.runner import ModelRunner
 from stoker.engine.runners.runners import Runners
+from stoker.engine.runners.status import waiting_status
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
 from stoker.errors import NotReadyError, StokerError
@@ -102,7 +105,6 @@ class EngineLoop:
     ) -> None:
         self._inbox = inbox
         self._publish = publish
-        self._events: list[Event] = []
         self._sources = _sources(settings)
         self._monitor: MemoryMonitor | None = None
         self._take_sample = take_sample or (lambda: measure(self._sources))
@@ -118,12 +120,14 @@ class EngineLoop:
             disk_bytes=settings.cache_disk_bytes,
         )
         self._store = PrefixStore(inbox.put, settings.cache_dir, limits)
-        self._runners = Runners(self._pace, self._store.cache)
-        self._pending = PendingRequests(self._workers, self._events)
+        self._jobs = JobTable()
+        self._events = self._jobs.events
+        self._runners = Runners(self._pace, self._store.cache, self._jobs)
+        self._pending = PendingRequests(self._workers, self._jobs)
         placement = Placement(
             self._take_sample, self._store.ledger, self._store.cache, settings.memory_margin
         )
-        self._residency = Residency(self._workers, self._runners, self._pending, placement, self._events)
+        self._residency = Residency(self._workers, self._runners, self._pending, placement, self._jobs)
         self._residency.flush = self._flush
         self._pressure_handler = PressureHandler(self._runners, self._residency, self._store, self._events)
         self._phase = _LoopPhase.RUNNING
@@ -189,7 +193,8 @@ class EngineLoop:
         """Give one model a turn; with nothing to compute, store what is only in cells."""
         now = self._clock.now()
         runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
-        self._expire_without(runner)
+        self._jobs.expire(now)
+        self._workers.preparations.expire(now)
         if runner is not None:
             runner.schedule(now)
             self._flush()  # who is admitted must be known before a step that may crash
@@ -210,8 +215,7 @@ class EngineLoop:
         if self._runners.has_work:
             return max(0.0, self._nap_until_s - now)
         due = [
-            self._runners.next_deadline_s(),
-            self._pending.next_deadline_s(),
+            self._jobs.next_deadline_s(),
             self._workers.preparations.next_due_s(now),
             self._residency.next_due_s(now),
             self._store.next_due_s(),
@@ -248,36 +252,17 @@ class EngineLoop:
                 if isinstance(item, DiskOutcome):
                     self._store.handle(item, self._clock.now())
 
-    def _expire_without(self, chosen: ModelRunner | None) -> None:
-        """Deadlines pass also in models that get no turn: all is paused there, or others are more urgent."""
-        now = self._clock.now()
-        self._pending.expire(now)
-        self._workers.preparations.expire(now)
-        for runner in self._runners:
-            if runner is not chosen:
-                deadline_s = runner.next_deadline_s()
-                if deadline_s is not None and deadline_s <= now:
-                    runner.expire(now)
-
     def _flush(self) -> None:
-        for runner in self._runners:
-            self._events += runner.events
-            runner.events.clear()
         if self._events:
             self._publish(list(self._events))
             self._events.clear()
 
     def _drain(self) -> None:
         now = self._clock.now()
-        if (self._runners.has_requests or self._pending.has_requests) and now < self._until_s:
+        if self._jobs.has_requests and now < self._until_s:
             return
-        self._end_everything(now)
+        self._jobs.cancel_all(now)
         self._phase = _LoopPhase.CLOSED
-
-    def _end_everything(self, now: float) -> None:
-        self._pending.cancel_all()
-        for runner in self._runners:
-            runner.cancel_all(now)
 
     # ------------------------------------------------------------ commands and posts
 
@@ -311,28 +296,31 @@ class EngineLoop:
                 self._text(item)
 
     def _request(self, item: Submit | Cancel | Pause | Resume | Prepared | PrepareFailed) -> None:
+        now = self._clock.now()
         match item:
             case Submit():
                 self._submit(item)
             case Prepared() | PrepareFailed():
                 self._prepared(item)
-            case _:
-                self._steer(item)
+            case Cancel(request_id):
+                self._jobs.cancel(request_id, now)
+            case Pause(request_id):
+                self._jobs.pause(request_id, now)
+            case Resume(request_id):
+                self._jobs.resume(request_id, now)
 
     def _end(self, item: Suspend | Shutdown | Closed) -> None:
         now = self._clock.now()
         match item:
             case Suspend(save_s):
                 self._until_s = now + save_s
-                self._pending.drop_all()
-                for runner in self._runners:
-                    runner.evacuate("suspended", now)
-                    runner.events.clear()
+                self._jobs.drop_all(now)
+                self._pending.drop_questions()
                 self._phase = _LoopPhase.SUSPENDING
             case Shutdown(drain_s):
                 self._phase, self._until_s = _LoopPhase.DRAINING, now + drain_s
             case Closed.CLOSED:
-                self._end_everything(now)
+                self._jobs.cancel_all(now)
                 self._phase = _LoopPhase.CLOSED
 
     def _submit(self, submit: Submit) -> None:
@@ -353,44 +341,34 @@ class EngineLoop:
 
     def _check_room(self, submit: Submit, runner: ModelRunner | None) -> None:
         model, priority = submit.request.model, submit.request.priority
-        num_arriving = self._pending.num_total(model)
+        num_arriving = len(self._jobs.pending(model))
         if runner is not None:
             runner.check_queue(priority, num_arriving)
         else:
-            line = RequestQueue(self._residency.max_queue(model))
-            line.check_queue(priority, num_arriving, RETRY_WHILE_LOADING_S)
+            queue = RequestQueue(self._residency.max_queue(model))
+            queue.check_queue(priority, num_arriving, RETRY_WHILE_LOADING_S)
 
     def _prepared(self, post: Prepared | PrepareFailed) -> None:
-        request_id = post.live.request_id if isinstance(post, Prepared) else post.request_id
-        visitor = self._pending.leave(request_id)
-        if visitor is None:
+        pending = self._jobs.get(post.job.request_id if isinstance(post, Prepared) else post.request_id)
+        if pending is None:
             return  # cancelled meanwhile; its terminal event is out
-        runner = self._runners.find(visitor.submit.request.model)
+        runner, now = self._runners.find(pending.model), self._clock.now()
         if runner is None or runner.prep is not post.context:
-            self._pending.send_back(visitor, runner)
-            return
-        try:
-            if isinstance(post, PrepareFailed):
-                raise post.error
-            runner.accept(post.live, self._clock.now())
-            if visitor.is_paused:
-                runner.pause(request_id, self._clock.now())
-        except StokerError as error:
-            self._events.append(Failed(request_id, error.info()))
+            self._pending.prepared_in_vain(pending, runner)
+        elif isinstance(post, PrepareFailed):
+            self._jobs.fail(pending, post.error, now)
+        else:
+            self._accept(pending, post.job, runner, now)
 
-    def _steer(self, command: Cancel | Pause | Resume) -> None:
-        """Now, or for one that is still being tokenised as soon as it has a place in the line."""
-        if self._pending.steer(command):
-            return
-        now = self._clock.now()
-        for runner in self._runners:
-            match command:
-                case Cancel(request_id):
-                    runner.cancel(request_id, now)
-                case Pause(request_id):
-                    runner.pause(request_id, now)
-                case Resume(request_id):
-                    runner.resume(request_id, now)
+    def _accept(self, pending: Job, job: Job, runner: ModelRunner, now: float) -> None:
+        try:
+            runner.accept(job, now)
+        except StokerError as error:
+            job.close()
+            self._jobs.fail(pending, error, now)
+        else:
+            if pending.is_paused:
+                self._jobs.pause(job.request_id, now)
 
     def _text(self, ask: TextQuestion) -> None:
         try:
@@ -412,21 +390,19 @@ class EngineLoop:
             "num_turns": float(self._num_turns),
             "num_steps": float(self._clock.num_steps),
             "step_busy_s": self._clock.busy_s,
-            "num_preparing": float(self._pending.num_being_prepared()),
+            "num_preparing": float(sum(job.preparation is not None for job in self._jobs)),
         }
         for runner in runners:
             for name, value in runner.stats().items():
                 counters[name] = counters.get(name, 0.0) + value
         counters |= self._store.cache.stats()
         counters["step_target_ms"] = max((r.spec.target_step_ms for r in runners), default=0.0)
+        waiting = waiting_status(runners, now)
         return EngineStatus(
             slots=[status for runner in runners for status in runner.slot_status(now)],
-            queue=[
-                *(s for r in runners for s in r.queue_status(SequenceState.QUEUED, now)),
-                *self._pending.status(),
-            ],
-            parked=[s for r in runners for s in r.queue_status(SequenceState.PARKED, now)],
-            paused=[s for r in runners for s in r.paused_status(now)],
+            queue=[*waiting[SequenceState.QUEUED], *self._pending.status()],
+            parked=waiting[SequenceState.PARKED],
+            paused=waiting[SequenceState.PAUSED],
             num_threads=self._pace.num_threads,
             threads_reason=self._pace.reason,
             counters=counters,

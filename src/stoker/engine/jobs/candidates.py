@@ -1,7 +1,4 @@
-"""What a request to choose asks of a model (SPEC D5): the tokens of its candidates, and where a text begins.
-
-Pure. Computing them is `choosing`'s.
-"""
+"""What a request to choose asks of a model (SPEC D5): its candidates' tokens, and where a text begins."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from stoker.ipc.request import GenerateRequest, StateOutput
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Vocabulary
+    from stoker.backends.protocol.scoring import Scoring
+    from stoker.sampling.logprobs import Likelihoods
 
 MAX_TOKENS = 2**18
 """Tokens of all candidates of a request together."""
@@ -34,6 +33,14 @@ class ToScore:
     def num_tokens(self) -> int:
         """Of all candidates."""
         return sum(map(len, self.texts))
+
+
+@dataclass(slots=True)
+class ScoringPass:
+    """The candidates of a request after one prompt: what computes them, and what was found so far."""
+
+    scoring: Scoring
+    found: Likelihoods
 
 
 def candidates_of(request: GenerateRequest, vocabulary: Vocabulary, model: str) -> ToScore | None:

@@ -1,8 +1,8 @@
 """One request inside the engine, from its arrival to its one terminal event.
 
 A job is pending (it waits for its model, or is tokenised) or placed (its sequences are in a runner's queue).
-The tokens' order belongs to the sequences, the text to the generations; a job joins them under the caller's id
-and builds the request's events.
+The tokens' order belongs to the sequences, the text to the generations; a job joins them under the caller's
+id and builds the request's events.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class JobQueue(Protocol):
 
     paused: list[Sequence]
 
+    @property
+    def queue(self) -> Iterable[Sequence]:
+        """The queued sequences, next first."""
+        ...
+
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new sequence in the queue; returns its position."""
         ...
@@ -43,10 +48,6 @@ class JobQueue(Protocol):
 
     def resume(self, sequence: Sequence, now: float) -> int:
         """Put a paused sequence back where its arrival places it; returns the position."""
-        ...
-
-    def waiting(self) -> Iterable[Sequence]:
-        """The queued sequences, next first."""
         ...
 
     def eta_s(self, position: int) -> float | None:

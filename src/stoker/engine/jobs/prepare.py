@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -109,18 +108,16 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
         choice.sequence.leader, leader = leader, leader or choice.sequence
         choices[index] = choice
     return Job(
-        request_id=submit.request_id,
-        request=request,
+        submit,
+        arrival_s,
         prompt=prompt,
         prompt_text=_prompt_text(request, prompt, context.vocabulary) if request.echo else "",
         choices=choices,
-        arrival_s=arrival_s,
-        num_generated=sum(len(tokens) for tokens in submit.generated),
         num_dropped=_num_dropped(submit, prompt, context),
         past={i: list(submit.generated[i]) for i, done in enumerate(submit.is_finished) if done},
         mirostat_mu=dict(enumerate(submit.mirostat_mu)),
         to_score=scored,
-        num_context=submit.num_context or _num_context(request, prompt, scored, context.n_ctx),
+        num_context=submit.num_context or _num_context(request, prompt, scored, context),
     )
 
 
@@ -141,11 +138,6 @@ def is_quick(request: GenerateRequest, context: PrepContext) -> bool:
     texts = [request.prompt if isinstance(request.prompt, str) else "", request.document or ""]
     num_chars = sum(map(len, texts)) + sum(map(len, request.candidates))
     return is_compiled and num_chars <= QUICK_CHARS and not request.pictures
-
-
-def arrival_of(submit: Submit) -> float:
-    """When the caller submitted it, on this process's clock."""
-    return time.monotonic() - submit.age_s
 
 
 def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> JobChoice:
@@ -231,13 +223,17 @@ def _check_length(request: GenerateRequest, prompt: list[int], context: PrepCont
     raise ContextLengthError.over("the prompt without its answer", len(prompt), context.n_ctx)
 
 
-def _num_context(request: GenerateRequest, prompt: list[int], scored: ToScore | None, n_ctx: int) -> int:
+def _num_context(
+    request: GenerateRequest, prompt: list[int], scored: ToScore | None, context: PrepContext
+) -> int:
     """Tokens of context that a choice of it may come to hold: prompt and answer, at most all there is."""
     if scored is not None:
         return len(prompt) + max(map(len, scored.texts), default=0)
+    if context.max_text_tokens is not None:  # a text that is read at once, and nothing after it
+        return len(prompt)
     if request.max_tokens is None:
-        return n_ctx
-    return min(n_ctx, len(prompt) + max(1, request.max_tokens))
+        return context.n_ctx
+    return min(context.n_ctx, len(prompt) + max(1, request.max_tokens))
 
 
 def _initial_state(request: GenerateRequest, context: PrepContext) -> list[Tensor] | None:

@@ -1,7 +1,8 @@
 """Every request of the engine, by id and by model, and what is done to any of them.
 
-Owns each job from its arrival to its one terminal event (SPEC L6). Pause, resume, cancel, timeout, failure and
-the way back to the pending ones are written here once for whatever holds the job. Called on the loop's thread.
+Owns each job from its arrival to its one terminal event (SPEC L6). Pause, resume, cancel, timeout, failure
+and the way back to the pending ones are written here once for whatever holds the job. Used by the loop's
+thread alone.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ if TYPE_CHECKING:
     from stoker.errors import StokerError
     from stoker.kv.sequence import Sequence
 
+PUBLISH_EVERY_S = 1.0
 _NO_DEADLINE = float("inf")
 
 
 class Place(NamedTuple):
-    """A queued sequence, its position and the seconds until it runs (None: not known)."""
+    """A sequence, its position in its queue (None: paused), seconds until it runs (None: not known)."""
 
     sequence: Sequence
-    position: int
+    position: int | None
     eta_s: float | None
 
 
 def places(queue: JobQueue) -> list[Place]:
     """Every sequence of a queue with its place, next first."""
-    line = zip(queue.waiting(), queue.etas_s(), strict=True)
+    line = zip(queue.queue, queue.etas_s(), strict=True)
     return [Place(sequence, position, eta_s) for position, (sequence, eta_s) in enumerate(line)]
 
 
@@ -50,6 +52,7 @@ class JobTable:
         self._jobs: dict[str, Job] = {}
         self._pending: dict[str, dict[str, Job]] = {}
         self._placed: dict[str, dict[str, Job]] = {}
+        self._published_s: dict[str, float] = {}
         self._expire_s = _NO_DEADLINE  # no deadline passes before
 
     def __repr__(self) -> str:
@@ -120,14 +123,18 @@ class JobTable:
         job.position = positions[0]
         self.events.append(Queued(job.request_id, job.position, queue.eta_s(job.position)))
 
-    def publish_positions(self, told: Iterable[Place]) -> None:
-        """Events for those whose place in the queue has changed (SPEC Q14)."""
-        for sequence, position, eta_s in told:
-            job = self._jobs[sequence.key.request_id]
-            is_told_of = sequence.state is SequenceState.QUEUED and sequence is job.leader
-            if is_told_of and job.position != position:
-                job.position = position
-                self.events.append(Queued(job.request_id, position, eta_s))
+    def publish_positions(self, model: str, queues: Iterable[JobQueue], now: float) -> None:
+        """Events for those whose place in a queue has changed, at most once a second (SPEC Q14)."""
+        if now - self._published_s.get(model, 0.0) < PUBLISH_EVERY_S:
+            return
+        for queue in queues:
+            for position, (sequence, eta_s) in enumerate(zip(queue.queue, queue.etas_s(), strict=True)):
+                self._published_s[model] = now
+                job = self._jobs[sequence.key.request_id]
+                is_first = sequence.state is SequenceState.QUEUED and sequence is job.leader
+                if is_first and job.position != position:
+                    job.position = position
+                    self.events.append(Queued(job.request_id, position, eta_s))
 
     # ------------------------------------------------------------ what callers want; unknown ids are ignored
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.inbox import LoadPost
+    from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.pending import PendingRequests
     from stoker.engine.residency.workers import Workers
     from stoker.engine.runners.runner import ModelRunner
     from stoker.engine.runners.runners import Runners
-    from stoker.ipc.events import Event
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.status import ModelStatus
 
@@ -55,10 +55,10 @@ class Residency:
 
     Args:
         workers: read headers and load, off the loop.
-        residents: the models in memory.
-        lobby: requests that wait for one.
+        runners: the models in memory.
+        pending: requests that wait for one.
         placement: knows how much fits.
-        events: what happens is told here.
+        jobs: the engine's requests.
 
     Attributes:
         flush: publishes the events now: that a load begins must be known before it may crash.
@@ -72,13 +72,14 @@ class Residency:
         runners: Runners,
         pending: PendingRequests,
         placement: Placement,
-        events: list[Event],
+        jobs: JobTable,
     ) -> None:
         self._workers = workers
         self._runners = runners
         self._pending = pending
         self._placement = placement
-        self._events = events
+        self._jobs = jobs
+        self._events = jobs.events
         self.flush: Callable[[], None] = _publish_later
         self._catalogue = Catalogue()
         self._load: Load | None = None
@@ -124,8 +125,8 @@ class Residency:
 
     def _leases(self, served: ServedModel) -> int:
         """Requests that need it: on it, or on their way to it."""
-        runner = self._runners.find(served.spec.id)
-        return (runner.num_leases if runner else 0) + self._pending.num_total(served.spec.id)
+        model = served.spec.id
+        return self._jobs.num_leases(model) + len(self._jobs.pending(model))
 
     # ------------------------------------------------------------ commands
 
@@ -167,7 +168,7 @@ class Residency:
         runner = self._runners.find(spec.id)
         if runner is None:
             return None
-        contexts = [*runner.contexts(), *(num or runner.n_ctx for num in self._pending.contexts(spec.id))]
+        contexts = self._contexts(spec.id, runner)
         if runner.spec.path != spec.path and contexts:
             text = f"{spec.id} is loaded from another file, which {_requests(len(contexts))} need"
             return ModelInUseError(f"{text}; load it when they have ended", num_requests=len(contexts))
@@ -237,8 +238,9 @@ class Residency:
 
     def _is_free(self, served: ServedModel) -> bool:
         """Whether nothing runs on it: those that wait for it again do not count."""
-        runner = self._runners.find(served.spec.id)
-        return runner is None or runner.num_leases + self._pending.num_preparing(served.spec.id) == 0
+        model = served.spec.id
+        num_users = self._jobs.num_leases(model) + self._pending.num_preparing(model)
+        return num_users == 0 or self._runners.find(model) is None
 
     def _is_wanted(self, served: ServedModel) -> bool:
         return served.is_asked or self._pending.wants(served.spec.id)
@@ -274,8 +276,8 @@ class Residency:
     def _urgency(self, served: ServedModel) -> tuple[bool, float]:
         """People before background, then who has waited longest."""
         waiting = self._pending.waiting(served.spec.id)
-        has_people = served.is_asked or any(visitor.is_interactive for visitor in waiting)
-        return not has_people, min((v.arrival_s for v in waiting), default=served.used_s)
+        has_people = served.is_asked or any(job.is_interactive for job in waiting)
+        return not has_people, min((job.arrival_s for job in waiting), default=served.used_s)
 
     # ------------------------------------------------------------ a load
 
@@ -356,9 +358,13 @@ class Residency:
 
     def _least_context(self, load: Load) -> int:
         """Tokens of context that requests need which have begun on the model: it comes back with no less."""
-        runner = self._runners.find(load.spec.id)
-        known = [num or (runner.n_ctx if runner else 0) for num in self._pending.contexts(load.spec.id)]
-        return max([*known, *(runner.contexts() if runner else [])], default=0)
+        return max(self._contexts(load.spec.id, self._runners.find(load.spec.id)), default=0)
+
+    def _contexts(self, model: str, runner: ModelRunner | None) -> list[int]:
+        """Tokens that each of its requests may come to hold; not known of one that is not tokenised yet."""
+        most = runner.n_ctx if runner is not None else 0
+        jobs = [*self._jobs.placed(model), *self._jobs.pending(model)]
+        return [job.num_context or most for job in jobs]
 
     def _disturbable(self, busy: list[ServedModel], load: Load, now: float) -> list[ServedModel]:
         """Those that have to go for it: background is patient with models that people use (SPEC Q3, Q7)."""
@@ -372,11 +378,7 @@ class Residency:
         if served.life is ModelLife.READY:
             served.move(ModelLife.UNLOADING, reason)
             self._tell(served)
-        runner = self._runners.find(served.spec.id)
-        if runner is not None:
-            self._pending.come_back(runner.evacuate_waiting(reason, now))
-            self._events += runner.events  # before whatever the lobby will have to tell of them
-            runner.events.clear()
+        self._jobs.evacuate_waiting(served.spec.id, reason, now)
 
     def _take_in(self, load: Load, backend: Backend | Encoder, now: float) -> None:
         served, offer = load.served, load.offer
@@ -398,11 +400,7 @@ class Residency:
         served.load_took_s, served.error = now - load.begun_s, None
         served.has_served = self._pending.wants(load.spec.id)
         self._tell(served)
-        self._let_in(runner)
-
-    def _let_in(self, runner: ModelRunner) -> None:
-        for ask in self._pending.let_in(runner):
-            self._workers.answer(ask, runner.prep)
+        self._pending.let_in(runner)
 
     def _refuse(self, served: ServedModel, error: StokerError, now: float) -> None:
         """It cannot be had: whoever waits for it hears why; what is in memory stays (SPEC R4)."""
@@ -423,7 +421,7 @@ class Residency:
         served.reason = error.message
         self._retry_s[served.spec.id] = now + RETRY_S
         self._tell(served, error)
-        for ask in self._pending.turn_away(served.spec.id, error):
+        for ask in self._pending.turn_away(served.spec.id, error, now):
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
 
     def _drop_load(self, load: Load, why: str) -> None:
@@ -453,7 +451,7 @@ class Residency:
         if served.life is ModelLife.UNLOADING and served.reason != ASKED_TO and runner is not None:
             served.move(ModelLife.READY)
             self._tell(served)
-            self._let_in(runner)
+            self._pending.let_in(runner)
 
     # ------------------------------------------------------------ going
 
@@ -485,13 +483,12 @@ class Residency:
     def _free(self, served: ServedModel, why: str, now: float) -> None:
         """Give its memory back (SPEC R10); what ran on it waits for it in the lobby."""
         self._swaps.gone(served.spec.id)
+        self._jobs.evacuate(served.spec.id, why, now)
         runner = self._runners.remove(served.spec.id)
         if runner is None:
             return
-        self._pending.come_back(runner.evacuate(why, now))
         while runner.has_unstored:
             runner.rest(now)
-        self._events += runner.events
         self._departed.append((runner, served.size))
         self.free_departed()
 

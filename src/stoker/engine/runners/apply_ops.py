@@ -1,4 +1,4 @@
-"""Carries the scheduler's orders out on a backend, and tells the room how exports and imports ended."""
+"""Applies the scheduler's KV ops to a backend, and reports to the allocator how exports and imports ended."""
 
 from __future__ import annotations
 
@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def carry_out(ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator) -> None:
-    """Run the orders in their order. A state that cannot be had costs its sequence time, not its tokens."""
+def carry_out(
+    ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator
+) -> list[tuple[Sequence, StokerError]]:
+    """Apply ops in op. A snapshot that cannot be had costs its sequence time, not its tokens.
+
+    Returns:
+        Sequences whose initial state the backend did not take; the caller ends them.
+    """
+    failed: list[tuple[Sequence, StokerError]] = []
     for op in ops:
         match op:
             case Fork(src, dst, length):
@@ -34,46 +41,47 @@ def carry_out(ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator) -> 
             case Export():
                 _export(op, backend, allocator)
             case Import():
-                _import(op, backend, allocator)
+                failed += _import(op, backend, allocator)
             case Begin(seq, sequence):
-                _begin(seq, sequence, backend)
+                failed += _begin(seq, sequence, backend)
+    return failed
 
 
-def _export(order: Export, backend: Backend, allocator: KVAllocator) -> None:
-    entry = order.entry
+def _export(op: Export, backend: Backend, allocator: KVAllocator) -> None:
+    entry = op.entry
     if entry.state is EntryState.RAM:
-        return  # another order of this turn has brought it
-    if entry.state is not EntryState.PENDING:  # another order of this turn has failed
-        allocator.not_exported(entry, order.sequence)
+        return  # another op of this turn has brought it
+    if entry.state is not EntryState.PENDING:  # another op of this turn has failed
+        allocator.not_exported(entry, op.sequence)
         return
     try:
-        data = _states_of(backend).export_state(order.seq)
+        data = _states_of(backend).export_state(op.seq)
     except (StokerError, MemoryError) as error:
         log.warning("no snapshot of %d tokens, they will be computed again: %s", entry.num_tokens, error)
-        allocator.not_exported(entry, order.sequence)
+        allocator.not_exported(entry, op.sequence)
     else:
         allocator.exported(entry, data)
 
 
-def _import(order: Import, backend: Backend, allocator: KVAllocator) -> None:
-    entry, sequence = order.entry, order.sequence
+def _import(op: Import, backend: Backend, allocator: KVAllocator) -> list[tuple[Sequence, StokerError]]:
+    entry, sequence = op.entry, op.sequence
     if not sequence.is_importing:
-        return  # it ended in the turn that admitted it
+        return []  # it ended in the turn that admitted it
     if entry.data is None:  # its export has failed in this very turn
-        _start_anew(order, backend, allocator)
-        return
+        return _start_anew(op, backend, allocator)
     try:
-        _states_of(backend).import_state(order.seq, entry.data)
-        _check_length(backend.length(order.seq), entry)
-        if order.length < entry.num_tokens:
-            backend.trim(order.seq, order.length)
+        _states_of(backend).import_state(op.seq, entry.data)
+        _check_length(backend.length(op.seq), entry)
+        if op.length < entry.num_tokens:
+            backend.trim(op.seq, op.length)
     except (StokerError, MemoryError) as error:
         log.warning("the state of %r was not taken, its tokens are computed again: %s", sequence, error)
-        _start_anew(order, backend, allocator)
+        failed = _start_anew(op, backend, allocator)
         if isinstance(error, InvalidRequestError):
             allocator.cache.damaged(entry)
-    else:
-        allocator.imported(sequence)
+        return failed
+    allocator.imported(sequence)
+    return []
 
 
 def _check_length(length: int, entry: Entry) -> None:
@@ -81,19 +89,24 @@ def _check_length(length: int, entry: Entry) -> None:
         raise InvalidRequestError(f"a state of {length} tokens was kept as one of {entry.num_tokens}")
 
 
-def _start_anew(order: Import, backend: Backend, allocator: KVAllocator) -> None:
+def _start_anew(op: Import, backend: Backend, allocator: KVAllocator) -> list[tuple[Sequence, StokerError]]:
     """The state could not be had: the sequence begins with its first token, here if it still runs here."""
-    sequence = order.sequence
-    backend.drop(order.seq)
+    sequence = op.sequence
+    backend.drop(op.seq)
     allocator.lost(sequence)
-    if sequence.slot == order.seq and sequence.initial_state is not None:
-        _begin(order.seq, sequence, backend)
+    if sequence.slot == op.seq and sequence.initial_state is not None:
+        return _begin(op.seq, sequence, backend)
+    return []
 
 
-def _begin(seq: int, sequence: Sequence, backend: Backend) -> None:
+def _begin(seq: int, sequence: Sequence, backend: Backend) -> list[tuple[Sequence, StokerError]]:
     recurrent = backend.extensions.recurrent
     assert recurrent is not None, f"{sequence!r} begins from a state that {backend!r} has not"
-    recurrent.write_state(seq, sequence.initial_state or [])
+    try:
+        recurrent.write_state(seq, sequence.initial_state or [])
+    except StokerError as error:
+        return [(sequence, error)]
+    return []
 
 
 def _states_of(backend: Backend) -> StateTransfer:

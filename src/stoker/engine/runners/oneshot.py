@@ -1,9 +1,9 @@
-"""An encoder in memory and the texts that wait for it (SPEC K2, K4, Q13).
+"""One-shot work: requests that hold no slot and end with one `StateReady` (SPEC D5, K2, K4, Q13).
 
-Has the surface of `runner.SlotRunner`, so that the loop treats both alike. Requests are those of
-`state_output` "embed", or "score" where it is a reranker: each gets one `StateReady` with its vector or its
-scores, then its terminal event. A call carries as many whole texts as the step target allows, so that people
-who wait for another model wait no longer than one step of any other.
+`OneShotRunner` is an encoder or reranker in memory: a call carries as many whole texts as the step target
+allows, so that an interactive request for another model waits no longer than one step. `ChoiceSteps` are the
+requests to choose of a generating model, computed slice by slice between its steps. Both keep their requests
+in a `OneShotQueue`.
 """
 
 from __future__ import annotations
@@ -14,75 +14,90 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
+from stoker.engine.jobs.candidates import ScoringPass
 from stoker.engine.jobs.prepare import PrepContext
-from stoker.engine.runners.description import model_info
-from stoker.engine.runners.queue import TextQueue, shared_text
+from stoker.engine.runners.queue import OneShotQueue, shared_text
+from stoker.engine.runners.status import model_info
 from stoker.engine.runners.turns import Contender
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
-    RequestTimeoutError,
     StepFailedError,
     StokerError,
     UnsupportedError,
 )
-from stoker.ipc.events import Event, Failed, Paused, Queued, Resumed, StateReady
+from stoker.ipc.events import StateReady
 from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason, StateOutput
-from stoker.ipc.status import SlotStatus, WaitStatus
 from stoker.ipc.usage import Tensor
-from stoker.kv.sequence import SequenceState
+from stoker.sampling.logprobs import Likelihoods
 from stoker.sampling.workspace import Workspace
+from stoker.scheduler.budget import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 from stoker.scheduler.cost import StepCost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Several
 
-    from stoker.backends.protocol.backend import Rows
+    from stoker.backends.protocol.backend import Backend, Rows
     from stoker.backends.protocol.encoding import Encoder
-    from stoker.engine.jobs.job import Job
+    from stoker.engine.jobs.job import Job, JobQueue
+    from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
     from stoker.engine.threads.pace import Pace
-    from stoker.ipc.commands import Submit
     from stoker.ipc.model import ModelInfo, ModelSpec
     from stoker.ipc.request import Priority
+    from stoker.ipc.status import SlotStatus
     from stoker.kv.sequence import Sequence
+    from stoker.scheduler.scheduler import Scheduler
     from stoker.scheduler.throttle import Throttle
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 1.0
-"""How often waiting requests hear of their place in the line at most."""
-LEAST_RETRY_S = 1.0
 _TARGETS = {Policy.LATENCY: 1.0, Policy.BALANCED: 3.0, Policy.THROUGHPUT: float("inf")}
 _NO_BOUND = 2**31  # preparation leaves room for an answer, which a text to embed has none of
 _FLOATS = np.dtype("<f4")
 
 
+def _time_of(num_tokens: int, cost: StepCost, n_batch: int) -> float | None:
+    """Seconds that so many tokens take, in full calls; None: nothing was measured yet."""
+    call_s = cost.predict(n_batch)
+    return None if call_s is None else call_s * num_tokens / n_batch
+
+
+def _finish(jobs: JobTable, job: Job, tensor: Tensor, now: float) -> None:
+    """The result, and the end of its request."""
+    ready = StateReady(request_id=job.request_id, num_tokens=len(job.prompt), tensors=[tensor])
+    jobs.events.append(ready)
+    jobs.end_choice(job, 0, FinishReason.LENGTH, now)
+
+
 class OneShotRunner:
-    """An encoder in memory.
+    """An encoder in memory; see `ModelRunner`. It keeps nothing of a text from one call to the next.
 
     Attributes:
         load: how it came into memory.
         degraded: what it was given less of than was asked for.
-        allowance_s: what a call may take beside people who read another model's text; None: its own target.
-        events: what has happened, for the loop to publish.
+        allowance_s: what a call may take beside readers of another model's text; None: its own target.
     """
 
-    def __init__(self, spec: ModelSpec, encoder: Encoder, pace: Pace) -> None:
+    def __init__(self, spec: ModelSpec, encoder: Encoder, pace: Pace, jobs: JobTable) -> None:
         self.spec = spec
         self.backend = encoder
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
-        self.events: list[Event] = []
-        self.line = TextQueue(spec.max_queue, spec.background_patience_s)
         self._pace = pace
-        self._told_s = 0.0
-        self._live: dict[str, Job] = {}
+        self._jobs = jobs
         self._cost = StepCost()
         self._runner = pace.join(encoder, self._cost)
         limits = encoder.capabilities
+        self.queue = OneShotQueue(
+            spec.max_queue,
+            spec.background_patience_s,
+            wait_s=lambda num_tokens: _time_of(num_tokens, self._cost, limits.n_batch),
+            num_tokens=lambda sequence: len(sequence.tokens),
+        )
         self.prep = PrepContext(
             encoder.vocabulary,
             limits.n_vocab,
@@ -95,7 +110,7 @@ class OneShotRunner:
         )
 
     def __repr__(self) -> str:
-        return f"<OneShotRunner {self.spec.id} {self.line!r} {len(self._live)} live>"
+        return f"<OneShotRunner {self.spec.id} {self.queue!r}>"
 
     @property
     def _is_reranker(self) -> bool:
@@ -104,187 +119,102 @@ class OneShotRunner:
     # ------------------------------------------------------------ questions
 
     @property
+    def queues(self) -> tuple[JobQueue, ...]:
+        """The texts."""
+        return (self.queue,)
+
+    @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        return self.line.has_work
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether anybody waits; those that are paused are not counted."""
-        return self.line.has_requests
-
-    @property
-    def num_leases(self) -> int:
-        """Requests that need it to be in memory: those that are paused do not."""
-        return len(self._live) - len(self.line.paused)
-
-    @property
-    def n_ctx(self) -> int:
-        """Tokens that one text may have."""
-        return self.backend.capabilities.n_ctx
-
-    def contexts(self) -> list[int]:
-        """Tokens of context that each of its texts needs, those that are paused too."""
-        return [len(live.prompt) for live in self._live.values()]
-
-    @property
-    def num_cells(self) -> tuple[int, int]:
-        """It has none."""
-        return 0, 0
+        return self.queue.has_work
 
     @property
     def has_people(self) -> bool:
-        """Whether somebody waits for an answer of it."""
-        return self.line.has_people
+        """Whether an interactive request waits for an answer of it."""
+        return self.queue.has_people
 
     @property
     def has_unstored(self) -> bool:
         """It keeps nothing that could be stored."""
         return False
 
-    def info(self) -> ModelInfo:
-        """What was loaded and the limits that resulted."""
-        encoder = self.backend
-        num_texts = encoder.capabilities.num_sequences
-        info = model_info(self.spec, encoder, num_texts, self.degraded)
-        return msgspec.structs.replace(info, pooling=encoder.pooling, n_embd=encoder.n_embd)
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one text may have."""
+        return self.backend.capabilities.n_ctx
 
-    def stats(self) -> dict[str, float]:
-        """Every counter, for status pages and bug reports."""
-        return self.line.stats()
-
-    def check_queue(self, priority: Priority, num_arriving: int) -> None:
-        """Raises QueueFullError when its line is at its bound; `num_arriving` are on their way."""
-        wait_s = self._wait_s(self.line.num_tokens_before(len(self.line.waiting())))
-        self.line.check_queue(priority, num_arriving, max(LEAST_RETRY_S, wait_s or 0.0))
+    @property
+    def num_cells(self) -> tuple[int, int]:
+        """It has none."""
+        return 0, 0
 
     def contender(self) -> Contender:
         """How it takes part in the choice of the next turn."""
         return Contender(self.spec.id, is_encoder=True)
 
     def is_owed(self, now: float) -> bool:
-        """Whether background of it has waited over its patience."""
-        return self.line.is_owed(now)
+        """Whether background of it has waited longer than its patience."""
+        return self.queue.is_owed(now)
 
-    def next_deadline_s(self) -> float | None:
-        """When the first of its requests passes its deadline."""
-        return self.line.next_deadline_s()
+    def check_queue(self, priority: Priority, num_arriving: int) -> None:
+        """Raises QueueFullError when its queue is at its bound; `num_arriving` are on their way."""
+        self.queue.check_queue(priority, num_arriving)
+
+    def info(self) -> ModelInfo:
+        """What was loaded and the limits that resulted."""
+        encoder = self.backend
+        info = model_info(self.spec, encoder, encoder.capabilities.num_sequences, self.degraded)
+        return msgspec.structs.replace(info, pooling=encoder.pooling, n_embd=encoder.n_embd)
 
     def memory(self) -> dict[str, int]:
         """Bytes it takes, by line."""
         return self.backend.memory()
 
-    def slot_status(self, now: float) -> list[SlotStatus]:  # noqa: ARG002 - the surface of a resident
-        """It has no slots: nothing of a text outlives a call."""
+    def stats(self) -> dict[str, float]:
+        """Every counter, for status pages and bug reports."""
+        return self.queue.stats()
+
+    def slot_status(self, now: float) -> list[SlotStatus]:  # noqa: ARG002 - as `ModelRunner` has it
+        """It has no slots."""
         return []
-
-    def queue_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
-        """The texts in the line that are in `state`, next first."""
-        line, tokens, found = self.line.waiting(), 0, []
-        for position, sequence in enumerate(line):
-            if sequence.state is state:
-                found.append(_waiting(sequence, self.spec.id, now, (position, self._wait_s(tokens))))
-            tokens += len(sequence.tokens)
-        return found
-
-    def paused_status(self, now: float) -> list[WaitStatus]:
-        """The texts that are paused."""
-        return [_waiting(sequence, self.spec.id, now, (None, None)) for sequence in self.line.paused]
 
     # ------------------------------------------------------------ commands
 
-    def accept(self, live: Job, now: float) -> None:
-        """Put a prepared request in the line.
+    def accept(self, job: Job, now: float) -> None:
+        """Put a prepared request in its queue.
 
         Raises:
             UnsupportedError: it asks for text, or the model gives no vectors.
             ContextLengthError: its text is too long.
         """
-        if not live.choices:  # replayed: it had ended but for its terminal event
-            self._live[live.request_id] = live
-            self._finish(live, now)
-            return
-        try:
-            self._check(live)
-        except StokerError:
-            live.close()
-            raise
-        self._live[live.request_id] = live
-        (choice,) = live.choices.values()
-        live.position = self.line.enqueue(choice.sequence, now)
-        self.events.append(Queued(live.request_id, live.position, self._eta_s(live.position)))
+        if job.choices:
+            self._check(job)
+        self._jobs.place(job, self.queue, self, now)
 
-    def _check(self, live: Job) -> None:
-        name, n_ctx = self.spec.id, self.backend.capabilities.n_ctx
-        wanted = live.request.state_output
+    def _check(self, job: Job) -> None:
+        name, n_ctx = self.spec.id, self.n_ctx
+        wanted = job.request.state_output
         if wanted not in {StateOutput.EMBED, StateOutput.SCORE}:
             raise UnsupportedError(f"{name} is an encoder: it embeds texts and generates none", param="model")
         if self._is_reranker and wanted is StateOutput.EMBED:
             raise UnsupportedError(
                 f"{name} is a reranker: it scores texts, it gives no vectors", param="model"
             )
-        if live.request.n > 1:
-            raise InvalidRequestError(f"a text has one vector, {live.request.n} were asked for", param="n")
-        if len(live.prompt) > n_ctx:
+        if job.request.n > 1:
+            raise InvalidRequestError(f"a text has one vector, {job.request.n} were asked for", param="n")
+        if len(job.prompt) > n_ctx:
             param = "documents" if wanted is StateOutput.SCORE else "input"
-            raise ContextLengthError.over("the text", len(live.prompt), n_ctx, param=param)
+            raise ContextLengthError.over("the text", len(job.prompt), n_ctx, param=param)
 
-    def cancel(self, request_id: str, now: float) -> None:
-        """End a request with `cancelled`; an unknown id is ignored."""
-        live = self._live.get(request_id)
-        if live is not None:
-            self._end(live, FinishReason.CANCELLED, now)
-
-    def cancel_all(self, now: float) -> None:
-        """End every request with `cancelled`."""
-        for request_id in list(self._live):
-            self.cancel(request_id, now)
-
-    def pause(self, request_id: str, now: float) -> None:
-        """Let a request stand still; an unknown id is ignored (SPEC Q17)."""
-        live = self._live.get(request_id)
-        if live is None:
-            return
-        sequence = _sequence(live)
-        if sequence.state is SequenceState.QUEUED:
-            self.line.pause(sequence, now)
-        self.events.append(Paused(request_id))
-
-    def resume(self, request_id: str, now: float) -> None:
-        """Let a paused request go on; an unknown id is ignored."""
-        live = self._live.get(request_id)
-        if live is None:
-            return
-        sequence = _sequence(live)
-        if sequence.state is SequenceState.PAUSED:
-            self.line.resume(sequence, now)
-        self.events.append(Resumed(request_id))
-
-    def evacuate(self, reason: str, now: float) -> list[Submit]:  # noqa: ARG002 - no text is ever parked
-        """It has to go: every request leaves it, the next of the line first, to be computed later."""
-        order = [*self.line.chosen, *self.line.waiting(), *self.line.paused]
-        return [self._send_off(self._live[sequence.key.request_id], now) for sequence in order]
-
-    def evacuate_waiting(self, reason: str, now: float) -> list[Submit]:
-        """The same: between turns nothing of it runs."""
-        return self.evacuate(reason, now)
-
-    def _send_off(self, live: Job, now: float) -> Submit:
-        submit = live.submit(now)
-        self.line.retire(_sequence(live), FinishReason.PREEMPTED, now)
-        live.close()
-        del self._live[live.request_id]
-        return submit
+    def settle(self, now: float) -> None:
+        """Nothing is in flight between turns."""
 
     def hold_back(self, throttle: Throttle) -> None:
         """Let only some of its requests run from the next turn on (SPEC M4, M6)."""
-        self.line.throttle = throttle
+        self.queue.throttle = throttle
 
     def drop_idle(self, now: float) -> None:
         """It keeps nothing."""
-
-    def rest(self, now: float) -> None:
-        """It has nothing to store."""
 
     def close(self) -> None:
         """Free the native model."""
@@ -294,8 +224,7 @@ class OneShotRunner:
     # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> None:
-        """End who is past its deadline, and choose the texts of the next call."""
-        self.expire(now)
+        """Choose the texts of the next call."""
         limits, target_s = self.backend.capabilities, self.spec.target_step_ms / 1000
         target_s *= _TARGETS[self.spec.policy]
         if self.allowance_s is not None:
@@ -303,33 +232,18 @@ class OneShotRunner:
         max_tokens = limits.n_batch
         if target_s != float("inf"):
             max_tokens = self._cost.tokens_within(target_s, limits.n_batch)
-        for sequence in self.line.choose(max_tokens, limits.num_sequences, now):
-            self.events.append(self._live[sequence.key.request_id].admitted(sequence, now))
-        self._tell_positions(now)
-
-    def expire(self, now: float) -> None:
-        """End who is past its deadline."""
-        for sequence in self.line.expire(now):
-            live = self._live[sequence.key.request_id]
-            waited = f"{now - live.arrival_s:.1f} s of its timeout_s {live.request.timeout_s}"
-            self._fail(live, RequestTimeoutError(f"the request took {waited}", param="timeout_s"), now)
+        for sequence in self.queue.choose(max_tokens, limits.num_sequences, now):
+            job = self._jobs[sequence.key.request_id]
+            self._jobs.events.append(job.admitted(sequence, now))
+        self._jobs.publish_positions(self.spec.id, self.queues, now)
 
     def step(self, now: float) -> None:
         """Compute the texts that were chosen."""
-        if self.line.chosen:
-            self._run(list(self.line.chosen), now)
+        if self.queue.chosen:
+            self._run(list(self.queue.chosen), now)
 
-    def _tell_positions(self, now: float) -> None:
-        """Those whose place in the line has changed hear of it, now and then (SPEC Q14)."""
-        if now - self._told_s < TELL_EVERY_S:
-            return
-        self._told_s, tokens = now, 0
-        for position, sequence in enumerate(self.line.waiting()):
-            live = self._live[sequence.key.request_id]
-            if live.position != position:
-                live.position = position
-                self.events.append(Queued(live.request_id, position, self._wait_s(tokens)))
-            tokens += len(sequence.tokens)
+    def rest(self, now: float) -> None:
+        """It has nothing to store."""
 
     def _run(self, texts: Several[Sequence], now: float) -> None:
         """One call; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
@@ -341,9 +255,9 @@ class OneShotRunner:
         except StepFailedError as error:
             self._pace.abandon()
             if len(texts) == 1:
-                live = self._live[texts[0].key.request_id]
-                log.warning("encoding failed for %r: %s", live, error)
-                self._fail(live, error, now)
+                job = self._jobs[texts[0].key.request_id]
+                log.warning("encoding failed for %r: %s", job, error)
+                self._jobs.fail(job, error, now)
                 return
             middle = len(texts) // 2
             self._run(texts[:middle], now)
@@ -355,59 +269,136 @@ class OneShotRunner:
                 self._deliver(sequence, vectors[shared_text(sequence)], self._pace.now())
 
     def _deliver(self, sequence: Sequence, vector: Rows, now: float) -> None:
-        live = self._live[sequence.key.request_id]
+        job = self._jobs[sequence.key.request_id]
         if not np.isfinite(vector).all():
-            self._fail(live, StepFailedError("the model's vector holds what is no finite number"), now)
+            error = StepFailedError("the model's vector holds what is no finite number")
+            self._jobs.fail(job, error, now)
             return
         name = "scores" if self._is_reranker else "embedding"
-        tensor = Tensor(name, vector.shape, vector.astype(_FLOATS).tobytes())
-        ready = StateReady(request_id=live.request_id, num_tokens=len(sequence.tokens), tensors=[tensor])
-        self.events.append(ready)
-        self._end(live, FinishReason.LENGTH, now)
+        _finish(self._jobs, job, Tensor(name, vector.shape, vector.astype(_FLOATS).tobytes()), now)
 
-    # ------------------------------------------------------------ forecasts
 
-    def _eta_s(self, position: int) -> float | None:
-        return self._wait_s(self.line.num_tokens_before(position))
+class ChoiceSteps:
+    """The requests to choose of one generating model (SPEC D5).
+
+    They hold no slots and no cells of the pool. A request stays in the queue until it is done, so that one of
+    a higher class goes first at the next slice, and goes on from what was found of it.
+
+    Args:
+        backend: predicts tokens of texts.
+        scheduler: of the model's ordinary work, which goes first where an interactive request waits for it.
+        pace: surrounds native calls.
+        jobs: the engine's requests.
+    """
+
+    def __init__(self, backend: Backend, scheduler: Scheduler, pace: Pace, jobs: JobTable) -> None:
+        limits = scheduler.limits
+        self._backend = backend
+        self._scheduler = scheduler
+        self._pace = pace
+        self._jobs = jobs
+        self._budget = SliceBudget(max(limits.target_step_s, MIN_SLICE_S))
+        self._has_readers = False
+        self._cost = StepCost()
+        self._runner = pace.join(backend, self._cost)
+        self.queue = OneShotQueue(
+            limits.max_queue,
+            limits.background_patience_s,
+            wait_s=self._wait_s,
+            num_tokens=lambda sequence: jobs[sequence.key.request_id].num_to_read,
+        )
+
+    def __repr__(self) -> str:
+        return f"<ChoiceSteps {self.queue!r}>"
+
+    def stats(self) -> dict[str, float]:
+        """Every counter."""
+        own = {"num_choosing": len(self.queue), "num_choosing_paused": len(self.queue.paused)}
+        return self.queue.stats() | own
 
     def _wait_s(self, num_tokens: int) -> float | None:
-        """Seconds that so many tokens take, in full calls; None: nothing was measured yet."""
-        call_s = self._cost.predict(self.backend.capabilities.n_batch)
-        return None if call_s is None else call_s * num_tokens / self.backend.capabilities.n_batch
+        """Seconds that so many tokens take; beside readers slices get a part of the time only."""
+        alone_s = _time_of(num_tokens, self._cost, self._backend.capabilities.n_batch)
+        return alone_s / SLICE_SHARE if alone_s is not None and self._has_readers else alone_s
 
-    # ------------------------------------------------------------ endings
+    def begin(self, job: Job) -> None:
+        """Prepare its passes: after its prompt, and where it is calibrated from the initial state.
 
-    def _end(self, live: Job, reason: FinishReason, now: float) -> None:
-        self.line.retire(_sequence(live), reason, now)
-        self.events.append(live.ended(0, reason))
-        self._finish(live, now)
+        Raises:
+            UnsupportedError: the model predicts no tokens of a prompt.
+        """
+        assert job.to_score is not None, f"{job!r} has no candidates"
+        assert job.leader is not None, f"{job!r} has ended"
+        texts, sequence = job.to_score.texts, job.leader
+        lane = ScoringLane.BACKGROUND_CHOICES if sequence.is_background else ScoringLane.CHOICES
+        lengths, namespace = [len(text) for text in texts], sequence.conditioning.namespace
+        scorer = self._backend.extensions.scorer
+        if scorer is None:
+            description = self._backend.capabilities.description
+            raise UnsupportedError(f"{description} scores no texts", param="model")
+        prompts = [tuple(job.prompt)] + ([job.to_score.initial] if job.to_score.initial else [])
+        job.passes = [
+            ScoringPass(scorer.scoring(each, texts, namespace, lane), Likelihoods(lengths))
+            for each in prompts
+        ]
 
-    def _finish(self, live: Job, now: float) -> None:
-        del self._live[live.request_id]
-        self.events.append(live.finished(now))
+    def close(self) -> None:
+        """The model goes."""
+        self._pace.leave(self._runner)
 
-    def _fail(self, live: Job, error: StokerError, now: float) -> None:
-        del self._live[live.request_id]
-        self.line.retire(_sequence(live), FinishReason.ERROR, now)
-        live.close()
-        self.events.append(Failed(live.request_id, error.info()))
+    # ------------------------------------------------------------ a turn
 
+    def step(self, took_s: float, *, has_readers: bool) -> None:
+        """Compute for a slice, if it is time for one, after an ordinary step that took so long.
 
-def _sequence(live: Job) -> Sequence:
-    (choice,) = live.choices.values()
-    return choice.sequence
+        `has_readers`: a caller read a token of that step, so slices get a part of the time only (SPEC Q8).
+        """
+        self._has_readers = has_readers
+        if has_readers:
+            self._budget.stepped(took_s)
+        else:
+            self._budget.idle()
+        budget_s = self._budget.next_s()
+        if not budget_s:  # before one is chosen, which counts as the turn that background is owed
+            return
+        chosen = self.queue.first(self._pace.now(), lets_jobs=not self._scheduler.has_people)
+        if chosen is None:
+            return
+        job, begun_s = self._jobs[chosen.key.request_id], self._pace.now()
+        if job.admitted_s is None:
+            self._jobs.events.append(job.admitted(chosen, begun_s))
+        try:
+            self._compute(job, budget_s)
+        except StokerError as error:
+            log.warning("choices failed for %r: %s", job, error)
+            self._jobs.fail(job, error, self._pace.now())
+        self._budget.spent(self._pace.now() - begun_s)
 
+    def _compute(self, job: Job, budget_s: float) -> None:
+        """One native call at least, and more while there is time."""
+        until_s, left_s = self._pace.now() + budget_s, budget_s
+        while current := next((each for each in job.passes if not each.scoring.is_done), None):
+            if left_s <= 0:
+                return
+            num_tokens = self._cost.tokens_within(left_s, self._backend.capabilities.n_batch)
+            self._advance(current, max(LEAST_SLICE, num_tokens))
+            left_s = until_s - self._pace.now()
+        found = np.array([each.found.means() for each in job.passes], _FLOATS)
+        if np.isnan(found).any():
+            raise StepFailedError("the model's logits hold what is no number")
+        _finish(self._jobs, job, Tensor("choices", found.shape, found.tobytes()), self._pace.now())
 
-def _waiting(
-    sequence: Sequence, model: str, now: float, place: tuple[int | None, float | None]
-) -> WaitStatus:
-    position, eta_s = place
-    return WaitStatus(
-        request_id=sequence.key.request_id,
-        model=model,
-        priority=sequence.priority,
-        position=position,
-        eta_s=eta_s,
-        num_tokens=len(sequence.tokens),
-        story=[(round(now - at, 3), what) for at, what in sequence.story],
-    )
+    def _advance(self, current: ScoringPass, max_tokens: int) -> None:
+        num_tokens = current.scoring.num_next(max_tokens)
+        if not num_tokens:  # known from an earlier call
+            found = current.scoring.advance(max_tokens)
+        else:
+            self._pace.begin(num_tokens)
+            try:
+                found = current.scoring.advance(max_tokens)
+            except BaseException:
+                self._pace.abandon()
+                raise
+            self._pace.end(self._runner, num_tokens)
+        for each in found:
+            current.found.add(each.text, each.rows, each.tokens)

@@ -43,13 +43,13 @@ class Postprocess:
         self,
         backend: Backend,
         scheduler: Scheduler,
-        live: JobTable,
+        jobs: JobTable,
         pace: Pace,
         end_in_flight: Callable[[Sequence], None],
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler
-        self._live = live
+        self._jobs = jobs
         self._pace = pace
         self._end_in_flight = end_in_flight
         self._n_ctx = backend.capabilities.n_ctx
@@ -64,43 +64,43 @@ class Postprocess:
         at = 0
         for part in plan.parts:
             num_rows = part.item.num_logits
-            live = self._live.get(part.sequence.key.request_id)
-            if live is not None and part.sequence.is_running:
+            job = self._jobs.get(part.sequence.key.request_id)
+            if job is not None and part.sequence.is_running:
                 try:
-                    self._digest(live, part, rows[at : at + num_rows])
+                    self._digest(job, part, rows[at : at + num_rows])
                 except StokerError as error:
-                    self._live.fail(live, error, self._pace.now())
+                    self._jobs.fail(job, error, self._pace.now())
             at += num_rows
 
-    def _digest(self, live: Job, part: Planned, rows: Rows) -> None:
+    def _digest(self, job: Job, part: Planned, rows: Rows) -> None:
         """What one sequence's rows mean for its request."""
         sequence, start = part.sequence, part.item.start
         if start < sequence.num_prompt:
             if sequence.wants_prompt_logits:
-                self._note_prompt_logprobs(live, start, rows)
-            if live.request.return_progress and sequence is live.leader and live.first_token_s is None:
-                self._live.events.append(live.progress(sequence, self._pace.now()))
+                self._note_prompt_logprobs(job, start, rows)
+            if job.request.return_progress and sequence is job.leader and job.first_token_s is None:
+                self._jobs.events.append(job.progress(sequence, self._pace.now()))
         if sequence.num_pending > sequence.is_to_embed:
             return
         index = sequence.key.index
-        if live.request.max_tokens == 0:
-            if live.request.state_output is not None:
-                self._live.events.append(self._state_of(live, sequence))
-            self._live.end_choice(live, index, FinishReason.LENGTH, self._pace.now())
+        if job.request.max_tokens == 0:
+            if job.request.state_output is not None:
+                self._jobs.events.append(self._state_of(job, sequence))
+            self._jobs.end_choice(job, index, FinishReason.LENGTH, self._pace.now())
             return
-        self._draw_tokens(live, part, rows)
+        self._draw_tokens(job, part, rows)
 
-    def _draw_tokens(self, live: Job, part: Planned, rows: Rows) -> None:
+    def _draw_tokens(self, job: Job, part: Planned, rows: Rows) -> None:
         """The next token, and those after it that were computed ahead for as long as they are what is drawn.
 
         What else was computed ahead is taken back, also where the request ends or fails on the way.
         """
-        sequence, generation = part.sequence, live.choices[part.sequence.key.index].generation
+        sequence, generation = part.sequence, job.choices[part.sequence.key.index].generation
         num_ahead = sequence.num_ahead
         if self._defers and not num_ahead and len(sequence.tokens) + 1 < self._n_ctx:
             token = generation.draw(rows[-1])
             sequence.tokens.append(token)
-            self._undelivered.append((live, sequence))
+            self._undelivered.append((job, sequence))
             if generation.is_last(token):
                 self._deliver(*self._undelivered.pop())
             return
@@ -113,44 +113,44 @@ class Postprocess:
             else:
                 self._scheduler.take_back(sequence)
             sequence.tokens.append(drawn.token_id)
-            self._publish(live, sequence, drawn)
+            self._publish(job, sequence, drawn)
             if not is_guessed:
                 return
 
     def deliver(self) -> None:
         """Make events of the tokens that were only drawn; the step after may be in flight."""
         undelivered, self._undelivered = self._undelivered, []
-        for live, sequence in undelivered:
+        for job, sequence in undelivered:
             try:
-                self._deliver(live, sequence)
+                self._deliver(job, sequence)
             except StokerError as error:
                 self._end_in_flight(sequence)
-                self._live.fail(live, error, self._pace.now())
+                self._jobs.fail(job, error, self._pace.now())
 
-    def _deliver(self, live: Job, sequence: Sequence) -> None:
-        if live.request_id in self._live:  # else another choice has failed, and the request with it
-            self._publish(live, sequence, live.choices[sequence.key.index].generation.deliver())
+    def _deliver(self, job: Job, sequence: Sequence) -> None:
+        if job.request_id in self._jobs:  # else another choice has failed, and the request with it
+            self._publish(job, sequence, job.choices[sequence.key.index].generation.deliver())
 
-    def _publish(self, live: Job, sequence: Sequence, drawn: Drawn) -> None:
+    def _publish(self, job: Job, sequence: Sequence, drawn: Drawn) -> None:
         """The event of a token; end the choice if it is its last, or if no further one would fit."""
         now = self._pace.now()
         index = sequence.key.index
-        if live.first_token_s is None:
-            live.first_token_s = now
-        event = live.delta(index, drawn)
-        self._live.events.append(event)
+        if job.first_token_s is None:
+            job.first_token_s = now
+        event = job.delta(index, drawn)
+        self._jobs.events.append(event)
         if drawn.finish_reason is not None:
             self._end_in_flight(sequence)
             if sequence.state is not SequenceState.DONE:  # DONE: the turn that drew it has ended it
                 self._scheduler.retire(sequence, drawn.finish_reason, now)
-            self._live.finish_if_done(live, now)
+            self._jobs.finish_if_done(job, now)
         elif len(sequence.tokens) >= self._n_ctx:
-            if live.request.context_shift:
-                live.num_dropped += self._scheduler.shift(sequence, self._n_ctx, now)
+            if job.request.context_shift:
+                job.num_dropped += self._scheduler.shift(sequence, self._n_ctx, now)
             else:
-                self._live.end_choice(live, index, FinishReason.LENGTH, now)
+                self._jobs.end_choice(job, index, FinishReason.LENGTH, now)
 
-    def _state_of(self, live: Job, sequence: Sequence) -> StateReady:
+    def _state_of(self, job: Job, sequence: Sequence) -> StateReady:
         """What the model has made of the prompt (SPEC K5, D8)."""
         assert sequence.slot is not None, f"{sequence!r} does not run"
         extensions, description = self._backend.extensions, self._backend.capabilities.description
@@ -163,15 +163,15 @@ class Postprocess:
             raise UnsupportedError(f"{description} has no recurrent state", param="state")
         else:
             tensors = extensions.recurrent.read_state(sequence.slot)
-        return StateReady(request_id=live.request_id, num_tokens=sequence.num_computed, tensors=tensors)
+        return StateReady(request_id=job.request_id, num_tokens=sequence.num_computed, tensors=tensors)
 
-    def _note_prompt_logprobs(self, live: Job, start: int, rows: Rows) -> None:
-        noted, prompt, vocabulary = live.prompt_logprobs, live.prompt, self._backend.vocabulary
-        num_top = live.request.prompt_logprobs or 0
+    def _note_prompt_logprobs(self, job: Job, start: int, rows: Rows) -> None:
+        noted, prompt, vocabulary = job.prompt_logprobs, job.prompt, self._backend.vocabulary
+        num_top = job.request.prompt_logprobs or 0
         if not noted:
             noted.append(TokenLogprob(prompt[0], vocabulary.special_piece(prompt[0]), None, []))
         for at, row in enumerate(rows, start=start + 1):
             if at == len(noted) and at < len(prompt):
                 noted.append(token_logprob(row, prompt[at], num_top, vocabulary))
         if start + len(rows) == len(prompt):
-            self._live.events.append(live.echo())
+            self._jobs.events.append(job.echo())

@@ -1,12 +1,12 @@
 """The queue of one-shot work: texts that are computed without a slot (SPEC Q2, Q6, Q7, Q11).
 
-An encoder's text is computed in one call: it waits, is in the call, and is done. A request to choose keeps its
-place while it is computed slice by slice. Pure but for what it holds; time is an argument.
+An encoder's text is computed in one call: it waits, is in the call, and is done. A request to choose keeps
+its place while it is computed slice by slice. Pure but for what it holds; time is an argument.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from stoker.kv.sequence import SequenceState
@@ -40,6 +40,7 @@ class OneShotQueue:
         num_tokens: of what is computed for a sequence.
 
     Attributes:
+        queue: those that wait, next first.
         throttle: who may not run for now.
         chosen: what the next call carries.
         paused: those that stand still until they are resumed.
@@ -55,7 +56,7 @@ class OneShotQueue:
         self.throttle = Throttle()
         self.chosen: list[Sequence] = []
         self.paused: list[Sequence] = []
-        self._queue = RequestQueue(max_queue)
+        self.queue = RequestQueue(max_queue)
         self._aging = Aging(patience_s)
         self._wait_s = wait_s
         self._num_tokens = num_tokens
@@ -65,14 +66,14 @@ class OneShotQueue:
         return f"<OneShotQueue {len(self)} wait, {len(self.chosen)} chosen, {len(self.paused)} paused>"
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     # ------------------------------------------------------------ questions
 
     @property
     def has_work(self) -> bool:
         """Whether a call could carry something."""
-        return bool(self.chosen) or any(not self.throttle.holds(sequence) for sequence in self._queue)
+        return bool(self.chosen) or any(not self.throttle.holds(sequence) for sequence in self.queue)
 
     @property
     def has_people(self) -> bool:
@@ -83,23 +84,19 @@ class OneShotQueue:
         """Whether some background has waited longer than its patience."""
         return any(self._aging.is_owed(sequence, now) for sequence in self._allowed())
 
-    def waiting(self) -> list[Sequence]:
-        """Those in the queue, next first."""
-        return list(self._queue)
-
     def eta_s(self, position: int) -> float | None:
         """Seconds until the text at that position is computed; None: nothing was measured yet."""
-        return self._wait_s(sum(map(self._num_tokens, self.waiting()[:position])))
+        return self._wait_s(sum(map(self._num_tokens, islice(self.queue, position))))
 
     def etas_s(self) -> list[float | None]:
         """The same for each text, next first."""
-        before = accumulate(map(self._num_tokens, self._queue), initial=0)
-        return [self._wait_s(num_tokens) for num_tokens, _ in zip(before, self._queue, strict=False)]
+        before = accumulate(map(self._num_tokens, self.queue), initial=0)
+        return [self._wait_s(num_tokens) for num_tokens, _ in zip(before, self.queue, strict=False)]
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
         return {
-            "num_waiting": len(self._queue),
+            "num_waiting": len(self.queue),
             "num_paused": len(self.paused),
             "num_running": len(self.chosen),
             "num_retired_total": self._num_retired_total,
@@ -110,20 +107,20 @@ class OneShotQueue:
     def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when the queue is at its bound; `num_arriving` are on their way."""
         retry_after_s = max(LEAST_RETRY_S, self.eta_s(len(self)) or 0.0)
-        self._queue.check_queue(priority, len(self) + num_arriving, retry_after_s)
+        self.queue.check_queue(priority, len(self) + num_arriving, retry_after_s)
 
     def enqueue(self, sequence: Sequence, now: float) -> int:
         """Put a new text in the queue; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
-        return self._queue.push(sequence)
+        return self.queue.push(sequence)
 
     def retire(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a text wherever it is."""
         if sequence.state is SequenceState.PAUSED:
             self.paused.remove(sequence)
         elif sequence.state is SequenceState.QUEUED:
-            self._queue.remove(sequence)
+            self.queue.remove(sequence)
         else:
             self.chosen.remove(sequence)
         sequence.finish_reason = reason
@@ -132,7 +129,7 @@ class OneShotQueue:
 
     def pause(self, sequence: Sequence, now: float) -> None:
         """Take a waiting text out of the queue until `resume` (SPEC Q17)."""
-        self._queue.remove(sequence)
+        self.queue.remove(sequence)
         sequence.move(SequenceState.PAUSED, now, "asked to")
         self.paused.append(sequence)
 
@@ -141,7 +138,7 @@ class OneShotQueue:
         self.paused.remove(sequence)
         sequence.move(SequenceState.QUEUED, now, "resumed")
         sequence.last_step_s = now
-        return self._queue.rejoin(sequence)
+        return self.queue.rejoin(sequence)
 
     # ------------------------------------------------------------ a turn
 
@@ -175,7 +172,7 @@ class OneShotQueue:
             line.insert(0, favoured)
         self.chosen = _call_of(line, max_tokens, max_texts)
         for sequence in self.chosen:
-            self._queue.remove(sequence)
+            self.queue.remove(sequence)
             sequence.started_s = now
             sequence.move(SequenceState.PREFILL, now, f"in a call of {len(self.chosen)}")
         if self.chosen:
@@ -183,7 +180,7 @@ class OneShotQueue:
         return list(self.chosen)
 
     def _allowed(self) -> list[Sequence]:
-        return [sequence for sequence in self._queue if not self.throttle.holds(sequence)]
+        return [sequence for sequence in self.queue if not self.throttle.holds(sequence)]
 
 
 def _call_of(line: list[Sequence], max_tokens: int, max_texts: int) -> list[Sequence]:

@@ -1,7 +1,7 @@
 """What the loop drives: one loaded model and the requests on it.
 
-`SlotRunner` runs what generates, step by step; `OneShotRunner` computes whole texts. Both are asked the same
-questions and take the same commands, so the loop, residency and status know this protocol alone.
+`SlotRunner` runs what generates, step by step; `OneShotRunner` computes whole texts. The loop, residency and
+status know this protocol alone. What is done to one request, such as pause or cancel, is the job table's.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from stoker.engine.jobs.job import Job
+    from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.prepare import PrepContext
     from stoker.engine.residency.loading import Load
     from stoker.engine.runners.turns import Contender
-    from stoker.ipc.commands import Submit
-    from stoker.ipc.events import Event
     from stoker.ipc.model import ModelInfo, ModelSpec
     from stoker.ipc.request import Priority
-    from stoker.ipc.status import SlotStatus, WaitStatus
-    from stoker.kv.sequence import SequenceState
+    from stoker.ipc.status import SlotStatus
     from stoker.scheduler.throttle import Throttle
 
 
@@ -42,18 +39,13 @@ class ModelRunner(Protocol):
     # ------------------------------------------------------------ questions
 
     @property
-    def events(self) -> list[Event]:
-        """What has happened, for the loop to publish."""
+    def queues(self) -> tuple[JobQueue, ...]:
+        """Where its requests wait and run."""
         ...
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        ...
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether any request waits or runs; paused ones are not counted."""
         ...
 
     @property
@@ -64,11 +56,6 @@ class ModelRunner(Protocol):
     @property
     def has_unstored(self) -> bool:
         """Whether cells of ended requests are stored nowhere else yet."""
-        ...
-
-    @property
-    def num_leases(self) -> int:
-        """Requests that need it in memory: paused ones do not."""
         ...
 
     @property
@@ -85,16 +72,8 @@ class ModelRunner(Protocol):
         """How it takes part in the choice of the next turn."""
         ...
 
-    def contexts(self) -> list[int]:
-        """Tokens of context that each of its requests may come to hold, paused ones too."""
-        ...
-
     def is_owed(self, now: float) -> bool:
         """Whether background of it has waited longer than its patience (SPEC Q7)."""
-        ...
-
-    def next_deadline_s(self) -> float | None:
-        """When the first of its requests passes its deadline."""
         ...
 
     def check_queue(self, priority: Priority, num_arriving: int) -> None:
@@ -117,42 +96,14 @@ class ModelRunner(Protocol):
         """Each slot as it is now."""
         ...
 
-    def queue_status(self, state: SequenceState, now: float) -> list[WaitStatus]:
-        """The queued sequences that are in `state`, next first."""
-        ...
-
-    def paused_status(self, now: float) -> list[WaitStatus]:
-        """The paused sequences."""
-        ...
-
     # ------------------------------------------------------------ commands
 
-    def accept(self, live: Job, now: float) -> None:
+    def accept(self, job: Job, now: float) -> None:
         """Put a prepared request in its queue; raises StokerError where the model cannot serve it."""
         ...
 
-    def cancel(self, request_id: str, now: float) -> None:
-        """End a request with `cancelled`; an unknown id is ignored."""
-        ...
-
-    def cancel_all(self, now: float) -> None:
-        """End every request with `cancelled`."""
-        ...
-
-    def pause(self, request_id: str, now: float) -> None:
-        """Take a request out of its slot or queue until `resume`; an unknown id is ignored (SPEC Q17)."""
-        ...
-
-    def resume(self, request_id: str, now: float) -> None:
-        """Let a paused request go on; an unknown id is ignored."""
-        ...
-
-    def evacuate(self, reason: str, now: float) -> list[Submit]:
-        """Take every request off it, to go on later from the tokens it has (SPEC M4, L5)."""
-        ...
-
-    def evacuate_waiting(self, reason: str, now: float) -> list[Submit]:
-        """The same for requests of which nothing runs."""
+    def settle(self, now: float) -> None:
+        """Take in what a step in flight has computed, so that its sequences may be moved."""
         ...
 
     def hold_back(self, throttle: Throttle) -> None:
@@ -170,15 +121,11 @@ class ModelRunner(Protocol):
     # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> None:
-        """Decide what the next step computes; ends requests past their deadline."""
+        """Decide what the next step computes."""
         ...
 
     def step(self, now: float) -> None:
         """Compute it."""
-        ...
-
-    def expire(self, now: float) -> None:
-        """End requests past their deadline, without a turn."""
         ...
 
     def rest(self, now: float) -> None:

@@ -1,7 +1,7 @@
 """The models in memory, and whose turn it is (SPEC Q13).
 
-A model that somebody waits for steps first. Among other models, one whose background has waited over its
-patience gets one turn in ten meanwhile (SPEC Q7). How equals share the time is `fair_turns`'; which models
+A model with interactive requests steps first. Among other models, one whose background has waited longer than
+its patience gets one turn in ten meanwhile (SPEC Q7). How equals share the time is `turns`'; which models
 there are is decided by residency.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.jobs.prepare import PrepContext
+    from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
     from stoker.engine.runners.runner import ModelRunner
     from stoker.engine.threads.pace import Pace
@@ -33,11 +34,13 @@ class Runners:
     Args:
         pace: surrounds their steps.
         cache: what they share of finished work.
+        jobs: the engine's requests.
     """
 
-    def __init__(self, pace: Pace, cache: PrefixCache) -> None:
+    def __init__(self, pace: Pace, cache: PrefixCache, jobs: JobTable) -> None:
         self._pace = pace
         self._cache = cache
+        self._jobs = jobs
         self._models: dict[str, ModelRunner] = {}
         self._throttle = Throttle()
         self._turns = ModelTurns()
@@ -55,11 +58,6 @@ class Runners:
         return any(runner.has_work for runner in self._models.values())
 
     @property
-    def has_requests(self) -> bool:
-        """Whether anybody waits or runs in any model."""
-        return any(runner.has_requests for runner in self._models.values())
-
-    @property
     def has_unstored(self) -> bool:
         """Whether any model keeps in cells what is stored nowhere else yet."""
         return any(runner.has_unstored for runner in self._models.values())
@@ -74,9 +72,9 @@ class Runners:
         spec = load.offer.spec
         runner: ModelRunner
         if isinstance(backend, Encoder):
-            runner = OneShotRunner(spec, backend, self._pace)
+            runner = OneShotRunner(spec, backend, self._pace, self._jobs)
         else:
-            runner = SlotRunner(spec, backend, self._pace, self._cache)
+            runner = SlotRunner(spec, backend, self._pace, self._cache, self._jobs)
         runner.load, runner.degraded = load, load.offer.degraded
         runner.hold_back(self._throttle)
         self._models[runner.spec.id] = runner
@@ -120,11 +118,6 @@ class Runners:
             chosen = self._models[self._turns.choose(contenders)]
         chosen.allowance_s = self._turns.allowance_s(contenders)
         return chosen
-
-    def next_deadline_s(self) -> float | None:
-        """When the first paused request passes its deadline."""
-        deadlines = [at for r in self._models.values() if (at := r.next_deadline_s()) is not None]
-        return min(deadlines, default=None)
 
     def close(self, is_used: Callable[[PrepContext], bool]) -> None:
         """Free every model, but for those that a worker still reads: the process ends with them."""

@@ -1,16 +1,23 @@
-"""What models, their slots and lines look like from outside, with stories of who is there (SPEC Q14, I4)."""
+"""Models, slots and queues as status shows them, with each sequence's story (SPEC K7, Q14, I4)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stoker.engine.jobs.table import Place, places
+from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import ModelStatus, SlotStatus, WaitStatus
 from stoker.kv.sequence import SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Sequence as Several
 
+    from stoker.backends.protocol.backend import Backend
+    from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.residency.catalogue import ServedModel
+    from stoker.engine.runners.runner import ModelRunner
+    from stoker.ipc.model import ModelSpec
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.scheduler import Scheduler
 
@@ -33,7 +40,7 @@ def model_status(served: ServedModel, leases: int, now: float) -> ModelStatus:
     )
 
 
-def slots_of(scheduler: Scheduler, model: str, now: float) -> list[SlotStatus]:
+def slot_status(scheduler: Scheduler, model: str, now: float) -> list[SlotStatus]:
     """Each slot as it is now."""
     return [
         SlotStatus(
@@ -49,32 +56,29 @@ def slots_of(scheduler: Scheduler, model: str, now: float) -> list[SlotStatus]:
     ]
 
 
-def line_of(scheduler: Scheduler, model: str, state: SequenceState, now: float) -> list[WaitStatus]:
-    """The sequences of the line that are in `state`, next first, with their place in the whole line."""
-    line = zip(scheduler.queue, scheduler.etas_s(), strict=True)
-    return [
-        _waiting(sequence, model, now, (position, eta_s))
-        for position, (sequence, eta_s) in enumerate(line)
-        if sequence.state is state
-    ]
+def waiting_status(runners: Iterable[ModelRunner], now: float) -> dict[SequenceState, list[WaitStatus]]:
+    """Queued, parked and paused sequences of all queues by state, each queue's next first."""
+    found: dict[SequenceState, list[WaitStatus]] = {
+        state: [] for state in (SequenceState.QUEUED, SequenceState.PARKED, SequenceState.PAUSED)
+    }
+    for runner in runners:
+        for queue in runner.queues:
+            for place in places(queue):
+                found[place.sequence.state].append(_waiting(place, runner.spec.id, now))
+            for sequence in queue.paused:
+                found[sequence.state].append(_waiting(Place(sequence, None, None), runner.spec.id, now))
+    return found
 
 
-def waiting_of(sequences: Iterable[Sequence], model: str, now: float) -> list[WaitStatus]:
-    """Sequences that have no place in the line of slots: they are paused, or are choices."""
-    return [_waiting(sequence, model, now, (None, None)) for sequence in sequences]
-
-
-def _waiting(
-    sequence: Sequence, model: str, now: float, place: tuple[int | None, float | None]
-) -> WaitStatus:
-    position, eta_s = place
+def _waiting(place: Place, model: str, now: float) -> WaitStatus:
+    sequence = place.sequence
     return WaitStatus(
         request_id=sequence.key.request_id,
         index=sequence.key.index,
         model=model,
         priority=sequence.priority,
-        position=position,
-        eta_s=eta_s,
+        position=place.position,
+        eta_s=place.eta_s,
         num_tokens=len(sequence.tokens),
         form=sequence.form,
         story=_story(sequence, now),
@@ -83,3 +87,38 @@ def _waiting(
 
 def _story(sequence: Sequence, now: float) -> list[tuple[float, str]]:
     return [(round(now - at, 3), what) for at, what in sequence.story]
+
+
+def model_info(
+    spec: ModelSpec, backend: Backend | Encoder, num_slots: int, degraded: Several[str]
+) -> ModelInfo:
+    """What was loaded and the limits that resulted."""
+    limits, vocabulary, threads = backend.capabilities, backend.vocabulary, backend.extensions.threads
+    return ModelInfo(
+        id=spec.id,
+        path=spec.path,
+        label=limits.label,
+        model_class=limits.model_class,
+        architecture=limits.architecture,
+        description=limits.description,
+        num_params=limits.num_params,
+        size_bytes=limits.size_bytes,
+        n_vocab=limits.n_vocab,
+        n_ctx=limits.n_ctx,
+        n_ctx_train=limits.n_ctx_train,
+        n_batch=limits.n_batch,
+        num_slots=num_slots,
+        num_threads=threads.num_threads if threads else 0,
+        kv_type=limits.kv_type,
+        flash_attention=limits.flash_attention,
+        memory_bytes=backend.memory(),
+        chat_template=vocabulary.chat_template,
+        bos_text=vocabulary.bos_text,
+        eos_text=vocabulary.eos_text,
+        can_trim=limits.can_trim,
+        can_fork=limits.can_fork,
+        has_vision=limits.has_vision,
+        pairing=limits.pairing,
+        degraded=list(degraded),
+        adapters=spec.adapters,
+    )

@@ -59,21 +59,21 @@ class StepRunner:
         self,
         backend: Backend,
         scheduler: Scheduler,
-        live: JobTable,
+        jobs: JobTable,
         speculator: Speculator,
         pace: Pace,
         apply: Callable[[Schedule, float], None],
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler
-        self._live = live
+        self._jobs = jobs
         self._speculator = speculator
         self._pace = pace
         self._apply = apply
         self._runner: Runner = pace.join(backend, scheduler.cost)
         self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
-        self._postprocess = Postprocess(backend, scheduler, live, pace, self._end_in_flight)
+        self._postprocess = Postprocess(backend, scheduler, jobs, pace, self._end_in_flight)
         self._launched: _Launched | None = None
         self._source: tuple[int, ...] = ()
 
@@ -170,10 +170,10 @@ class StepRunner:
             self._launch(plan.without_draft(), now)
             return
         if len(plan.parts) == 1:
-            live = self._live.get(plan.parts[0].sequence.key.request_id)
-            if live is not None:
-                log.warning("step failed for %r: %s", live, error)
-                self._live.fail(live, error, now)
+            job = self._jobs.get(plan.parts[0].sequence.key.request_id)
+            if job is not None:
+                log.warning("step failed for %r: %s", job, error)
+                self._jobs.fail(job, error, now)
             return
         middle = len(plan.parts) // 2
         for half in (plan.parts[:middle], plan.parts[middle:]):
@@ -192,10 +192,10 @@ class StepRunner:
         if freed.ops or freed.preempted:
             self._apply(freed, now)
             return
-        live = self._live[plan.parts[0].sequence.key.request_id]
+        job = self._jobs[plan.parts[0].sequence.key.request_id]
         n_ctx = self._backend.capabilities.n_ctx
         text = f"This model's maximum context length is {n_ctx} tokens. However, {error.message}"
-        self._live.fail(live, ContextLengthError(f"{text}; alone it needs more", n_ctx=n_ctx), now)
+        self._jobs.fail(job, ContextLengthError(f"{text}; alone it needs more", n_ctx=n_ctx), now)
 
     def _end_in_flight(self, sequence: Sequence) -> None:
         """It ends on its text while its next token is computed: that one counts as a guess that was wrong."""
@@ -205,7 +205,8 @@ class StepRunner:
 
     def _apply_late(self) -> None:
         if late := self._scheduler.allocator.take_late_ops():
-            carry_out(late, self._backend, self._scheduler.allocator)
+            failed = carry_out(late, self._backend, self._scheduler.allocator)
+            assert not failed, f"a late op began {failed}"
 
 
 def _running(parts: Iterable[Planned]) -> StepPlan | None:
