@@ -19,8 +19,7 @@ import pytest
 from stoker import Runtime
 from stoker.chat.layout import Conversation, Layout
 from stoker.client.worker.jobs import RenderChat, TranslateGrammar
-from stoker.client.worker.pool import Bounds, WorkerPool
-from stoker.client.worker.process import WorkerProcess
+from stoker.client.worker.pool import Bounds, WorkerPool, WorkerProcess
 from stoker.errors import (
     InvalidRequestError,
     NotReadyError,

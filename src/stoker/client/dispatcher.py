@@ -182,7 +182,7 @@ class Dispatcher:
         """One frame from an engine; what a former life still says is not heard."""
         if life is not self._life:
             return
-        life.sign()
+        life.sign(events)
         for event in events:
             self._take_one(life, event)
         self.hand_out()
@@ -203,7 +203,6 @@ class Dispatcher:
                 pass
             case _:
                 self.requests.take(event)
-                life.note_progress(event)
 
     def _take_model(self, life: EngineInstance, event: ModelState) -> None:
         if life.is_leaving:  # it frees everything: which models there were is noted

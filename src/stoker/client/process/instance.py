@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from stoker.client.models.registry import ModelRegistry
     from stoker.client.process.transport import Transport
-    from stoker.ipc.events import Event, Heartbeat, RequestEvent
+    from stoker.ipc.events import Event, Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -221,17 +221,14 @@ class EngineInstance:
         """Every model that was due is settled."""
         self._serving_since = time.monotonic()
 
-    def sign(self) -> None:
-        """Something arrived from it."""
+    def sign(self, events: list[Event]) -> None:
+        """A frame arrived from it; a token shows that it works."""
         self._watchdog.sign(time.monotonic())
+        self.has_worked |= any(isinstance(event, Delta) and event.token_ids for event in events)
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
         """A heartbeat arrived."""
         self._watchdog.beat(heartbeat, now)
-
-    def note_progress(self, event: RequestEvent) -> None:
-        """A request moved; a token shows that this engine works."""
-        self.has_worked = self.has_worked or (isinstance(event, Delta) and bool(event.token_ids))
 
     def check(self, now: float) -> None:
         """Kill it if it hangs: before Hello after START_LIMIT_S, then by its heartbeats."""

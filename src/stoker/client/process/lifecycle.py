@@ -42,26 +42,20 @@ class Lifecycle:
 
     Args:
         on_move: called with every new state and why.
+
+    Attributes:
+        state: where the engine is; changed by `move` only.
+        since_s: when it came there, on the monotonic clock.
     """
 
     def __init__(self, on_move: OnMove = lambda *_: None) -> None:
+        self.state = EngineState.STARTING
+        self.since_s = time.monotonic()
         self._on_move = on_move
-        self._state = EngineState.STARTING
-        self._since_s = time.monotonic()
         self._story: deque[str] = deque([str(EngineState.STARTING)], maxlen=STORY_LENGTH)
 
     def __repr__(self) -> str:
         return f"<Lifecycle {' '.join(self._story)}>"
-
-    @property
-    def state(self) -> EngineState:
-        """Where the engine is."""
-        return self._state
-
-    @property
-    def since_s(self) -> float:
-        """When it came there, on the monotonic clock."""
-        return self._since_s
 
     def move(self, to: EngineState, why: str) -> None:
         """Go to another state.
@@ -69,9 +63,9 @@ class Lifecycle:
         Raises:
             AssertionError: the table has no such move: a bug of ours, told with the story so far.
         """
-        if to not in MOVES[self._state]:
-            raise AssertionError(f"illegal move {self._state} -> {to} ({why}); so far: {self!r}")
-        self._state, self._since_s = to, time.monotonic()
+        if to not in MOVES[self.state]:
+            raise AssertionError(f"illegal move {self.state} -> {to} ({why}); so far: {self!r}")
+        self.state, self.since_s = to, time.monotonic()
         self._story.append(f"-> {to} ({why})")
         self._on_move(to, why)
 
