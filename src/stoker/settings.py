@@ -1,7 +1,7 @@
 """Settings of the engine and the server: frozen, validated, read once.
 
-Owns every name, default and range, and is the only reader of the environment and of TOML files.
-Which of them a command line offers is the CLI's business; what they do is their component's.
+Owns every name, default, range and help text, and is the only reader of the environment and of TOML files.
+A command line says which of them it offers and takes the rest from here.
 
 A setting has one name everywhere: `ctx_size` is `--ctx-size`, `STOKER_CTX_SIZE` and, in TOML, `ctx_size`
 or `ctx-size`. `models`, `allowed_hosts` and the like may be written in the singular, as their flags are.
@@ -13,8 +13,10 @@ import difflib
 import os
 import re
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import platformdirs
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -35,6 +37,8 @@ APP = "stoker"
 ENV_PREFIX = "STOKER_"
 MAX_SLOTS = 256  # llama_max_parallel_sequences()
 MAX_PIXELS = 89_478_485  # what Pillow takes without a warning
+BY_MEMORY = "by the machine's memory"
+"""A default that the machine's tier decides."""
 
 _UNITS = {"": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -110,8 +114,47 @@ def _origins(value: object) -> object:
 
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 Location = Annotated[Path, BeforeValidator(_expand)]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a command line offers a setting.
+
+    Attributes:
+        names: of the option; a flag's two are parted by a slash.
+        text: what it means, without its default.
+        shown: the default in words; empty: it is not shown.
+        metavar: form of the value, which is taken as text then; None: that of its type.
+        kind: type of the value; a list is of texts.
+    """
+
+    names: tuple[str, ...]
+    text: str
+    shown: str
+    metavar: str | None
+    kind: Any
+
+
+def _setting(default: Any, text: str, **how: Any) -> Any:
+    """A field with its help text.
+
+    `flags`, `shown` and `metavar` say what `Flag` has to say where that does not follow from name, default
+    and type; the rest is pydantic's.
+    """
+    own: dict[str, Any] = {name: how.pop(name) for name in ("flags", "shown", "metavar") if name in how}
+    if callable(default):
+        return Field(default_factory=default, description=text, json_schema_extra=own, **how)
+    return Field(default=default, description=text, json_schema_extra=own, **how)
+
+
+def _size(default: int, text: str, **how: Any) -> Any:
+    """A field that takes bytes, or a number with a unit."""
+    unit = next(unit for unit in (2**30, 2**20) if default % unit == 0)
+    shown = f"{default // unit}{'GiB' if unit == 2**30 else 'MiB'}"
+    return _setting(default, text, **{"metavar": "SIZE", "shown": shown} | how)
 
 
 class _Frozen(BaseSettings):
@@ -152,135 +195,196 @@ class _Frozen(BaseSettings):
 
 
 class EngineSettings(_Frozen):
-    """How the engine process runs and what it serves.
+    """How the engine process runs and what it serves; each field says what it is.
 
     Attributes:
-        models: names or GGUF paths to serve; empty: the embedded default. The first one is "default".
-        slots: sequences that run at once.
-        ctx_size: tokens (KV cells) all slots share, and the most one request may use; 0: the model's own.
-            With `kv_cells` only the second.
-        threads: CPU threads; 0 picks the number of physical cores.
-        n_batch: tokens one step may carry.
-        kv_cells: KV cells to allocate, which all slots share, where that should differ from `ctx_size`; one
-            request may use no more than these either.
-        max_queue: requests that may wait; background gets half of it.
-        policy: how a step is shared between decode and prefill: "latency", "balanced" or "throughput".
-        target_step_ms: how long a step may take while an interactive request decodes.
-        background_patience_s: how long background work may go without a step before it gets one in ten.
-        park_bytes: host memory that the states of parked requests may take, per model.
-        cache_mode: what is kept of finished work: "off", "live" (cells), "snapshot" (states in host memory
-            and on disk) or "live+snapshot".
-        cache_ram_bytes: host memory that kept states may take, over all models; 0: none.
-        cache_disk_bytes: what they may take on disk, under `cache_dir`; 0: none.
+        models: names or GGUF paths; the first one is "default".
+        ctx_size: also the most one request may use; 0: the model's own. With `kv_cells` only that.
+        threads: 0 picks the number of physical cores.
+        kv_cells: one request may use no more than these either.
+        max_queue: background gets half of it.
+        cache_mode: "live" keeps cells, "snapshot" states in host memory and on disk.
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
-        max_prepare_s: how long turning a request into tokens and compiling its constraint may take.
-        watchdog_s: silence of the engine after which it counts as hung; a step may take this long, or ten
-            times what it is predicted to take, whichever is more.
-        drain_s: how long a shutdown lets running requests finish.
-        memory_limit: bytes that the engine and its front may take together; None: what the machine, its
-            control groups and its tier allow.
-        memory_margin: bytes of free memory that a load has to leave; 0: none.
-        keep_alive: seconds (or 30s, 10m, 2h) that a model stays in memory after its last request; -1: for
-            good; None: what the machine's tier says, 10 minutes at most.
-        draft_model: name or path of a smaller model of the same vocabulary that guesses for the first one.
-        speculation: what guesses tokens ahead where that is quicker: "off", "lookup" (what the text
-            repeats), "draft" (`draft_model`) or "auto" (both).
-        default_max_tokens: tokens an answer may have where its request does not say; 0: until the context
-            is full; None: what the machine's tier says.
-        suspend_grace_s: seconds between `suspend` and its begin; resuming meanwhile changes nothing.
-        lora: LoRA adapters that requests may name, each NAME=FILE or NAME=FILE@SCALE; one belongs to the
-            first model that it fits.
-        mmproj: the projector (GGUF) with which the first model that it fits reads pictures.
-        image_roots: folders that pictures named by `file:` may be read from; empty: none.
-        allow_http_images: fetch pictures from public http and https addresses.
-        max_images: pictures of one request.
-        max_image_bytes: of one encoded picture.
-        max_image_pixels: of one picture, by its header.
-        image_edge: pixels that a picture's longer edge is shrunk to; None: what the machine's tier says.
-        restore: with no `models` given, serve those that were loaded when it last ended.
-        heat_trace: a recorded course of heat to follow instead of the machine's sensors.
-        cache_dir: verdicts and files that can be made again.
-        models_dir: where pulled models lie.
-        states_dir: where saved states of recurrent models lie.
-        run_dir: what has to survive the program: suspended requests, which models were loaded.
+        max_prepare_s: compiling the request's constraint included.
+        watchdog_s: a step may take this long, or ten times what it is predicted to take, whichever is more.
+        memory_limit: of the engine and its front together; None: what the machine, its control groups and its
+            tier allow.
+        keep_alive: seconds (or 30s, 10m, 2h); -1: for good; None: what the machine's tier says, 10 minutes at
+            most.
+        speculation: "lookup" repeats what the text repeats, "draft" asks `draft_model`, "auto" does both.
+        suspend_grace_s: resuming meanwhile changes nothing.
+        lora: one belongs to the first model that it fits.
+        image_roots: for `file:`; empty: none.
     """
 
-    models: Names = ()
-    slots: int = Field(default=8, ge=1, le=MAX_SLOTS)
-    ctx_size: int = Field(default=16384, ge=0, lt=2**31)
-    threads: Annotated[int, BeforeValidator(_threads)] = Field(default=0, ge=0, le=1024)
-    n_batch: int = Field(default=512, ge=1, le=65536)
-    kv_cells: int | None = Field(default=None, ge=1, lt=2**31)
-    max_queue: int = Field(default=512, ge=1)
-    policy: Literal["latency", "balanced", "throughput"] = "latency"
-    target_step_ms: float = Field(default=50.0, gt=0, le=60_000)
-    background_patience_s: float = Field(default=30.0, ge=0, le=86_400)
-    park_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 2**30
-    cache_mode: Literal["off", "live", "snapshot", "live+snapshot"] = "live+snapshot"
-    cache_ram_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 2**30
-    cache_disk_bytes: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 4 * 2**30
-    isolation: Literal["process", "thread"] = "process"
-    max_prepare_s: float = Field(default=30.0, gt=0)
-    watchdog_s: float = Field(default=10.0, gt=0)
-    drain_s: float = Field(default=10.0, ge=0)
-    memory_limit: Bytes | None = None
-    memory_margin: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = 512 * 2**20
-    keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = None
-    draft_model: str | None = None
-    speculation: Literal["off", "lookup", "draft", "auto"] = "auto"
-    default_max_tokens: int | None = Field(default=None, ge=0, lt=2**31)
-    suspend_grace_s: float = Field(default=0.0, ge=0, le=86_400)
-    lora: Names = ()
-    mmproj: Location | None = None
-    image_roots: Names = ()
-    allow_http_images: bool = False
-    max_images: int = Field(default=16, ge=1, le=256)
-    max_image_bytes: Bytes = 20 * 2**20
-    max_image_pixels: int = Field(default=40_000_000, ge=64, le=MAX_PIXELS)
-    image_edge: int | None = Field(default=None, ge=8, le=16384)
-    restore: bool = False
-    heat_trace: Location | None = None
-    cache_dir: Location = Field(default_factory=lambda: platformdirs.user_cache_path(APP))
-    models_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "models")
-    states_dir: Location = Field(default_factory=lambda: platformdirs.user_data_path(APP) / "states")
-    run_dir: Location = Field(default_factory=lambda: platformdirs.user_state_path(APP))
+    models: Names = _setting(
+        (), "Model to serve; repeat for more.", flags=("--model", "-m"), shown="embedded default"
+    )
+    slots: int = _setting(8, "Requests that run at once.", ge=1, le=MAX_SLOTS)
+    ctx_size: int = _setting(
+        16384, "Tokens of context all slots share.", flags=("--ctx-size", "-c"), ge=0, lt=2**31
+    )
+    threads: Annotated[int, BeforeValidator(_threads)] = _setting(
+        0,
+        "CPU threads, or auto.",
+        flags=("--threads", "-t"),
+        shown="auto",
+        metavar="auto|N",
+        ge=0,
+        le=1024,
+    )
+    n_batch: int = _setting(512, "Tokens one step may carry.", ge=1, le=65536)
+    kv_cells: int | None = _setting(None, "KV cells to allocate.", shown="as --ctx-size", ge=1, lt=2**31)
+    max_queue: int = _setting(512, "Requests that may wait.", ge=1)
+    policy: Literal["latency", "balanced", "throughput"] = _setting(
+        "latency", "What a step favours while somebody waits for tokens."
+    )
+    target_step_ms: float = _setting(
+        50.0, "Longest a step should take while interactive requests decode.", gt=0, le=60_000
+    )
+    background_patience_s: float = _setting(
+        30.0, "Seconds background work goes without a step before it gets one in ten.", ge=0, le=86_400
+    )
+    park_bytes: Size = _size(2**30, "Host memory for states of parked requests, a model.")
+    cache_mode: Literal["off", "live", "snapshot", "live+snapshot"] = _setting(
+        "live+snapshot", "What is kept of finished work."
+    )
+    cache_ram_bytes: Size = _size(2**30, "Host memory for kept states; 0: none.")
+    cache_disk_bytes: Size = _size(4 * 2**30, "Disk for kept states, under --cache-dir; 0: none.")
+    isolation: Literal["process", "thread"] = _setting("process", "Where native code runs.")
+    max_prepare_s: float = _setting(30.0, "Seconds that tokenising a request may take.", gt=0)
+    watchdog_s: float = _setting(10.0, "Seconds of silence that end an engine.", gt=0)
+    drain_s: float = _setting(10.0, "Seconds that a shutdown lets running requests finish.", ge=0)
+    memory_limit: Bytes | None = _setting(
+        None, "Bytes, or such as 4GiB.", shown="what the machine has", metavar="SIZE"
+    )
+    memory_margin: Size = _size(512 * 2**20, "Free memory that loading has to leave; 0: none.")
+    keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = _setting(
+        None,
+        "How long a model stays after its last request: 30s, 10m, -1.",
+        shown=BY_MEMORY,
+        metavar="TIME",
+    )
+    draft_model: str | None = _setting(
+        None, "Smaller model of the same vocabulary that guesses.", shown="none"
+    )
+    speculation: Literal["off", "lookup", "draft", "auto"] = _setting(
+        "auto", "What guesses tokens ahead where that is quicker."
+    )
+    default_max_tokens: int | None = _setting(
+        None,
+        "Tokens of an answer that does not say; 0: until the context is full.",
+        shown=BY_MEMORY,
+        ge=0,
+        lt=2**31,
+    )
+    suspend_grace_s: float = _setting(0.0, "Seconds between a suspend and its begin.", ge=0, le=86_400)
+    lora: Names = _setting(
+        (),
+        "LoRA adapter that requests may name; repeat for more.",
+        shown="none",
+        metavar="NAME=FILE[@SCALE]",
+    )
+    mmproj: Location | None = _setting(
+        None, "Projector with which the first model that it fits reads pictures."
+    )
+    image_roots: Names = _setting((), "Folder that pictures may be read from by path; repeat for more.")
+    allow_http_images: bool = _setting(
+        default=False,
+        text="Fetch pictures from public addresses.",
+        flags=("--allow-http-images/--no-http-images",),
+    )
+    max_images: int = _setting(16, "Pictures of one request.", ge=1, le=256)
+    max_image_bytes: Bytes = _size(20 * 2**20, "Bytes of one encoded picture.")
+    max_image_pixels: int = _setting(40_000_000, "Pixels of one picture.", ge=64, le=MAX_PIXELS)
+    image_edge: int | None = _setting(
+        None, "Pixels that a longer edge is shrunk to.", shown=BY_MEMORY, ge=8, le=16384
+    )
+    restore: bool = _setting(default=False, text="Without --model, serve what was loaded last.")
+    heat_trace: Location | None = _setting(None, "Recorded heat to follow instead of the machine's sensors.")
+    cache_dir: Location = _setting(lambda: platformdirs.user_cache_path(APP), "Folder of the cache.")
+    models_dir: Location = _setting(
+        lambda: platformdirs.user_data_path(APP) / "models", "Folder of pulled models."
+    )
+    states_dir: Location = _setting(
+        lambda: platformdirs.user_data_path(APP) / "states", "Folder of saved states of recurrent models."
+    )
+    run_dir: Location = _setting(
+        lambda: platformdirs.user_state_path(APP), "Folder of what has to survive the program."
+    )
 
 
 class ServerSettings(_Frozen):
-    """Where the HTTP server listens and what it accepts.
+    """Where the HTTP server listens and what it accepts; each field says what it is.
 
     Attributes:
-        host: address to bind; anything but loopback should come with `api_key_file`.
-        port: 0 lets the system choose; the readiness line tells which.
-        api_key_file: file with one accepted key a line; None: no key is asked for.
-        admin_key_file: file with one operator's key a line. It is good for all that an ordinary key is good
-            for, and to load, unload and pin models, suspend and resume, and see the requests of all keys.
-            None: where keys are asked for nobody may do that over HTTP, elsewhere programs of this machine.
-        allow_downloads: let programs of this machine load models of the hub by name without an operator's
-            key; with one that is always allowed.
-        allowed_hosts: names accepted in `Host` besides the bound address and localhost.
-        cors_origins: origins whose pages may call, such as https://chat.example; "*": all, "null": files.
-        max_body_bytes: a longer request body is refused with 413.
-        max_connections: open ones; past it one that waits for its client gives way, else new ones get a 503.
-        max_receiving_bytes: what the bodies that are being received may take together, beyond 64 KiB each.
-        receive_timeout_s: seconds that the head of a request may take, and a sender pause in its body.
-        keepalive_s: seconds between comments on a stream that has nothing to say.
-        follow_sleep: suspend when the machine goes to sleep and resume when it wakes (logind).
+        host: anything but loopback should come with `api_key_file`.
+        port: the readiness line tells which one was picked.
+        admin_key_file: an operator's key is good for all that an ordinary key is good for, and to load,
+            unload and pin models, suspend and resume, and see the requests of all keys. None: where keys are
+            asked for this is not possible over HTTP, elsewhere programs of this machine may.
+        allow_downloads: for programs of this machine; with an operator's key it is always allowed.
+        allowed_hosts: besides the bound address and localhost.
+        cors_origins: such as https://chat.example; "*": all, "null": files.
+        max_connections: past it one that waits for its client gives way, else new ones get a 503.
+        follow_sleep: of the machine (logind).
     """
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8686, ge=0, le=65535)
-    api_key_file: Location | None = None
-    admin_key_file: Location | None = None
-    allow_downloads: bool = False
-    allowed_hosts: Names = ()
-    cors_origins: Origins = ()
-    max_body_bytes: Bytes = 32 * 2**20
-    max_connections: int = Field(default=1024, ge=16, le=65_536)
-    max_receiving_bytes: Bytes = 128 * 2**20
-    receive_timeout_s: float = Field(default=15.0, gt=0, le=3600)
-    keepalive_s: float = Field(default=10.0, gt=0)
-    follow_sleep: bool = True
+    host: str = _setting("127.0.0.1", "Address to bind.")
+    port: int = _setting(8686, "0 picks a free one.", ge=0, le=65535)
+    api_key_file: Location | None = _setting(None, "File with one accepted key a line.", shown="no key")
+    admin_key_file: Location | None = _setting(None, "File with one operator's key a line.", shown="none")
+    allow_downloads: bool = _setting(
+        default=False,
+        text="Let `load` download without an operator's key.",
+        flags=("--allow-downloads/--no-downloads",),
+    )
+    allowed_hosts: Names = _setting((), "Further name accepted in the Host header; repeat for more.")
+    cors_origins: Origins = _setting(
+        (),
+        "Origin whose pages may call the server; repeat for more, * for all.",
+        shown="none",
+        metavar="ORIGIN",
+    )
+    max_body_bytes: Bytes = _size(32 * 2**20, "Bytes of a request; more are refused with 413.")
+    max_connections: int = _setting(1024, "Open connections.", ge=16, le=65_536)
+    max_receiving_bytes: Bytes = _size(
+        128 * 2**20, "Bytes of all bodies being received together, beyond 64 KiB each."
+    )
+    receive_timeout_s: float = _setting(
+        15.0, "Seconds that the head of a request may take, and a pause in its body.", gt=0, le=3600
+    )
+    keepalive_s: float = _setting(10.0, "Seconds between comments on a stream that has nothing to say.", gt=0)
+    follow_sleep: bool = _setting(default=True, text="Suspend and resume with the machine.")
+
+
+def flag_of(name: str) -> Flag:
+    """How a command line offers the setting of that name."""
+    field = (EngineSettings.model_fields | ServerSettings.model_fields)[name]
+    option = next((singular for singular, plural in _SINGULAR.items() if plural == name), name)
+    option = f"--{option.replace('_', '-')}"
+    kind, default, metavar = _plain(field.annotation), field.default, None
+    if get_origin(kind) is Literal:
+        metavar = "|".join(get_args(kind))
+    if kind is bool:
+        option = f"{option}/--no-{option[2:]}"
+        default = "yes" if default else "no"
+    is_shown = field.default_factory is None and default not in {None, ()}
+    shown = f"{default:g}" if isinstance(default, float) else str(default) if is_shown else ""
+    own: Any = field.json_schema_extra
+    metavar = own.get("metavar", metavar)
+    if get_origin(kind) is tuple:
+        kind = list[str]
+    elif metavar is not None:
+        kind = str
+    return Flag(own.get("flags", (option,)), field.description or "", own.get("shown", shown), metavar, kind)
+
+
+def _plain(kind: Any) -> Any:
+    """The type without None and without what checks it."""
+    if isinstance(kind, UnionType) or get_origin(kind) is Union:
+        kind = next(part for part in get_args(kind) if part is not NoneType)
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[EngineSettings, ServerSettings]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from stoker.cli.commands.serve import OFFERED
 from stoker.errors import InvalidRequestError, MachineSetupError
-from stoker.settings import EngineSettings, ServerSettings, is_debug, load_settings, parse_size
+from stoker.settings import EngineSettings, ServerSettings, flag_of, is_debug, load_settings, parse_size
 
 
 @pytest.fixture(autouse=True)
@@ -208,3 +209,36 @@ def test_debug_is_an_environment_variable(
     """STOKER_DEBUG=1 shows tracebacks."""
     monkeypatch.setenv("STOKER_DEBUG", value)
     assert is_debug() is answer
+
+
+IN_WORDS = {
+    "": (None, (), EngineSettings().cache_dir, EngineSettings().run_dir),
+    "embedded default": ((),),
+    "none": (None, ()),
+    "no key": (None,),
+    "as --ctx-size": (None,),
+    "what the machine has": (None,),
+    "by the machine's memory": (None,),
+}
+"""Defaults that are shown in words or not at all, and what they stand for."""
+
+
+@pytest.mark.parametrize("name", OFFERED.split())
+def test_an_option_shows_the_default_and_has_the_name_that_its_setting_has(name: str) -> None:
+    """SPEC I2: what `--help` promises is what a program gets that says nothing."""
+    flag = flag_of(name)
+    engine, server = load_settings({}, None)
+    default = getattr(engine if name in EngineSettings.model_fields else server, name)
+    option = flag.names[0].partition("/")[0].removeprefix("--").replace("-", "_")
+    if flag.shown in IN_WORDS:
+        assert default in IN_WORDS[flag.shown]
+        assert load_settings({option: default}, None) == (engine, server)
+    else:
+        shown = {"yes": "true", "no": "false"}.get(flag.shown, flag.shown)
+        assert load_settings({option: shown}, None) == (engine, server)
+
+
+def test_every_setting_says_what_it_is() -> None:
+    """SPEC I2: also those that have no option."""
+    for fields in (EngineSettings.model_fields, ServerSettings.model_fields):
+        assert [name for name, field in fields.items() if not field.description] == []

@@ -1,7 +1,7 @@
 """Options that several commands share, and the settings they make together with environment and file.
 
-Defaults shown here are words for people: a flag that is not given stays None, so that `STOKER_*` and the
-TOML file can speak (`stoker.settings` has the values).
+The option of a setting is made of what `stoker.settings` says of it. A flag that is not given stays None, so
+that `STOKER_*` and the TOML file count.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.settings import flag_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
 
     RuntimeFactory = Callable[[EngineSettings], Runtime]
 
+
+def option_of(name: str) -> Any:
+    """The option of a setting, for `Annotated`."""
+    flag = flag_of(name)
+    text = f"{flag.text} \\[{flag.shown}]" if flag.shown else flag.text
+    return typer.Option(*flag.names, help=text, metavar=flag.metavar)
+
+
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file with any of the settings.")]
 Model = Annotated[
     str | None,
@@ -26,12 +36,8 @@ Model = Annotated[
         "--model", "-m", help="Name from `stoker models` or path of a GGUF file. \\[embedded default]"
     ),
 ]
-CtxSize = Annotated[
-    int | None, typer.Option("--ctx-size", "-c", help="Tokens of context all slots share. \\[16384]")
-]
-Threads = Annotated[
-    str | None, typer.Option("--threads", "-t", help="CPU threads, or auto. \\[auto]", metavar="auto|N")
-]
+CtxSize = Annotated[int | None, option_of("ctx_size")]
+Threads = Annotated[str | None, option_of("threads")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to answer with at most.", min=1)]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer. \\[random]")]
