@@ -212,7 +212,7 @@ def test_debug_is_an_environment_variable(
 
 
 IN_WORDS = {
-    "": (None, (), EngineSettings().cache_dir, EngineSettings().run_dir),
+    "": (None, ()),
     "embedded default": ((),),
     "none": (None, ()),
     "no key": (None,),
@@ -231,7 +231,7 @@ def test_an_option_shows_the_default_and_has_the_name_that_its_setting_has(name:
     default = getattr(engine if name in EngineSettings.model_fields else server, name)
     option = flag.names[0].partition("/")[0].removeprefix("--").replace("-", "_")
     if flag.shown in IN_WORDS:
-        assert default in IN_WORDS[flag.shown]
+        assert isinstance(default, Path) or default in IN_WORDS[flag.shown]
         assert load_settings({option: default}, None) == (engine, server)
     else:
         shown = {"yes": "true", "no": "false"}.get(flag.shown, flag.shown)

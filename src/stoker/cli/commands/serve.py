@@ -1,4 +1,7 @@
-"""`stoker serve`: the OpenAI-compatible server. Its options are settings, see `stoker.settings`."""
+"""`stoker serve`: the OpenAI-compatible server. Its options are settings, see `stoker.settings`.
+
+Apart because each command has its module.
+"""
 
 from __future__ import annotations
 
