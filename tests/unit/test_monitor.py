@@ -249,12 +249,12 @@ class Thermometer:
 
 
 class Bench:
-    """A gauge over files, and what it posted."""
+    """A monitor over files, and what it posted."""
 
     def __init__(self, root, every_s):
         self.heat = Thermometer()
         self.posted = queue.Queue()
-        self.monitor = MemoryMonitor(self.posted.put, Sources(root=root, heat=self.heat), every_s)
+        self.monitor = MemoryMonitor(self.posted.put, Sources(root=root, heat=self.heat.read), every_s)
 
     def next(self):
         """The next sample posted."""

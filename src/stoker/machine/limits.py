@@ -7,7 +7,7 @@ with their defaults, each of which a setting overrides. The backend reports acce
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -58,12 +58,8 @@ def read_limits(memory_limit: int | None = None, root: Path = Path("/")) -> Memo
     if memory_limit is None:
         return bounds
     left = max(0, memory_limit - psutil.Process().memory_info().rss)
-    return MemoryLimits(
-        physical_bytes=bounds.physical_bytes,
-        available_bytes=min(bounds.available_bytes, left),
-        cgroup_bytes=bounds.cgroup_bytes,
-        user_bytes=memory_limit,
-    )
+    available = min(bounds.available_bytes, left)
+    return replace(bounds, available_bytes=available, user_bytes=memory_limit)
 
 
 def limits_of(physical_bytes: int, available_bytes: int, groups: Sequence[ControlGroup]) -> MemoryLimits:

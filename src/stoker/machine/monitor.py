@@ -22,7 +22,7 @@ from stoker.machine.cgroups import ControlGroup, limited_groups
 from stoker.machine.ladder import LONGEST_DESCENT_S
 from stoker.machine.limits import Tier, effective_limit, limits_of, tier_of
 from stoker.machine.pressure import CRITICAL_FROM, HYSTERESIS, Pressure, PressureMeter, is_ours_to_ease
-from stoker.machine.thermal import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource, NoSensors
+from stoker.machine.thermal import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource
 
 EVERY_S = 1.0
 LINGER_S = LONGEST_DESCENT_S + LEAVE_AFTER_S
@@ -78,14 +78,14 @@ class Sources:
     Attributes:
         memory_limit: the user's own limit in bytes; None: not set.
         pids: processes whose memory counts; the children of the last one count too.
-        heat: where heat is read.
+        heat: reads heat.
         device: reads the accelerator's memory; None: there is none.
         root: where `/proc` and `/sys` are found.
     """
 
     memory_limit: int | None = None
     pids: tuple[int, ...] = field(default_factory=lambda: (os.getpid(),))
-    heat: HeatSource = field(default_factory=NoSensors)
+    heat: HeatSource = HeatReading
     device: DeviceReader | None = None
     root: Path = Path("/")
 
@@ -122,7 +122,7 @@ def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
         device_free_bytes=device[0] if device else None,
         device_total_bytes=device[1] if device else None,
         tier=tier_of(profile.effective_bytes),
-        heat=sources.heat.read(),
+        heat=sources.heat(),
     )
 
 

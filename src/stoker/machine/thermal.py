@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -58,36 +58,21 @@ class HeatReading:
     celsius: float | None = None
 
 
-class HeatSource(Protocol):
-    """Where heat is read; takes milliseconds at most and never raises."""
-
-    def read(self) -> HeatReading:
-        """How hot it is now."""
-        ...
+HeatSource = Callable[[], HeatReading]
+"""Reads heat now; takes milliseconds at most and never raises."""
 
 
 def heat_source(trace: Path | None = None) -> HeatSource:
-    """The recorded trace if given, else the sensors of this machine.
+    """The recorded trace if given, else the sensors of this machine; without any it is nominal.
 
     Raises:
         MachineSetupError: the trace cannot be read or a line of it is wrong.
     """
     if trace is not None:
-        return RecordedTrace(trace)
+        return RecordedTrace(trace).read
     if sys.platform == "darwin":
-        return MacThermalState()
-    return LinuxSensors() if hasattr(psutil, "sensors_temperatures") else NoSensors()
-
-
-class NoSensors:
-    """A machine without sensors."""
-
-    def __repr__(self) -> str:
-        return "<NoSensors>"
-
-    def read(self) -> HeatReading:
-        """Nominal."""
-        return HeatReading()
+        return MacThermalState().read
+    return hottest_sensor if hasattr(psutil, "sensors_temperatures") else HeatReading
 
 
 # ---------------------------------------------------------------- Linux
@@ -102,33 +87,25 @@ def level_of(celsius: float, high_c: float = DEFAULT_HIGH_C, critical_c: float =
     return Heat.FAIR if celsius >= high_c - FAIR_BELOW_K else Heat.NOMINAL
 
 
-class LinuxSensors:
-    """The hottest of the kernel's temperature sensors, each by its own thresholds.
+def hottest_sensor(read_sensors: Callable[[], Mapping[str, Iterable[Any]]] | None = None) -> HeatReading:
+    """The worst level of the kernel's temperature sensors, each by its own thresholds, with its sensor.
 
     Args:
-        read_sensors: sensors by chip, each with label, current, high and critical, in degrees Celsius.
+        read_sensors: sensors by chip, each with label, current, high and critical in degrees Celsius; None:
+            this machine's.
     """
-
-    def __init__(self, read_sensors: Callable[[], Mapping[str, Iterable[Any]]] | None = None) -> None:
-        self._read_sensors = read_sensors or psutil.sensors_temperatures
-
-    def __repr__(self) -> str:
-        return "<LinuxSensors>"
-
-    def read(self) -> HeatReading:
-        """The worst level, with the hottest sensor of that level."""
-        try:
-            chips = self._read_sensors()
-        except (OSError, ValueError, psutil.Error):
-            return HeatReading()
-        readings = [
-            HeatReading(level_of(sensor.current, *_thresholds(sensor)), _name(chip, sensor), sensor.current)
-            for chip, sensors in chips.items()
-            if not chip.lower().startswith(_FOREIGN)
-            for sensor in sensors
-            if _is_within(sensor.current, _READINGS_C)
-        ]
-        return max(readings, key=lambda one: (one.level.rank, one.celsius or 0.0), default=HeatReading())
+    try:
+        chips = (read_sensors or psutil.sensors_temperatures)()
+    except (OSError, ValueError, psutil.Error):
+        return HeatReading()
+    readings = [
+        HeatReading(level_of(sensor.current, *_thresholds(sensor)), _name(chip, sensor), sensor.current)
+        for chip, sensors in chips.items()
+        if not chip.lower().startswith(_FOREIGN)
+        for sensor in sensors
+        if _is_within(sensor.current, _READINGS_C)
+    ]
+    return max(readings, key=lambda one: (one.level.rank, one.celsius or 0.0), default=HeatReading())
 
 
 def _name(chip: str, sensor: Any) -> str:

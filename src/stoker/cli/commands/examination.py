@@ -194,7 +194,7 @@ def _pressure(sample: Sample) -> Finding:
 def _heat(settings: EngineSettings) -> Finding:
     """How hot it is now; a machine without sensors counts as nominal."""
     try:
-        reading = heat_source(settings.heat_trace).read()
+        reading = heat_source(settings.heat_trace)()
     except MachineSetupError as error:
         return Finding("heat", Level.BROKEN, error.message, "correct the file, or unset heat_trace")
     if not reading.sensor:
