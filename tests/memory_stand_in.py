@@ -75,7 +75,7 @@ class Gate:
         self._is_open = Event()
         self.is_deaf = False
         self.begun, self.stopped, self.backends = [], [], []
-        monkeypatch.setattr("stoker.engine.residency.workers.load_fake", self._load)
+        monkeypatch.setattr("stoker.backends.fake.backend.load", self._load)
 
     def open(self):
         """Let every load end."""

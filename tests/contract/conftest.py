@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
-from stoker.backends.llama import LlamaBackend, load
+from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.ipc.model import ModelSpec
 from tiny_models import TINY, write_llama
 

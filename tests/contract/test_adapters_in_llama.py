@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.backends.llama import LlamaBackend, load
+from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import llama
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, PlanItem
 from stoker.errors import ModelFileError, PoolFullError, StepFailedError, UnsupportedError

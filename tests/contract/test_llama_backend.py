@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stoker.backends.llama import LlamaBackend, load
+from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import device_names, llama
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions

@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 import tiny_models
-from stoker.backends.llama import load
+from stoker.backends.llama.backend import load
 from stoker.backends.llama.draft import SLICE_TOKENS
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import ModelFileError, UnsupportedError
 from stoker.ipc.model import AdapterSpec, ModelSpec, Speculation
-from stoker.models.memory_estimate.draft import with_draft
 from stoker.models.memory_estimate.estimate import estimator_of
+from stoker.models.memory_estimate.fit import with_draft
 
 TEXT = [1, 40, 41, 42, 90, 91, 92, 60]
 NUM_CELLS = 256

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stoker.backends.fake.backend import FakeBackend
-from stoker.backends.llama import LlamaBackend
+from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.llama.binding import llama
 from stoker.backends.protocol.backend import BatchPlan, PlanItem, Rows
 from stoker.errors import StepFailedError, UnsupportedError

@@ -11,7 +11,7 @@ import pytest
 from reference import Reference, log_softmax
 
 from stoker import Runtime
-from stoker.backends.llama import load
+from stoker.backends.llama.backend import load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.ipc.model import ModelSpec
 from stoker.sampling.logprobs import Likelihoods

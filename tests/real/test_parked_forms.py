@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from conftest import MODEL
-from stoker.backends.llama import load
+from stoker.backends.llama.backend import load
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import MODEL
-from stoker.backends.llama import load
+from stoker.backends.llama.backend import load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare

@@ -29,7 +29,9 @@ ALLOWED = {
     "backends.protocol": {"errors", "ipc"},
     "backends.cell_map": {"errors"},
     "models": BASE | {"ipc", "backends.protocol"},
-    "backends": BASE | {"ipc", "models", "backends.protocol", "backends.cell_map"},
+    "backends": BASE | {"ipc", "machine", "models", "backends.protocol", "backends.cell_map"},
+    "backends.registry": {"models"},  # backends by name
+    "models.store": BASE | {"ipc", "models", "backends.registry"},
     "cache": BASE | {"ipc", "machine"},
     "kv": {"errors", "ipc", "backends.protocol", "cache"},
     "scheduler": {"errors", "ipc", "backends.protocol", "cache", "kv"},
@@ -37,14 +39,16 @@ ALLOWED = {
     "sampling": {"errors", "ipc", "backends.protocol", "grammar"},
     "speculation": {"ipc", "backends.protocol", "kv", "scheduler"},
     "engine": BASE
-    | {"ipc", "settings", "machine", "models", "backends", "backends.protocol", "cache", "kv", "scheduler"}
-    | {"grammar", "sampling", "speculation"},
+    | {"ipc", "settings", "machine", "models", "backends", "backends.protocol", "backends.registry", "cache"}
+    | {"kv", "scheduler", "grammar", "sampling", "speculation"},
     # ---- what the caller's process is made of
     "chat": {"errors", "json_size"},
     "images": BASE | {"ipc", "settings", "machine"},
     "power": {"errors"},
     "client.worker": {"errors", "ipc", "chat", "grammar"},
-    "client": BASE | {"ipc", "settings", "chat", "images", "machine", "models", "client.worker"},
+    "client": BASE
+    | {"ipc", "settings", "chat", "images", "machine", "models", "models.store", "backends.registry"}
+    | {"client.worker"},
     "tasks": {"errors", "ipc", "chat", "images", "models", "client", "client.worker"},
     "runtime": {
         "errors",
@@ -57,16 +61,15 @@ ALLOWED = {
         "engine",
     },  # brings them together
     "sync": {"errors", "ipc", "settings", "client", "runtime", "tasks"},
-    "llm_plugin": {"errors", "ipc", "settings", "models", "sync"},
+    "llm_plugin": {"errors", "ipc", "settings", "models.store", "sync"},
     "server": BASE | {"", "ipc", "settings", "chat", "images", "power", "client", "tasks", "runtime"},
     "cli": BASE
-    | {"", "ipc", "settings", "cache", "chat", "images", "machine", "models", "backends", "client", "tasks"}
-    | {"runtime", "server"},
+    | {"", "ipc", "settings", "cache", "chat", "images", "machine", "models", "models.store", "backends"}
+    | {"backends.registry", "client", "tasks", "runtime", "server"},
 }
 # Imports that stand in the way of a table without exceptions, by module and room.
 STILL = {
     ("client.requests.admission", "scheduler"),
-    ("client.models.specs", "backends"),
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (
@@ -90,7 +93,7 @@ PURE = (
     "engine.threads.governor",
 )
 IMPURE = {"asyncio", "ctypes", "logging", "mlx", "threading", "time"}
-NATIVE = {"llama_cpp", "mlx", "stoker.backends.llama"}
+NATIVE = {"llama_cpp", "mlx", "stoker.backends.llama.binding", "stoker.backends.fake.backend"}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -4,7 +4,7 @@ import pytest
 
 from memory_stand_in import MIB
 from stoker import Runtime
-from stoker.backends.llama import load
+from stoker.backends.llama.backend import load
 from stoker.client.models.loading import SpecChanges
 from stoker.errors import ContextLengthError
 from stoker.ipc.model import ModelSpec

@@ -37,9 +37,7 @@ STILL: dict[str, set[str]] = {
         "src/stoker/cli/commands/doctor.py",
         "src/stoker/engine/jobs/adapters.py",
         "src/stoker/engine/jobs/sources.py",
-        "src/stoker/engine/residency/headers.py",
         "src/stoker/engine/residency/swaps.py",
-        "src/stoker/models/memory_estimate/draft.py",
     },
 }
 

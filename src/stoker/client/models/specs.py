@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
+from stoker.backends.registry import has_scheme
 from stoker.errors import InvalidRequestError, StokerError
 from stoker.ipc.model import (
     AdapterSpec,
@@ -30,12 +30,13 @@ from stoker.ipc.model import (
 from stoker.ipc.request import MAX_ADAPTER_SCALE
 from stoker.machine.limits import DEFAULTS, TierDefaults, read_limits, tier_of
 from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
-from stoker.models.projector import Pairing, ProjectorHeader, check_pair, pairing_of, read_projector
+from stoker.models.projector import Pairing, ProjectorHeader, check_pair, read_projector
 from stoker.models.seq2seq import check_one_slot, slots_of
-from stoker.models.store import FAKE_PREFIX, ModelFile, ModelStore, is_fake
+from stoker.models.store import ModelFile, ModelStore
 
 if TYPE_CHECKING:
     from stoker.models.gguf.header import GgufHeader
+    from stoker.models.reader import ModelDescription
     from stoker.settings import EngineSettings
 
 _RESERVED = "default"
@@ -102,9 +103,9 @@ class ModelSource:
             ModelNotFoundError: there is no such model, or it lies outside the models folder.
             ModelError: its file is broken or holds no language model.
         """
-        is_free = reach is Reach.ANY and is_fake(name)
+        is_free = reach is Reach.ANY and has_scheme(name)
         return self._described(
-            self._store.resolve_fake(name) if is_free else self._store.resolve_listed(name)
+            self._store.resolve_scheme(name) if is_free else self._store.resolve_listed(name)
         )
 
     def _read_served(self) -> list[FoundModel]:
@@ -159,43 +160,28 @@ class ModelSource:
             keep_alive_s=self.defaults.keep_alive_s if keep_alive is None else keep_alive,
             speculation=Speculation(settings.speculation),
         )
-        bare = replace(ModelInfo.bare(spec), n_ctx_train=file.n_ctx_train)
-        if file.header is None:
-            return FoundModel(spec, _fake_info(bare, spec, file))
-        n_ctx = min(spec.most_tokens or file.n_ctx_train, file.n_ctx_train)
-        return FoundModel(spec, _header_info(replace(bare, n_ctx=n_ctx), file.header))
+        assert file.description is not None, f"{file!r} cannot be loaded"
+        return FoundModel(spec, _info(spec, file.description))
 
 
-def _header_info(bare: ModelInfo, header: GgufHeader) -> ModelInfo:
-    name = header.metadata.get("general.name")
+def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
+    asked = spec.most_tokens or found.n_ctx_train
     return replace(
-        bare,
-        model_class=str(header.model_class),
-        architecture=header.architecture,
-        description=name if isinstance(name, str) else "",
-        num_params=header.num_params,
-        size_bytes=header.size_bytes,
-        n_vocab=header.n_vocab,
-        chat_template=header.chat_template,
-        bos_text=header.bos_text,
-        eos_text=header.eos_text,
-        pooling=header.pooling,
-        pairing=str(pairing_of(header, None).pairing),
-        n_embd=header.embedding_length,
-    )
-
-
-def _fake_info(bare: ModelInfo, spec: ModelSpec, file: ModelFile) -> ModelInfo:
-    vocabulary = FakeVocabulary()
-    return replace(
-        bare,
-        n_ctx=spec.most_tokens or file.n_ctx_train,  # it takes what it is given
-        model_class=str(file.model_class),
-        architecture="fake",
-        n_vocab=N_VOCAB,
-        chat_template=vocabulary.chat_template,
-        bos_text=vocabulary.bos_text,
-        eos_text=vocabulary.eos_text,
+        ModelInfo.bare(spec),
+        n_ctx=min(asked, found.n_ctx_train) if found.has_fixed_context else asked,
+        n_ctx_train=found.n_ctx_train,
+        model_class=str(found.model_class),
+        architecture=found.architecture,
+        description=found.name,
+        num_params=found.num_params,
+        size_bytes=found.size_bytes,
+        n_vocab=found.n_vocab,
+        chat_template=found.chat_template,
+        bos_text=found.bos_text,
+        eos_text=found.eos_text,
+        pooling=found.pooling,
+        pairing=found.pairing,
+        n_embd=found.n_embd,
     )
 
 
@@ -263,7 +249,7 @@ def projector_by_model(path: str | Path | None, models: Sequence[ModelFile]) -> 
 
 def _placed(spec: AdapterSpec, models: Sequence[ModelFile]) -> tuple[ModelFile, AdapterSpec]:
     """The first model that the adapter fits, and the spec with what its file adds."""
-    if spec.path.startswith(FAKE_PREFIX):
+    if has_scheme(spec.path):
         for model in models:
             if model.header is None:
                 return model, spec
@@ -305,4 +291,4 @@ def _number(text: str) -> float | None:
 
 
 def _expanded(path: str) -> str:
-    return path if path.startswith(FAKE_PREFIX) else str(Path(path.strip()).expanduser())
+    return path if has_scheme(path) else str(Path(path.strip()).expanduser())

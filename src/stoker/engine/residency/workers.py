@@ -11,17 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from stoker.backends.fake.backend import estimator as fake_estimator
-from stoker.backends.fake.backend import load as load_fake
-from stoker.backends.fake.encoder import asks_for_encoder
-from stoker.backends.fake.encoder import estimator as fake_encoder_estimator
-from stoker.backends.fake.encoder import load as load_fake_encoder
-from stoker.backends.llama import load as load_llama
-from stoker.backends.llama.oneshot.encoder import load as load_encoder
-from stoker.backends.llama.opening import try_in_child
-from stoker.backends.llama.seq2seq.seq2seq import load as load_seq2seq
-from stoker.backends.protocol.backend import Backend
-from stoker.backends.protocol.encoding import Encoder
+from stoker.backends.registry import OpenModels
 from stoker.engine.inbox import (
     Inbox,
     Loaded,
@@ -36,15 +26,13 @@ from stoker.engine.inbox import (
 from stoker.engine.jobs.preparations import Preparation, Preparations
 from stoker.engine.jobs.prepare import PrepContext, check_tokens, is_quick, prepare, prompt_tokens
 from stoker.engine.jobs.text_bounds import QUICK_CHARS, check_question
-from stoker.engine.residency.headers import Headers
 from stoker.errors import EngineError, NotReadyError, StokerError
 from stoker.ipc.commands import CountTokens, Detokenize, Submit, TextQuestion, Tokenize
 from stoker.ipc.events import Reply
-from stoker.ipc.model import ModelClass, ModelSpec
-from stoker.models.memory_estimate.draft import with_draft
-from stoker.models.memory_estimate.estimate import estimator
+from stoker.ipc.model import ModelSpec
+from stoker.models.memory_estimate.fit import with_draft
+from stoker.models.reader import LoadContext
 
-FAKE_PREFIX = "fake:"
 TOLD_EVERY = 0.02
 """How much further a load has to come to be told of again: loaders report each of hundreds of tensors."""
 
@@ -61,7 +49,7 @@ class Workers:
     def __init__(self, inbox: Inbox, cache_dir: Path, max_prepare_s: float) -> None:
         self._inbox = inbox
         self._cache_dir = cache_dir
-        self._headers = Headers()
+        self._models = OpenModels()
         self.preparations = Preparations(inbox, max_prepare_s)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
         self._sizer = ThreadPoolExecutor(1, thread_name_prefix="stoker-sizer")
@@ -95,15 +83,11 @@ class Workers:
         """Look at a model's file; posts Sized or LoadFailed."""
 
         def answer() -> Sized:
-            if spec.path.startswith(FAKE_PREFIX):
-                is_encoder = asks_for_encoder(spec.path)
-                fake = fake_encoder_estimator if is_encoder else fake_estimator
-                return Sized(load, fake(spec.path), "")
-            mark, header = self._headers.get(Path(spec.path))
-            found = estimator(header)
+            model = self._models.open(spec.path)
+            found = model.estimator()
             if spec.draft_path and spec.speculation.uses_model:
-                found = with_draft(found, estimator(self._headers.get(Path(spec.draft_path))[1]))
-            return Sized(load, found, mark)
+                found = with_draft(found, self._models.open(spec.draft_path).estimator())
+            return Sized(load, found, model.fingerprint)
 
         self._post(self._sizer, answer, lambda error: LoadFailed(load, error))
 
@@ -123,22 +107,12 @@ class Workers:
                 self._inbox.put(LoadMoved(load, "weights", fraction))
 
         def answer() -> Loaded:
-            if is_suspect and not spec.path.startswith(FAKE_PREFIX):
-                try_in_child(self._headers.get(Path(spec.path))[1], moved, self._cache_dir)
-            return Loaded(load, spec.path, self._backend(spec, moved))
+            model, context = self._models.open(spec.path), LoadContext(moved, self._cache_dir)
+            if is_suspect:
+                model.try_out(context)
+            return Loaded(load, spec.path, model.load(spec, context))
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
-
-    def _backend(self, spec: ModelSpec, moved: Callable[[float], None]) -> Backend | Encoder:
-        if spec.path.startswith(FAKE_PREFIX):
-            is_encoder = asks_for_encoder(spec.path)
-            return load_fake_encoder(spec, moved) if is_encoder else load_fake(spec, moved)
-        _, header = self._headers.get(Path(spec.path))
-        if header.model_class is ModelClass.ENCODER:
-            return load_encoder(spec, moved, self._cache_dir, header)
-        if header.model_class is ModelClass.ENCODER_DECODER:
-            return load_seq2seq(spec, moved, self._cache_dir, header)
-        return load_llama(spec, moved, self._cache_dir, header)
 
     def close(self) -> None:
         """Drop what waits; wait for a load, and a little for what is being prepared."""

@@ -17,6 +17,8 @@ from stoker.errors import InsufficientMemoryError
 from stoker.ipc.model import ModelSpec
 
 SMALLEST_N_CTX = 2048
+DRAFT_BATCH = 64
+"""Tokens that a draft model computes at a time."""
 _SLOTS = (4, 2, 1)
 _TIGHT_FRACTION = 10  # less than a tenth of the limit left over counts as tight
 
@@ -181,3 +183,18 @@ def _offer(verdict: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, f
 def text_of(size_bytes: int) -> str:
     """A size for people, in MiB."""
     return f"{size_bytes / 2**20:.0f} MiB"
+
+
+def with_draft(estimate: Estimator, draft: Estimator) -> Estimator:
+    """The same model, with a draft model that guesses for it (SPEC R1, D9) and reads as long a text."""
+
+    def both(spec: ModelSpec) -> Estimate:
+        found = estimate(spec)
+        alone = msgspec.structs.replace(spec, kv_type="", adapters=(), projector=None)
+        own = draft(
+            msgspec.structs.replace(alone, num_slots=1, n_batch=DRAFT_BATCH, n_ctx=found.n_ctx, num_cells=0)
+        )
+        lines = {**found.lines, "draft": own.total_bytes}
+        return Estimate(lines=lines, n_ctx=found.n_ctx, smaller_kv_types=found.smaller_kv_types)
+
+    return both
