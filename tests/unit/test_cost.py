@@ -5,7 +5,7 @@ import pytest
 from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
-from stoker.scheduler.budget import MIN_SLICE_S, SliceBudget, StepBudget, StepPolicy
+from stoker.scheduler.budget import MIN_SLICE_S, SliceBudget, StepBudget
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.eta import EtaEstimator, waits_s
 from stoker.scheduler.plan import Planner
@@ -88,14 +88,14 @@ def test_a_noisy_point_does_not_make_more_tokens_cheaper_than_fewer():
 )
 def test_prefill_beside_an_interactive_row_is_cut_to_the_policys_time(policy, num_tokens):
     """Q9: 9 tokens of such steps take 50 ms, one of them is the row; 29 take 150 ms."""
-    budget = StepBudget(StepPolicy(512, policy, 0.05), taught())
+    budget = StepBudget(taught(), 512, policy, 0.05)
     assert budget.prefill(1, 1) == num_tokens
     assert budget.prefill(0, 1) == 512
 
 
 def test_many_prompts_beside_one_row_may_take_longer_steps():
     """Q9: eight who wait for a first token are not kept by one who waits for the next."""
-    budget = StepBudget(StepPolicy(512), taught())
+    budget = StepBudget(taught(), 512)
     assert budget.prefill(1, 1) == 8
     assert budget.prefill(1, 4) == 38  # 200 ms
     assert budget.prefill(4, 4) == 8
@@ -103,7 +103,7 @@ def test_many_prompts_beside_one_row_may_take_longer_steps():
 
 def test_a_prompt_goes_on_even_where_decoding_takes_the_whole_target():
     """Q9: never below a token for each ready prefill."""
-    planner = Planner(StepBudget(StepPolicy(512), taught()), 64)
+    planner = Planner(StepBudget(taught(), 512), 64)
     rows = [member("d" * n, SequenceState.DECODE) for n in range(1, 31)]
     prompts = [member("p" * n, SequenceState.PREFILL) for n in range(40, 52)]
     planned = counts(planner.plan([*rows, *prompts]))
@@ -113,7 +113,7 @@ def test_a_prompt_goes_on_even_where_decoding_takes_the_whole_target():
 
 def test_a_prompt_that_a_step_of_three_targets_finishes_is_finished_in_it():
     """Q9: its first token is worth the delay; the others' share of the step stays what it was."""
-    planner = Planner(StepBudget(StepPolicy(512), taught()), 64)
+    planner = Planner(StepBudget(taught(), 512), 64)
     rows = [member("d" * n, SequenceState.DECODE) for n in range(1, 4)]
     short, long = member("s", SequenceState.PREFILL, 20), member("l", SequenceState.PREFILL, 300)
     planned = counts(planner.plan([*rows, short, long]))
@@ -126,7 +126,7 @@ def test_a_prompt_that_a_step_of_three_targets_finishes_is_finished_in_it():
 def test_a_step_that_one_prompt_fills_holds_nothing_of_another():
     """Q9: also where that other asks for the logits of all its tokens."""
     quick = taught(lambda n: 0.0001 * n)
-    planner = Planner(StepBudget(StepPolicy(64), quick), 64)
+    planner = Planner(StepBudget(quick, 64), 64)
     whole, scored = member("w", SequenceState.PREFILL, 64), member("sc", SequenceState.PREFILL, 80)
     scored.wants_prompt_logits = True
     assert counts(planner.plan([whole, scored])) == {"w": 64}
@@ -134,7 +134,7 @@ def test_a_step_that_one_prompt_fills_holds_nothing_of_another():
 
 def test_throughput_keeps_three_quarters_of_the_batch_for_prefill():
     """Q9."""
-    planner = Planner(StepBudget(StepPolicy(16, Policy.THROUGHPUT), taught()), 64)
+    planner = Planner(StepBudget(taught(), 16, Policy.THROUGHPUT), 64)
     rows = [member("d" * n, SequenceState.DECODE) for n in range(1, 13)]
     planned = counts(planner.plan([*rows, member("prompt" * 9, SequenceState.PREFILL)]))
     assert planned["prompt" * 9] == 12
@@ -144,7 +144,7 @@ def test_throughput_keeps_three_quarters_of_the_batch_for_prefill():
 def test_background_joins_interactive_decode_in_a_tenth_of_its_time():
     """Q8: within the target always, and under the default policy so rarely that nobody notices."""
     cost = taught()
-    planner = Planner(StepBudget(StepPolicy(512), cost), 64)
+    planner = Planner(StepBudget(cost, 512), 64)
     running = [
         member("person", SequenceState.DECODE),
         *(member(f"job{n:03}" + "x" * n, SequenceState.DECODE, priority=Priority.BACKGROUND) for n in (1, 2)),
@@ -159,7 +159,7 @@ def test_background_joins_interactive_decode_in_a_tenth_of_its_time():
 
 def test_background_joins_as_far_as_the_target_where_the_policy_is_not_latency():
     """Q8."""
-    planner = Planner(StepBudget(StepPolicy(512, Policy.BALANCED, 0.05), taught()), 64)
+    planner = Planner(StepBudget(taught(), 512, Policy.BALANCED, 0.05), 64)
     jobs = [member("j" * n, SequenceState.DECODE, priority=Priority.BACKGROUND) for n in range(2, 30)]
     planned = counts(planner.plan([member("p", SequenceState.DECODE), *jobs]))
     assert len(planned) == 9  # 50 ms
@@ -167,16 +167,16 @@ def test_background_joins_as_far_as_the_target_where_the_policy_is_not_latency()
 
 def test_background_alone_prefills_in_slices_that_an_arrival_need_not_wait_long_for():
     """Q3: its chunk boundary comes after four targets at most."""
-    planner = Planner(StepBudget(StepPolicy(4096), taught()), 64)
+    planner = Planner(StepBudget(taught(), 4096), 64)
     job = member("job", SequenceState.PREFILL, tokens=4000, priority=Priority.BACKGROUND)
     assert counts(planner.plan([job])) == {"job": 64}
-    quick = Planner(StepBudget(StepPolicy(4096), taught(lambda n: 0.001 + 0.0001 * n)), 64)
+    quick = Planner(StepBudget(taught(lambda n: 0.001 + 0.0001 * n), 4096), 64)
     assert counts(quick.plan([job]))["job"] == pytest.approx(1990, rel=0.02)
 
 
 def test_people_prefill_before_background():
     """Q2, Q9: background takes what is left of the batch."""
-    planner = Planner(StepBudget(StepPolicy(48), taught()), 64)
+    planner = Planner(StepBudget(taught(), 48), 64)
     person = member("person", SequenceState.PREFILL)
     job = member("job", SequenceState.PREFILL, priority=Priority.BACKGROUND)
     assert counts(planner.plan([job, person]))["person"] == 40

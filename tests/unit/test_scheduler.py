@@ -11,7 +11,7 @@ from stoker.kv.ops import Drop, Fork, Trim
 from stoker.kv.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
 from stoker.kv.slots import common_prefix
 from stoker.machine.ledger import Ledger
-from stoker.scheduler.budget import StepBudget, StepPolicy
+from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.plan import Planner, fair_shares
 from stoker.scheduler.queue import insert_position
@@ -284,7 +284,7 @@ def test_common_prefix_finds_every_length():
 
 def test_more_decode_rows_than_budget_take_turns():
     """Q9."""
-    planner = Planner(StepBudget(StepPolicy(2), StepCost()), 64)
+    planner = Planner(StepBudget(StepCost(), 2), 64)
     rows = []
     for number in range(4):
         member = sequence(str(number), 3)

@@ -1,8 +1,8 @@
-"""Background work does not starve (SPEC Q7): when it is owed a step, and whose turn it is.
+"""Background work does not starve (SPEC Q7): when it is owed a step, and which sequence is next.
 
-A background sequence that has had no step for `patience_s` is owed a token. While anybody is owed one, one
-step in ten is for the one that has waited longest, whatever else waits, until its token is drawn: a long
-prompt takes several such steps before the next one that is owed has its turn.
+A background sequence that has had no step for `patience_s` is owed a token. While any is owed one, one step
+in ten is for the one that has waited longest, until its token is drawn: a long prompt takes several such steps
+before the next one has its turn.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ONE_STEP_IN = 10
 
 
 class Aging:
-    """Counts steps since the last that was given to somebody owed one.
+    """Counts steps since the last one that was owed.
 
     Attributes:
-        num_steps_total: steps that were given so.
+        num_steps_total: steps that were given because they were owed.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -33,12 +33,12 @@ class Aging:
         return f"<Aging {self.patience_s:g} s, {self._steps_since} steps since the last turn>"
 
     def is_owed(self, sequence: Sequence, now: float) -> bool:
-        """Whether it has waited over its patience, or did so and has not had its token yet."""
+        """Whether it has waited for `patience_s`, or did so and has not had its token yet."""
         has_waited = now - sequence.last_step_s >= self.patience_s
         return sequence.is_background and not sequence.is_held and (sequence.is_owed or has_waited)
 
     def next_owed(self, sequences: Iterable[Sequence], now: float) -> Sequence | None:
-        """Whose turn the next step is, if it is time for one; notes who is owed a token from now on."""
+        """The sequence that the next step is owed to, if one is due; notes which are owed one from now on."""
         waiting = [sequence for sequence in sequences if self.is_owed(sequence, now)]
         for sequence in waiting:
             if sequence.owed_since_s is None:
@@ -46,7 +46,7 @@ class Aging:
         return min(waiting, key=_order, default=None) if self._steps_since >= ONE_STEP_IN else None
 
     def stepped(self, favoured: Sequence | None) -> None:
-        """A step was run; `favoured` had it for its own."""
+        """Count a step; `favoured` is the sequence that it was owed to."""
         self._steps_since = 1 if favoured is not None else self._steps_since + 1
         self.num_steps_total += favoured is not None
 

@@ -1,13 +1,12 @@
 """How many tokens of each kind a step may carry (SPEC Q8, Q9).
 
-The batch bounds every step. While somebody interactive decodes, time bounds it too: prefill is cut into
-slices that keep the step within its target, and background joins only so far as nobody notices.
-Times come from the step-time model; what is not measured yet is assumed to be small.
+The batch bounds every step. Beside interactive decode rows time bounds it too: prefill is cut into slices
+that keep the step within its target, and background takes a small part of their time. Times come from the
+step-time model; what is not measured yet is assumed to be small.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import Policy
@@ -26,37 +25,35 @@ BACKGROUND_SHARE = 0.1
 """Under `latency`: the part of their time that interactive requests give to background in their steps."""
 FINISH_TARGETS = 3.0
 """Targets that a step may take to bring a prompt to its end: its first token comes some steps sooner, and the
-others, who would have had short steps meanwhile, wait once for about as long as those steps together."""
+other sequences wait once for about as long as those steps together."""
 PREFILL_SHARE = 0.75
 """Under `throughput`: the part of the batch that is kept for prefill."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPolicy:
-    """Bounds of a step: tokens, seconds while somebody interactive decodes, and how they are shared."""
-
-    n_batch: int
-    policy: Policy = Policy.LATENCY
-    target_s: float = 0.05
-
-
 class StepBudget:
-    """Answers in tokens. Remembers how much time background has been given beside interactive work."""
+    """Answers in tokens. Remembers how much time background was given beside interactive work.
 
-    def __init__(self, policy: StepPolicy, cost: StepCost) -> None:
-        self.n_batch = policy.n_batch
-        self.policy = policy.policy
-        self.target_s = policy.target_s
+    Args:
+        cost: the step-time model.
+        n_batch: tokens of a step.
+        policy: how they are shared.
+        target_s: seconds of a step with interactive decode rows.
+    """
+
+    def __init__(
+        self, cost: StepCost, n_batch: int, policy: Policy = Policy.LATENCY, target_s: float = 0.05
+    ) -> None:
+        self.n_batch, self.policy, self.target_s = n_batch, policy, target_s
         self._cost = cost
         self._credit_s = 0.0
-        self.bursts = Bursts(policy.target_s)
+        self.bursts = Bursts(target_s)
 
     def __repr__(self) -> str:
         target = f"{self.target_s * 1000:g} ms, background may take {self._credit_s * 1000:.1f} ms"
         return f"<StepBudget {self.policy}, {self.n_batch} tokens, {target}>"
 
     def decode_rows(self, num_prefilling: int) -> int:
-        """Decode rows beside so many ready prefills, each of which is to get a token at least."""
+        """Decode rows beside so many ready prefills, each of which gets a token at least."""
         if not num_prefilling:
             return self.n_batch
         if self.policy is Policy.THROUGHPUT:
@@ -75,7 +72,7 @@ class StepBudget:
         return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
     def image_prefill(self, num_rows: int) -> int:
-        """Tokens of prompts with pictures beside `num_rows` of people's decode rows (SPEC V3)."""
+        """Tokens of prompts with images beside `num_rows` interactive decode rows (SPEC V3)."""
         num_left, alone_s = self.n_batch - num_rows, self._cost.predict(num_rows)
         if alone_s is None or self.policy is Policy.THROUGHPUT or not self.bursts.suits(alone_s):
             return self.prefill(num_rows, 1)
@@ -122,7 +119,11 @@ SHORT_STEP = 0.5
 
 
 class Bursts:
-    """Counts the steps of one model in which people decode.
+    """When work for images may delay decode rows, where steps are short (SPEC V3, Q8).
+
+    An image's tokens need a native call of their own, which costs about as much as a short step whatever it
+    carries. Beside every step it would make each half as long again; so it comes in bursts of a whole target
+    with many plain steps between them, and one token in forty is late.
 
     Args:
         target_s: how long such a step may take.
@@ -136,7 +137,7 @@ class Bursts:
         return f"<Bursts {self._num_plain} steps since the last one>"
 
     def suits(self, step_s: float) -> bool:
-        """Whether steps that take so long are short; else work is spread evenly over them."""
+        """Whether steps that take so long are short; otherwise work is spread evenly over them."""
         return step_s <= SHORT_STEP * self._target_s
 
     @property
@@ -145,11 +146,11 @@ class Bursts:
         return self._num_plain >= PLAIN_STEPS
 
     def stepped(self) -> None:
-        """A step in which people decode is planned."""
+        """Count a step with interactive decode rows."""
         self._num_plain += 1
 
     def taken(self) -> None:
-        """A burst is made."""
+        """Count from here: a burst was made."""
         self._num_plain = 0
 
 
@@ -160,10 +161,13 @@ MIN_SLICE_S = 0.001
 
 
 class SliceBudget:
-    """Counts the time that slices may take.
+    """How long the next slice of a long computation may be, beside interactive steps (SPEC Q8, V3).
+
+    An image takes as long to encode as dozens of steps. Where no sequence decodes a slice takes a whole
+    target; beside decode rows it gets a part of their time: each token is a little later and none much.
 
     Args:
-        target_s: what a slice takes where nobody decodes.
+        target_s: seconds of a slice where no sequence decodes.
     """
 
     def __init__(self, target_s: float) -> None:
@@ -174,17 +178,17 @@ class SliceBudget:
         return f"<SliceBudget {self._credit_s * 1000:.1f} of {self._target_s * 1000:g} ms>"
 
     def stepped(self, took_s: float) -> None:
-        """A step in which people decode has taken so long."""
+        """A step with interactive decode rows took so long."""
         self._credit_s = min(self._credit_s + SLICE_SHARE * took_s, self._target_s)
 
     def idle(self) -> None:
-        """Nobody decodes."""
+        """No sequence decodes."""
         self._credit_s = self._target_s
 
     def next_s(self) -> float:
-        """Seconds of the next slice; 0: there is no time for one yet."""
+        """Seconds of the next slice; 0: none yet."""
         return self._credit_s if self._credit_s >= MIN_SLICE_S else 0.0
 
     def spent(self, took_s: float) -> None:
-        """A slice has taken so long; one that took too long is paid for by the next ones."""
+        """A slice took so long; one that took too long shortens the next ones."""
         self._credit_s -= took_s

@@ -1,6 +1,6 @@
-"""When a waiting sequence may run (SPEC Q14): pure arithmetic over what runs and who waits.
+"""When a waiting sequence may run (SPEC Q14), and when a refused caller may try again (SPEC Q11).
 
-An estimate: answers may end early, and nobody knows who arrives meanwhile.
+Estimates from measured times: answers may end early, and later arrivals are not known.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def waits_s(running: SequenceOf[float], waiting: SequenceOf[float], num_slots: int) -> list[float]:
-    """Seconds until each waiter gets a slot, in order of the line.
+    """Seconds until each waiting sequence gets one of `num_slots` slots, in order of the queue.
 
     Args:
         running: seconds each running sequence still needs.
-        waiting: seconds each waiter will need once it runs.
+        waiting: seconds each waiting one will need once it runs.
         num_slots: sequences that run at once.
     """
     free_at = sorted(running)[-num_slots:] if len(running) > num_slots else list(running)
@@ -40,7 +40,7 @@ MIN_RETRY_AFTER_S = 1.0
 FOLLOW = 0.2
 
 CLOSE_POSITIONS = 32
-"""Places of the line whose waits are simulated one by one at each arrival."""
+"""Positions whose waits are simulated one by one at each arrival."""
 
 
 class EtaEstimator:
@@ -62,18 +62,18 @@ class EtaEstimator:
         self._service_s += FOLLOW * ((now - started_s) / self._num_slots - self._service_s)
 
     def wait_s(self, running: SequenceOf[Sequence], waiting: SequenceOf[Sequence], position: int) -> float:
-        """Seconds until one place of the line runs; far back roughly, as arrivals must not cost much."""
+        """Seconds until one position runs; far back roughly, as arrivals must not cost much."""
         if position < CLOSE_POSITIONS:
             return self.waits_s(running, waiting[: position + 1])[position]
         close_s = self.waits_s(running, waiting[:CLOSE_POSITIONS])[-1]
         return close_s * (position + 1) / CLOSE_POSITIONS
 
     def retry_after_s(self) -> float:
-        """When a refused caller may find room: the time an answer takes, over the slots."""
+        """Seconds after which a refused caller may try again: the time of an answer, over the slots."""
         return max(MIN_RETRY_AFTER_S, self._service_s)
 
     def needs_s(self, sequence: Sequence) -> float:
-        """Seconds it needs from now on, if it runs beside as many others as there are slots."""
+        """Seconds it needs from now on, beside as many others as there are slots."""
         wanted = self._answer_tokens if sequence.num_wanted is None else sequence.num_wanted
         num_left = max(1.0, wanted - sequence.num_generated)
         step_s = self._cost.predict(self._num_slots) or 0.0
@@ -81,7 +81,7 @@ class EtaEstimator:
         return prefill_s + num_left * step_s
 
     def waits_s(self, running: SequenceOf[Sequence], waiting: SequenceOf[Sequence]) -> list[float]:
-        """Seconds until each of the line runs. Interactive work takes the places of background at once."""
+        """Seconds until each queued one runs. Interactive work takes the slots of background at once."""
         interactive = [self.needs_s(s) for s in running if not s.is_background]
         background = [self.needs_s(s) for s in running if s.is_background]
         num_interactive = sum(not s.is_background for s in waiting)

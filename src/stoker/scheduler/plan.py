@@ -1,7 +1,7 @@
 """What one step computes: decode rows first, then fair slices of prefill (SPEC Q8, Q9).
 
-Pure: from the running sequences and budgets of tokens to plan items. What the budgets are is `budget`'s to
-say; whether there is room for the tokens is decided before, by the scheduler.
+Pure: from the running sequences and budgets of tokens (`budget`) to plan items. The scheduler has made sure
+before that there are cells for the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Planned(msgspec.Struct, frozen=True):
 
     @property
     def num_drafted(self) -> int:
-        """How many of its last tokens are a draft; told before the step is counted as computed."""
+        """How many of its last tokens are a draft; asked before the step counts as computed."""
         return max(0, len(self.item.tokens) - self.sequence.num_pending)
 
 
@@ -32,7 +32,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def has_draft(self) -> bool:
-        """Whether it computes tokens that nobody has drawn yet; told before it is counted as computed."""
+        """Whether it computes tokens that are not drawn yet; asked before it counts as computed."""
         return any(part.num_drafted for part in self.parts)
 
     def without_draft(self) -> StepPlan:
@@ -45,7 +45,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 def fair_shares(wanted: list[int], budget: int) -> list[int]:
-    """Split `budget` tokens: everyone the same, what one does not need goes to the others.
+    """Split `budget` tokens evenly; what one does not need goes to the others.
 
     A ready prefill gets at least one token while the budget has one for it.
     """
@@ -63,7 +63,7 @@ def fair_shares(wanted: list[int], budget: int) -> list[int]:
 
 
 class Planner:
-    """Builds one step after the other; remembers only whose turn is first.
+    """Builds one step after the other; remembers only which sequence is first.
 
     Args:
         budget: how many tokens of each kind a step may carry.
@@ -120,7 +120,7 @@ class Planner:
         return parts + self._prefill(prefilling, num_left, self.budget.n_batch - _num_tokens(parts))
 
     def _at_images(self, sequences: list[Sequence], rows: list[Planned]) -> list[Planned]:
-        """Prompts that are at a picture beside decode rows: seldom, as what is done for them is long."""
+        """Prompts that are at an image beside decode rows: seldom, as their work is long."""
         if not sequences:
             return []
         num_others = _num_tokens(rows)

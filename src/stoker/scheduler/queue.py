@@ -1,8 +1,7 @@
-"""The waiting line: who is next (SPEC Q2, Q5, Q6, Q11).
+"""The queue of a model: which sequence is next (SPEC Q2, Q5, Q6, Q11).
 
-Pure order over sequences that hold no slot. Parked sequences stand before newcomers of their class,
-so that room freed for them cannot be taken by a later arrival. Paused ones are not in the line.
-Admission is the scheduler's.
+Pure order over sequences without a slot. Parked sequences stand before newcomers of their class, so that
+cells freed for them are not taken by a later arrival. Paused ones are not queued.
 """
 
 from __future__ import annotations
@@ -60,11 +59,7 @@ class RequestQueue:
         return at
 
     def rejoin(self, sequence: Sequence) -> int:
-        """Come back: before whoever arrived later, parked ones before all newcomers of the class.
-
-        Returns:
-            The position.
-        """
+        """Come back before later arrivals, parked ones before all newcomers; returns the position."""
         place = self._place(sequence)
         at = next(
             (at for at, waiting in enumerate(self._sequences) if self._place(waiting) > place),
@@ -79,5 +74,5 @@ class RequestQueue:
         return sequence.is_background, is_newcomer, sequence.arrival_s, sequence.key.index
 
     def remove(self, sequence: Sequence) -> None:
-        """Leave the line."""
+        """Leave the queue."""
         self._sequences.remove(sequence)

@@ -21,7 +21,7 @@ from stoker.kv.ops import Parking, Schedule
 from stoker.kv.prefix_wait import PrefixWait
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.scheduler.aging import Aging
-from stoker.scheduler.budget import StepBudget, StepPolicy
+from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepPlan
@@ -53,8 +53,8 @@ class Scheduler:
         self._prefix_wait = PrefixWait(self.allocator)
         self.cost = StepCost()
         self.eta = EtaEstimator(self.cost, limits.num_slots)
-        policy = StepPolicy(limits.n_batch, limits.policy, limits.target_step_s)
-        self._planner = Planner(StepBudget(policy, self.cost), limits.max_prompt_rows)
+        budget = StepBudget(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
+        self._planner = Planner(budget, limits.max_prompt_rows)
         self.bursts = self._planner.budget.bursts
         self._aging = Aging(limits.background_patience_s)
         self._favoured: Sequence | None = None

@@ -1,6 +1,6 @@
 """What may not run for now, for want of memory or because the machine is hot (SPEC M4, M6).
 
-Decided outside; the scheduler parks whom it holds back at the next step, and lets nobody of them start.
+Decided outside; the scheduler parks what it holds back at the next step and admits none of it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Throttle:
     """How schedulers are held back; as made: not at all.
 
     Attributes:
-        holds_background: background stands still.
-        holds_all: everybody does.
+        holds_background: background does not run.
+        holds_all: nothing runs.
         is_lowered: newcomers find half the slots and half the cells; those that run are not touched.
         keeps_nothing: cells of what has ended are not kept.
-        reason: why, for the stories of those that are parked.
+        reason: why, for the history of parked sequences.
     """
 
     holds_background: bool = False

@@ -7,7 +7,7 @@ repeats in `prompt_lookup`; a guess that differs from what the request draws nev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from stoker.backends.protocol.backend import PlanItem
 from stoker.ipc.model import ModelClass, Speculation
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.backends.protocol.backend import Backend
-    from stoker.ipc.request import GenerateRequest
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.scheduler import Scheduler
     from stoker.speculation.prompt_lookup import LookupMatch
@@ -33,23 +32,6 @@ REPEAT_ACCEPTANCE = ((0.5, 0.75), (0.65, 0.85), (0.8, 0.9), (0.9, 0.95))
 """What is assumed of repeats of up to 4, 8, 16 and more tokens."""
 MOST_WATCHED = 8
 """Guesses of one place that are followed where nothing was bet on them."""
-
-
-class Job(Protocol):
-    """What is asked of a request: whether it may be guessed for."""
-
-    @property
-    def request(self) -> GenerateRequest:
-        """What the caller asked for."""
-        ...
-
-
-class Jobs(Protocol):
-    """The requests of a model, by id."""
-
-    def get(self, request_id: str) -> Job | None:
-        """The request of that id; None: it has ended."""
-        ...
 
 
 class Subject:
@@ -92,6 +74,7 @@ class Speculator:
     """Extends the steps of one model by drafts where that pays.
 
     Args:
+        may_draft: whether the request of an id runs and asks for drafts.
         mode: what the model was loaded with.
         now: the engine's clock, in seconds.
     """
@@ -100,7 +83,7 @@ class Speculator:
         self,
         backend: Backend,
         scheduler: Scheduler,
-        jobs: Jobs,
+        may_draft: Callable[[str], bool],
         mode: Speculation,
         now: Callable[[], float],
     ) -> None:
@@ -112,7 +95,7 @@ class Speculator:
         self._most = min(limits.n_batch, limits.num_sequences) - 1  # rows that a context has room for anyway
         self._ends = frozenset(backend.vocabulary.eog_tokens)
         self._scheduler = scheduler
-        self._jobs = jobs
+        self._may_draft = may_draft
         self._draft_length = DraftLength(scheduler.cost)
         self._now = now
         self._acceptance = tuple(Acceptance(*rates) for rates in (*REPEAT_ACCEPTANCE, MODEL_ACCEPTANCE))
@@ -155,8 +138,7 @@ class Speculator:
         if len(self._scheduler.slots.running) != 1 or len(plan.parts) != 1:
             return None
         sequence = plan.parts[0].sequence
-        job = self._jobs.get(sequence.key.request_id)
-        if sequence.state is not SequenceState.DECODE or job is None or not job.request.speculate:
+        if sequence.state is not SequenceState.DECODE or not self._may_draft(sequence.key.request_id):
             return None
         subject = self._subject
         if subject is None or subject.index.tokens is not sequence.tokens:

@@ -76,6 +76,11 @@ class JobTable:
         """The request of that id, None if it has ended."""
         return self._jobs.get(request_id)
 
+    def speculates(self, request_id: str) -> bool:
+        """Whether that request has not ended and may have its next tokens guessed."""
+        job = self._jobs.get(request_id)
+        return job is not None and job.request.speculate
+
     def pending(self, model: str) -> Collection[Job]:
         """The requests for that model that no runner holds, in order of arrival."""
         return self._pending.get(model, {}).values()

@@ -76,7 +76,7 @@ class SlotRunner:
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
         self._image_steps = ImageSteps(backend, self.scheduler, pace, cache)
-        self._speculator = Speculator(backend, self.scheduler, jobs, spec.speculation, pace.now)
+        self._speculator = Speculator(backend, self.scheduler, jobs.speculates, spec.speculation, pace.now)
         self._steps = StepRunner(backend, self.scheduler, jobs, self._speculator, pace, self._carry_out)
         self._choices = ChoiceSteps(backend, self.scheduler, pace, jobs)
         self.prep = PrepContext(
