@@ -1,8 +1,8 @@
 """Background work does not starve (SPEC Q7): when it is owed a step, and which sequence is next.
 
 A background sequence that has had no step for `patience_s` is owed a token. While any is owed one, one step
-in ten is for the one that has waited longest, until its token is drawn: a long prompt takes several such steps
-before the next one has its turn.
+in ten is for the one that has waited longest, until its token is drawn: a long prompt takes several such
+steps before the next one has its turn.
 """
 
 from __future__ import annotations
