@@ -11,8 +11,8 @@ from stoker.backends.fake.encoder import load as load_encoder
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
-from stoker.engine.runners.runners import Runners
-from stoker.engine.runners.turns import SHARE_OF_STEP, Contender, ModelTurns
+from stoker.engine.runners.runner import Contender
+from stoker.engine.runners.turns import SHARE_OF_STEP, ModelTurns, Runners
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
 from stoker.ipc.commands import Submit

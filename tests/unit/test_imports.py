@@ -87,7 +87,6 @@ PURE = (
     "machine.pressure",
     "models.memory_estimate.fit",
     "engine.residency.catalogue",
-    "engine.residency.swaps",
     "engine.runners.queue",
     "engine.runners.turns",
     "engine.threads.governor",

@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from stoker.engine.jobs.lane import STACK_BYTES, Lane
+from stoker.engine.jobs.preparations import STACK_BYTES, Lane
 
 LONG_S = 600.0
 

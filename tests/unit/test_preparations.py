@@ -8,9 +8,8 @@ import pytest
 from memory_stand_in import GREEDY
 from stoker.backends.fake.vocabulary import FakeVocabulary
 from stoker.engine.inbox import Inbox
-from stoker.engine.jobs.lane import Lane
-from stoker.engine.jobs.preparations import MAX_OVERDUE, NUM_LONG, Preparations
-from stoker.engine.jobs.text_bounds import (
+from stoker.engine.jobs.preparations import MAX_OVERDUE, NUM_LONG, Lane, Preparations
+from stoker.engine.jobs.sources import (
     MAX_CHARS_PER_TOKEN,
     MAX_QUESTION_CHARS,
     QUICK_CHARS,

@@ -2,8 +2,15 @@
 
 import pytest
 
-from stoker.engine.residency.catalogue import STORY_LENGTH, Catalogue, ServedModel
-from stoker.engine.residency.swaps import FINISH_S, STAY_S, SWAP_AFTER_S, Swaps
+from stoker.engine.residency.catalogue import (
+    FINISH_S,
+    STAY_S,
+    STORY_LENGTH,
+    SWAP_AFTER_S,
+    Catalogue,
+    ServedModel,
+    Swaps,
+)
 from stoker.errors import ModelNotFoundError
 from stoker.ipc.model import MODEL_MOVES, ModelLife, ModelSpec
 

@@ -36,8 +36,8 @@ from stoker.engine.residency.pressure import PressureHandler
 from stoker.engine.residency.residency import Residency
 from stoker.engine.residency.workers import Workers
 from stoker.engine.runners.runner import ModelRunner
-from stoker.engine.runners.runners import Runners
 from stoker.engine.runners.status import waiting_status
+from stoker.engine.runners.turns import Runners
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
 from stoker.errors import NotReadyError, StokerError

@@ -6,7 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from stoker.cache.keys import image_ids, key_of
-from stoker.engine.jobs.texts import text_tokens
+from stoker.engine.jobs.sources import text_tokens
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import IMAGE_MARKER
 from stoker.kv.sequence import ImageSpan

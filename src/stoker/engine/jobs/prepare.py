@@ -16,13 +16,17 @@ from stoker.backends.protocol.backend import Conditioning, Vocabulary
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.backends.protocol.vision import Vision
 from stoker.cache.keys import DIGEST_BYTES, Namespace
-from stoker.engine.jobs.adapters import adapter_key, adapters_of
 from stoker.engine.jobs.candidates import ToScore, candidates_of, check_candidates
 from stoker.engine.jobs.images import pictured_prompt, refuse_pictures
 from stoker.engine.jobs.job import Job, JobChoice
-from stoker.engine.jobs.sources import check_source, refuse_unreadable
-from stoker.engine.jobs.text_bounds import QUICK_CHARS, TextBound, most_tokens
-from stoker.engine.jobs.texts import text_tokens
+from stoker.engine.jobs.sources import (
+    QUICK_CHARS,
+    TextBound,
+    check_source,
+    most_tokens,
+    refuse_unreadable,
+    text_tokens,
+)
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.grammar.compiler import GrammarCompiler
 from stoker.ipc.commands import Submit
@@ -165,7 +169,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         wants_prompt_logits=asks_all,
         conditioning=Conditioning(
             source=tuple(source),
-            adapters=adapters_of(request, context.adapters),
+            adapters=_adapters_of(request, context.adapters),
             asked=tuple(prompt) if asks_all else (),
             lane=_prompt_lane(request.priority),
         ),
@@ -251,8 +255,33 @@ def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
     """Digest of who may share what is computed for it (SPEC C1)."""
     given = request.initial_state
     state = "" if given is None else hashlib.blake2b(given, digest_size=32).hexdigest()
-    adapter = adapter_key(adapters_of(request, context.adapters), context.adapters)
+    adapter = _adapter_key(_adapters_of(request, context.adapters), context.adapters)
     return Namespace(context.fingerprint, adapter, initial_state=state, salt=request.cache_salt).digest
+
+
+def _adapters_of(request: GenerateRequest, fingerprints: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
+    """Name and scale of each, in the order of names.
+
+    Args:
+        request: as the client has sealed it.
+        fingerprints: of the adapters that the model has, by name.
+
+    Raises:
+        InvalidRequestError: the model has no adapter of that name.
+    """
+    found = {}
+    for name, scale in request.adapters:
+        if not isinstance(name, str) or scale is None or name not in fingerprints:
+            known = ", ".join(fingerprints) or "none"
+            text = f"{request.model} has no adapter {name!r}; it has: {known}"
+            raise InvalidRequestError(text, param="lora")
+        found[name] = scale
+    return tuple(sorted(found.items()))
+
+
+def _adapter_key(adapters: tuple[tuple[str, float], ...], fingerprints: Mapping[str, str]) -> str:
+    """Names, scales and files: who differs in one of them shares nothing (SPEC C1)."""
+    return "\n".join(f"{name}={scale!r}:{fingerprints[name]}" for name, scale in adapters)
 
 
 def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], tuple[ImageSpan, ...]]:

@@ -21,7 +21,7 @@ from stoker.scheduler.throttle import Throttle
 if TYPE_CHECKING:
     from stoker.cache.store import PrefixStore
     from stoker.engine.residency.residency import Residency
-    from stoker.engine.runners.runners import Runners
+    from stoker.engine.runners.turns import Runners
     from stoker.ipc.events import Event
     from stoker.machine.monitor import Sample
 

@@ -12,10 +12,9 @@ import math
 from typing import TYPE_CHECKING
 
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
-from stoker.engine.residency.catalogue import Catalogue, ServedModel
+from stoker.engine.residency.catalogue import Catalogue, ServedModel, Swaps
 from stoker.engine.residency.loading import Load
 from stoker.engine.residency.placement import MemoryShare, Placement
-from stoker.engine.residency.swaps import Swaps
 from stoker.engine.runners import status as report
 from stoker.errors import ModelInUseError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from stoker.engine.residency.pending import PendingRequests
     from stoker.engine.residency.workers import Workers
     from stoker.engine.runners.runner import ModelRunner
-    from stoker.engine.runners.runners import Runners
+    from stoker.engine.runners.turns import Runners
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.status import ModelStatus
 

@@ -25,7 +25,7 @@ from stoker.engine.inbox import (
 )
 from stoker.engine.jobs.preparations import Preparation, Preparations
 from stoker.engine.jobs.prepare import PrepContext, check_tokens, is_quick, prepare, prompt_tokens
-from stoker.engine.jobs.text_bounds import QUICK_CHARS, check_question
+from stoker.engine.jobs.sources import QUICK_CHARS, check_question
 from stoker.errors import EngineError, NotReadyError, StokerError
 from stoker.ipc.commands import CountTokens, Detokenize, Submit, TextQuestion, Tokenize
 from stoker.ipc.events import Reply

@@ -1,8 +1,8 @@
-"""The pictures that a model's running sequences wait for: encoded once each, in slices (SPEC V3, C11).
+"""The images that a model's running sequences wait for: encoded once each, in slices (SPEC V3, C11).
 
-Owns what is being encoded and the embeddings in use. Embeddings are kept as entries of the prefix cache, in a
-namespace of their own, so they share its budgets, its disk and its restarts. Who runs, and when there is time
-for a slice, is decided elsewhere.
+Owns what is being encoded, the embeddings in use, and when there is time for a slice: between steps, as long
+as no decoding reader waits longer for it. Embeddings are kept as entries of the prefix cache, in a namespace
+of their own, so they share its budgets, its disk and its restarts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 from stoker.backends.protocol.backend import Placed
 from stoker.cache.entry import Entry, EntryState
 from stoker.cache.keys import Namespace, num_tokens
-from stoker.errors import StepFailedError
+from stoker.errors import StepFailedError, StokerError
 from stoker.kv.sequence import SequenceState
+from stoker.scheduler.budget import SliceBudget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.backends.protocol.vision import Encoding, Vision
     from stoker.cache.prefix_cache import PrefixCache
+    from stoker.engine.threads.pace import Pace
     from stoker.kv.sequence import ImageSpan, Sequence
+    from stoker.scheduler.plan import Planned, StepPlan
+    from stoker.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +39,15 @@ _SPACE = "embeddings of pictures"
 
 
 @dataclass(slots=True, eq=False)
-class _Wish:
-    """A picture that is wanted, and by whom."""
+class _Wanted:
+    """An image that is wanted, and the sequences that want it."""
 
     span: ImageSpan
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Orders wishes: people first, then who came first."""
+        """Orders them: interactive ones first, then by arrival."""
         return (
             all(sequence.is_background for sequence in self.sequences),
             min(sequence.arrival_s for sequence in self.sequences),
@@ -51,20 +55,20 @@ class _Wish:
 
     @property
     def is_over(self) -> bool:
-        """Whether all who wanted it have ended."""
+        """Whether every sequence that wanted it has ended."""
         return all(sequence.state is SequenceState.DONE for sequence in self.sequences)
 
 
 @dataclass(slots=True, eq=False)
 class _EncodeJob:
-    """The picture that is being encoded."""
+    """The image that is being encoded."""
 
-    wish: _Wish
+    image: _Wanted
     encoding: Encoding
 
 
 class ImageEncoder:
-    """Embeddings of one model's pictures.
+    """Embeddings of one model's images.
 
     Args:
         backend: the model; it has a projector.
@@ -73,8 +77,8 @@ class ImageEncoder:
         source: path of the model's file.
 
     Attributes:
-        num_encoded_total: pictures encoded so far.
-        num_reused_total: places of pictures that found their embeddings there.
+        num_encoded_total: images encoded so far.
+        num_reused_total: places of images that found their embeddings there.
     """
 
     def __init__(self, backend: Backend, vision: Vision, cache: PrefixCache, source: str) -> None:
@@ -87,8 +91,8 @@ class ImageEncoder:
         self._model = backend.capabilities.fingerprint
         self._namespace = Namespace(vision.fingerprint, adapter=_SPACE).digest
         self._job: _EncodeJob | None = None
-        self._failed: list[tuple[Sequence, StepFailedError]] = []
-        self._fresh: dict[bytes, tuple[Rows, _Wish]] = {}
+        self._failed: list[tuple[Sequence, StokerError]] = []
+        self._fresh: dict[bytes, tuple[Rows, _Wanted]] = {}
 
     def __repr__(self) -> str:
         return f"<ImageEncoder {self.num_encoded_total} encoded, at {self._job}>"
@@ -96,7 +100,7 @@ class ImageEncoder:
     # ------------------------------------------------------------ questions
 
     def has_work(self, running: Iterable[Sequence]) -> bool:
-        """Whether a picture of theirs is to be encoded, or its embeddings are there to be given out."""
+        """Whether an image of theirs is to be encoded, or its embeddings can be given out."""
         return any(not self._is_reading(span) for sequence in running for span in sequence.unencoded_images)
 
     def stats(self) -> dict[str, float]:
@@ -111,15 +115,15 @@ class ImageEncoder:
     def tend(self, running: Iterable[Sequence], now: float) -> None:
         """Give sequences the embeddings that are there, and choose what is encoded next."""
         self._tidy()
-        wishes: dict[bytes, _Wish] = {}
+        wanted: dict[bytes, _Wanted] = {}
         for sequence in running:
             self._place(sequence, now)
             for span in sequence.unencoded_images:
-                wishes.setdefault(span.key, _Wish(span)).sequences.append(sequence)
+                wanted.setdefault(span.key, _Wanted(span)).sequences.append(sequence)
         if self._job is not None:
-            self._join(self._job.wish, wishes)
+            self._join(self._job.image, wanted)
         else:
-            self._choose(wishes, now)
+            self._choose(wanted, now)
 
     def run(self, budget_s: float, now: float) -> None:
         """Encode for about so long."""
@@ -131,22 +135,22 @@ class ImageEncoder:
                 return
             rows = job.encoding.result()
         except StepFailedError as error:
-            log.warning("a picture could not be encoded: %s", error)
-            self._failed += [(sequence, error) for sequence in job.wish.sequences]
+            log.warning("an image could not be encoded: %s", error)
+            self._failed += [(sequence, error) for sequence in job.image.sequences]
             self._job = None
             return
         self._job = None
         self.num_encoded_total += 1
-        self._fresh[job.wish.span.key] = rows, job.wish
-        self._keep(job.wish, rows, now)
+        self._fresh[job.image.span.key] = rows, job.image
+        self._keep(job.image, rows, now)
 
     @property
     def is_encoding(self) -> bool:
         """Whether a slice would compute something."""
         return self._job is not None
 
-    def take_failed(self) -> list[tuple[Sequence, StepFailedError]]:
-        """Sequences whose pictures failed since the last call; the caller ends them."""
+    def take_failed(self) -> list[tuple[Sequence, StokerError]]:
+        """Sequences whose images failed since the last call; the caller ends them."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -160,7 +164,7 @@ class ImageEncoder:
     # ------------------------------------------------------------ embeddings that are there
 
     def _place(self, sequence: Sequence, now: float) -> None:
-        """Tell the backend of embeddings it gets now, and of those that are computed and can go."""
+        """Give the backend embeddings it needs now, and take away those that are computed."""
         placed = list(sequence.conditioning.pictures)
         ends = {span.start: span.end for span in sequence.images}
         needed = [each for each in placed if ends[each.start] > sequence.num_computed]
@@ -171,14 +175,17 @@ class ImageEncoder:
             sequence.conditioning = msgspec.structs.replace(sequence.conditioning, pictures=pictures)
             conditioner = self._backend.extensions.conditioner
             assert conditioner is not None, f"{self._backend!r} has a projector and takes no pictures"
-            conditioner.condition(sequence.slot, sequence.conditioning)
+            try:
+                conditioner.condition(sequence.slot, sequence.conditioning)
+            except StokerError as error:
+                self._failed.append((sequence, error))
 
     def _rows_of(self, span: ImageSpan, now: float) -> Rows | None:
         """What stands at a place, float32 (num_tokens, n_embd); None: it is not there yet."""
-        rows = self._picture_rows(span, now)
+        rows = self._image_rows(span, now)
         return None if rows is None else rows[span.offset : span.offset + span.num_tokens]
 
-    def _picture_rows(self, span: ImageSpan, now: float) -> Rows | None:
+    def _image_rows(self, span: ImageSpan, now: float) -> Rows | None:
         if span.key in self._fresh:
             return self._fresh[span.key][0]
         entry = self._cache.index.get(self._namespace, span.key)
@@ -193,64 +200,159 @@ class ImageEncoder:
         entry = self._cache.index.get(self._namespace, span.key)
         return entry is not None and entry.state is EntryState.READING
 
-    def _keep(self, wish: _Wish, rows: Rows, now: float) -> None:
+    def _keep(self, image: _Wanted, rows: Rows, now: float) -> None:
         """Store embeddings for later turns, other conversations and after a restart, if there is room."""
-        if not any(sequence.shares for sequence in wish.sequences):
+        if not any(sequence.shares for sequence in image.sequences):
             return
         data = rows.astype(_FLOATS).tobytes()
         new = Entry(
             namespace=self._namespace,
             model=self._model,
             source=self._source,
-            key=wish.span.key,
+            key=image.span.key,
             size_bytes=len(data),
             is_exact=True,
-            is_background=wish.rank[0],
+            is_background=image.rank[0],
         )
         entry = self._cache.store(new, now)
         if entry is not None:
             self._cache.filled(entry, data, now)
 
     def _tidy(self) -> None:
-        """What nobody needs any more goes."""
-        if self._job is not None and self._job.wish.is_over:
+        """Free what no sequence needs any more."""
+        if self._job is not None and self._job.image.is_over:
             self._job.encoding.cancel()
             self._job = None
-        for key, (_, wish) in list(self._fresh.items()):
-            if all(_is_past(sequence, key) for sequence in wish.sequences):
+        for key, (_, image) in list(self._fresh.items()):
+            if all(_is_past(sequence, key) for sequence in image.sequences):
                 del self._fresh[key]
 
     # ------------------------------------------------------------ what is next
 
     @staticmethod
-    def _join(wish: _Wish, wishes: dict[bytes, _Wish]) -> None:
-        """Whoever wants the picture that is being encoded waits for it."""
-        others = wishes.get(wish.span.key)
+    def _join(image: _Wanted, wanted: dict[bytes, _Wanted]) -> None:
+        """Sequences that want the image that is being encoded wait for it."""
+        others = wanted.get(image.span.key)
         if others is not None:
-            known = set(map(id, wish.sequences))
-            wish.sequences += [sequence for sequence in others.sequences if id(sequence) not in known]
+            known = set(map(id, image.sequences))
+            image.sequences += [sequence for sequence in others.sequences if id(sequence) not in known]
 
-    def _choose(self, wishes: dict[bytes, _Wish], now: float) -> None:
+    def _choose(self, wanted: dict[bytes, _Wanted], now: float) -> None:
         """Have read from disk what is there, and begin the most urgent of the others."""
         missing = []
-        for wish in wishes.values():
-            entry = self._cache.index.get(self._namespace, wish.span.key)
-            if entry is None or not self._fetch(entry, wish, now):
-                missing.append(wish)
+        for image in wanted.values():
+            entry = self._cache.index.get(self._namespace, image.span.key)
+            if entry is None or not self._fetch(entry, image, now):
+                missing.append(image)
         if missing:
-            wish = min(missing, key=lambda each: each.rank)
-            self._job = _EncodeJob(wish, self._vision.begin(wish.span.picture))
+            image = min(missing, key=lambda each: each.rank)
+            self._job = _EncodeJob(image, self._vision.begin(image.span.picture))
 
-    def _fetch(self, entry: Entry, wish: _Wish, now: float) -> bool:
+    def _fetch(self, entry: Entry, image: _Wanted, now: float) -> bool:
         """Whether its embeddings are on their way."""
         if entry.state is EntryState.DISK and self._cache.can_fetch(entry):
-            self._cache.fetch(entry, wish.span.key)
-            self._cache.settle(entry, wish.span.key, now)
+            self._cache.fetch(entry, image.span.key)
+            self._cache.settle(entry, image.span.key, now)
         return entry.state is EntryState.READING
 
 
 def _is_past(sequence: Sequence, key: bytes) -> bool:
-    """Whether it needs the embeddings of that picture no longer, as far as can be seen."""
+    """Whether it needs the embeddings of that image no longer, as far as can be seen."""
     if sequence.state is SequenceState.DONE:
         return True
     return all(span.key != key or span.end <= sequence.num_computed for span in sequence.images)
+
+
+class ImageSteps:
+    """The slices of one model's images. A model without a projector has none."""
+
+    def __init__(self, backend: Backend, scheduler: Scheduler, pace: Pace, cache: PrefixCache) -> None:
+        self._scheduler = scheduler
+        self._pace = pace
+        self._budget = SliceBudget(scheduler.limits.target_step_s)
+        vision = backend.extensions.vision
+        self._image_encoder = (
+            None if vision is None else ImageEncoder(backend, vision, cache, scheduler.limits.source)
+        )
+
+    def __repr__(self) -> str:
+        return f"<ImageSteps {self._image_encoder!r} {self._budget!r}>"
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a slice, or giving out embeddings, would do something."""
+        return self._image_encoder is not None and self._image_encoder.has_work(self._scheduler.slots.running)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a running sequence can do nothing before an image is encoded."""
+        return any(sequence.awaits_image for sequence in self._scheduler.slots.running)
+
+    @property
+    def goes_first(self) -> bool:
+        """Whether all interactive sequences wait for images: steps of background would delay them."""
+        if self._image_encoder is None or not self._image_encoder.is_encoding:
+            return False
+        waiting = [each for each in self._scheduler.slots.running if not each.is_background]
+        return bool(waiting) and all(each.awaits_image for each in waiting)
+
+    def stats(self) -> dict[str, float]:
+        """Every counter."""
+        return {} if self._image_encoder is None else self._image_encoder.stats()
+
+    def tend(self, now: float) -> list[tuple[Sequence, StokerError]]:
+        """Give out embeddings and choose what is encoded next; returns sequences whose images failed."""
+        if self._image_encoder is None:
+            return []
+        self._image_encoder.tend(self._scheduler.slots.running, now)
+        return self._image_encoder.take_failed()
+
+    def look(self, plan: StepPlan | None, took_s: float) -> None:
+        """Encode for a slice, after a step of `plan` that took so long; None: there was nothing to step."""
+        image_encoder = self._image_encoder
+        if (
+            image_encoder is None
+            or not image_encoder.has_work(self._scheduler.slots.running)
+            or not image_encoder.is_encoding
+        ):
+            return
+        budget_s = self._time_after(plan, took_s)
+        if not budget_s:
+            return
+        begun_s = self._pace.now()
+        self._pace.begin(1)
+        try:
+            image_encoder.run(budget_s, begun_s)
+        finally:
+            self._pace.abandon()
+        self._budget.spent(self._pace.now() - begun_s)
+
+    def _time_after(self, plan: StepPlan | None, took_s: float) -> float:
+        """Seconds for a slice after that step; 0: not now."""
+        if plan is None or not _has_people_decoding(plan):
+            self._budget.idle()
+        elif any(_is_of_image(part) for part in plan.parts):
+            return 0.0  # the step was the longer for another's image already
+        elif not self._scheduler.bursts.suits(took_s):
+            self._budget.stepped(took_s)
+        elif not self._scheduler.bursts.is_due:
+            return 0.0
+        else:
+            self._scheduler.bursts.taken()
+            self._budget.idle()
+        return self._budget.next_s()
+
+    def close(self) -> None:
+        """Give up what is being encoded; idempotent."""
+        if self._image_encoder is not None:
+            self._image_encoder.close()
+
+
+def _has_people_decoding(plan: StepPlan) -> bool:
+    return any(
+        part.sequence.state is SequenceState.DECODE and not part.sequence.is_background for part in plan.parts
+    )
+
+
+def _is_of_image(part: Planned) -> bool:
+    return part.item.tokens[0] < 0

@@ -18,8 +18,8 @@ from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
 from stoker.engine.jobs.candidates import ScoringPass
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.runners.queue import OneShotQueue, shared_text
+from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.status import model_info
-from stoker.engine.runners.turns import Contender
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,

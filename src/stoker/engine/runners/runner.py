@@ -6,17 +6,31 @@ status know this protocol alone. What is done to one request, such as pause or c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.prepare import PrepContext
     from stoker.engine.residency.loading import Load
-    from stoker.engine.runners.turns import Contender
     from stoker.ipc.model import ModelInfo, ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
     from stoker.scheduler.throttle import Throttle
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A model with a claim to the next turn.
+
+    Attributes:
+        is_encoder: it computes whole texts, and nobody reads along.
+        has_readers: somebody reads what it writes, token by token.
+    """
+
+    name: str
+    is_encoder: bool = False
+    has_readers: bool = False
 
 
 class ModelRunner(Protocol):

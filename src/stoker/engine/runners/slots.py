@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.runners.apply_ops import carry_out
-from stoker.engine.runners.image_steps import ImageSteps
+from stoker.engine.runners.image_encoder import ImageSteps
 from stoker.engine.runners.oneshot import ChoiceSteps
+from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.status import model_info, slot_status
 from stoker.engine.runners.steps import StepRunner
-from stoker.engine.runners.turns import Contender
 from stoker.errors import (
     SchedulerStalledError,
     StokerError,
