@@ -1,9 +1,9 @@
-"""How far a step should guess ahead: by what guesses have won, and what their steps cost (SPEC D9).
+"""How long a draft pays: by how often guesses were accepted, and what their steps cost (SPEC D9).
 
-A guess that is drawn saves a step, one that is not was computed for nothing. Owns the odds and the account of
-what was won and lost, out of which bets are paid: decoding with it is never much slower than without. The
-account is kept in plain steps, so that it means the same on any machine.
-Pure: what a step costs comes from the step-time model, and what it took is told.
+An accepted guess saves a step, a rejected one was computed for nothing. Owns the acceptance rates and a
+credit of what drafts have saved and lost, which bounds what the next ones may lose: decoding with drafts is
+never much slower than without. The credit is in plain steps, so that it means the same on any machine. Pure:
+costs come from the step-time model, measured times as arguments.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ if TYPE_CHECKING:
 COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Guesses that a step may carry; matrix products grow in steps of eight rows."""
 MIN_SPEEDUP = 1.1
-"""So much faster than plain decoding has a step to promise to be."""
+"""How much faster than plain decoding a step has to promise to be."""
 FIRST_CREDIT = 3.0
 MAX_CREDIT = 5.0
 MIN_CREDIT = -6.0
-"""The account at first, and its bounds: what one bad stretch may cost after a good one, and how long a bad
-one is remembered."""
+"""The credit at first, and its bounds: what a bad stretch may cost, and how long it is remembered."""
 MAX_RISKED = 0.15
-"""The part of the account that a bet may be expected to lose if its first guess is wrong."""
+"""The part of the credit that a draft may be expected to lose if its first guess is rejected."""
 TRIAL_CREDIT = 0.01
-"""What each plain step puts by for further trials."""
+"""What each plain step adds to the credit."""
 MEMORY = 0.8
-"""What counts of the odds so far with each further bet."""
+"""Weight of what was observed before, with each further draft."""
 PRIOR_PULL = 0.01
-"""How far odds come back to what is assumed at first, with each plain step."""
+"""How far rates return to what is assumed at first, with each plain step."""
 PRIOR_WEIGHT = 4.0
-"""Tokens that a model's odds count for in those of a new sequence."""
+"""Trials that a model's rates count for in those of a new sequence."""
 UNMEASURED = 0.35
-"""What a further token of a step costs, in plain steps, as long as no such step was measured."""
+"""What a further token of a step costs, in plain steps, until such a step was measured."""
 SLOWEST = 2.0
-"""A step that took so many times as long as predicted counts as disturbed by others, and no longer."""
+"""A step counts as at most so many times as long as predicted: beyond, other load disturbed it."""
 
 
 class Rate:
-    """How often something came true lately.
+    """How often something was true lately.
 
     Args:
         rate: what is assumed at first.
@@ -57,25 +56,25 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Between 0 and 1, both left out."""
+        """Between 0 and 1, both excluded."""
         return min(max(self._true / self._tried, 0.01), 0.99)
 
     def note(self, num_true: int, num_tried: int) -> None:
-        """So many trials, of which so many came true."""
+        """Count trials, and how many of them were true."""
         self._true = MEMORY * self._true + num_true
         self._tried = MEMORY * self._tried + num_tried
 
     def fade(self) -> None:
-        """Nothing was tried: come back a little to what was assumed."""
+        """Without a trial: return a little to what was assumed."""
         true, tried = self._first
         self._true += PRIOR_PULL * (true - self._true)
         self._tried += PRIOR_PULL * (tried - self._tried)
 
 
 class Acceptance:
-    """How likely guesses of one kind are drawn: the first, and each after one that was.
+    """How likely guesses of one kind are accepted: the first, and each after an accepted one.
 
-    Two rates, since a text either goes another way at once or repeats for long.
+    Two rates, since a text either differs at once or repeats for long.
     """
 
     def __init__(self, first: float, further: float) -> None:
@@ -85,34 +84,34 @@ class Acceptance:
         return f"<Acceptance {self._first.value:.2f}, then {self._further.value:.2f}>"
 
     def copy(self) -> Acceptance:
-        """The same as a beginning for others, quick to learn better."""
+        """The same rates as a prior of little weight, for a new sequence."""
         return Acceptance(self._first.value, self._further.value)
 
     @property
     def miss(self) -> float:
-        """How likely the first is not drawn."""
+        """How likely the first is rejected."""
         return 1.0 - self._first.value
 
     def num_expected(self, count: int) -> float:
-        """Tokens of a step with so many guesses: those drawn before the first miss, and one more."""
+        """Expected tokens of a step with so many guesses: those accepted, and one more."""
         further = self._further.value
         return 1.0 + self._first.value * float(1.0 - further**count) / (1.0 - further)
 
     def note(self, num_drawn: int, *, is_missed: bool) -> None:
-        """So many guesses of a step were drawn, and then one was not, or there were no more."""
+        """Count a draft: guesses accepted, and whether one was rejected after them or there were no more."""
         if num_drawn or is_missed:
             self._first.note(min(num_drawn, 1), 1)
         if num_drawn > 1 or (num_drawn and is_missed):
             self._further.note(num_drawn - 1, num_drawn - 1 + is_missed)
 
     def fade(self) -> None:
-        """Nothing was bet on them."""
+        """Without a draft: both rates fade."""
         self._first.fade()
         self._further.fade()
 
 
 class DraftLength:
-    """The bets of one model.
+    """Draft lengths of one model.
 
     Attributes:
         credit: plain steps that may be lost now.
@@ -129,9 +128,9 @@ class DraftLength:
         """Guesses that pay best, up to `most`; 0: decode plainly.
 
         Args:
-            acceptance: how likely they are drawn.
+            acceptance: how likely they are accepted.
             most: how many there can be.
-            guess_s: what it takes to make one.
+            guess_s: seconds to make one.
         """
         alone_s = self._cost.predict(1)
         if alone_s is None or self.credit <= 0.0:
@@ -146,7 +145,7 @@ class DraftLength:
         return best
 
     def settle(self, num_guesses: int, num_tokens: int, took_s: float) -> None:
-        """A step with so many guesses gave `num_tokens` and took so long, guessing included."""
+        """Count a step with guesses: the tokens it gave, and seconds, guessing included."""
         alone_s = self._cost.predict(1)
         if alone_s is None:
             return
@@ -158,7 +157,7 @@ class DraftLength:
         return alone_s * (1.0 + UNMEASURED * (num_tokens - 1)) if predicted_s is None else predicted_s
 
     def stepped(self) -> None:
-        """A plain step, in which guesses were allowed, was made."""
+        """Count a plain step in which guesses were allowed."""
         self._pay(TRIAL_CREDIT)
 
     def _pay(self, won: float) -> None:

@@ -1,8 +1,8 @@
 """Drafts: guessed tokens that a step computes beside the last one drawn (SPEC D9).
 
-Owns whose next tokens are guessed, by what, and the counts. How far to guess is in `draft_length`, what
-repeats in `prompt_lookup`; a guess that differs from what the request draws never becomes a token
-(`postprocess`). There is a draft only where a sequence runs alone, and only in cells that are free.
+Owns which sequence's next tokens are guessed, from what, and the counts. How many is in `draft_length`, what
+repeats in `prompt_lookup`; a guess that differs from what the request draws never becomes a token. There is a
+draft only where a sequence runs alone, and only in free cells.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 FOLLOW = 0.2
 """How quickly the time of a guess by a draft model is learned anew."""
 MODEL_ACCEPTANCE = (0.75, 0.75)
-"""What is assumed of a draft model."""
+"""Assumed of a draft model: the first guess, and each further one."""
 REPEAT_ACCEPTANCE = ((0.5, 0.75), (0.65, 0.85), (0.8, 0.9), (0.9, 0.95))
-"""What is assumed of repeats of up to 4, 8, 16 and more tokens."""
+"""The same of repeats of up to 4, 8, 16 and more tokens."""
 MOST_WATCHED = 8
-"""Guesses of one place that are followed where nothing was bet on them."""
+"""Guesses of one place that are compared with what is drawn where none of them was in a draft."""
 
 
 class Subject:
-    """The sequence that runs alone: what it repeats, and how often such a repeat went on."""
+    """The sequence that runs alone: what it repeats, and how often such repeats continue."""
 
     def __init__(self, sequence: Sequence, acceptance: tuple[Acceptance, ...]) -> None:
         self.sequence = sequence
@@ -48,12 +48,12 @@ class Subject:
         return f"<Subject {self.sequence.key} {self.index!r} {self.repeats} {self.of_model}>"
 
     def watch(self, kind: int, match: LookupMatch) -> None:
-        """Nothing is bet on this repeat: see how far it goes anyway, unless one of its kind is watched."""
+        """Compare a repeat that is in no draft with what is drawn, unless one of its kind is watched."""
         if kind not in self._watched:
             self._watched[kind] = self.index.continuation(match, MOST_WATCHED), 0
 
     def watched(self, token: int) -> list[tuple[int, int, bool]]:
-        """A token was drawn: of each guess that ends here its kind, how many were right, if it missed."""
+        """A token was drawn: kind, right guesses and whether it missed, of each watched repeat that ends."""
         ended = []
         for kind, (guess, num_before) in list(self._watched.items()):
             is_missed = guess[num_before] != token
@@ -66,7 +66,7 @@ class Subject:
         return ended
 
     def watch_none(self) -> None:
-        """Something was bet: what comes is noted by that."""
+        """Stop watching: a draft tells."""
         self._watched.clear()
 
 
@@ -146,7 +146,7 @@ class Speculator:
         return subject
 
     def _repeated(self, subject: Subject) -> list[int]:
-        """What followed the last tokens before."""
+        """What followed an earlier repeat of the last tokens."""
         match = subject.index.match() if self._looks_up else None
         if match is None:
             return []
@@ -161,7 +161,7 @@ class Speculator:
         return self._drawable(subject.index.continuation(match, count))
 
     def _modelled(self, subject: Subject) -> list[int]:
-        """What the draft model says."""
+        """What the draft model guesses."""
         sequence, acceptance = subject.sequence, subject.of_model
         if self._drafter is None or sequence.images:
             return []
@@ -187,7 +187,7 @@ class Speculator:
         return most
 
     def _drawable(self, draft: list[int]) -> list[int]:
-        """Up to a token that ends the text; what stands for a picture is no token."""
+        """The draft up to a token that ends the text or stands for an image."""
         for at, token in enumerate(draft):
             if not 0 <= token < self._n_vocab or token in self._ends:
                 return draft[:at]
@@ -215,7 +215,7 @@ class Speculator:
             self._subject = None
 
     def _observe(self, subject: Subject, place: int) -> None:
-        """A plain step drew the token there: guesses that were only watched teach the odds for nothing."""
+        """A plain step drew the token at `place`: watched guesses teach the rates at no cost."""
         tokens = subject.sequence.tokens
         if place >= len(tokens):
             return
