@@ -45,13 +45,15 @@ async def group_of(runtime: Runtime, group_id: str) -> GroupStatus | None:
     return next((group for group in groups if group.id == group_id), None)
 
 
-async def until(runtime: Runtime, group_id: str, is_so: Callable[[GroupStatus], bool]) -> GroupStatus:
-    """The call's status as soon as that holds of it."""
-    async with asyncio.timeout(60):
-        while True:
-            group = await group_of(runtime, group_id)
-            if group is not None and is_so(group):
-                return group
+async def until(
+    runtime: Runtime, work: asyncio.Future[Any], is_so: Callable[[GroupStatus], bool]
+) -> GroupStatus:
+    """The status of the call "mine", which `work` waits for, as soon as that holds of it."""
+    while not work.done():
+        group = await group_of(runtime, "mine")
+        if group is not None and is_so(group):
+            return group
+    raise AssertionError(f"it was over before: {work}")
 
 
 def embed(runtime: Runtime, **fields: Any) -> Awaitable[Any]:
@@ -99,7 +101,7 @@ async def test_a_call_is_cancelled_by_its_id(
     """SPEC I4, S5: all of its requests end, those that had not begun never do, and the call says why."""
     async with running(model) as runtime:
         work = asyncio.ensure_future(call(runtime, request_id="mine", names=("also",), owner="key"))
-        group = await until(runtime, "mine", lambda group: runtime.stats()["num_live_requests"] > 0)
+        group = await until(runtime, work, lambda group: runtime.stats()["num_live_requests"] > 0)
         assert (group.kind, group.num_members, group.model) == (kind, num_members, runtime.models[0].id)
         assert runtime.owner_of("mine") == "key"
         await runtime.cancel("mine")
@@ -121,10 +123,10 @@ async def test_a_paused_call_stands_still_and_goes_on_by_its_id(
     async with running(model) as runtime:
         expected = shown(await call(runtime))
         work = asyncio.ensure_future(call(runtime, request_id="mine"))
-        await until(runtime, "mine", lambda group: runtime.stats()["num_live_requests"] > 0)
+        await until(runtime, work, lambda group: runtime.stats()["num_live_requests"] > 0)
         await runtime.pause_request("mine")
         await runtime.pause_request("mine")
-        group = await until(runtime, "mine", lambda group: group.state == "paused")
+        group = await until(runtime, work, lambda group: group.state == "paused")
         assert (group.position, group.eta_s) == (None, None)
         await all_stand_still(runtime)
         before = await group_of(runtime, "mine")
@@ -151,31 +153,31 @@ async def all_stand_still(runtime: Runtime) -> None:
 
 async def test_a_call_tells_how_far_it_is() -> None:
     """SPEC I4, Q14: class, deadline, place, what is done, and what that took."""
-    async with running(ENCODER) as runtime:
+    async with running("fake:encoder=1,step_delay_s=0.02") as runtime:
+        before = asyncio.ensure_future(runtime.embed([f"before {at}" for at in range(500)]))
         work = asyncio.ensure_future(
             runtime.embed(TEXTS, request_id="mine", priority=Priority.BACKGROUND, timeout_s=300.0)
         )
-        begun = await until(runtime, "mine", lambda group: group.num_done > 0)
-        assert begun.priority is Priority.BACKGROUND
-        assert begun.deadline_s is not None
-        assert 0 < begun.deadline_s < 300.0
-        assert begun.state in {"queued", "running"}
-        later = await until(runtime, "mine", lambda group: group.num_done > begun.num_done)
+        waits = await until(runtime, work, lambda group: group.position is not None)
+        assert (waits.state, waits.priority, waits.num_done) == ("queued", Priority.BACKGROUND, 0)
+        assert waits.deadline_s is not None
+        assert 0 < waits.deadline_s < 300.0
+        begun = await until(runtime, work, lambda group: group.num_done > 0)
+        later = await until(runtime, work, lambda group: group.num_done > begun.num_done)
         assert later.usage.prompt_tokens > begun.usage.prompt_tokens > 0
         assert later.timings.prefill_s + later.timings.queue_s > 0
         assert later.age_s > begun.age_s
-        assert (later.deadline_s or 0) < begun.deadline_s
-        place = await until(runtime, "mine", lambda group: group.position is not None)
-        assert place.state == "queued"
+        assert (later.deadline_s or 0) < waits.deadline_s
         found = await work
         assert found.usage.prompt_tokens >= later.usage.prompt_tokens
+        await before
 
 
 async def test_a_calls_deadline_is_one_for_all_of_it_while_it_is_paused_too() -> None:
     """SPEC Q6: the time that the first texts took is not given to the later ones."""
     async with running("fake:encoder=1,step_delay_s=0.05") as runtime:
         work = asyncio.ensure_future(runtime.embed(TEXTS, request_id="mine", timeout_s=0.5))
-        await until(runtime, "mine", lambda group: group.num_done > 0)
+        await until(runtime, work, lambda group: group.num_done > 0)
         await runtime.pause_request("mine")
         with pytest.raises(RequestTimeoutError):
             await work
@@ -186,7 +188,7 @@ async def test_ids_are_unique_over_requests_and_calls() -> None:
     """SPEC I4: an id leads to one request or one call."""
     async with running(ENCODER) as runtime:
         work = asyncio.ensure_future(runtime.embed(TEXTS, request_id="mine"))
-        await until(runtime, "mine", lambda group: True)
+        await until(runtime, work, lambda group: True)
         with pytest.raises(InvalidRequestError, match="in use"):
             await runtime.embed("x", request_id="mine")
         await runtime.cancel("mine")
@@ -194,7 +196,7 @@ async def test_ids_are_unique_over_requests_and_calls() -> None:
             await work
     async with running(DECODER) as runtime:
         work = asyncio.ensure_future(runtime.choose(LONG, CHOICES, request_id="mine"))
-        await until(runtime, "mine", lambda group: True)
+        await until(runtime, work, lambda group: True)
         with pytest.raises(InvalidRequestError, match="in use"):
             await anext(runtime.stream(GenerateRequest(prompt="x"), "mine"))
         await runtime.cancel("mine")
@@ -210,7 +212,7 @@ async def test_a_call_goes_on_over_the_end_of_its_engine(
     async with running(model, isolation="process") as runtime:
         expected = shown(await call(runtime))
         work = asyncio.ensure_future(call(runtime, request_id="mine"))
-        await until(runtime, "mine", lambda group: runtime.stats()["num_live_requests"] > 0)
+        await until(runtime, work, lambda group: runtime.stats()["num_live_requests"] > 0)
         await runtime.pause_request("mine")
         pid = (await runtime.status()).pid
         os.kill(pid, signal.SIGKILL)
@@ -219,7 +221,7 @@ async def test_a_call_goes_on_over_the_end_of_its_engine(
                 status = await runtime.status()
                 if status.pid != pid and status.state == "serving":
                     break
-        assert (await until(runtime, "mine", lambda group: True)).state == "paused"
+        assert (await until(runtime, work, lambda group: True)).state == "paused"
         await all_stand_still(runtime)
         assert not work.done()
         await runtime.resume_request("mine")
@@ -230,7 +232,7 @@ async def test_a_call_is_cancelled_while_there_is_no_engine() -> None:
     """SPEC L2: those that no engine has end at once."""
     async with running(ENCODER) as runtime:
         work = asyncio.ensure_future(runtime.embed(TEXTS, request_id="mine", timeout_s=60.0))
-        await until(runtime, "mine", lambda group: group.num_done > 0)
+        await until(runtime, work, lambda group: group.num_done > 0)
         await runtime.suspend()
         await runtime.cancel("mine")
         with pytest.raises(RequestCancelledError):

@@ -177,7 +177,7 @@ class EngineSupervisor:
             threads=engine.num_threads or (default.num_threads if default else 0),
             engine=engine,
             health=self.health(),
-            groups=[group.status() for group in self._table.groups.values()],
+            groups=[group.status(engine.queue) for group in self._table.groups.values()],
         )
 
     async def _engine_status(self) -> EngineStatus:

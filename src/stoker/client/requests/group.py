@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stoker.client.requests.record import RequestRecord
     from stoker.client.requests.stream import StreamEvent
     from stoker.ipc.request import GenerateRequest
+    from stoker.ipc.status import WaitStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +163,12 @@ class RequestGroup:
         """The engine was suspended for so long: that time does not count."""
         self._begun_s += min(slept_s, self._age_s())
 
-    def status(self) -> GroupStatus:
-        """How far it is."""
-        places = [member.place for member in self.members.values() if member.place is not None]
-        position, eta_s = min(places, default=(None, None), key=lambda place: place[0])
+    def status(self, queue: Iterable[WaitStatus]) -> GroupStatus:
+        """How far it is; `queue` is the engine's."""
         is_running = any(member.num_running for member in self.members.values())
+        first = next((waiting for waiting in queue if waiting.request_id in self.members), None)
+        if is_running or self.is_paused:
+            first = None
         return GroupStatus(
             id=self.id,
             kind=self._kind,
@@ -175,8 +177,8 @@ class RequestGroup:
             state="paused" if self.is_paused else "running" if is_running else "queued",
             num_members=max(self._num_members, self._num_begun),
             num_done=self._num_done,
-            position=None if is_running or self.is_paused else position,
-            eta_s=None if is_running or self.is_paused else eta_s,
+            position=first.position if first else None,
+            eta_s=first.eta_s if first else None,
             deadline_s=self._left_s(),
             age_s=self._age_s(),
             usage=self._usage,

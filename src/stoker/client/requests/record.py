@@ -95,7 +95,6 @@ class RequestRecord:
         stage: where it is with the engine.
         is_paused: its caller wants it to stand still, whether or not an engine has confirmed it.
         parked: choices that gave their slot up and have not been heard of since.
-        place: in the queue, 0 is next, and in about how many seconds it runs; None: it is not in it.
         was_accepted: an engine had it in its queue, or waiting for its model.
         num_context: as in `Admitted`; 0: it was not admitted yet.
         charges: engines that ended while they computed it, since its last token.
@@ -119,7 +118,6 @@ class RequestRecord:
         "num_prompt_tokens",
         "owner",
         "parked",
-        "place",
         "preparation_crashes",
         "request",
         "request_id",
@@ -151,7 +149,6 @@ class RequestRecord:
         self.ended_s: float | None = None
         self.stage = Stage.HELD
         self.parked: set[int] = set()
-        self.place: tuple[int, float | None] | None = None
         self.has_shown_pause = False
         self.is_asleep = False
         self.is_cancelling = False
@@ -301,11 +298,9 @@ class RequestRecord:
 
     def _take_move(self, event: Queued | Admitted | Parked | Paused | Resumed) -> bool:
         is_shown = False
-        self.place = None
         match event:
             case Queued():
                 self.was_accepted = True
-                self.place = event.position, event.eta_s
                 if self.stage is Stage.PREPARING:
                     self.preparation_crashes = 0
                 if self.may_be_in_preparation:
@@ -345,7 +340,6 @@ class RequestRecord:
     def hold(self) -> None:
         """No engine has it any more."""
         self.stage = Stage.HELD
-        self.place = None
         self.parked.clear()
 
     def tell_pause(self) -> list[RequestEvent]:
