@@ -113,9 +113,9 @@ def test_an_unloaded_model_is_not_loaded_by_the_next_engine() -> None:
     due(registry)
     for model in ("a", "b"):
         tell(registry, model, "ready")
-    registry.release("a")
+    registry.release("a", is_held=True)
     registry.suspend()
-    registry.release("b")
+    registry.release("b", is_held=True)
     assert due(registry) == []
 
 

@@ -293,12 +293,9 @@ class ModelLoading:
 
     def _release(self, model: str) -> bool:
         """Have no engine load it; returns whether one will report that it is absent."""
-        self._registry.release(model)
         is_told = self._tell(UnloadModel(model))
-        if is_told:
-            self._absences[model] += 1
-        else:
-            self._registry.set_aside(model)
+        self._registry.release(model, is_held=is_told)
+        self._absences[model] += is_told
         return is_told
 
     def _num_requests(self, model: str) -> int:

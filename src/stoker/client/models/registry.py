@@ -108,6 +108,32 @@ class ModelEntry:
         now_n_ctx = self.spec.most_tokens or math.inf
         return spec.path != self.spec.path or (spec.most_tokens or math.inf) < now_n_ctx
 
+    def can_move(self, to: ModelLife) -> bool:
+        """Whether the table has that move, or it is none."""
+        return is_move(self.state, to, CLIENT_MODEL_MOVES)
+
+    def move(self, to: ModelLife) -> None:
+        """Go to another state.
+
+        Raises:
+            AssertionError: the table has no such move: a bug of ours, told with the story so far.
+        """
+        if not self.can_move(to):
+            raise AssertionError(f"{self.spec.id} is {self.state} and cannot become {to}; {self.told}")
+        self.set(to)
+
+    def set(self, to: ModelLife) -> None:
+        """Take a state that the engine reports, whatever the table says."""
+        if self.state is not to:
+            self.story.append(str(to))
+        self.state = to
+        self.stage, self.fraction, self.reason, self.error = "", 0.0, "", None
+
+    @property
+    def told(self) -> str:
+        """Its last moves, for messages."""
+        return f"story: {'; '.join(self.story)}"
+
 
 class ModelRegistry:
     """All served models, in order; the first is the default.
@@ -244,21 +270,15 @@ class ModelRegistry:
         entry.is_due = entry.may_evict = True
         entry.is_leaving = False
         if entry.state not in {ModelLife.READY, ModelLife.UNLOADING}:  # else it serves on meanwhile (SPEC L5)
-            self._move(entry, ModelLife.LOADING)
+            entry.move(ModelLife.LOADING)
         return LoadModel(spec, is_suspect=entry.is_suspect)
 
-    def release(self, model: str) -> None:
-        """A caller wants it out of memory: no engine has to load it."""
+    def release(self, model: str, *, is_held: bool) -> None:
+        """A caller wants it out of memory: no engine has to load it. `is_held`: one may have it now."""
         entry = self._entries[model]
         entry.is_due, entry.is_leaving, entry.asked = False, True, None
-        if entry.state is ModelLife.SUSPENDED:
-            self._move(entry, ModelLife.ABSENT)
-
-    def set_aside(self, model: str) -> None:
-        """It was released, and no engine has it."""
-        entry = self._entries[model]
-        if entry.state in _IN_MEMORY | _UNDER_WAY:
-            self._move(entry, ModelLife.ABSENT)
+        if entry.state is ModelLife.SUSPENDED or (entry.state in _IN_MEMORY | _UNDER_WAY and not is_held):
+            entry.move(ModelLife.ABSENT)
 
     def pin(self, model: str, *, is_pinned: bool) -> None:
         """Set whether it is never unloaded to make room."""
@@ -286,7 +306,7 @@ class ModelRegistry:
         return [self._begin_load(entry) for entry in due]
 
     def _begin_load(self, entry: ModelEntry) -> LoadModel:
-        self._move(entry, ModelLife.LOADING)
+        entry.move(ModelLife.LOADING)
         return LoadModel(entry.to_load, entry.may_evict, entry.is_suspect)
 
     def record(self, event: ModelState) -> None:
@@ -297,7 +317,10 @@ class ModelRegistry:
         if event.state == ModelLife.READY and event.stage:  # it serves on beside another load of it
             entry.stage = event.stage
             return
-        self._follow(entry, ModelLife(event.state))
+        state = ModelLife(event.state)
+        if not entry.can_move(state):
+            log.error("the engine has %s %s, which was %s; %s", event.model, state, entry.state, entry.told)
+        entry.set(state)
         entry.stage, entry.fraction = event.stage, event.fraction
         entry.reason, entry.error = event.reason, event.error
         if not entry.is_settled:
@@ -319,14 +342,14 @@ class ModelRegistry:
         for entry in self._entries.values():
             if entry.is_barred:
                 continue
-            self._move(entry, ModelLife.SUSPENDED if entry.is_due else ModelLife.ABSENT)
+            entry.move(ModelLife.SUSPENDED if entry.is_due else ModelLife.ABSENT)
 
     def begin_instance(self) -> None:
         """A new engine follows one that ended, and loads what that one had."""
         self._note_due()
         for entry in self._entries.values():
             if not entry.is_barred and entry.state is not ModelLife.SUSPENDED:
-                self._move(entry, ModelLife.ABSENT)
+                entry.move(ModelLife.ABSENT)
 
     def _note_due(self) -> None:
         is_first = True
@@ -362,7 +385,7 @@ class ModelRegistry:
         entry.load_crashes += 1
         if entry.load_crashes >= MAX_LOAD_CRASHES:
             text = f"ended the engine {entry.load_crashes} times, last: {ended.quoted}"
-            self._move(entry, ModelLife.FAILED)
+            entry.move(ModelLife.FAILED)
             self._bar(entry, _load_crash(entry, text, entry.load_crashes))
 
     def _give_up_reload(self, entry: ModelEntry, ended: EngineExit) -> None:
@@ -381,28 +404,7 @@ class ModelRegistry:
         """Try again where another file has taken the place of the one that was barred."""
         if entry.is_barred and self._mark_of(entry.to_load.path) != entry.mark:
             entry.is_barred, entry.load_crashes = False, 0
-            self._move(entry, ModelLife.ABSENT)
-
-    def _follow(self, entry: ModelEntry, to: ModelLife) -> None:
-        """Take the state that the engine reports; a move that is not in the table is logged as a bug."""
-        if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
-            story = "; ".join(entry.story)
-            log.error("the engine has %s %s, which was %s; story: %s", entry.spec.id, to, entry.state, story)
-        self._set(entry, to)
-
-    def _move(self, entry: ModelEntry, to: ModelLife) -> None:
-        """Raises AssertionError where the table has no such move: a bug of ours, told with the story."""
-        if not is_move(entry.state, to, CLIENT_MODEL_MOVES):
-            story = "; ".join(entry.story)
-            raise AssertionError(f"{entry.spec.id} is {entry.state} and cannot become {to}; story: {story}")
-        self._set(entry, to)
-
-    @staticmethod
-    def _set(entry: ModelEntry, to: ModelLife) -> None:
-        if entry.state is not to:
-            entry.story.append(str(to))
-        entry.state = to
-        entry.stage, entry.fraction, entry.reason, entry.error = "", 0.0, "", None
+            entry.move(ModelLife.ABSENT)
 
 
 def _load_crash(entry: ModelEntry, text: str, crashes: int) -> ErrorInfo:
