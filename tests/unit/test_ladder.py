@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.machine.ladder import CALM_S, FORGET_S, LADDER, MAX_CALM_S, PACE, SETTLE_S, Ladder, Move, Rung
+from stoker.machine.ladder import CALM_S, FORGET_S, LADDER, MAX_CALM_S, CALM_PARTS, SETTLE_S, Ladder, Move, Rung
 from stoker.machine.pressure import EVENT_HOLD_S, Pressure
 
 N, W, C = Pressure.NORMAL, Pressure.WARNING, Pressure.CRITICAL
@@ -88,7 +88,7 @@ def test_the_way_down_is_the_way_up_backwards():
             assert move.is_undone
             undone.append((second, move.rung))
     assert [rung for _, rung in undone] == list(reversed(LADDER))
-    assert [second for second, _ in undone] == [CALM_S + step * CALM_S / PACE for step in range(7)]
+    assert [second for second, _ in undone] == [CALM_S + step * CALM_S / CALM_PARTS for step in range(7)]
     assert ladder.taken == ()
 
 

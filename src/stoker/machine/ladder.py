@@ -19,8 +19,8 @@ CALM_S = 12.0
 """How long the level has to ask for fewer rungs before the highest is undone, at first."""
 MAX_CALM_S = 240.0
 """Requests may wait for the highest rung to be undone, so no longer; it is under one move a minute then."""
-PACE = 4
-"""The next ones follow after a PACE-th of the calm: all seven are undone in 30 s at first, 10 min at most."""
+CALM_PARTS = 4
+"""The next ones follow after a part of the calm: all seven are undone in 30 s at first, 10 min at most."""
 FORGET_S = 600.0
 """A rung taken within this time after one was undone is a relapse: the calm was too short and is doubled."""
 
@@ -38,7 +38,7 @@ class Rung(StrEnum):
 
 
 LADDER = tuple(Rung)
-LONGEST_DESCENT_S = MAX_CALM_S * (1 + (len(LADDER) - 1) / PACE)
+LONGEST_DESCENT_S = MAX_CALM_S * (1 + (len(LADDER) - 1) / CALM_PARTS)
 """So long after the last sample that asks for a rung, no rung is taken any more."""
 _REACH = {
     Pressure.NORMAL: 0,
@@ -98,7 +98,7 @@ class Ladder:
             return self._take(now_s)
         if self._calm_since_s is None:
             self._calm_since_s = now_s
-        if now_s - self._calm_since_s < self._calm_s or now_s - self._moved_s < self._calm_s / PACE:
+        if now_s - self._calm_since_s < self._calm_s or now_s - self._moved_s < self._calm_s / CALM_PARTS:
             return None
         return self._undo(now_s)
 
