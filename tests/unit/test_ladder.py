@@ -2,7 +2,17 @@
 
 import pytest
 
-from stoker.machine.ladder import CALM_S, FORGET_S, LADDER, MAX_CALM_S, CALM_PARTS, SETTLE_S, Ladder, Move, Rung
+from stoker.machine.ladder import (
+    CALM_PARTS,
+    CALM_S,
+    FORGET_S,
+    LADDER,
+    MAX_CALM_S,
+    SETTLE_S,
+    Ladder,
+    Move,
+    Rung,
+)
 from stoker.machine.pressure import EVENT_HOLD_S, Pressure
 
 N, W, C = Pressure.NORMAL, Pressure.WARNING, Pressure.CRITICAL
