@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from stoker.errors import InvalidRequestError
+from stoker.errors import InvalidRequestError, QueueFullError
 from stoker.ipc.constraint import Constraint
 
 MAX_STOPS = 16
@@ -35,6 +35,23 @@ class Priority(StrEnum):
 
     INTERACTIVE = "interactive"
     BACKGROUND = "background"
+
+
+def queue_bound(max_queue: int, priority: Priority) -> int:
+    """How many requests of a model may wait when one of this class arrives: half as many for background."""
+    return max_queue if priority is Priority.INTERACTIVE else max(1, max_queue // 2)
+
+
+def check_queue(max_queue: int, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
+    """Raises QueueFullError when `num_waiting` requests are at the bound of the class (SPEC Q11)."""
+    bound = queue_bound(max_queue, priority)
+    if num_waiting >= bound:
+        raise QueueFullError(
+            f"{num_waiting} requests wait and {bound} may ({priority}); retry in {retry_after_s:.0f} s",
+            retry_after_s=retry_after_s,
+            num_waiting=num_waiting,
+            max_queue=bound,
+        )
 
 
 class Preempt(StrEnum):

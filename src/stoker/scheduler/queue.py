@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
-from stoker.errors import QueueFullError
-from stoker.ipc.request import Priority
+from stoker.ipc.request import Priority, check_queue
 from stoker.kv.sequence import Sequence, SequenceState
 
 
@@ -37,20 +36,9 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(tuple(self._sequences))
 
-    def bound(self, priority: Priority) -> int:
-        """How many requests may wait when one of this class arrives."""
-        return self.max_queue if priority is Priority.INTERACTIVE else max(1, self.max_queue // 2)
-
     def check_queue(self, priority: Priority, num_waiting: int, retry_after_s: float) -> None:
         """Raises QueueFullError when `num_waiting` requests are at the bound of the class."""
-        bound = self.bound(priority)
-        if num_waiting >= bound:
-            raise QueueFullError(
-                f"{num_waiting} requests wait and {bound} may ({priority}); retry in {retry_after_s:.0f} s",
-                retry_after_s=retry_after_s,
-                num_waiting=num_waiting,
-                max_queue=bound,
-            )
+        check_queue(self.max_queue, priority, num_waiting, retry_after_s)
 
     def push(self, sequence: Sequence) -> int:
         """Enter at the place of its class; returns the position."""

@@ -1,8 +1,7 @@
-"""Whether one more request may wait, decided in the front (SPEC Q11).
+"""Whether one more request may wait, decided in the client (SPEC Q11).
 
-The engine has the last word, but it listens only between two steps; here a full line is refused at once.
-Owns how fast the requests of each model end, which `Retry-After` is made of. The bound itself is
-the waiting line's. Pure: time arrives as an argument.
+The engine decides last, but it reads its inbox only between two steps; here a full queue is refused at once.
+Owns how fast the requests of each model end, which `Retry-After` is computed from. Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.scheduler.queue import RequestQueue
+from stoker.ipc.request import check_queue, queue_bound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 120.0
-"""Past this the past says little about when there is room."""
+"""Past this the past says little about when a place is free."""
 SMOOTHING = 0.2
 """Weight of the newest interval in the mean."""
 
@@ -68,14 +67,14 @@ class Admission:
     """
 
     def __init__(self, max_queue: int) -> None:
-        self._line = RequestQueue(max_queue)
+        self._max_queue = max_queue
         self._ends: dict[str, _Ends] = {}
 
     def __repr__(self) -> str:
-        return f"<Admission {self._line.max_queue} {self._ends}>"
+        return f"<Admission {self._max_queue} {self._ends}>"
 
     def check(self, request: GenerateRequest, num_waiting: int, now: float) -> None:
-        """Refuse a newcomer that finds the line at the bound of its class.
+        """Refuse a newcomer that finds the queue at the bound of its class.
 
         Args:
             request: the newcomer.
@@ -83,13 +82,13 @@ class Admission:
             now: seconds on the clock of `arrived` and `ended`.
 
         Raises:
-            QueueFullError: `retry_after_s` is when so many will have ended that there is room, 1 s at least.
+            QueueFullError: `retry_after_s` is when enough will have ended, 1 s at least.
         """
-        num_over = num_waiting - self._line.bound(request.priority) + 1
-        if num_over > 0:
-            retry_s = num_over * self._interval_s(request.model, now)
-            retry_s = min(max(retry_s, MIN_RETRY_S), MAX_RETRY_S)
-            self._line.check_queue(request.priority, num_waiting, retry_s)
+        num_over = num_waiting - queue_bound(self._max_queue, request.priority) + 1
+        ends = self._ends.get(request.model)
+        retry_s = num_over * ends.next_s(now) if ends else 0.0
+        retry_s = min(max(retry_s, MIN_RETRY_S), MAX_RETRY_S)
+        check_queue(self._max_queue, request.priority, num_waiting, retry_s)
 
     def arrived(self, model: str, now: float) -> None:
         """A request was taken in."""
@@ -101,7 +100,3 @@ class Admission:
     def ended(self, model: str, now: float) -> None:
         """One of them ended, however it did."""
         self._ends[model].ended(now)
-
-    def _interval_s(self, model: str, now: float) -> float:
-        ends = self._ends.get(model)
-        return ends.next_s(now) if ends else 0.0
