@@ -7,9 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hello_backend import HelloBackend
 
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.llama.backend import LlamaBackend, load
+from stoker.backends.protocol.backend import Backend
 from stoker.ipc.model import ModelSpec
 from tiny_models import TINY, write_llama
 
@@ -65,10 +67,7 @@ def loaded_decoder(open_llama: OpenLlama, tiny_decoder: Path) -> Iterator[LlamaB
 @pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder"])
 def backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """Each backend in turn, with every sequence empty."""
-    if request.param in {"fake", "fake-async"}:
-        return open_fake(is_async=request.param == "fake-async")
-    chosen: LlamaBackend = request.getfixturevalue(f"loaded_{request.param}")
-    return emptied(chosen)
+    return chosen_backend(request)
 
 
 @pytest.fixture(scope="session")
@@ -107,16 +106,23 @@ def loaded_tiny(open_llama: OpenLlama, tiny_model: TinyModel) -> Iterator[Callab
 @pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "fake-recurrent", *TINY])
 def any_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """As `backend`, and those that cannot go back: recurrent, hybrid, with a sliding window."""
-    match request.param:
-        case "fake" | "fake-async":
-            return open_fake(is_async=request.param == "fake-async")
-        case "fake-recurrent":
-            return open_fake(recurrent=True)
-        case "smollm2" | "decoder":
-            chosen = request.getfixturevalue(f"loaded_{request.param}")
-        case name:
-            chosen = request.getfixturevalue("loaded_tiny")(name)
-    return emptied(chosen)
+    return chosen_backend(request)
+
+
+@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder"])
+def generating(request: pytest.FixtureRequest) -> Backend:
+    """As `backend`, and the one that has the core protocol alone."""
+    if request.param == "hello":
+        return HelloBackend()
+    return chosen_backend(request)
+
+
+@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder", "fake-recurrent", *TINY])
+def any_generating(request: pytest.FixtureRequest) -> Backend:
+    """As `any_backend`, and the one that has the core protocol alone."""
+    if request.param == "hello":
+        return HelloBackend()
+    return chosen_backend(request)
 
 
 @pytest.fixture(params=["fake", "mamba", "rwkv6", "rwkv7"])
@@ -137,6 +143,20 @@ def smollm2(loaded_smollm2: LlamaBackend) -> LlamaBackend:
 def decoder(loaded_decoder: LlamaBackend) -> LlamaBackend:
     """The decoder with weights in f32, every sequence empty."""
     return emptied(loaded_decoder)
+
+
+def chosen_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
+    """The backend that a fixture's parameter names, with every sequence empty."""
+    match request.param:
+        case "fake" | "fake-async":
+            return open_fake(is_async=request.param == "fake-async")
+        case "fake-recurrent":
+            return open_fake(recurrent=True)
+        case "smollm2" | "decoder":
+            chosen = request.getfixturevalue(f"loaded_{request.param}")
+        case name:
+            chosen = request.getfixturevalue("loaded_tiny")(name)
+    return emptied(chosen)
 
 
 def open_fake(**faults: bool) -> FakeBackend:

@@ -6,14 +6,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
-from stoker.errors import InvalidRequestError, StokerError, UnsupportedError
+from stoker.errors import InvalidRequestError, StokerError
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from stoker.backends.protocol.backend import Backend
-    from stoker.backends.protocol.extensions import StateTransfer
     from stoker.cache.entry import Entry
     from stoker.kv.allocator import KVAllocator
     from stoker.kv.sequence import Sequence
@@ -51,11 +50,12 @@ def _export(op: Export, backend: Backend, allocator: KVAllocator) -> None:
     entry = op.entry
     if entry.state is EntryState.RAM:
         return  # another op of this turn has brought it
-    if entry.state is not EntryState.PENDING:  # another op of this turn has failed
+    states = backend.extensions.states
+    if states is None or entry.state is not EntryState.PENDING:  # another op of this turn has failed
         allocator.not_exported(entry, op.sequence)
         return
     try:
-        data = _states_of(backend).export_state(op.seq)
+        data = states.export_state(op.seq)
     except (StokerError, MemoryError) as error:
         log.warning("no snapshot of %d tokens, they will be computed again: %s", entry.num_tokens, error)
         allocator.not_exported(entry, op.sequence)
@@ -69,8 +69,10 @@ def _import(op: Import, backend: Backend, allocator: KVAllocator) -> list[tuple[
         return []  # it ended in the turn that admitted it
     if entry.data is None:  # its export has failed in this very turn
         return _start_anew(op, backend, allocator)
+    states = backend.extensions.states
+    assert states is not None, f"{backend!r} has exported nothing"
     try:
-        _states_of(backend).import_state(op.seq, entry.data)
+        states.import_state(op.seq, entry.data)
         _check_length(backend.length(op.seq), entry)
         if op.length < entry.num_tokens:
             backend.trim(op.seq, op.length)
@@ -107,10 +109,3 @@ def _begin(seq: int, sequence: Sequence, backend: Backend) -> list[tuple[Sequenc
     except StokerError as error:
         return [(sequence, error)]
     return []
-
-
-def _states_of(backend: Backend) -> StateTransfer:
-    states = backend.extensions.states
-    if states is None:
-        raise UnsupportedError(f"{backend.capabilities.description} gives no states to keep")
-    return states
