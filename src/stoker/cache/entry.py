@@ -1,6 +1,6 @@
 """One stored prefix: the tokens it stands for, its state as bytes, and where these are (SPEC C7).
 
-Owns the state table of an entry. Which entries there are and who has to go is the prefix cache's business.
+Owns the state table of an entry. Which entries there are and which are evicted is the prefix cache's.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Entry:
         source: path of that model's file.
         key: its tokens, four bytes each.
         data: the state, while it is in host memory.
-        size_bytes: what that takes, or is reckoned to take.
+        size_bytes: what that takes, or is estimated to take.
         file: its name on disk, if it is saved.
         file_bytes: what the file takes.
-        leases: who needs it where it is; an entry with a lease neither moves nor goes.
+        leases: holders that need it where it is; an entry with a lease neither moves nor goes.
         line: where the ledger counts what it takes in host memory.
-        is_private: it stands in no tree: nobody but its lease uses it.
-        is_exact: its model cannot go back, so it serves only those who have all of its tokens.
-        is_background: nobody waited for what it was made for.
+        is_private: it is in no tree: only its holder uses it.
+        is_exact: its model cannot go back, so it serves only prompts with all of its tokens.
+        is_background: it was made for background.
         used_s: when it was used last.
     """
 
@@ -96,7 +96,7 @@ class Entry:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody needs it where it is."""
+        """Whether it may move or go."""
         return not self.leases and self.state in {EntryState.RAM, EntryState.DISK}
 
     def lease(self, holder: Hashable) -> None:

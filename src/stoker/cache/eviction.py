@@ -1,6 +1,6 @@
 """What to give up first when the cache is full (SPEC C7).
 
-Pure: an entry's figures in, a choice out. Pinned entries are not candidates; the caller leaves them out.
+Pure: an entry's figures in, a choice out. The caller leaves leased entries out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Nobody waits for what background asks, so a token saved there is worth half of one that somebody waits for.
+# A token saved for background is worth half of one saved for an interactive request.
 BACKGROUND_WEIGHT = 0.5
 # Idle times are told apart from about here on: an entry used this second and one used ten seconds ago
 # differ by their size and tokens, one used two minutes ago counts a third. About the time a person takes

@@ -1,6 +1,6 @@
 """Which entries there are, by namespace and tokens: a radix tree each (SPEC C1, C2).
 
-Answers what an entry serves and what it adds to the others. What is done about it is the prefix cache's.
+Answers what an entry serves and what it adds to the others. The prefix cache decides what is stored.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class EntryIndex:
         return new.num_tokens - match.num_tokens >= least
 
     def superseded_by(self, entry: Entry) -> list[Entry]:
-        """Shorter entries that nobody needs now: a model that can go back takes the longer one."""
+        """Shorter entries that are superfluous now: a model that can go back takes the longer one."""
         if entry.is_private or entry.is_exact:
             return []
         on_path = self._trees[entry.namespace].on_path(entry.key)

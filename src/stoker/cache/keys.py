@@ -1,7 +1,7 @@
-"""Token ids as the bytes that stand for them in the tree and on disk: four each, little-endian.
+"""What a stored prefix is found by: its namespace, and its token ids as bytes, four each, little-endian.
 
-Ids are non-negative. A picture's place in a prompt is taken by negative numbers made of its content
-(SPEC C11), as many as it takes tokens: the same picture matches itself and nothing else.
+Ids are non-negative. An image's place in a prompt is taken by negative numbers made of its content (SPEC
+C11), as many as it takes tokens: the same image matches itself and nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def num_tokens(key: bytes) -> int:
 
 
 def image_ids(content: bytes, count: int) -> list[int]:
-    """Negative numbers for the `count` tokens of a picture with these bytes."""
+    """Negative numbers for the `count` tokens of an image with these bytes."""
     stream = hashlib.shake_128(content).digest(count * TOKEN_BYTES)
     numbers = array("I", stream)
     if sys.byteorder == "big":
@@ -43,7 +43,7 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Namespace:
-    """A prefix of one namespace is never used in another.
+    """Requests that may share what was computed (SPEC C1): of one model, adapter, initial state and salt.
 
     Attributes:
         model: fingerprint of the file and of how its state is laid out.

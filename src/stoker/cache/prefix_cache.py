@@ -1,9 +1,9 @@
-"""Every stored prefix of every model: which there are, where their bytes are, who has to go (SPEC C).
+"""Every stored prefix of every model: which there are, where their bytes are, what is evicted (SPEC C).
 
-Pure and synchronous: time is an argument; what has to happen on disk leaves as orders, and how they ended
-comes back by `written`, `fetched` and their like. Owns the entries, their trees and what the ledger says of
-them; cells are the scheduler's. An entry that is used or on its way is leased, and neither moves nor goes.
-What parked sequences have to find again is an entry too, leased by them and counted apart (SPEC Q4).
+Pure and synchronous: time is an argument; operations on disk leave as values, and how they ended comes back
+by `written`, `fetched` and their like. Owns the entries, their trees and what the ledger counts of them. An
+entry that is used or moves is leased, and neither moves nor goes. What parked sequences go on from is an
+entry too, leased by them and counted apart (SPEC Q4).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PrefixCache:
 
     @property
     def parked_bytes(self) -> int:
-        """Host memory of what parked sequences have to find again."""
+        """Host memory of what parked sequences go on from."""
         return self._ledger.used(Line.PARKED)
 
     def stats(self) -> dict[str, float]:
@@ -112,10 +112,10 @@ class PrefixCache:
         Args:
             new: what is known of it.
             now: the time.
-            is_wanted: somebody waits for it, so it is taken however little it adds.
+            is_wanted: a sequence waits for it, so it is taken however little it adds.
 
         Returns:
-            The entry to fill; None: it is there already, is not worth its bytes, or has no room.
+            The entry to fill; None: it is there already, is not worth its bytes, or does not fit.
         """
         self._now = now
         if new.num_tokens < MIN_TOKENS or new.size_bytes > self.limits.ram_bytes:
@@ -131,12 +131,10 @@ class PrefixCache:
         return self._take_in(new, known, Line.CACHE)
 
     def park(self, new: Entry, holder: Hashable, limit_bytes: int, now: float) -> Entry | None:
-        """Take in what a parked sequence has to find again, leased by `holder`.
-
-        `limit_bytes` is what parked states may take; stored ones do not count against it.
+        """Take in what a parked sequence goes on from, leased by `holder`; `limit_bytes` bounds all such.
 
         Returns:
-            An entry to fill, or one that has the bytes already; None: there is no room.
+            An entry to fill, or one that has the bytes already; None: it does not fit.
         """
         self._now = now
         known = None if new.is_private else self.index.get(new.namespace, new.key)
@@ -166,7 +164,7 @@ class PrefixCache:
         return new
 
     def filled(self, entry: Entry, data: Snapshot, now: float) -> None:
-        """Its bytes have come; those of shorter entries that it serves as well are given up."""
+        """Its bytes have come; those of shorter entries that it stands for too are freed."""
         self._now = now
         self._recount(entry, memoryview(data).nbytes)
         entry.data = data
@@ -179,11 +177,11 @@ class PrefixCache:
         self._make_room(0)
 
     def failed(self, entry: Entry) -> None:
-        """Its bytes will not come."""
+        """Its bytes do not come."""
         self._let_go_of_bytes(entry)
 
     def settle(self, entry: Entry, holder: Hashable, now: float) -> None:
-        """A holder needs it no longer; what was parked becomes an ordinary entry, if there is room."""
+        """End a holder's lease; what was parked becomes an ordinary entry, if it fits."""
         self._now = now
         entry.leases.discard(holder)
         if entry.line is not Line.PARKED or entry.leases or entry.state is not EntryState.RAM:
@@ -198,17 +196,17 @@ class PrefixCache:
         self.disk.note(entry, now)
 
     def used(self, entry: Entry, now: float) -> None:
-        """It saved somebody time."""
+        """It was used."""
         self._now = entry.used_s = now
 
     def drop(self, namespace: bytes, key: bytes) -> None:
-        """Give up an entry that others make superfluous, unless somebody needs it."""
+        """Forget an entry that others make superfluous, unless it is leased."""
         entry = self.index.get(namespace, key)
         if entry is not None and entry.is_free:
             self._forget(entry)
 
     def damaged(self, entry: Entry) -> None:
-        """The backend did not take its bytes: nobody shall be offered them again."""
+        """The backend refused its bytes: they are not offered again."""
         self._num_damaged_total += 1
         entry.leases.clear()
         if entry.state in {EntryState.RAM, EntryState.DISK}:
@@ -217,7 +215,7 @@ class PrefixCache:
     # ------------------------------------------------------------ disk
 
     def found(self, entries: Iterable[Entry], now: float) -> None:
-        """What the folder held at the start; of what is known already the file is taken over."""
+        """Take in what the folder held; of a known entry only the file."""
         self._now = now
         for entry in entries:
             assert entry.file is not None, f"{entry!r} was not found on disk"
@@ -234,7 +232,7 @@ class PrefixCache:
             self.disk.added(entry, file, size)
 
     def _take_over(self, known: Entry, file: str, size: int) -> None:
-        """The disk has it too: its file need not be written, unless that is going on under the same name."""
+        """A known entry has a file already: it need not be written, unless that is under way."""
         if known.file is None and not self.disk.is_writing(known):
             self.disk.forget(known)
             self.disk.added(known, file, size)
@@ -242,7 +240,7 @@ class PrefixCache:
             self.disk.remove_file(file)
 
     def tend(self, now: float, *, is_busy: bool = False) -> None:
-        """Order the next write, if one is due; while something is computed, and memory lasts, it may wait."""
+        """Begin the next write, if one is due; while something is computed, and memory lasts, it waits."""
         self._now = now
         can_wait = is_busy and 2 * self.ram_bytes < self.limits.ram_bytes
         while (entry := self.disk.next_to_write(now, is_busy=can_wait)) is not None:
@@ -255,7 +253,7 @@ class PrefixCache:
             self.disk.write(entry)
 
     def _giving_way_to(self, entry: Entry) -> list[Entry] | None:
-        """Whose files have to go for it, if each of them is worth less; None: they are not."""
+        """Entries whose files would be removed for it, if each is worth less; None: some is not."""
         excess = self.disk.used_bytes + entry.size_bytes - self.disk.limit_bytes
         others = [other for other in self.index if other.file is not None and other.is_free]
         going: list[Entry] = []
@@ -269,7 +267,7 @@ class PrefixCache:
         return going
 
     def can_fetch(self, entry: Entry) -> bool:
-        """Whether there is room for its bytes beside those that are in use."""
+        """Whether its bytes fit beside those that are in use."""
         if entry.state is not EntryState.DISK:
             return True
         return self._in_use_bytes() + entry.size_bytes <= self.limits.ram_bytes
@@ -283,7 +281,7 @@ class PrefixCache:
             self.disk.read(entry)
 
     def written(self, entry: Entry, file: str, file_bytes: int) -> None:
-        """A write has ended well; the files of shorter entries that it serves as well can go."""
+        """A write has succeeded; shorter entries that it stands for too are forgotten."""
         self.disk.write_ended(entry)
         self.disk.added(entry, file, file_bytes)
         if entry.state is EntryState.GONE:
@@ -295,7 +293,7 @@ class PrefixCache:
             self._forget(shorter)
 
     def model_gone(self, model: str) -> None:
-        """A model, by its fingerprint, has left memory: of what is saved only files stay, the rest is due."""
+        """A model, by its fingerprint, was unloaded: of saved entries only files stay, the rest is due."""
         self._absent.add(model)
         of_it = [e for e in self.index if e.model == model and e.is_free and e.state is EntryState.RAM]
         self.disk.press(of_it)
@@ -304,11 +302,11 @@ class PrefixCache:
                 self._let_go_of_bytes(entry)
 
     def model_back(self, model: str) -> None:
-        """It is in memory again: what is stored of it may be, too."""
+        """It is loaded again: its entries may be in memory too."""
         self._absent.discard(model)
 
     def files_lost(self, files: Iterable[str]) -> None:
-        """These files are no more: removed for room, or by somebody else."""
+        """These files are gone: removed here or by another process."""
         names = set(files)
         for entry in [entry for entry in self.index if entry.file in names]:
             self.disk.lost(entry)
@@ -345,7 +343,7 @@ class PrefixCache:
         return sum(e.size_bytes for e in self.index if self._is_counted(e) and not e.is_free)
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Make so much room, if those that are in use leave it; else nothing goes."""
+        """Make so much room, if what is in use leaves it; otherwise evict nothing."""
         while (excess := self.ram_bytes + size_bytes - self.limits.ram_bytes) > 0:
             if self.ram_bytes - self._in_use_bytes() < excess:
                 return False
@@ -354,7 +352,7 @@ class PrefixCache:
         return True
 
     def _evict_one(self) -> bool:
-        """Free the bytes that are missed least: of those on disk too, else of any (SPEC C7)."""
+        """Free the bytes of least value: of entries on disk too, else of any (SPEC C7)."""
         free = [entry for entry in self.index if self._is_counted(entry) and entry.is_free]
         saved = [entry for entry in free if entry.file is not None]
         chosen = self._least(saved or free)
@@ -365,7 +363,7 @@ class PrefixCache:
         return True
 
     def _keep_count(self, namespace: bytes) -> None:
-        """Make room for one entry more of a namespace."""
+        """Make room for one more entry of a namespace."""
         while len(members := self.index.of(namespace)) >= MAX_ENTRIES:
             chosen = self._least(entry for entry in members if entry.is_free)
             if chosen is None:
@@ -374,14 +372,14 @@ class PrefixCache:
             self._forget(chosen)
 
     def _least(self, entries: Iterable[Entry]) -> Entry | None:
-        """Which of them is missed least."""
+        """The one of least value."""
         return victim((entry, self.index.figures(entry, self._now)) for entry in entries)
 
     # ------------------------------------------------------------ bookkeeping
 
     @staticmethod
     def _is_counted(entry: Entry) -> bool:
-        """Whether it takes of the cache's host memory, or is about to."""
+        """Whether it takes host memory of the cache, or is about to."""
         return entry.line is Line.CACHE and entry.state not in {EntryState.DISK, EntryState.GONE}
 
     def _recount(self, entry: Entry, size_bytes: int) -> None:
@@ -406,7 +404,7 @@ class PrefixCache:
             self.disk.note(entry, self._now)
 
     def _forget(self, entry: Entry) -> None:
-        """It is gone from everywhere."""
+        """Remove it from memory and disk."""
         self.disk.remove(entry)
         if entry.state is EntryState.RAM:
             self._let_go_of_bytes(entry)
@@ -424,7 +422,7 @@ class PrefixCache:
     # ------------------------------------------------------------ invariants
 
     def check(self) -> None:
-        """Assert that entries, trees, tiers and ledger tell one story."""
+        """Assert that entries, trees, tiers and ledger agree."""
         self.index.check()
         entries = [*self.index, *self._private]
         for entry in entries:

@@ -1,7 +1,6 @@
 """Which stored prefixes share how many leading tokens with a given one (SPEC C1, C2).
 
-Owns the tree of one namespace over the keys of `cache.keys`. What the values are, when they are leased and
-which of them go is the business of whoever stores them.
+Owns the tree of one namespace over the keys of `cache.keys`; of the values it knows nothing.
 
 A way down looks only at the first token of each edge and skips the rest, as in a Patricia trie. Every key
 below the node it ends at shares the same number of tokens with the key sought, so one comparison of whole

@@ -1,9 +1,9 @@
 """The folder of the disk tier: prefix files that outlive the server (SPEC C9).
 
-Owns making, reading and removing files, and the bound on what they take together. Several servers may use
-one folder: names are never used twice, a file is complete from the moment it has its name, and one that is
-being written counts with its full size from the moment it exists. Everything here waits for the disk, so it
-is called on a worker thread. What is worth keeping is the business of the prefix cache.
+Owns making, reading and removing files, and the bound on what they take together. Several servers may use one
+folder: names are never used twice, a file is complete from the moment it has its name, and one that is being
+written counts with its full size from the moment it exists. Every call waits for the disk, so it runs on a
+worker thread. What is worth keeping is the prefix cache's decision.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,7 +27,7 @@ FOLDER_NAME = "prefixes"
 SUFFIX = ".prefix"
 PART_SUFFIX = ".part"
 ABANDONED_S = 60.0
-"""Age from which an unfinished file that nobody holds is taken for one whose writer died."""
+"""Age from which an unfinished file that no process holds counts as one whose writer died."""
 _PIECE_BYTES = 8 << 20
 _NEW_FLAGS = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -41,7 +41,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class FileVerdict:
+class FileCheck:
     """What a full check of one file found; `problem` is empty if it is sound."""
 
     name: str
@@ -128,16 +128,7 @@ class PrefixFolder:
                 self._unlink(path.name)
                 raise
         made = PrefixFile(
-            name=path.name,
-            namespace=new.namespace,
-            model=new.model,
-            source=new.source,
-            tokens=new.tokens,
-            size_bytes=size,
-            payload_bytes=data.nbytes,
-            is_background=new.is_background,
-            is_exact=new.is_exact,
-            used_s=used_s,
+            **asdict(new), name=path.name, size_bytes=size, payload_bytes=data.nbytes, used_s=used_s
         )
         return Written(made, removed)
 
@@ -178,7 +169,7 @@ class PrefixFolder:
                 self._remove_abandoned(self._now())
         return names
 
-    def verify(self) -> Iterator[FileVerdict]:
+    def verify(self) -> Iterator[FileCheck]:
         """Read every file through; removes nothing. Files that go meanwhile are left out."""
         with self._usable("read"):
             entries = self._entries()
@@ -191,11 +182,11 @@ class PrefixFolder:
             except FileNotFoundError:
                 continue
             except (DamagedError, CacheFileError) as error:
-                yield FileVerdict(found.name, str(error))
+                yield FileCheck(found.name, str(error))
             except OSError as error:
-                yield FileVerdict(found.name, f"it cannot be read: {error.strerror or error}")
+                yield FileCheck(found.name, f"it cannot be read: {error.strerror or error}")
             else:
-                yield FileVerdict(found.name, "")
+                yield FileCheck(found.name, "")
 
     # ------------------------------------------------------------ machinery
 

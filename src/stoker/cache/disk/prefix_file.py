@@ -1,4 +1,4 @@
-"""One file of the disk tier: its layout, and everything that is asked of it before it is believed (SPEC C9).
+"""One file of the disk tier: its layout, and what is checked before it is used (SPEC C9).
 
 Numbers are little-endian. A fixed head, then the model's fingerprint and its path as text, then the token
 ids (`cache.keys`), then the state as the native library gave it out:
@@ -8,8 +8,7 @@ ids (`cache.keys`), then the state as the native library gave it out:
     CRC-32 of all before the state (the CRC itself as 0) 4
 
 The mark is in the order of the machine that wrote it, as the state is. The salt of a namespace is in its
-digest only. No length is believed before it fits the size that the file really has. Which files there are,
-and which have to go, is `cache.disk`'s business.
+digest only. No length is used before it fits the real size of the file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import sys
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from stoker.cache.keys import DIGEST_BYTES, TOKEN_BYTES, num_tokens
 
@@ -55,8 +54,8 @@ class NewPrefix:
         model: fingerprint of the model.
         source: path of the model, by which the files of a replaced model are known.
         tokens: key of its tokens.
-        is_background: nobody waited for what it was made for.
-        is_exact: its model cannot go back, so it serves only those who have all of its tokens.
+        is_background: it was made for background.
+        is_exact: its model cannot go back, so it serves only prompts with all of its tokens.
     """
 
     namespace: bytes
@@ -67,27 +66,20 @@ class NewPrefix:
     is_exact: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixFile:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFile(NewPrefix):
     """A file of the folder whose head was found right.
 
     Attributes:
         name: its name in the folder.
-        namespace, model, source, tokens, is_background, is_exact: as in `NewPrefix`.
         size_bytes: of the whole file.
         payload_bytes: of the state in it.
         used_s: seconds since the epoch of its last use or of its making.
     """
 
     name: str
-    namespace: bytes
-    model: str
-    source: str
-    tokens: bytes
     size_bytes: int
     payload_bytes: int
-    is_background: bool
-    is_exact: bool
     used_s: float
 
     @property
@@ -96,14 +88,15 @@ class PrefixFile:
         return num_tokens(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The fixed head, its lengths checked against the size of the file."""
-
+class _Head(NamedTuple):
+    magic: bytes
+    mark: bytes
+    version: int
     flags: int
     size: int
     namespace: bytes
     model_size: int
+    source_size: int
     num_tokens: int
     payload_bytes: int
     checksum: bytes
@@ -231,35 +224,23 @@ class PrefixReader:
 
 
 def _parse(raw: bytes, file_size: int) -> _Head:
+    """The head, its lengths checked against the size of the file."""
     if len(raw) < _HEAD.size:
         raise DamagedError(f"it has {file_size} bytes, a head takes {_HEAD.size}")
-    (
-        magic,
-        mark,
-        version,
-        flags,
-        size,
-        namespace,
-        model_size,
-        source_size,
-        count,
-        payload_bytes,
-        checksum,
-        crc,
-    ) = _HEAD.unpack(raw)
-    if magic != MAGIC:
+    head = _Head(*_HEAD.unpack(raw))
+    if head.magic != MAGIC:
         raise DamagedError("it is no prefix file")
-    if mark != _MARK:
+    if head.mark != _MARK:
         raise DamagedError("it was written on a machine of another byte order")
-    if version != VERSION:
-        raise DamagedError(f"it is of version {version}, this is {VERSION}")
-    if size != _HEAD.size + model_size + source_size or not 0 < count <= MAX_TOKENS:
+    if head.version != VERSION:
+        raise DamagedError(f"it is of version {head.version}, this is {VERSION}")
+    size, count = head.size, head.num_tokens
+    if size != _HEAD.size + head.model_size + head.source_size or not 0 < count <= MAX_TOKENS:
         raise DamagedError(f"its lengths cannot be: {size} bytes of head, {count} tokens")
-    if size + count * TOKEN_BYTES + payload_bytes != file_size:
-        raise DamagedError(
-            f"it has {file_size} bytes, its head tells of {size + count * TOKEN_BYTES + payload_bytes}"
-        )
-    return _Head(flags, size, namespace, model_size, count, payload_bytes, checksum, crc)
+    wanted = size + count * TOKEN_BYTES + head.payload_bytes
+    if wanted != file_size:
+        raise DamagedError(f"it has {file_size} bytes, its head tells of {wanted}")
+    return head
 
 
 def _crc(head: bytes, rest: bytes) -> int:

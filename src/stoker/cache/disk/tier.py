@@ -1,8 +1,7 @@
-"""Which stored prefixes go to disk, and when; the files themselves are `disk`'s (SPEC C7, C9).
+"""Which stored prefixes go to disk, and when (SPEC C7, C9).
 
-An entry is written once it has stood for a moment: the next turn of a conversation replaces the one before
-it, which then never wears the disk out. One write is on its way at a time. What has to be done leaves as
-orders; nothing here touches a file.
+An entry is written after a moment in memory: the next turn of a conversation replaces the one before it,
+which is then never written. One write runs at a time. Operations leave as values; `threads` runs them.
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ if TYPE_CHECKING:
     from stoker.machine.ledger import Ledger
 
 SETTLE_S = 1.0
-"""Seconds an entry stands in host memory before it is written, at rest."""
+"""Seconds an entry is in host memory before it is written, while nothing is computed."""
 BUSY_SETTLE_S = 10.0
-"""The same while something is computed, which a write would slow down by as much as it takes."""
+"""The same while something is computed, which a write would slow down."""
 RETRY_S = 30.0
-"""Seconds after which one that was worth less than every file is looked at again."""
+"""Seconds after which an entry that was worth less than every file is considered again."""
 HOLDER = "disk"
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Disk: write the bytes of `entry`."""
+    """Write the bytes of `entry`."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Disk: read the bytes of `entry`."""
+    """Read the bytes of `entry`."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Disk: remove a file."""
+    """Remove a file."""
 
     file: str
 
@@ -94,18 +93,18 @@ DiskOutcome = DiskFound | DiskLost | DiskWritten | DiskRead
 
 
 class DiskTier:
-    """What is saved, what waits for it, and what was ordered and not yet taken.
+    """What is saved, what is due, and operations that were not taken yet.
 
     Attributes:
         limit_bytes: what all files may take.
-        problem: why nothing is written although it is wanted; empty: all is well.
+        problem: why nothing is written although it is wanted; empty: none.
     """
 
     def __init__(self, limit_bytes: int, ledger: Ledger) -> None:
         self.limit_bytes = limit_bytes
         self.problem = ""
         self._ledger = ledger
-        self._orders: list[DiskOp] = []
+        self._ops: list[DiskOp] = []
         self._due_s: dict[Entry, float] = {}
         self._writing: Entry | None = None
         self._is_ending = False
@@ -127,19 +126,19 @@ class DiskTier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being written and nothing wants to be."""
+        """Whether nothing is being written and nothing is due later."""
         return self._writing is None and not self._due_s
 
     def wants(self, entry: Entry) -> bool:
-        """Whether an entry should be saved and is not."""
+        """Whether an entry is to be saved and is not yet."""
         return entry in self._due_s or entry is self._writing
 
     def is_writing(self, entry: Entry) -> bool:
-        """Whether it is on its way to disk."""
+        """Whether it is being written."""
         return entry is self._writing
 
     def next_due_s(self) -> float | None:
-        """When the next entry wants to be written; None: none does, or one is on its way."""
+        """When the next entry is due; None: none is, or one is being written."""
         if self._writing is not None:
             return None
         return min((at for entry, at in self._due_s.items() if not entry.leases), default=None)
@@ -147,17 +146,17 @@ class DiskTier:
     # ------------------------------------------------------------ entries
 
     def note(self, entry: Entry, now: float) -> None:
-        """An entry stands in host memory: it will be written, if it is not saved and can be."""
+        """An entry is in host memory: it becomes due, if it is not saved and can be."""
         is_wanted = entry.file is None and not entry.is_private and entry.line is Line.CACHE
         if self.is_on and not self._is_ending and is_wanted and entry.size_bytes <= self.limit_bytes:
             self._due_s[entry] = now + SETTLE_S
 
     def forget(self, entry: Entry) -> None:
-        """An entry is gone from host memory, or at all: it is not written."""
+        """An entry left host memory: it is not written."""
         self._due_s.pop(entry, None)
 
     def next_to_write(self, now: float, *, is_busy: bool) -> Entry | None:
-        """The entry whose time has come, the first noted first."""
+        """The entry that is due, the first noted first."""
         if self._writing is not None:
             return None
         if is_busy:
@@ -166,60 +165,60 @@ class DiskTier:
         return next(ready, None)
 
     def hurry(self) -> None:
-        """Everything is due now, and nothing later: the engine is about to end."""
+        """Everything is due now, and nothing later: the engine ends."""
         self._is_ending = True
         self._due_s = {entry: 0.0 for entry in self._due_s if not entry.leases}
 
     def press(self, entries: Iterable[Entry]) -> None:
-        """Those of them that are to be written are due now."""
+        """Those of them that are due later are due now."""
         for entry in entries:
             if entry in self._due_s:
                 self._due_s[entry] = 0.0
 
     def put_off(self, entry: Entry, now: float) -> None:
-        """It is worth less than the files that would have to go for it."""
+        """It is worth less than the files that would be removed for it: consider it later."""
         self._due_s.pop(entry, None)
         if not self._is_ending:
             self._due_s[entry] = now + RETRY_S
 
-    # ------------------------------------------------------------ orders
+    # ------------------------------------------------------------ operations
 
     def take_ops(self) -> list[DiskOp]:
         """What is to be done, in order; taken once."""
-        orders, self._orders = self._orders, []
-        return orders
+        ops, self._ops = self._ops, []
+        return ops
 
     def write(self, entry: Entry) -> None:
-        """Order a write; the entry stays where it is until it has ended."""
+        """Begin a write; the entry is leased until it has ended."""
         self._due_s.pop(entry, None)
         self._writing = entry
         entry.leases.add(HOLDER)
-        self._orders.append(Write(entry))
+        self._ops.append(Write(entry))
 
     def read(self, entry: Entry) -> None:
-        """Order a read."""
+        """Begin a read."""
         entry.move(EntryState.READING)
-        self._orders.append(Read(entry))
+        self._ops.append(Read(entry))
 
     def remove_file(self, file: str) -> None:
-        """Order the removal of a file that no entry needs."""
-        self._orders.append(Remove(file))
+        """Remove a file that no entry needs."""
+        self._ops.append(Remove(file))
 
     def remove(self, entry: Entry) -> None:
-        """Order the removal of its file."""
+        """Remove its file."""
         if entry.file is not None:
-            self._orders.append(Remove(entry.file))
+            self._ops.append(Remove(entry.file))
             self.lost(entry)
 
-    # ------------------------------------------------------------ answers
+    # ------------------------------------------------------------ outcomes
 
     def added(self, entry: Entry, file: str, file_bytes: int) -> None:
-        """It has a file from here on."""
+        """It has a file from now on."""
         entry.file, entry.file_bytes = file, file_bytes
         self._ledger.add(Line.DISK, file_bytes)
 
     def write_ended(self, entry: Entry) -> None:
-        """However it ended."""
+        """A write has ended, well or not."""
         self._writing = None
         entry.leases.discard(HOLDER)
 
@@ -230,12 +229,12 @@ class DiskTier:
             self.disable(problem)
 
     def lost(self, entry: Entry) -> None:
-        """Its file is no more."""
+        """Its file is gone."""
         self._ledger.add(Line.DISK, -entry.file_bytes)
         entry.file, entry.file_bytes = None, 0
 
     def disable(self, problem: str) -> None:
-        """Write no more: the disk is full, or cannot be written (SPEC C9)."""
+        """Stop writing: the disk is full, or cannot be written (SPEC C9)."""
         self.problem = problem
         self._due_s.clear()
 
