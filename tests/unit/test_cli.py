@@ -19,11 +19,11 @@ from prompt_toolkit.output import DummyOutput
 from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
-from stoker.cli import stdin
-from stoker.cli.activity import Activity
-from stoker.cli.commands import examination
-from stoker.cli.commands.reader import TerminalReader
+from stoker.cli import session
+from stoker.cli.commands import doctor
+from stoker.cli.commands.chat import TerminalReader
 from stoker.cli.main import app
+from stoker.cli.session import Activity
 from stoker.errors import ContextLengthError, DownloadError, ModelFileError
 from stoker.ipc.events import Delta, Finished, ModelState, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest
@@ -174,19 +174,19 @@ def test_run_adds_a_redirected_file_to_the_prompt(
     report.write_text("the report", encoding="utf-8")
     with report.open(encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdin", file)
-        assert stdin.piped_beside_a_prompt() == "the report"
+        assert session.piped_beside_a_prompt() == "the report"
 
 
 def test_run_does_not_wait_for_a_pipe_that_nobody_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC I1: a program started by another one often has such a pipe; the prompt is answered without it."""
     reading, writing = os.pipe()
-    monkeypatch.setattr(stdin, "FIRST_BYTE_S", 0.0)
+    monkeypatch.setattr(session, "FIRST_BYTE_S", 0.0)
     with os.fdopen(reading) as file:
         monkeypatch.setattr(sys, "stdin", file)
-        assert stdin.piped_beside_a_prompt() == ""
+        assert session.piped_beside_a_prompt() == ""
         os.write(writing, b"late")
         os.close(writing)
-        assert stdin.piped_beside_a_prompt() == "late"
+        assert session.piped_beside_a_prompt() == "late"
 
 
 def test_run_without_any_prompt_says_so(runtime: RuntimeStandIn) -> None:
@@ -525,7 +525,7 @@ def test_doctor_says_what_to_do_about_each_problem(folders: Path, monkeypatch: p
 def test_doctor_names_who_takes_the_cores() -> None:
     """SPEC M7: how many threads would run, why, and what to do; a program's name, not its arguments."""
     busiest = BusyProcess("cc1plus", 42, 0.97)
-    finding = examination._threads(EngineSettings(threads=2), CoreUse(2, 1.02, busiest))
+    finding = doctor._threads(EngineSettings(threads=2), CoreUse(2, 1.02, busiest))
     assert finding.level == "warning"
     assert "up to 2 (as set), now 1: other programs use 1.0 of 2 cores" in finding.text
     assert "stop cc1plus (process 42, 97% of a core)" in finding.remedy
@@ -533,17 +533,17 @@ def test_doctor_names_who_takes_the_cores() -> None:
 
 def test_doctor_finds_free_cores_in_order() -> None:
     """SPEC M7: up to half a core in use is no reason to worry; a machine that shows nothing says so."""
-    finding = examination._threads(EngineSettings(threads=2), CoreUse(2, 0.1, None))
+    finding = doctor._threads(EngineSettings(threads=2), CoreUse(2, 0.1, None))
     assert (finding.level, finding.remedy) == ("ok", "")
     assert "now 2" in finding.text
-    blind = examination._threads(EngineSettings(), CoreUse(2, None, None))
+    blind = doctor._threads(EngineSettings(), CoreUse(2, None, None))
     assert blind.level == "ok"
     assert "cannot be seen here" in blind.text
 
 
 def test_doctor_shows_the_limit_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC M1: min(physical, control group, memory_limit)."""
-    finding = examination._memory(EngineSettings(memory_limit=2 * 10**9))
+    finding = doctor._memory(EngineSettings(memory_limit=2 * 10**9))
     assert "limit 2.0 GB" in finding.text
     assert "memory_limit 2.0 GB" in finding.text
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.cli.commands import examination
+from stoker.cli.commands import doctor
 from stoker.machine.limits import MemoryLimits
 from stoker.machine.monitor import Sample
 from stoker.settings import EngineSettings
@@ -25,9 +25,7 @@ def sample(**fields):
 
 def test_doctor_names_the_tier_and_its_limit():
     """SPEC M2: a machine of 4 GiB may use 2.5 GB."""
-    finding = examination._limits(
-        EngineSettings(), MemoryLimits(physical_bytes=4 * GIB, available_bytes=3 * GIB)
-    )
+    finding = doctor._limits(EngineSettings(), MemoryLimits(physical_bytes=4 * GIB, available_bytes=3 * GIB))
     assert finding.level == "ok"
     assert "limit 2.5 GB (physical 4.3 GB, tier 2.5 GB), tier standard" in finding.text
     assert "answers of 800 tokens, idle models kept 600 s" in finding.text
@@ -37,7 +35,7 @@ def test_doctor_shows_what_settings_put_in_the_place_of_the_tiers_defaults():
     """SPEC M2: all overridable."""
     settings = EngineSettings(keep_alive=-1, default_max_tokens=0)
     profile = MemoryLimits(physical_bytes=4 * GIB, available_bytes=GIB // 2, user_bytes=3 * GIB)
-    finding = examination._limits(settings, profile)
+    finding = doctor._limits(settings, profile)
     assert finding.level == "warning"
     assert "limit 3.2 GB (physical 4.3 GB, memory_limit 3.2 GB)" in finding.text
     assert "answers of any number of tokens, idle models kept for good" in finding.text
@@ -45,10 +43,10 @@ def test_doctor_shows_what_settings_put_in_the_place_of_the_tiers_defaults():
 
 def test_doctor_says_how_short_memory_is_and_who_says_so():
     """SPEC M3: level, source and fraction."""
-    calm = examination._pressure(sample(psi_some_avg10=1.25))
+    calm = doctor._pressure(sample(psi_some_avg10=1.25))
     assert (calm.level, calm.remedy) == ("ok", "")
     assert calm.text.startswith("normal: system at 10%; programs waited for memory for 1.2%")
-    short = examination._pressure(sample(footprint_bytes=900))
+    short = doctor._pressure(sample(footprint_bytes=900))
     assert short.level == "warning"
     assert short.text == "critical: footprint at 90%; stalls (PSI) cannot be seen here"
     assert "background" in short.remedy
@@ -67,7 +65,7 @@ def test_doctor_says_how_hot_it_is(tmp_path, trace, level, text):
     """SPEC M6: from the recorded trace too; one that cannot be read is broken."""
     path = tmp_path / "heat.csv"
     path.write_text(trace, encoding="ascii")
-    finding = examination._heat(EngineSettings(heat_trace=path))
+    finding = doctor._heat(EngineSettings(heat_trace=path))
     assert finding.level == level
     assert text in finding.text
     assert bool(finding.remedy) is (level != "ok")
@@ -76,6 +74,6 @@ def test_doctor_says_how_hot_it_is(tmp_path, trace, level, text):
 def test_doctor_takes_a_machine_without_sensors_for_nominal(monkeypatch):
     """SPEC M6: unknown sensors are nominal."""
     monkeypatch.setattr("stoker.machine.thermal.psutil.sensors_temperatures", dict, raising=False)
-    finding = examination._heat(EngineSettings())
+    finding = doctor._heat(EngineSettings())
     assert finding.level == "ok"
     assert finding.text.startswith("nominal: there are no sensors")

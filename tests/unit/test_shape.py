@@ -30,9 +30,6 @@ STILL: dict[str, set[str]] = {
     "class name": {
         "Job",
     },
-    "satellite": {
-        "src/stoker/cli/commands/doctor.py",
-    },
 }
 
 

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stoker.cli import remote
 from stoker.cli.commands import (
     cache,
     chat,
@@ -28,6 +27,7 @@ from stoker.cli.commands import (
     ps,
     pull,
     read,
+    remote,
     rerank,
     run,
     serve,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.settings import flag_of
+from stoker.settings import flag_of, load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,12 +47,10 @@ DEFAULT_MAX_TOKENS = 512
 DEFAULT_TEMPERATURE = 0.8
 
 
-def engine_settings(config: Path | None, **flags: Any) -> EngineSettings:
-    """Settings of an engine for one user in a terminal.
+def engine_settings(config: Path | None, *, model: str | None = None, **flags: Any) -> EngineSettings:
+    """Settings of an engine for one user in a terminal, who asks for that model.
 
     Raises:
         InvalidRequestError, MachineSetupError: see `stoker.settings.load_settings`.
     """
-    from stoker.settings import load_settings
-
-    return load_settings(flags, config)[0]
+    return load_settings({**flags, "models": [model] if model else None}, config)[0]

@@ -1,29 +1,124 @@
 """A runtime for one user in a terminal: opened with progress, asked, answers written as they come.
 
-Owns the way from a request to text on stdout. What is asked, and what an interruption means, is the
-command's business.
+Owns what is read from standard input, what a user sees while waiting (a bar on stderr, on a terminal only,
+gone when there is something to read), and the way from a request to text on stdout. What is asked, and what
+an interruption means, is the command's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import select
+import stat
 import sys
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from os import fstat
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from stoker.cli.activity import Activity
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from stoker.errors import InvalidRequestError
 from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.usage import Timings, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from types import TracebackType
 
     from stoker.cli.options import RuntimeFactory
+    from stoker.ipc.events import ModelState
     from stoker.ipc.request import FinishReason, GenerateRequest
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
 
+T = TypeVar("T")
+
+LONG_PROMPT_TOKENS = 64  # a shorter one is read before a bar can be
+FIRST_BYTE_S = 2.0
 _CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+
+
+def piped_text() -> str:
+    """All of standard input; empty for a terminal."""
+    return "" if sys.stdin.isatty() else sys.stdin.read()
+
+
+def piped_beside_a_prompt() -> str:
+    """Standard input where a prompt was given too: all of it if it is a file or something comes soon.
+
+    A program started by another one often has an open pipe on stdin that nobody writes to.
+    """
+    try:
+        kind = fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or not a real file
+        return ""
+    if stat.S_ISREG(kind):
+        return sys.stdin.read()
+    if not (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+        return ""
+    if select.select([sys.stdin], [], [], FIRST_BYTE_S)[0]:
+        return sys.stdin.read()
+    typer.echo("stoker: nothing came on standard input; going on without it (a prompt of - waits)", err=True)
+    return ""
+
+
+def lines_of(text: str, what: str) -> list[str]:
+    """The lines of a text that are not blank. Raises InvalidRequestError where there are none."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InvalidRequestError(f"there are no {what}: give some, or pipe them in, one a line", param=what)
+    return lines
+
+
+class Activity:
+    """A context manager around one wait."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._bars: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def on_load(self, state: ModelState) -> None:
+        """Show how far a model is."""
+        stage = f" ({state.stage})" if state.stage else ""
+        self._show(f"load {state.model}", f"{state.state} {state.model}{stage}", state.fraction)
+
+    def on_prefill(self, progress: PrefillProgress) -> None:
+        """Show how much of a prompt has been read, and how much of it did not have to be."""
+        if progress.total >= LONG_PROMPT_TOKENS:
+            text = f"reading the prompt: {progress.processed} of {progress.total} tokens"
+            if progress.cached:
+                text += f", {progress.cached} from the cache"
+            self._show("prefill", text, progress.processed / progress.total)
+
+    def clear(self) -> None:
+        """Take the bars away: the answer begins."""
+        self._progress.stop()
+
+    def _show(self, key: str, text: str, fraction: float) -> None:
+        if key not in self._bars:
+            self._bars[key] = self._progress.add_task(text, total=1.0)
+        self._progress.update(self._bars[key], description=text, completed=fraction)
 
 
 @dataclass
@@ -48,13 +143,6 @@ class ReplyText:
         )
 
 
-def new_runtime(settings: EngineSettings) -> Runtime:
-    """The runtime that commands use unless they are handed another."""
-    from stoker.runtime import Runtime
-
-    return Runtime(settings=settings)
-
-
 @asynccontextmanager
 async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> AsyncIterator[Runtime]:
     """A started runtime, closed at the end; a bar shows the load.
@@ -62,7 +150,9 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
     Raises:
         StokerError: the model cannot be served.
     """
-    runtime = (factory or new_runtime)(settings)
+    from stoker.runtime import Runtime
+
+    runtime = factory(settings) if factory else Runtime(settings=settings)
     try:
         with Activity() as activity:
             runtime.on_load, runtime.takes_up = activity.on_load, False
@@ -70,6 +160,22 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
         yield runtime
     finally:
         await runtime.close()
+
+
+def answered(
+    settings: EngineSettings, factory: RuntimeFactory | None, question: Callable[[Runtime], Awaitable[T]]
+) -> T:
+    """What one question to a runtime comes to.
+
+    Raises:
+        StokerError: the model cannot be served, or what the question raised.
+    """
+
+    async def ask() -> T:
+        async with opened(settings, factory) as runtime:
+            return await question(runtime)
+
+    return asyncio.run(ask())
 
 
 async def write_answer(runtime: Runtime, request: GenerateRequest, answer: ReplyText) -> None:

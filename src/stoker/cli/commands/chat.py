@@ -1,16 +1,19 @@
 """`stoker chat`: a conversation in the terminal.
 
-Owns the conversation and its commands. Ctrl-C ends the answer that is being written, not the program; what
-was written stays part of the conversation. Reading a line is `stoker.cli.commands.reader`'s business.
+Owns the conversation, its commands and where its lines come from: an editable, remembered line in a terminal,
+or a pipe. Ctrl-C ends the answer that is being written, not the program; what was written stays part of the
+conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
+import platformdirs
 import typer
 
 from stoker.cli.options import (
@@ -25,16 +28,22 @@ from stoker.cli.options import (
     Threads,
     engine_settings,
 )
+from stoker.cli.session import ReplyText, opened, write_answer
 from stoker.errors import ContextLengthError, StokerError
 from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.private import make_folder
 
 if TYPE_CHECKING:
-    from stoker.cli.commands.reader import LineReader
+    from pathlib import Path
+
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
     from stoker.cli.options import RuntimeFactory
-    from stoker.cli.session import ReplyText
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
 
+HISTORY_FILE = "chat_history"
 HELP = """\
 /system TEXT   start over with TEXT as the system message (without TEXT: none)
 /clear         start over
@@ -55,8 +64,7 @@ def chat(
     config: Config = None,
 ) -> None:
     """Talk with a model; Ctrl-C stops the answer, /exit leaves."""
-    models = [model] if model else None
-    settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads, slots=1)
+    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads, slots=1)
     talk = ChatSession(Sampling(temperature=temperature, seed=seed), max_tokens)
     talk.start_over(system or "")
     asyncio.run(_chat(settings, talk, ctx.obj))
@@ -98,9 +106,6 @@ class ChatSession:
 
 
 async def _chat(settings: EngineSettings, talk: ChatSession, factory: RuntimeFactory | None) -> None:
-    from stoker.cli.commands.reader import new_reader
-    from stoker.cli.session import opened
-
     async with opened(settings, factory) as runtime:
         reader = new_reader()
         typer.secho(f"{runtime.resolve(None).id}: /help says what can be done", err=True, dim=True)
@@ -133,8 +138,6 @@ async def _turn(runtime: Runtime, talk: ChatSession, reader: LineReader) -> bool
 
 async def _answer(runtime: Runtime, talk: ChatSession, text: str) -> None:
     """Write an answer; an error or Ctrl-C ends it and leaves the conversation usable."""
-    from stoker.cli.session import ReplyText, write_answer
-
     answer = ReplyText()
     try:
         writing = asyncio.ensure_future(write_answer(runtime, talk.request(runtime, text), answer))
@@ -163,3 +166,77 @@ class _Interruptible:
     def __exit__(self, *_: object) -> None:
         self._loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, self._before)
+
+
+class LineReader(Protocol):
+    """Something that gives the user's next text."""
+
+    async def read(self) -> str:
+        """The next text. Raises EOFError when there is none."""
+        ...
+
+
+class TerminalReader:
+    """An edited line: Enter sends, Alt-Enter makes a new line, Ctrl-C clears, Ctrl-D ends.
+
+    Args:
+        history: file that remembers what was sent; readable by its owner only.
+    """
+
+    def __init__(self, history: Path) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.history import FileHistory
+
+        make_folder(history.parent)
+        history.touch(mode=0o600)
+        self._session: PromptSession[str] = PromptSession(
+            "> ",
+            multiline=True,
+            history=FileHistory(str(history)),
+            key_bindings=_bindings(),
+            prompt_continuation=". ",
+        )
+
+    async def read(self) -> str:
+        """The next text. Raises EOFError at Ctrl-D."""
+        while True:
+            try:
+                text: str = await self._session.prompt_async()
+            except KeyboardInterrupt:
+                typer.secho("(/exit or Ctrl-D leaves)", err=True, dim=True)
+            else:
+                return text
+
+
+class PipeReader:
+    """Standard input, a line at a time."""
+
+    async def read(self) -> str:
+        """The next line. Raises EOFError at the end."""
+        line: str = await asyncio.to_thread(sys.stdin.readline)
+        if not line:
+            raise EOFError
+        return line
+
+
+def new_reader() -> LineReader:
+    """The reader that fits standard input."""
+    if sys.stdin.isatty():
+        return TerminalReader(platformdirs.user_data_path("stoker") / HISTORY_FILE)
+    return PipeReader()
+
+
+def _bindings() -> KeyBindings:
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def _send(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
-from stoker.cli.stdin import piped_text
-
-if TYPE_CHECKING:
-    from stoker.cli.options import RuntimeFactory
-    from stoker.settings import EngineSettings
-    from stoker.tasks.choose import Choices
+from stoker.cli.session import answered, piped_text
+from stoker.tasks.choose import Choices, Choosing
 
 
 def choose(
@@ -35,31 +30,17 @@ def choose(
     config: Config = None,
 ) -> None:
     """Print the choices, the likeliest first, each after its probability among them and its score in nats."""
-    given = piped_text() if prompt is None else prompt
-    models = [model] if model else None
-    settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads)
-    found = asyncio.run(_choose(settings, given or "", choices, ctx.obj, is_calibrated=calibrate))
+    given = (piped_text() if prompt is None else prompt) or ""
+    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
+    found = answered(
+        settings, ctx.obj, lambda runtime: Choosing(runtime).choose(given, choices, calibrate=calibrate)
+    )
     if as_json:
         typer.echo(json.dumps(_record(found)))
         return
     sys.stdout.writelines(
         f"{each.probability:.4f}\t{each.score:.4f}\t{each.choice}\n" for each in found.results
     )
-
-
-async def _choose(
-    settings: EngineSettings,
-    prompt: str,
-    choices: list[str],
-    factory: RuntimeFactory | None,
-    *,
-    is_calibrated: bool,
-) -> Choices:
-    from stoker.cli.session import opened
-    from stoker.tasks.choose import Choosing
-
-    async with opened(settings, factory) as runtime:
-        return await Choosing(runtime).choose(prompt, choices, calibrate=is_calibrated)
 
 
 def _record(found: Choices) -> dict[str, object]:

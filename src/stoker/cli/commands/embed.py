@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
-from stoker.cli.stdin import piped_text
-from stoker.errors import InvalidRequestError
-
-if TYPE_CHECKING:
-    from stoker.cli.options import RuntimeFactory
-    from stoker.settings import EngineSettings
-    from stoker.tasks.embed import TextEmbeddings
+from stoker.cli.session import answered, lines_of, piped_text
+from stoker.tasks.embed import Embeddings, TextEmbeddings
 
 
 def embed(
@@ -33,23 +27,12 @@ def embed(
 ) -> None:
     """Print the vector of each text, of length 1: as a JSON array a line, or with --json as one document."""
     given = texts or lines_of(piped_text(), "texts")
-    models = [model] if model else None
-    settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads)
-    found = asyncio.run(_embed(settings, given, ctx.obj))
+    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
+    found = answered(settings, ctx.obj, lambda runtime: Embeddings(runtime).embed(given))
     if as_json:
         typer.echo(json.dumps(_document(found)))
         return
     sys.stdout.writelines(f"{json.dumps(vector)}\n" for vector in found.floats())
-
-
-async def _embed(
-    settings: EngineSettings, texts: list[str], factory: RuntimeFactory | None
-) -> TextEmbeddings:
-    from stoker.cli.session import opened
-    from stoker.tasks.embed import Embeddings
-
-    async with opened(settings, factory) as runtime:
-        return await Embeddings(runtime).embed(texts)
 
 
 def _document(found: TextEmbeddings) -> dict[str, object]:
@@ -64,11 +47,3 @@ def _document(found: TextEmbeddings) -> dict[str, object]:
         "model": found.model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def lines_of(text: str, what: str) -> list[str]:
-    """The lines of a text that are not blank. Raises InvalidRequestError where there are none."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise InvalidRequestError(f"there are no {what}: give some, or pipe them in, one a line", param=what)
-    return lines

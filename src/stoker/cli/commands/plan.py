@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -74,7 +74,12 @@ def plan(
     config: Config = None,
 ) -> None:
     """Say whether a model fits this machine, what it would take and what it would get less of."""
-    flags = {"ctx_size": ctx_size, "slots": slots, "memory_limit": limit, "memory_margin": margin}
+    flags: dict[str, Any] = {
+        "ctx_size": ctx_size,
+        "slots": slots,
+        "memory_limit": limit,
+        "memory_margin": margin,
+    }
     found = _plan(engine_settings(config, **flags), model, mmproj)
     if as_json:
         typer.echo(json.dumps(_as_record(found), indent=2))

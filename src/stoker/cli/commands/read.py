@@ -16,6 +16,7 @@ import typer
 
 from stoker.cli.options import Config, CtxSize, Model, Threads, engine_settings
 from stoker.cli.remote_server import ApiKey, RemoteServer
+from stoker.cli.session import opened
 from stoker.errors import CallerError, InvalidRequestError, ReadingError, StokerError
 
 if TYPE_CHECKING:
@@ -69,9 +70,8 @@ def read(
         with RemoteServer(url, api_key) as server:
             asyncio.run(_each(images, _remote(server, question, model), lines))
     else:
-        models = [model] if model else None
         settings = engine_settings(
-            config, models=models, mmproj=mmproj, ctx_size=ctx_size, threads=threads, slots=1
+            config, model=model, mmproj=mmproj, ctx_size=ctx_size, threads=threads, slots=1
         )
         asyncio.run(_local(settings, images, question, lines, ctx.obj))
     if lines.num_unread:
@@ -94,7 +94,6 @@ async def _local(
     lines: _Lines,
     factory: RuntimeFactory | None,
 ) -> None:
-    from stoker.cli.session import opened
     from stoker.tasks.read_images import ImageReader
 
     async with opened(settings, factory) as runtime:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from stoker.cli.commands.embed import lines_of
 from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
-from stoker.cli.stdin import piped_text
-
-if TYPE_CHECKING:
-    from stoker.cli.options import RuntimeFactory
-    from stoker.settings import EngineSettings
-    from stoker.tasks.rerank import Ranking
+from stoker.cli.session import answered, lines_of, piped_text
+from stoker.tasks.rerank import Ranking, Reranking
 
 
 def rerank(
@@ -38,27 +32,14 @@ def rerank(
 ) -> None:
     """Print the documents, the best first, each after its score: the model's own number, no probability."""
     given = documents or lines_of(piped_text(), "documents")
-    models = [model] if model else None
-    settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads)
-    fields = {"top_n": top_n, "output": output}
-    found = asyncio.run(_rerank(settings, (query, given), fields, ctx.obj))
+    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
+    found = answered(
+        settings, ctx.obj, lambda runtime: Reranking(runtime).rerank(query, given, top_n=top_n, output=output)
+    )
     if as_json:
         typer.echo(json.dumps(_record(found, given)))
         return
     sys.stdout.writelines(f"{each.score:.4f}\t{given[each.index]}\n" for each in found.results)
-
-
-async def _rerank(
-    settings: EngineSettings,
-    texts: tuple[str, list[str]],
-    fields: dict[str, Any],
-    factory: RuntimeFactory | None,
-) -> Ranking:
-    from stoker.cli.session import opened
-    from stoker.tasks.rerank import Reranking
-
-    async with opened(settings, factory) as runtime:
-        return await Reranking(runtime).rerank(*texts, **fields)
 
 
 def _record(found: Ranking, documents: list[str]) -> dict[str, object]:

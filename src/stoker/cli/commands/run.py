@@ -21,7 +21,7 @@ from stoker.cli.options import (
     Threads,
     engine_settings,
 )
-from stoker.cli.stdin import piped_beside_a_prompt, piped_text
+from stoker.cli.session import ReplyText, opened, piped_beside_a_prompt, piped_text, write_answer
 from stoker.errors import InvalidRequestError
 from stoker.ipc.request import GenerateRequest, Sampling
 
@@ -52,8 +52,7 @@ def run(
 ) -> None:
     """Answer a prompt and stream the answer to the terminal."""
     text = _prompt_text(prompt)
-    models = [model] if model else None
-    settings = engine_settings(config, models=models, ctx_size=ctx_size, threads=threads, slots=1)
+    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads, slots=1)
     ask = _Ask(text, Sampling(temperature=temperature, seed=seed), max_tokens, is_raw=raw)
     asyncio.run(_run(settings, ask, ctx.obj))
 
@@ -93,8 +92,6 @@ class _Ask:
 
 
 async def _run(settings: EngineSettings, ask: _Ask, factory: RuntimeFactory | None) -> None:
-    from stoker.cli.session import ReplyText, opened, write_answer
-
     async with opened(settings, factory) as runtime:
         answer = ReplyText()
         await write_answer(runtime, ask.request(runtime), answer)
