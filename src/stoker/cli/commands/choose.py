@@ -1,4 +1,7 @@
-"""`stoker choose`: which of some texts is the likeliest after a prompt."""
+"""`stoker choose`: which of some texts is the likeliest after a prompt.
+
+Apart because each command has its module.
+"""
 
 from __future__ import annotations
 

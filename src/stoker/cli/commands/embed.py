@@ -1,4 +1,7 @@
-"""`stoker embed`: vectors of texts, one line each, for programs and pipes."""
+"""`stoker embed`: vectors of texts, one line each, for programs and pipes.
+
+Apart because each command has its module.
+"""
 
 from __future__ import annotations
 
