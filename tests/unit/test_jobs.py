@@ -158,7 +158,8 @@ def test_one_shot_work_is_paused_resumed_and_cancelled(make, kind, is_loaded):
     if is_loaded:
         accept(machine)
     machine.inbox.put(Pause("a"))
-    machine.send(Cancel("b"))
+    machine.inbox.put(Cancel("b"))
+    assert [status.request_id for status in machine.status().paused] == ["a"]
     machine.loop._nap_until_s = 0.0
     machine.run("c")
     assert machine.of(StateReady, "a") == []

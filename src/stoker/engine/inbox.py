@@ -1,7 +1,7 @@
-"""The engine's one door: commands from the front and posts from the workers, in order of arrival.
+"""The engine's inbox: commands from the client and posts from the workers, in order of arrival.
 
 Any thread puts, only the loop takes. Unbounded on purpose: what arrives here is bounded at its source
-(the front's live requests by `max_queue`, the workers' posts by the commands that caused them).
+(the client's requests by `max_queue`, the workers' posts by the commands that caused them).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stoker.models.memory_estimate.fit import Estimator
 
 
 class Closed(Enum):
-    """The front is gone."""
+    """The client is gone."""
 
     CLOSED = "closed"
 
@@ -54,7 +54,7 @@ class Released(Enum):
 
 
 class LoadStop(Event):
-    """One load: set, it is to end. Posts of a load that was given up are told by it."""
+    """One load, to compare posts by; set, it is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Inbox:
         self._items.put(item)
 
     def close(self) -> None:
-        """Tell the loop that nobody listens any more."""
+        """Tell the loop that the client is gone."""
         self._items.put(Closed.CLOSED)
 
     def take(self, wait_s: float | None) -> list[Item]:
@@ -129,6 +129,6 @@ class Inbox:
         if wait_s != 0:
             with suppress(queue.Empty):
                 items.append(self._items.get(timeout=wait_s))
-        while not self._items.empty():  # nobody else takes
+        while not self._items.empty():  # the loop alone takes
             items.append(self._items.get_nowait())
         return items

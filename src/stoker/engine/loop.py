@@ -87,7 +87,7 @@ class _LoopPhase(Enum):
 
 
 class EngineLoop:
-    """Runs models for whoever holds the other end of `inbox`.
+    """Runs models for the client at the other end of `inbox`.
 
     Args:
         inbox: where commands and workers' posts arrive.
@@ -169,7 +169,7 @@ class EngineLoop:
         self._flush()
 
     def _free_late(self) -> None:
-        """A model that came when nobody wanted it any more."""
+        """Close models whose load ended after the loop."""
         for item in self._inbox.take(0):
             if isinstance(item, Loaded):
                 item.backend.close()
@@ -192,12 +192,12 @@ class EngineLoop:
     def _step(self) -> None:
         """Give one model a turn; with nothing to compute, store what is only in cells."""
         now = self._clock.now()
-        runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
         self._jobs.expire(now)
         self._workers.preparations.expire(now)
+        runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
         if runner is not None:
             runner.schedule(now)
-            self._flush()  # who is admitted must be known before a step that may crash
+            self._flush()  # admissions are published before a step that may crash
             runner.step(self._clock.now())
             self._busy_s, self._is_clean = self._clock.now(), False
             self._runners.served(runner, self._busy_s - now)
@@ -332,14 +332,14 @@ class EngineLoop:
                 raise NotReadyError("the engine is stopping")
             runner = self._residency.runner_for(request.model)
             if not submit.generated:
-                self._check_room(submit, runner)
+                self._check_queue(submit, runner)
         except StokerError as error:
             self._events.append(Failed(submit.request_id, error.info()))
             return
         self._residency.used(request.model, request.keep_alive_s, self._clock.now())
         self._pending.enter(submit, runner)
 
-    def _check_room(self, submit: Submit, runner: ModelRunner | None) -> None:
+    def _check_queue(self, submit: Submit, runner: ModelRunner | None) -> None:
         model, priority = submit.request.model, submit.request.priority
         num_arriving = len(self._jobs.pending(model))
         if runner is not None:
@@ -376,11 +376,8 @@ class EngineLoop:
         except StokerError as error:
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
             return
-        if runner is None:
-            self._residency.wanted(ask.model)
-            self._pending.ask(ask)
-        else:
-            self._workers.answer(ask, runner.prep)
+        self._residency.wanted(ask.model)
+        self._pending.ask(ask, runner)
 
     # ------------------------------------------------------------ status
 
@@ -400,9 +397,9 @@ class EngineLoop:
         waiting = waiting_status(runners, now)
         return EngineStatus(
             slots=[status for runner in runners for status in runner.slot_status(now)],
-            queue=[*waiting[SequenceState.QUEUED], *self._pending.status()],
+            queue=[*waiting[SequenceState.QUEUED], *self._pending.waiting_status()],
             parked=waiting[SequenceState.PARKED],
-            paused=waiting[SequenceState.PAUSED],
+            paused=[*waiting[SequenceState.PAUSED], *self._pending.paused_status()],
             num_threads=self._pace.num_threads,
             threads_reason=self._pace.reason,
             counters=counters,
@@ -415,7 +412,7 @@ class EngineLoop:
 
 
 def _sources(settings: EngineSettings) -> Sources:
-    """What is measured: this process, and the front's where that is another."""
+    """What is measured: this process, and the client's where that is another."""
     own = os.getpid()
     pids = (os.getppid(), own) if settings.isolation == "process" else (own,)
     heat = heat_source(settings.heat_trace)

@@ -1,10 +1,10 @@
 """The engine process, from inside: `python -m stoker.engine FD SETTINGS_JSON` runs `serve`.
 
 Owns the socket's engine end, the thread that reads it and the heartbeat; everything else is the loop's.
-The process lives exactly as long as its front: at the end of the socket it leaves, however busy it is.
+The process lives exactly as long as its client: at the end of the socket it exits, however busy it is.
 
 Events are written by the loop's own thread: whatever was published before a native crash has then reached
-the front, which can tell the culprit, and a front that does not read makes the loop wait once the socket's
+the client, which finds the culprit by it. A client that does not read makes the loop wait once the socket's
 buffer is full.
 """
 
@@ -56,14 +56,14 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def write(self, events: list[Event]) -> None:
-        """Send one frame; blocks while the front does not read. A front that is gone ends us by its EOF."""
+        """Send one frame; blocks while the client does not read. Its end ends this process by EOF."""
         frame = encode_events(events)
         with self._lock, contextlib.suppress(ConnectionError):
             self._socket.sendall(frame)
 
 
 class ClientLink:
-    """Reads commands into the inbox and sees to it that no engine outlives its front."""
+    """Reads commands into the inbox and ends the process where the client has ended."""
 
     def __init__(self, sock: socket.socket, inbox: Inbox) -> None:
         self._socket = sock
@@ -88,7 +88,7 @@ class ClientLink:
         finally:
             self._inbox.close()
         if not self._is_done.wait(ORPHAN_GRACE_S):
-            os._exit(1)  # the loop hangs in a native call and nobody is left to kill us
+            os._exit(1)  # the loop hangs in a native call and no client is left to kill us
 
 
 def start_heartbeat(read: Callable[[], Heartbeat], writer: EventWriter, is_done: threading.Event) -> None:
@@ -102,7 +102,7 @@ def start_heartbeat(read: Callable[[], Heartbeat], writer: EventWriter, is_done:
 
 
 def prepare_signals() -> None:
-    """Leave Ctrl-C and a service manager's SIGTERM to the front."""
+    """Leave Ctrl-C and a service manager's SIGTERM to the client."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -128,7 +128,7 @@ def open_client(descriptor: int) -> socket.socket:
 
 
 def engine_loop(inbox: Inbox, publish: Publish, settings: EngineSettings) -> RunsEngine:
-    """The real engine; imported late, so that a front with a child process loads no native code."""
+    """The real engine; imported late, so that a client with a child process loads no native code."""
     load_native()
     from stoker.engine.loop import EngineLoop  # noqa: PLC0415 - see above
 

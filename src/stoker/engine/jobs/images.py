@@ -1,4 +1,4 @@
-"""A prompt with pictures as tokens: of its text, and numbers of what they show in their places (C11)."""
+"""A prompt with images as tokens: of its text, and numbers made of their content (SPEC C11)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def refuse_pictures(request: GenerateRequest, model: str) -> None:
-    """Raises UnsupportedError where a model without a projector is to see something (SPEC V5)."""
+    """Raises UnsupportedError where a request has images and the model no projector (SPEC V5)."""
     if request.pictures:
         raise UnsupportedError(
             f"{model} takes no pictures: it is served without a projector (mmproj)", param="messages"
@@ -28,7 +28,7 @@ def refuse_pictures(request: GenerateRequest, model: str) -> None:
 def pictured_prompt(
     request: GenerateRequest, vocabulary: Vocabulary, vision: Vision
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Token ids of the prompt, negative ones at the pictures' places, and these places.
+    """Token ids of the prompt, negative ones at the images' places, and these places.
 
     Raises:
         InvalidRequestError: there are not as many markers as pictures, or what was asked for needs the
@@ -47,7 +47,7 @@ def pictured_prompt(
     spans: list[ImageSpan] = []
     apart = [bytes.fromhex(vision.fingerprint), request.cache_salt.encode()]
     if not request.cache:
-        apart.append(secrets.token_bytes(16))  # it is seen anew, and nobody finds it
+        apart.append(secrets.token_bytes(16))  # encoded anew, and shared with no request
     for picture, text in zip(request.pictures, texts[1:], strict=True):
         spans += _append(tokens, picture, vision.layout(picture), b"".join([*apart, picture.content]))
         tokens += vocabulary.tokenize(text, add_special=False, parse_special=True)
@@ -63,9 +63,9 @@ def _check(request: GenerateRequest) -> None:
 
 
 def _append(tokens: list[int], picture: Picture, layout: Layout, content: bytes) -> list[ImageSpan]:
-    """Put a picture at the end of `tokens`; a tall one may come in several parts.
+    """Append an image to `tokens`; a tall one may come in several parts.
 
-    `content` is what its numbers are made of: all who have the same share what was computed of it.
+    `content` is what its numbers are made of: equal content shares what was computed of it.
     """
     spans, offset = [], 0
     num_tokens = sum(part for part in layout if isinstance(part, int))

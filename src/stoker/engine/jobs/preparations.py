@@ -1,8 +1,8 @@
-"""What is being prepared: requests turned into live ones, and questions about text (SPEC Q2).
+"""What is being prepared: requests that are tokenised, and questions about text (SPEC Q2).
 
-Owns the lanes they are prepared in and each job's end: its result is posted to the inbox, or the error of
-one that took too long, or nothing where the request has ended meanwhile. A native call cannot be stopped: a
-job that is given up goes on until it returns and keeps its thread; the lane bounds how many such jobs it has.
+Owns the lanes they are prepared in and how each ends: its result is posted to the inbox, or the error of one
+that took too long, or nothing where the request has ended meanwhile. A native call cannot be stopped: what is
+given up goes on until it returns and keeps its thread; the lane bounds how many such jobs it has.
 
 Only the loop's thread calls; jobs run on the lanes' threads and touch their own state alone.
 """
@@ -99,7 +99,7 @@ class Lane:
             self._moved.wait_for(lambda: not self._waiting and not self._running)
 
     def close(self, wait_s: float) -> None:
-        """Drop what waits, and let what runs end for so long; its threads do not keep the process alive."""
+        """Drop what waits, and give what runs so long to end; the threads do not keep the process alive."""
         with self._moved:
             self._is_closed = True
             for future, _ in self._waiting:
@@ -183,16 +183,16 @@ class Preparation:
         self._future: Future[None] | None = None
         self._inbox = inbox
         self._failed = failed
-        self._is_told = False
+        self._is_posted = False
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Preparation for {self.owner.model} over={self.is_over} told={self._is_told}>"
+        return f"<Preparation for {self.owner.model} over={self.is_over} posted={self._is_posted}>"
 
     @property
     def is_open(self) -> bool:
         """Whether its result is still to be posted."""
-        return not self._is_told
+        return not self._is_posted
 
     def submit(self, work: Callable[[], Posted]) -> None:
         """Enter the lane; where that has no thread the job ends with MachineSetupError."""
@@ -213,23 +213,23 @@ class Preparation:
         except Exception as error:  # noqa: BLE001 - a bug must end one request, not the loop
             post = self._failed(EngineError(f"{type(error).__name__}: {error}"))
         self.is_over = True
-        if not self._tell(post):
+        if not self._post(post):
             self._inbox.put(Released.RELEASED)
 
     def give_up(self, error: StokerError | None = None) -> None:
         """Post no result but this `error`, or nothing; a job that has not begun never begins."""
         self.withdraw()
-        self._tell(None if error is None else self._failed(error))
+        self._post(None if error is None else self._failed(error))
 
     def withdraw(self) -> None:
         """Leave the lane, if it has not begun."""
         if self._future is not None and self.lane.withdraw(self._future):
             self.is_over = True
 
-    def _tell(self, post: Posted | None) -> bool:
-        """Post what came of it, unless that was told before; returns whether it was not."""
+    def _post(self, post: Posted | None) -> bool:
+        """Post what came of it, unless it was posted before; returns whether it was not."""
         with self._lock:
-            is_first, self._is_told = not self._is_told, True
+            is_first, self._is_posted = not self._is_posted, True
         if is_first and post is not None:
             self._inbox.put(post)
         return is_first

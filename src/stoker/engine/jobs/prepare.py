@@ -1,6 +1,6 @@
-"""Turns a submitted request into a live one: tokens, sequences, decode state.
+"""Turns a submitted request into a prepared job: tokens, sequences, sampling state.
 
-Runs on the prep thread and touches nothing of the engine's; what is wrong with a request shows here.
+Runs on a lane's thread and touches nothing of the engine's; what is wrong with a request shows here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PrepContext:
 
 
 def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
-    """Turn a submitted request into a live one: tokens, sequences, decode state.
+    """Prepare a request: tokens, sequences, sampling state.
 
     Args:
         submit: the request, with what was delivered before a restart.
@@ -252,7 +252,7 @@ def _initial_state(request: GenerateRequest, context: PrepContext) -> list[Tenso
 
 
 def _namespace(request: GenerateRequest, context: PrepContext) -> bytes:
-    """Digest of who may share what is computed for it (SPEC C1)."""
+    """Digest of what may share what is computed for it (SPEC C1)."""
     given = request.initial_state
     state = "" if given is None else hashlib.blake2b(given, digest_size=32).hexdigest()
     adapter = _adapter_key(_adapters_of(request, context.adapters), context.adapters)
@@ -280,7 +280,7 @@ def _adapters_of(request: GenerateRequest, fingerprints: Mapping[str, str]) -> t
 
 
 def _adapter_key(adapters: tuple[tuple[str, float], ...], fingerprints: Mapping[str, str]) -> str:
-    """Names, scales and files: who differs in one of them shares nothing (SPEC C1)."""
+    """Names, scales and files: what differs in one of them shares nothing (SPEC C1)."""
     return "\n".join(f"{name}={scale!r}:{fingerprints[name]}" for name, scale in adapters)
 
 

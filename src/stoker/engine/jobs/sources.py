@@ -1,4 +1,4 @@
-"""What a prompt's text may be: bounds told by its length alone, its special tokens, an encoder's source.
+"""What a prompt's text may be: bounds by its length alone, its special tokens, an encoder's source.
 
 Pure. How few tokens a text may have is the vocabulary's to say, as is which token an answer begins with.
 """

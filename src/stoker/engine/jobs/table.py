@@ -27,17 +27,17 @@ _NO_DEADLINE = float("inf")
 
 
 class Place(NamedTuple):
-    """A sequence, its position in its queue (None: paused), seconds until it runs (None: not known)."""
+    """A queued sequence, its position, and seconds until it runs (None: not known)."""
 
     sequence: Sequence
-    position: int | None
+    position: int
     eta_s: float | None
 
 
 def places(queue: JobQueue) -> list[Place]:
     """Every sequence of a queue with its place, next first."""
-    line = zip(queue.queue, queue.etas_s(), strict=True)
-    return [Place(sequence, position, eta_s) for position, (sequence, eta_s) in enumerate(line)]
+    etas = enumerate(zip(queue.queue, queue.etas_s(), strict=True))
+    return [Place(sequence, position, eta_s) for position, (sequence, eta_s) in etas]
 
 
 class JobTable:
@@ -133,7 +133,7 @@ class JobTable:
         if now - self._published_s.get(model, 0.0) < PUBLISH_EVERY_S:
             return
         for queue in queues:
-            for position, (sequence, eta_s) in enumerate(zip(queue.queue, queue.etas_s(), strict=True)):
+            for sequence, position, eta_s in places(queue):
                 self._published_s[model] = now
                 job = self._jobs[sequence.key.request_id]
                 is_first = sequence.state is SequenceState.QUEUED and sequence is job.leader

@@ -1,7 +1,7 @@
-"""Which models are served, where each is in its life, and who goes first (SPEC L1, R3, R8).
+"""Which models are served, where each is in its life, and which is unloaded first (SPEC L1, R3, R8).
 
-Pure: the engine measures, loads and frees; this keeps the table of states and the orders that decisions
-follow. How much a model takes is `verdict`'s, carrying out is `stoker.engine.residency.residency`'s.
+Pure: this keeps the table of states and the order that decisions follow. How much a model takes is the memory
+estimate's, measuring, loading and freeing is residency's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stoker.ipc.model import ModelSpec
 
 SWAP_AFTER_S = 1.0
-"""How long requests wait for a model before a busy one has to make room for it."""
+"""How long requests wait for a model before a busy one has to go for it."""
 STAY_S = 2.0
 """How long a model stays at least once it is in memory; ten times what its load took, if that is more."""
 FINISH_S = 30.0
@@ -34,8 +34,8 @@ class ServedModel:
 
     Attributes:
         spec: how it is to be loaded, as asked for.
-        is_pinned: it is never unloaded to make room.
-        is_asked: somebody asked for it by name, so it is loaded though no request needs it.
+        is_pinned: it is never unloaded for another.
+        is_asked: the client asked for it by name, so it is loaded though no request needs it.
         is_suspect: its last load ended an engine: the next is tried in a child process first.
         may_evict: idle models may go for what was asked for.
         keep_alive_s: how long it stays after its last request; negative: for good.
@@ -84,11 +84,11 @@ class ServedModel:
         """Go to another state.
 
         Raises:
-            AssertionError: the table has no such move: a bug of ours, told with the story so far.
+            AssertionError: the table has no such move: a bug of ours, with the story so far.
         """
         if life is self.life or not is_move(self.life, life, MODEL_MOVES):
-            told = "; ".join(self.story)
-            raise AssertionError(f"{self!r} cannot become {life} ({why}); story: {told}")
+            story = "; ".join(self.story)
+            raise AssertionError(f"{self!r} cannot become {life} ({why}); story: {story}")
         self.life, self.reason = life, why
         self.stage, self.fraction = "", 0.0
         self.story.append(f"{life}: {why}" if why else life)
@@ -139,7 +139,7 @@ class Catalogue:
         return sorted((s for s in self if s.is_in_memory), key=lambda s: s.used_s)
 
     def overdue(self, now: float) -> list[ServedModel]:
-        """Those that have been idle for as long as they may, if nobody uses them."""
+        """Those that have been idle for as long as they may, unless requests use them."""
         return [s for s in self if (due_s := s.due_s()) is not None and due_s <= now]
 
 

@@ -65,23 +65,19 @@ class PendingRequests:
         """Requests that use the model's vocabulary on a worker now."""
         return sum(job.preparation is not None for job in self.of(model))
 
-    def status(self) -> list[WaitStatus]:
+    def waiting_status(self) -> list[WaitStatus]:
         """Those that wait for their model, each with its place among those of its model."""
         places: dict[str, int] = {}
-        told = []
+        found = []
         for job in self._jobs:
             if job.is_waiting:
                 places[job.model] = places.get(job.model, -1) + 1
-                told.append(
-                    WaitStatus(
-                        request_id=job.request_id,
-                        priority=job.request.priority,
-                        model=job.model,
-                        position=places[job.model],
-                        form=ParkForm.TOKENS if job.has_begun else None,
-                    )
-                )
-        return told
+                found.append(_status(job, places[job.model]))
+        return found
+
+    def paused_status(self) -> list[WaitStatus]:
+        """Those that are paused."""
+        return [_status(job, None) for job in self._jobs if job.queue is None and job.is_paused]
 
     # ------------------------------------------------------------ coming and going
 
@@ -94,9 +90,12 @@ class PendingRequests:
         else:
             self._jobs.events.append(Queued(job.request_id, len(self.of(job.model)) - 1))
 
-    def ask(self, ask: TextQuestion) -> None:
-        """A question that needs the vocabulary of a model that is not in memory."""
-        self._asks.setdefault(ask.model, []).append(ask)
+    def ask(self, ask: TextQuestion, runner: ModelRunner | None) -> None:
+        """A question that needs a model's vocabulary; without a runner it waits for the model."""
+        if runner is None:
+            self._asks.setdefault(ask.model, []).append(ask)
+        else:
+            self._workers.answer(ask, runner.prep)
 
     def let_in(self, runner: ModelRunner) -> None:
         """A model is in memory: what waited for it is tokenised and answered."""
@@ -130,3 +129,13 @@ class PendingRequests:
     def drop_questions(self) -> None:
         """Forget the questions: the engine ends, and the client asks the next one."""
         self._asks.clear()
+
+
+def _status(job: Job, position: int | None) -> WaitStatus:
+    return WaitStatus(
+        request_id=job.request_id,
+        priority=job.request.priority,
+        model=job.model,
+        position=position,
+        form=ParkForm.TOKENS if job.has_begun else None,
+    )

@@ -1,4 +1,4 @@
-"""How much room there is for a model, by what was measured and what was promised (SPEC R1, R2, C14).
+"""How much memory there is for a model, by what was measured and what was promised (SPEC R1, R2, C14).
 
 Owns the ledger's lines of loaded models. Memory that a model was given and has not touched yet is not free,
 though it measures so. What has to go for another is residency's to decide.
@@ -41,7 +41,7 @@ class Placement:
 
     Args:
         measure: takes a sample now.
-        ledger: who holds how much.
+        ledger: bytes by line.
         cache: the prefix cache, which gives way first.
         margin_bytes: free memory that a load has to leave.
     """
@@ -53,12 +53,12 @@ class Placement:
         self._ledger = ledger
         self._cache = cache
         self._margin_bytes = margin_bytes
-        self._own_bytes: int | None = None  # what the engine and its front hold without any model
+        self._own_bytes: int | None = None  # what engine and client hold without any model
 
     def __repr__(self) -> str:
         return f"<Placement {self._ledger!r} margin {self._margin_bytes}>"
 
-    def weigh(self, load: Load, room: MemoryShare) -> tuple[Offer, int]:
+    def weigh(self, load: Load, share: MemoryShare) -> tuple[Offer, int]:
         """How it can be had, and how many bytes are missing for that now (0 or less: none).
 
         It is cut down only if it would not fit as asked once everything else has gone that may.
@@ -72,7 +72,7 @@ class Placement:
         if self._own_bytes is None:
             self._own_bytes = sample.footprint_bytes
         free_bytes = self._free_bytes(sample)
-        evictable_bytes = self._cache.ram_bytes + room.idle_bytes + room.busy_bytes
+        evictable_bytes = self._cache.ram_bytes + share.idle_bytes + share.busy_bytes
         budget = MemoryBudget(
             free_bytes=free_bytes + evictable_bytes,
             limit_bytes=max(0, sample.limit_bytes - self._own_bytes),

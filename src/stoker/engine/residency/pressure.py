@@ -34,10 +34,10 @@ class PressureHandler:
     """Follows memory and heat of one engine.
 
     Args:
-        residents: the models in memory.
+        runners: the models in memory.
         residency: which those are.
         store: the prefix cache.
-        events: what happens is told here.
+        events: where what happens is put.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PressureHandler:
 
     @property
     def slows_down(self) -> bool:
-        """Whether work that somebody waits for gets half of the time only (SPEC M6)."""
+        """Whether interactive work gets half of the time only (SPEC M6)."""
         return self._heat.level is Heat.CRITICAL
 
     def measured(self, sample: Sample, now: float) -> bool:

@@ -1,8 +1,8 @@
-"""Which models are in memory: loads them when they are needed, makes room, lets idle ones go (SPEC R1 to R8).
+"""Which models are in memory: loads those that are needed, unloads idle ones (SPEC R1 to R8).
 
-Owns every served model's life in this engine and the one load that goes on at a time. Orders and states are
-`residency.catalogue`'s, how much fits `placement`'s, requests that wait for a model the lobby's; what
-runs on a model is its resident's business.
+Owns every served model's life in this engine and the one load that goes on at a time. States and order are
+the catalogue's, what fits is placement's, requests that wait for a model are the pending ones; what runs on a
+model is its runner's.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 5.0
 """When a model that could not be had is tried again for requests that have begun."""
 LOOK_AGAIN_S = 0.25
-"""How often a load that waits for room looks again."""
-ASKED_TO = "asked to"  # a model goes though nobody needs its room
+"""How often a load that waits for memory looks again."""
+ASKED_TO = "asked to"  # a model is unloaded though no other needs its memory
 ModelCommand = KnowModel | LoadModel | UnloadModel | PinModel
 
 
@@ -130,7 +130,7 @@ class Residency:
     # ------------------------------------------------------------ commands
 
     def command(self, command: ModelCommand, now: float) -> None:
-        """What the front wants of a model."""
+        """What the client wants of a model."""
         match command:
             case KnowModel(spec, is_suspect):
                 self._catalogue.know(spec).is_suspect = is_suspect
@@ -205,27 +205,27 @@ class Residency:
         self.wanted(model)
 
     def wanted(self, model: str) -> None:
-        """Somebody new waits for it: it is tried at once, though it could not be had a moment ago."""
+        """A new request waits for it: it is tried at once, though it could not be loaded a moment ago."""
         self._retry_s.pop(model, None)
 
     # ------------------------------------------------------------ a turn
 
     def tend(self, now: float) -> None:
-        """Load, make room and let go, whatever is due; called each turn."""
+        """Load, free memory and unload, whatever is due; called each turn."""
         self.free_departed()
         for served in self._catalogue:
             if served.is_in_memory and self._leases(served):
                 served.used_s = now
         self._let_go(now)
         if self._load is not None and not self._is_wanted(self._load.served):
-            self._drop_load(self._load, "nobody needs it any more")
+            self._drop_load(self._load, "no request needs it any more")
         if self._load is None:
             self._begin_next(now)
         elif self._load.waits_for_room and now >= self._load.look_s:
             self._place(self._load, now)
 
     def _let_go(self, now: float) -> None:
-        """Unload what nobody uses any more: asked to, to make room, or idle for as long as it may."""
+        """Unload what is not in use: asked to, for another model, or idle for as long as it may."""
         for served in self._catalogue:
             if served.life is ModelLife.UNLOADING and self._is_free(served):
                 self._unload(served, served.reason, now)
@@ -260,7 +260,7 @@ class Residency:
         self._workers.size(self._load.stop, served.spec)
 
     def _come_to(self, load: Load, stage: str) -> None:
-        """A load enters a stage; told at once, so that a crash in it is charged to it."""
+        """A load enters a stage; published at once, so that a crash in it is charged to it."""
         load.told(stage, 0.0)
         self._tell(load.served, stage=stage)
         self.flush()
@@ -273,7 +273,7 @@ class Residency:
         return served.life in {ModelLife.ABSENT, ModelLife.FAILED} and self._is_wanted(served)
 
     def _urgency(self, served: ServedModel) -> tuple[bool, float]:
-        """People before background, then who has waited longest."""
+        """Interactive before background, then by the time of waiting."""
         waiting = self._pending.waiting(served.spec.id)
         has_people = served.is_asked or any(job.is_interactive for job in waiting)
         return not has_people, min((job.arrival_s for job in waiting), default=served.used_s)
@@ -317,11 +317,11 @@ class Residency:
         self._tell(served, error)
 
     def _place(self, load: Load, now: float) -> None:
-        """Start it if there is room; else make some, wait for some, or refuse it."""
+        """Start it if it fits; else free memory, wait for some, or refuse it."""
         others = [s for s in self._catalogue.in_memory() if s is not load.served and not s.is_pinned]
         idle = [s for s in others if not self._leases(s)]
         busy = [s for s in others if self._leases(s)]
-        room = MemoryShare(
+        share = MemoryShare(
             idle_bytes=sum(s.size_bytes for s in idle) if load.served.may_evict else 0,
             busy_bytes=sum(s.size_bytes for s in busy) if load.served.may_evict else 0,
         )
@@ -331,7 +331,7 @@ class Residency:
             self._refuse(load.served, error, now)
             return
         try:
-            offer, missing_bytes = self._placement.weigh(load, room)
+            offer, missing_bytes = self._placement.weigh(load, share)
         except StokerError as error:
             self._refuse(load.served, error, now)
             return
@@ -366,9 +366,9 @@ class Residency:
         return [job.num_context or most for job in jobs]
 
     def _disturbable(self, busy: list[ServedModel], load: Load, now: float) -> list[ServedModel]:
-        """Those that have to go for it: background is patient with models that people use (SPEC Q3, Q7)."""
-        is_for_people = not self._urgency(load.served)[0]
-        if is_for_people or now - load.begun_s >= load.spec.background_patience_s:
+        """Those that may have to go for it: background lets interactive requests be (SPEC Q3, Q7)."""
+        is_interactive = not self._urgency(load.served)[0]
+        if is_interactive or now - load.begun_s >= load.spec.background_patience_s:
             return busy
         return [s for s in busy if not ((r := self._runners.find(s.spec.id)) and r.has_people)]
 
@@ -402,7 +402,7 @@ class Residency:
         self._pending.let_in(runner)
 
     def _refuse(self, served: ServedModel, error: StokerError, now: float) -> None:
-        """It cannot be had: whoever waits for it hears why; what is in memory stays (SPEC R4)."""
+        """It cannot be loaded: what waits for it fails; what is in memory stays (SPEC R4)."""
         if self._load is not None and self._load.served is served:
             self._load.stop.set()
             self._load = None
@@ -424,7 +424,7 @@ class Residency:
             self._events.append(Reply(call_id=ask.call_id, error=error.info()))
 
     def _drop_load(self, load: Load, why: str) -> None:
-        """Nobody needs it: it ends as soon as the native library asks whether to go on."""
+        """End a load that is not needed, as soon as the native library asks whether to go on."""
         self._end_load(load, why)
         if load.is_reload:
             self._keep(load.served, None)
@@ -440,7 +440,7 @@ class Residency:
             load.served.move(ModelLife.ABSENT, why)
 
     def _call_off(self, newcomer: str) -> None:
-        """Nobody has to make room for that model any more."""
+        """That model is not to be loaded now: what was to go for it stays."""
         for model in self._swaps.called_off(newcomer):
             self._stay(model)
 
@@ -480,7 +480,7 @@ class Residency:
         self._tell(served)
 
     def _free(self, served: ServedModel, why: str, now: float) -> None:
-        """Give its memory back (SPEC R10); what ran on it waits for it in the lobby."""
+        """Give its memory back (SPEC R10); what ran on it is pending again."""
         self._swaps.gone(served.spec.id)
         self._jobs.evacuate(served.spec.id, why, now)
         runner = self._runners.remove(served.spec.id)

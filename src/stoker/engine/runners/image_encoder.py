@@ -201,7 +201,7 @@ class ImageEncoder:
         return entry is not None and entry.state is EntryState.READING
 
     def _keep(self, image: _Wanted, rows: Rows, now: float) -> None:
-        """Store embeddings for later turns, other conversations and after a restart, if there is room."""
+        """Store embeddings for later turns, other conversations and after a restart, if they fit."""
         if not any(sequence.shares for sequence in image.sequences):
             return
         data = rows.astype(_FLOATS).tobytes()
@@ -329,7 +329,7 @@ class ImageSteps:
 
     def _time_after(self, plan: StepPlan | None, took_s: float) -> float:
         """Seconds for a slice after that step; 0: not now."""
-        if plan is None or not _has_people_decoding(plan):
+        if plan is None or not _has_readers(plan):
             self._budget.idle()
         elif any(_is_of_image(part) for part in plan.parts):
             return 0.0  # the step was the longer for another's image already
@@ -348,7 +348,7 @@ class ImageSteps:
             self._image_encoder.close()
 
 
-def _has_people_decoding(plan: StepPlan) -> bool:
+def _has_readers(plan: StepPlan) -> bool:
     return any(
         part.sequence.state is SequenceState.DECODE and not part.sequence.is_background for part in plan.parts
     )

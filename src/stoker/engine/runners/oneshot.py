@@ -343,7 +343,7 @@ class ChoiceSteps:
         ]
 
     def close(self) -> None:
-        """The model goes."""
+        """The model is unloaded."""
         self._pace.leave(self._runner)
 
     # ------------------------------------------------------------ a turn

@@ -41,7 +41,7 @@ class OneShotQueue:
 
     Attributes:
         queue: those that wait, next first.
-        throttle: who may not run for now.
+        throttle: what may not run for now.
         chosen: what the next call carries.
         paused: those that stand still until they are resumed.
     """
@@ -148,12 +148,12 @@ class OneShotQueue:
         Background that waited longer than its patience has one slice in ten (SPEC Q7); with `lets_jobs` false
         it has none but those.
         """
-        line = self._allowed()
-        favoured = self._aging.next_owed(line, now)
-        if line:
+        allowed = self._allowed()
+        favoured = self._aging.next_owed(allowed, now)
+        if allowed:
             self._aging.stepped(favoured)
-        if favoured is None and line and (lets_jobs or not line[0].is_background):
-            favoured = line[0]
+        if favoured is None and allowed and (lets_jobs or not allowed[0].is_background):
+            favoured = allowed[0]
         if favoured is not None:
             favoured.last_step_s, favoured.owed_since_s = now, None
         return favoured
@@ -165,12 +165,12 @@ class OneShotQueue:
         waited longer than its patience is the first of one call in ten (SPEC Q7).
         """
         assert not self.chosen, f"{self.chosen} were chosen and not computed"
-        line = self._allowed()
-        favoured = self._aging.next_owed(line, now)
+        allowed = self._allowed()
+        favoured = self._aging.next_owed(allowed, now)
         if favoured is not None:
-            line.remove(favoured)
-            line.insert(0, favoured)
-        self.chosen = _call_of(line, max_tokens, max_texts)
+            allowed.remove(favoured)
+            allowed.insert(0, favoured)
+        self.chosen = _call_of(allowed, max_tokens, max_texts)
         for sequence in self.chosen:
             self.queue.remove(sequence)
             sequence.started_s = now

@@ -24,8 +24,8 @@ class Contender:
     """A model with a claim to the next turn.
 
     Attributes:
-        is_encoder: it computes whole texts, and nobody reads along.
-        has_readers: somebody reads what it writes, token by token.
+        is_encoder: it computes whole texts.
+        has_readers: interactive requests decode, token by token.
     """
 
     name: str

@@ -117,7 +117,7 @@ class SlotRunner:
 
     @property
     def has_readers(self) -> bool:
-        """Whether a caller reads what it writes, token by token."""
+        """Whether interactive requests decode, token by token."""
         running = self.scheduler.slots.running
         return any(not each.is_background and each.state is SequenceState.DECODE for each in running)
 
@@ -210,7 +210,7 @@ class SlotRunner:
     # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> None:
-        """Decide who runs: deadlines, cells, free slots."""
+        """Decide what runs: deadlines, cells, free slots."""
         self._steps.finish(now)
         self._carry_out(self.scheduler.schedule(now), now)
         self._jobs.publish_positions(self.spec.id, self.queues, now)
@@ -221,7 +221,7 @@ class SlotRunner:
         self._carry_out(self.scheduler.store_idle(now), now)
 
     def step(self, now: float) -> None:
-        """Plan one step over who runs, compute it and draw from its rows."""
+        """Plan one step over what runs, compute it and draw from its rows."""
         self._fail(self._image_steps.tend(now), now)
         has_readers = self.has_readers
         is_for_looking = self._image_steps.goes_first and not self.scheduler.is_owed(now)
@@ -271,7 +271,7 @@ class SlotRunner:
                 self._jobs.fail(job, error, now)
 
     def _report_stall(self, now: float) -> None:
-        """Work exists and nothing can be planned (Q15): end the head of the line with all counters."""
+        """Work exists and nothing can be planned (Q15): end the head of the queue with all counters."""
         head = (*self.scheduler.queue, *self.scheduler.slots.running)[0]
         self._num_stalls_total += 1
         counters = self.stats()

@@ -64,21 +64,21 @@ def waiting_status(runners: Iterable[ModelRunner], now: float) -> dict[SequenceS
     for runner in runners:
         for queue in runner.queues:
             for place in places(queue):
-                found[place.sequence.state].append(_waiting(place, runner.spec.id, now))
+                status = _waiting(place.sequence, runner.spec.id, now, place)
+                found[place.sequence.state].append(status)
             for sequence in queue.paused:
-                found[sequence.state].append(_waiting(Place(sequence, None, None), runner.spec.id, now))
+                found[sequence.state].append(_waiting(sequence, runner.spec.id, now, None))
     return found
 
 
-def _waiting(place: Place, model: str, now: float) -> WaitStatus:
-    sequence = place.sequence
+def _waiting(sequence: Sequence, model: str, now: float, place: Place | None) -> WaitStatus:
     return WaitStatus(
         request_id=sequence.key.request_id,
         index=sequence.key.index,
         model=model,
         priority=sequence.priority,
-        position=place.position,
-        eta_s=place.eta_s,
+        position=None if place is None else place.position,
+        eta_s=None if place is None else place.eta_s,
         num_tokens=len(sequence.tokens),
         form=sequence.form,
         story=_story(sequence, now),

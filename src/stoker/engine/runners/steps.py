@@ -82,11 +82,11 @@ class StepRunner:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a step was launched whose rows nobody has drawn from."""
+        """Whether a step was launched whose rows were not drawn from yet."""
         return self._launched is not None
 
     def close(self) -> None:
-        """The model goes."""
+        """The model is unloaded."""
         self.collect()
         self._pace.leave(self._runner)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 SHARE_OF_STEP = 0.15
-"""An encoder's call beside people who read along may take this part of one of their steps: their 95th
+"""An encoder's call beside readers may take this part of one of their steps: their 95th
 percentile between two tokens is to rise by less than a quarter, and calls may take longer than foreseen."""
 PRICE_BESIDE_READERS = 1 / SHARE_OF_STEP
 """What a second of an encoder counts there: a full call as much as the step before it."""
@@ -48,13 +48,13 @@ class ModelTurns:
         self._served_s: dict[str, float] = {}
         self._step_s: dict[str, float] = {}  # of those with readers: what a step of theirs takes
         self._contending: frozenset[str] = frozenset()
-        self._last_s = 0.0  # virtual time of whoever was chosen last, be it gone
+        self._last_s = 0.0  # virtual time of the last choice, unloaded or not
         self._chosen = Contender("")
         self._price = 1.0
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name} {served_s:.3f}" for name, served_s in self._served_s.items())
-        return f"<ModelTurns of {told or 'nobody'}>"
+        served = ", ".join(f"{name} {served_s:.3f}" for name, served_s in self._served_s.items())
+        return f"<ModelTurns {served}>"
 
     def allowance_s(self, contenders: Sequence[Contender]) -> float | None:
         """Seconds that a call of an encoder may take beside those; None: as long as it likes.
@@ -65,7 +65,7 @@ class ModelTurns:
         return SHARE_OF_STEP * min(steps_s) if steps_s else None
 
     def choose(self, contenders: Sequence[Contender]) -> str:
-        """Whose turn it is; among equals the first. Its time is to be told to `served`."""
+        """The name of the next model; among equals the first. Its time goes to `served`."""
         self._enter(contenders)
         has_readers = any(contender.has_readers for contender in contenders)
         candidates = list(contenders)
@@ -76,7 +76,7 @@ class ModelTurns:
         return self._chosen.name
 
     def _enter(self, contenders: Sequence[Contender]) -> None:
-        """Who did not contend last time begins where the others are, unless it is ahead of them."""
+        """What did not contend last time begins where the others are, unless it is ahead of them."""
         stayed = [contender.name for contender in contenders if contender.name in self._contending]
         least_s = min((self._served_s[name] for name in stayed), default=self._last_s)
         for contender in contenders:
@@ -167,7 +167,7 @@ class Runners:
             runner.hold_back(throttle)
 
     def next_with_work(self, now: float) -> ModelRunner | None:
-        """The model to step next; it goes to the end of its equals. `served` hears what the turn took."""
+        """The model to step next; it goes to the end of its equals. Its time goes to `served`."""
         working = [runner for runner in self._models.values() if runner.has_work]
         if not working:
             return None
@@ -182,11 +182,11 @@ class Runners:
             self._turns.served(runner.spec.id, took_s)
 
     def _choose(self, working: list[ModelRunner], now: float) -> ModelRunner:
-        people = [runner for runner in working if runner.has_people]
-        owed = [runner for runner in working if runner not in people and runner.is_owed(now)]
+        interactive = [runner for runner in working if runner.has_people]
+        owed = [runner for runner in working if runner not in interactive and runner.is_owed(now)]
         self._turns_since_owed += 1
-        contenders = [runner.contender() for runner in people or working]
-        if owed and (not people or self._turns_since_owed >= ONE_STEP_IN):
+        contenders = [runner.contender() for runner in interactive or working]
+        if owed and (not interactive or self._turns_since_owed >= ONE_STEP_IN):
             self._turns_since_owed = 0
             chosen = owed[0]
         else:
