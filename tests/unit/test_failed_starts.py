@@ -276,7 +276,7 @@ async def test_a_host_that_fails_by_itself_ends_everything_with_an_error(
 
 async def test_an_end_that_was_asked_for_is_no_failure() -> None:
     """L4: whoever waits for the end is told by returning."""
-    host = EngineSupervisor(EngineSettings(), serving(MODEL), new_transport=in_process)
+    host = EngineSupervisor(serving(MODEL), new_transport=in_process)
     await host.start()
     ended = asyncio.ensure_future(host.ended())
     await host.close(0.0)

@@ -71,9 +71,9 @@ def in_thread(settings: EngineSettings) -> Transport:
     return ThreadTransport(settings, partial(EngineInThread, make_engine=ScriptedEngine))
 
 
-def serving(*specs: ModelSpec) -> ModelSource:
+def serving(*specs: ModelSpec, **fields: Any) -> ModelSource:
     """Models of which no file is read."""
-    return ModelSource(EngineSettings(), [FoundModel(spec, ModelInfo.bare(spec)) for spec in specs])
+    return ModelSource(EngineSettings(**fields), [FoundModel(spec, ModelInfo.bare(spec)) for spec in specs])
 
 
 both = pytest.mark.parametrize("transport", [in_process, in_thread])
@@ -89,7 +89,7 @@ async def hosting(
     transport: Callable[[EngineSettings], Transport] = in_process, *specs: ModelSpec, **fields: Any
 ) -> AsyncIterator[EngineSupervisor]:
     """A started host, closed at the end."""
-    host = EngineSupervisor(EngineSettings(**fields), serving(*(specs or [MODEL])), new_transport=transport)
+    host = EngineSupervisor(serving(*(specs or [MODEL]), **fields), new_transport=transport)
     await host.start()
     try:
         yield host
@@ -291,7 +291,7 @@ async def _until(host: EngineSupervisor, state: EngineState) -> None:
 @both
 async def test_a_model_that_cannot_be_loaded_fails_the_start(transport: NewTransport) -> None:
     """L6: start() raises the model's own error and leaves nothing running."""
-    host = EngineSupervisor(EngineSettings(), serving(ModelSpec(id="x", path="bad")), new_transport=transport)
+    host = EngineSupervisor(serving(ModelSpec(id="x", path="bad")), new_transport=transport)
     with pytest.raises(ModelFileError, match="no such file"):
         await host.start()
     assert host.state is EngineState.CLOSED
@@ -299,9 +299,7 @@ async def test_a_model_that_cannot_be_loaded_fails_the_start(transport: NewTrans
 
 async def test_a_model_whose_load_crashes_twice_fails_the_start() -> None:
     """L3: the model is charged, not tried for ever."""
-    host = EngineSupervisor(
-        EngineSettings(), serving(MODEL, ModelSpec(id="x", path="crash")), new_transport=in_process
-    )
+    host = EngineSupervisor(serving(MODEL, ModelSpec(id="x", path="crash")), new_transport=in_process)
     with pytest.raises(ModelLoadError, match="SIGSEGV") as caught:
         await host.start()
     assert caught.value.details == {"model": "x", "crashes": 2}
@@ -341,9 +339,7 @@ async def test_requests_are_not_charged_with_a_load_that_ends_the_engine() -> No
 
 async def test_an_engine_that_does_not_come_up_is_told_plainly() -> None:
     """L6: start() ends with an error instead of trying for ever."""
-    host = EngineSupervisor(
-        EngineSettings(), serving(MODEL), new_transport=lambda s: ProcessTransport(s, "no_such_module")
-    )
+    host = EngineSupervisor(serving(MODEL), new_transport=lambda s: ProcessTransport(s, "no_such_module"))
     with pytest.raises(MachineSetupError, match="does not start"):
         await host.start()
     assert host.state is EngineState.CLOSED
@@ -472,8 +468,7 @@ async def test_an_engine_that_never_says_hello_is_killed_and_blamed_thrice(
 ) -> None:
     """L3, L6: a start has a limit of its own."""
     monkeypatch.setattr("stoker.client.process.instance.START_LIMIT_S", 0.2)
-    settings = EngineSettings(watchdog_s=0.4)
-    host = EngineSupervisor(settings, serving(MODEL), new_transport=lambda settings: NeverUp())
+    host = EngineSupervisor(serving(MODEL, watchdog_s=0.4), new_transport=lambda settings: NeverUp())
     with pytest.raises(MachineSetupError, match="no Hello within"):
         await host.start()
 

@@ -24,7 +24,6 @@ from stoker.errors import (
 from stoker.ipc.commands import GetStatus, Tokenize
 from stoker.ipc.events import Finished, Paused, Resumed
 from stoker.ipc.model import ModelSpec
-from stoker.settings import EngineSettings
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +140,7 @@ async def test_suspending_while_the_engine_is_away_ends_its_restart() -> None:
 @pytest.mark.parametrize("transport", [in_process, in_thread])
 async def test_suspending_before_the_first_model_is_there_delays_the_start(transport: NewTransport) -> None:
     """SPEC L2: `start` returns once it was woken and serves."""
-    host = EngineSupervisor(EngineSettings(), serving(MODEL), new_transport=transport)
+    host = EngineSupervisor(serving(MODEL), new_transport=transport)
     starting = asyncio.create_task(host.start())
     await asyncio.sleep(0)
     await host.suspend()
@@ -220,7 +219,7 @@ async def test_a_question_waits_and_one_about_the_engine_is_refused() -> None:
 @pytest.mark.parametrize("when", ["suspended", "leaving", "grace"])
 async def test_closing_while_suspended_ends_everybody_once(when: str) -> None:
     """SPEC L4, L6: each stream gets its one end, those who wait for the engine are told."""
-    host = EngineSupervisor(EngineSettings(), serving(MODEL), new_transport=in_process)
+    host = EngineSupervisor(serving(MODEL), new_transport=in_process)
     await host.start()
     client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
     suspending = asyncio.create_task(host.suspend(grace_s=3600.0 if when == "grace" else 0.0))

@@ -22,7 +22,6 @@ from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.resolved import resolved
 from stoker.client.requests.stream import RequestStream, StreamEvent
 from stoker.client.requests.table import RequestTable
-from stoker.client.store.last_models import LastModels
 from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
@@ -30,7 +29,6 @@ from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutErro
 from stoker.images.intake import Intake
 from stoker.images.limits import ImageLimits
 from stoker.ipc.constraint import NativeGrammar
-from stoker.ipc.model import ModelLife
 from stoker.ipc.status import EngineHealth
 
 if TYPE_CHECKING:
@@ -74,14 +72,12 @@ class Client:
     ) -> None:
         self.supervisor: EngineSupervisor | None = None
         self.table = RequestTable(settings.run_dir / SUSPENDED_DIR)
-        self.bus = EventBus(self._model_moved, owner_of=self.table.owner_of)
+        self.bus = EventBus(on_load, owner_of=self.table.owner_of)
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
         self._settings = settings
-        self._on_load = on_load
         self._new_transport = new_transport
         self._max_tokens: int | None = None
-        self._last = LastModels(settings.run_dir)
 
     def __repr__(self) -> str:
         return f"<Client of {self.supervisor!r}>"
@@ -92,14 +88,12 @@ class Client:
         """See `Runtime.start`; `take_up` goes on with what a former program has left."""
         if self.supervisor is not None:
             raise InvalidRequestError("this Runtime was started before; make a new one")
-        settings = self._settings
-        if settings.restore and not settings.models:
-            settings = settings.replace(models=await asyncio.to_thread(self._last.read))
-        source = await asyncio.to_thread(ModelSource.read, settings)
+        source = await asyncio.to_thread(ModelSource.read, self._settings)
+        settings = source.settings
         self._max_tokens = source.max_tokens
         self.images.limits = ImageLimits.of(settings, source.defaults.image_edge_px)
         self.supervisor = EngineSupervisor(
-            settings, source, bus=self.bus, table=self.table, new_transport=self._new_transport
+            source, bus=self.bus, table=self.table, new_transport=self._new_transport
         )
         if settings.isolation == "process" and any(model.info.chat_template for model in source.served):
             self.workers.warm()  # beside the loads, so that the first chat finds it ready
@@ -110,11 +104,6 @@ class Client:
         supervisor = self.running()
         for record in await self.table.take_up(supervisor.registry.stats()):
             supervisor.submit(record)
-
-    def _model_moved(self, state: ModelState) -> None:
-        if state.state == ModelLife.READY and self.supervisor:
-            self._last.note(self.supervisor.registry.ready_paths())
-        self._on_load(state)
 
     async def close(self) -> None:
         """See `Runtime.close`. Idempotent."""

@@ -17,6 +17,7 @@ from stoker.client.requests.requests import Requests
 from stoker.ipc.codec import WireError
 from stoker.ipc.commands import Command, LoadModel, PinModel, Submit, UnloadModel
 from stoker.ipc.events import (
+    Delta,
     Event,
     Goodbye,
     Heartbeat,
@@ -46,19 +47,18 @@ class Dispatcher:
 
     Attributes:
         requests, calls, loads: what waits.
+        has_delivered: the engine has delivered a token, so that it works.
 
     Args:
         table: of the requests.
-        max_queue: requests of one model that may wait.
         registry: what is known of the models.
-        source: finds models that are not served yet.
+        source: the settings; finds models that are not served yet.
         bus: gets what happens.
     """
 
     def __init__(
         self,
         table: RequestTable,
-        max_queue: int,
         registry: ModelRegistry,
         source: ModelSource,
         bus: EventBus,
@@ -67,7 +67,8 @@ class Dispatcher:
         self._bus = bus
         self._life: EngineInstance | None = None
         self._is_serving = False
-        self.requests = Requests(table, max_queue, registry, self, bus.request_moved)
+        self.has_delivered = False
+        self.requests = Requests(table, source.settings.max_queue, registry, self, bus.request_moved)
         self.calls = Calls()
         self.loads = ModelLoading(registry, source, self._tell, self.requests, bus)
 
@@ -92,6 +93,7 @@ class Dispatcher:
     def meet(self, life: EngineInstance) -> None:
         """A life begins: what it says is heard, what any other still says is not."""
         self._life, self._is_serving = life, False
+        self.has_delivered = False
 
     def serve(self) -> None:
         """The life is ready: it gets all that it may have."""
@@ -182,7 +184,7 @@ class Dispatcher:
         """One frame from an engine; what a former life still says is not heard."""
         if life is not self._life:
             return
-        life.sign(events)
+        life.sign()
         for event in events:
             self._take_one(life, event)
         self.hand_out()
@@ -203,6 +205,7 @@ class Dispatcher:
                 pass
             case _:
                 self.requests.take(event)
+                self.has_delivered |= isinstance(event, Delta) and bool(event.token_ids)
 
     def _take_model(self, life: EngineInstance, event: ModelState) -> None:
         if life.is_leaving:  # it frees everything: which models there were is noted

@@ -53,8 +53,7 @@ class EngineSupervisor:
     """One engine, kept running.
 
     Args:
-        settings: the engine's.
-        source: models to serve, and those that can be had besides.
+        source: the settings, the models to serve, and those that can be had besides.
         bus: gets what happens.
         table: of requests; None: one without files, whose requests end with this program.
         new_transport: makes the transport of each engine; None: of child processes.
@@ -62,21 +61,20 @@ class EngineSupervisor:
 
     def __init__(
         self,
-        settings: EngineSettings,
         source: ModelSource,
         *,
         bus: EventBus | None = None,
         table: RequestTable | None = None,
         new_transport: NewTransport | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings = source.settings
         bus = EventBus() if bus is None else bus
         self._table = RequestTable() if table is None else table
         self._reserve = DescriptorReserve()
         self._new_transport = new_transport or self._new_process
         self._lifecycle = Lifecycle(bus.engine_moved)
         self.registry = ModelRegistry(source.served)
-        self._dispatcher = Dispatcher(self._table, settings.max_queue, self.registry, source, bus)
+        self._dispatcher = Dispatcher(self._table, self.registry, source, bus)
         self._suspension = Suspension()
         self._backoff = Backoff()
         self._oom = OomCounter()
@@ -299,7 +297,7 @@ class EngineSupervisor:
 
     async def _pause_after(self, instance: EngineInstance, ended: EngineExit) -> None:
         """The back-off between an unexpected exit and the next start."""
-        if instance.has_worked:
+        if self._dispatcher.has_delivered:
             self._backoff.reset()
         delay_s = self._backoff.after_serving(instance.served_s)
         self._next_start_s = time.monotonic() + delay_s

@@ -82,7 +82,7 @@ class ModelLoading:
         self._tell = tell
         self._requests = requests
         self._bus = bus
-        self._downloads = Downloads(source.models_dir, self._download_moved)
+        self._downloads = Downloads(source.settings.models_dir, self._download_moved)
         self._downloading: dict[str, ModelState] = {}
         self._coming: dict[str, list[asyncio.Future[ModelInfo]]] = {}
         self._going: dict[str, list[asyncio.Future[None]]] = {}
@@ -246,8 +246,10 @@ class ModelLoading:
     def moved(self, event: ModelState) -> None:
         """The registry has a model's new state: answer its callers."""
         state = self._state(event.model)
-        if state is ModelLife.READY and event.stage:  # another load of it is under way
-            return
+        if state is ModelLife.READY:
+            self._source.note_loaded(self._registry.ready_paths())
+            if event.stage:  # another load of it is under way
+                return
         if state not in {ModelLife.READY, ModelLife.FAILED, ModelLife.ABSENT}:
             return
         # Ready with an error: another was to take its place, and it stays.

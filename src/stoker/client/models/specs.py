@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from msgspec.structs import replace
 
 from stoker.backends.registry import has_scheme
+from stoker.client.store.last_models import LastModels
 from stoker.errors import InvalidRequestError, StokerError
 from stoker.ipc.model import (
     AdapterSpec,
@@ -56,11 +57,15 @@ class ModelSource:
     Args:
         settings: the engine's.
         served: what is served from the start, the default first.
+        last: remembers what is loaded over the end of this program; None: nothing does.
     """
 
-    def __init__(self, settings: EngineSettings, served: Sequence[FoundModel] = ()) -> None:
+    def __init__(
+        self, settings: EngineSettings, served: Sequence[FoundModel] = (), last: LastModels | None = None
+    ) -> None:
+        self.settings = settings
         self.served = served
-        self._settings = settings
+        self._last = last
         self._store = ModelStore(settings.models_dir)
 
     def __repr__(self) -> str:
@@ -68,7 +73,9 @@ class ModelSource:
 
     @classmethod
     def read(cls, settings: EngineSettings) -> ModelSource:
-        """With the models that the settings name; measures the machine and reads the files' headers.
+        """With the models that the settings name, or those that the last program had where they are restored.
+
+        Measures the machine and reads the files' headers.
 
         Raises:
             ModelNotFoundError: a name or path leads nowhere.
@@ -76,25 +83,28 @@ class ModelSource:
             InvalidRequestError: two models would be served under one name.
             UnsupportedError: the settings ask for more slots than any of the models can have.
         """
-        source = cls(settings)
+        last = LastModels(settings.run_dir)
+        if settings.restore and not settings.models:
+            settings = settings.replace(models=last.read())
+        source = cls(settings, last=last)
         source.served = source._read_served()
         return source
-
-    @property
-    def models_dir(self) -> Path:
-        """Where models are found, and downloaded to."""
-        return self._settings.models_dir
 
     @cached_property
     def defaults(self) -> TierDefaults:
         """What holds on this machine where no setting says otherwise (SPEC M2); measures the machine."""
-        return DEFAULTS[tier_of(read_limits(self._settings.memory_limit).effective_bytes)]
+        return DEFAULTS[tier_of(read_limits(self.settings.memory_limit).effective_bytes)]
 
     @property
     def max_tokens(self) -> int | None:
         """Tokens an answer may have where its request does not say; None: until the context is full."""
-        given = self._settings.default_max_tokens
+        given = self.settings.default_max_tokens
         return self.defaults.max_tokens if given is None else given or None
+
+    def note_loaded(self, paths: Sequence[str]) -> None:
+        """Files of the models that are ready now, the default first."""
+        if self._last is not None:
+            self._last.note(paths)
 
     def find(self, name: str, reach: Reach = Reach.LOCAL) -> FoundModel:
         """A listed model, one below the models folder or, within `reach`, a fake; reads its header.
@@ -109,7 +119,7 @@ class ModelSource:
         )
 
     def _read_served(self) -> list[FoundModel]:
-        settings, store = self._settings, self._store
+        settings, store = self.settings, self._store
         found: dict[str, FoundModel] = {}
         files: list[ModelFile] = []
         for ref in settings.models or (None,):
@@ -138,10 +148,10 @@ class ModelSource:
     def _check_slots(self, found: list[FoundModel]) -> None:
         """Slots that were asked for are refused where no served model can have them."""
         if {model.info.model_class for model in found} == {ModelClass.ENCODER_DECODER}:
-            check_one_slot(found[0].spec.id, self._settings.slots)
+            check_one_slot(found[0].spec.id, self.settings.slots)
 
     def _described(self, file: ModelFile) -> FoundModel:
-        settings = self._settings
+        settings = self.settings
         keep_alive = settings.keep_alive
         spec = ModelSpec(
             id=file.id,

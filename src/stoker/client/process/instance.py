@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from stoker.client.process.exit import EngineExit, OomCounter, judge
 from stoker.errors import MachineSetupError
 from stoker.ipc.commands import Suspend
-from stoker.ipc.events import Delta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,8 +142,6 @@ class EngineInstance:
         self._over = asyncio.Event()
         self.is_leaving = False
         """Whether it is to leave: its exit was asked for, and it gets no more work."""
-        self.has_worked = False
-        """Whether it has delivered a token."""
 
     def __repr__(self) -> str:
         return f"<EngineInstance {self.pid} hello={self.is_up} leaving={self.is_leaving} hang={self._hang}>"
@@ -221,10 +218,9 @@ class EngineInstance:
         """Every model that was due is settled."""
         self._serving_since = time.monotonic()
 
-    def sign(self, events: list[Event]) -> None:
-        """A frame arrived from it; a token shows that it works."""
+    def sign(self) -> None:
+        """A frame arrived from it."""
         self._watchdog.sign(time.monotonic())
-        self.has_worked |= any(isinstance(event, Delta) and event.token_ids for event in events)
 
     def beat(self, heartbeat: Heartbeat, now: float) -> None:
         """A heartbeat arrived."""
