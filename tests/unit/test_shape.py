@@ -27,8 +27,6 @@ STILL: dict[str, set[str]] = {
     "class": {
         "src/stoker/runtime.py:Runtime",
     },
-    "class name": {
-        "Job",
     },
 }
 
