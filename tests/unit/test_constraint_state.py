@@ -11,7 +11,7 @@ from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.request import Sampling
 from stoker.sampling.sampler import Sampler
-from stoker.sampling.workspace import Workspace
+from stoker.sampling.truncation import Workspace
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
 

@@ -13,8 +13,7 @@ from stoker.sampling.logit_edits import EarlyEndBan, LogitBias
 from stoker.sampling.mirostat import Mirostat, zipf_count
 from stoker.sampling.rng import probabilities
 from stoker.sampling.sampler import Sampler
-from stoker.sampling.truncation import TruncationChain, Xtc
-from stoker.sampling.workspace import Workspace
+from stoker.sampling.truncation import TruncationChain, Workspace, Xtc
 
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -1,7 +1,7 @@
 """From a constraint to a grammar that states are made of: off the step loop, bounded, cached by content.
 
-The grammar engine's own fuel bounds its work; what that does not count is refused before it, and other
-notations are translated, by `constraint_source`: by then a front has had that done by a worker process.
+The grammar engine's own fuel bounds its work; what that does not count is refused, and other notations are
+translated, by `source` before, mostly in a worker process of the client.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class GrammarCompiler:
     def compile(self, constraint: Constraint, salt: str = "") -> CompiledGrammar:
         """The grammar of `constraint`; may take a second. Raises InvalidRequestError.
 
-        A grammar that was compiled for another `salt` is not used again: the time would tell of it (SPEC C1).
+        A grammar that was compiled for another `salt` is not reused: the time would reveal it (SPEC C1).
         """
         key = _key(constraint, salt)
         with self._lock:

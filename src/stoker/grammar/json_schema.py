@@ -1,7 +1,7 @@
-"""Reads a JSON Schema before the grammar engine does: what that would ignore or hang on is refused here.
+"""Checks a JSON Schema before the grammar engine reads it: what that would ignore or hang on is refused.
 
 Owns which keywords are taken and the limits on their numbers. The engine judges what the taken ones mean
-together. Only what the root reaches is read; `$defs` that nothing refers to may hold anything.
+together. Only what the root reaches is read; `$defs` without a reference may hold anything.
 """
 
 from __future__ import annotations
@@ -31,46 +31,13 @@ _PARAM = "response_format"
 _ONE = ("additionalProperties", "additionalItems", "items")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties")
-_COUNTS = (
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-)
-_OTHERS = (
-    "$ref",
-    "const",
-    "enum",
-    "type",
-    "required",
-    "pattern",
-    "format",
-    "minimum",
-    "maximum",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "multipleOf",
-)
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_RANGES = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_OTHERS = ("$ref", "const", "enum", "type", "required", "pattern", "format", *_RANGES)
 _ANNOTATIONS = (
-    "$anchor",
-    "$comment",
-    "$defs",
-    "$schema",
-    "contentEncoding",
-    "contentMediaType",
-    "contentSchema",
-    "default",
-    "definitions",
-    "deprecated",
-    "description",
-    "discriminator",
-    "example",
-    "examples",
-    "readOnly",
-    "title",
-    "writeOnly",
+    *("$anchor", "$comment", "$defs", "$schema", "default", "definitions", "deprecated", "description"),
+    *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "example", "examples"),
+    *("readOnly", "title", "writeOnly"),
 )
 _TAKEN = frozenset((*_ONE, *_LISTS, *_MAPS, *_COUNTS, *_OTHERS, *_ANNOTATIONS))
 _FORMATS = frozenset(
@@ -322,7 +289,11 @@ Resolve = Callable[[Any], Any]
 
 
 def are_disjoint(branches: Sequence[Any], resolve: Resolve) -> bool:
-    """Whether no value satisfies two of `branches`; `resolve` finds what a `$ref` names."""
+    """Whether no value satisfies two of `branches`, so that `oneOf` says no more than `anyOf`.
+
+    Yes only where it is certain: other types, or a property that both require with other constants.
+    `resolve` finds what a `$ref` names.
+    """
     if len(branches) > _MAX_BRANCHES:
         return False
     plain = [_followed(branch, resolve) for branch in branches]
@@ -338,7 +309,7 @@ def _exclude(one: Any, other: Any, resolve: Resolve) -> bool:
         return False
     return any(
         _differ(_property(one, name, resolve), _property(other, name, resolve))
-        for name in set(_required(one)) & set(_required(other))
+        for name in set(_names(one, "required")) & set(_names(other, "required"))
     )
 
 
@@ -376,11 +347,6 @@ def _constants(schema: Any) -> frozenset[str] | None:
     return frozenset(json.dumps(value) for value in values)
 
 
-def _required(schema: dict[str, Any]) -> list[str]:
-    names = schema.get("required")
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
 def _property(schema: dict[str, Any], name: str, resolve: Resolve) -> Any:
-    listed = schema.get("properties")
-    return _followed(listed.get(name), resolve) if isinstance(listed, dict) else None
+    listed = _mapping(schema, "properties")
+    return _followed(listed.get(name), resolve)

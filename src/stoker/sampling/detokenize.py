@@ -1,7 +1,4 @@
-"""Bytes of tokens to text that is valid UTF-8 at every moment.
-
-A character may be split over several tokens; its bytes wait here until it is whole.
-"""
+"""Bytes of tokens to text that is valid UTF-8 at every moment, and the stop strings in it (SPEC D3)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,10 @@ from collections.abc import Sequence
 
 
 class TextAssembler:
-    """Incremental UTF-8 decoder; bytes that can no longer become a character turn into U+FFFD."""
+    """Incremental UTF-8 decoder: holds the bytes of a character until it is whole.
+
+    Bytes that can no longer become a character turn into U+FFFD.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -30,8 +30,8 @@ class TextAssembler:
 class StopGate:
     """Lets text through up to a stop string and holds back only what may still become one.
 
-    Args:
-        stops: the strings that end a generation; none means that everything passes.
+    The text is read character by character, however it was cut into pieces: the first stop string to be
+    complete ends it; of several complete at one character the one that began first counts.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

@@ -3,6 +3,10 @@
 Semantics of llama.cpp's sampler: a token that followed an earlier copy of the last L tokens loses
 multiplier * base ** (L - allowed_length), for the longest such L >= allowed_length; repetitions do not reach
 across a sequence breaker, and a token that is a breaker by itself is never penalised.
+
+A breaker is text; in tokens it is a head (a token that holds the breaker, or ends with its beginning) and a
+tail (the tokens of the rest). Heads are looked up in an index of the vocabulary: reading all of it for each
+part of each breaker took half a minute for one request.
 """
 
 from __future__ import annotations

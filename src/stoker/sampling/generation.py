@@ -1,7 +1,7 @@
 """Decode state of one choice: which tokens it has, what they say and when it ends.
 
 The sampler draws, the assembler makes text of bytes, the gate finds stop strings; this module orders them
-and decides the finish reason (SPEC D4). Slots, cells and events are the engine's.
+and decides the finish reason (SPEC D4).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stoker.sampling.dry import DryPenalty
 from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, LogitEdit, RepeatPenalty
 from stoker.sampling.logprobs import token_logprob
 from stoker.sampling.sampler import Sampler
-from stoker.sampling.workspace import Workspace
+from stoker.sampling.truncation import Workspace
 
 
 class Drawn(msgspec.Struct, frozen=True):
@@ -82,10 +82,7 @@ class Generation:
         self._drawn: tuple[int, Rows | None] | None = None
         self._constraint: ConstraintState | None = None
         self._spelled = frozenset(text.encode() for text in request.spelled)
-        edits = [
-            *_bans(request, vocabulary, workspace),
-            *_penalties(request, vocabulary, prompt, workspace),
-        ]
+        edits = _bans(request, vocabulary, workspace) + _penalties(request, vocabulary, prompt, workspace)
         self._sampler = Sampler(request.sampling, index, edits, workspace)
 
     def __repr__(self) -> str:
@@ -192,13 +189,10 @@ class Generation:
     def _piece(self, token: int) -> bytes:
         """The bytes it adds to the text; a control token adds its own where the request spells it."""
         piece = self._vocabulary.piece(token)
-        if (
-            not piece
-            and self._spelled
-            and (spelled := self._vocabulary.special_piece(token)) in self._spelled
-        ):
-            return spelled
-        return piece
+        if piece or not self._spelled:
+            return piece
+        spelled = self._vocabulary.special_piece(token)
+        return spelled if spelled in self._spelled else piece
 
 
 def _bans(request: GenerateRequest, vocabulary: Vocabulary, workspace: Workspace) -> list[LogitEdit]:

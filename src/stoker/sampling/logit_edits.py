@@ -1,6 +1,6 @@
-"""What changes logits before truncation: bias and bans here, penalties in `penalties` and `dry`.
+"""What changes logits before truncation (SPEC D1): bias, bans, penalties; `dry` is apart.
 
-An edit owns what it must remember of the tokens; the order in which edits run is the sampler's.
+An edit owns what it must remember of the tokens; the sampler runs them in order.
 """
 
 from __future__ import annotations
@@ -89,11 +89,10 @@ class EarlyEndBan:
 
 
 class RepeatPenalty:
-    """Makes tokens less likely that occurred among the last `repeat_last_n`.
+    """Repeat, presence and frequency penalties over the last `repeat_last_n` tokens, `prompt` included.
 
-    Args:
-        sampling: the penalties; `can_act` tells whether they do anything.
-        prompt: token ids before the first draw.
+    Arithmetic as in llama.cpp's penalties sampler: a positive logit is divided by the repeat penalty, another
+    multiplied by it; then count * frequency + presence is taken off.
     """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:

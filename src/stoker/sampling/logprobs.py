@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens under the raw logits (SPEC D6): before bias, penalties and temperature."""
+"""Log-probabilities of tokens under the raw logits, before bias, penalties and temperature (SPEC D5, D6)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def negative_log_likelihood(rows: Rows, tokens: Sequence[int]) -> float:
 
 
 class Likelihoods:
-    """Sums over the tokens of each text, as they come in."""
+    """Mean negative log-likelihoods of several texts, in nats (SPEC D5), summed up as rows come in."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = tuple(lengths)

@@ -15,8 +15,7 @@ from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import LogitEdit
 from stoker.sampling.mirostat import Mirostat
 from stoker.sampling.rng import Stream, pick, probabilities, uniform
-from stoker.sampling.truncation import TruncationChain, Xtc
-from stoker.sampling.workspace import Workspace
+from stoker.sampling.truncation import TruncationChain, Workspace, Xtc
 
 
 class Sampler:

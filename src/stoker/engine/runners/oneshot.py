@@ -32,7 +32,7 @@ from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.sampling.logprobs import Likelihoods
-from stoker.sampling.workspace import Workspace
+from stoker.sampling.truncation import Workspace
 from stoker.scheduler.budget import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 from stoker.scheduler.cost import StepCost
 

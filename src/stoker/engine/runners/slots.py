@@ -27,7 +27,7 @@ from stoker.ipc.model import ModelClass
 from stoker.ipc.request import FinishReason
 from stoker.kv.limits import SchedulerLimits
 from stoker.kv.sequence import ParkForm, SequenceState
-from stoker.sampling.workspace import Workspace
+from stoker.sampling.truncation import Workspace
 from stoker.scheduler.scheduler import Scheduler
 from stoker.speculation.speculator import Speculator
 
