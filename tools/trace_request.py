@@ -36,7 +36,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Self
@@ -191,10 +191,12 @@ def _marks(thing: object) -> Iterator[str]:
 
 
 def _is_tokens(name: str, value: object) -> bool:
-    """Whether it is a list of token ids, told by its name: no other request runs."""
-    if "token" not in name and name not in ("generated", "history"):
+    """Whether it is a sequence of token ids, told by its name: no other request runs."""
+    if "token" not in name and name not in ("prompt", "generated", "history"):
         return False
-    ids = _inside(value)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return False
+    ids = value[:64]
     return bool(ids) and all(isinstance(part, int) and not isinstance(part, bool) for part in ids)
 
 
