@@ -268,8 +268,8 @@ def test_background_waits_while_somebody_generates(house):
 def test_background_is_owed_slices_that_are_computed_and_no_others(make_house):
     """SPEC Q7: a turn at which there is no time for a slice does not count as the one that it waited for."""
     house = make_house(background_patience_s=1.0)
-    choosing = house.runner._choices
     house.enter("job", priority=Priority.BACKGROUND)
+    choosing = house.runner._choices
     house.enter("person", candidates=("x" * 8000,))
     for _ in range(20_000):  # beside somebody who reads: one slice in many turns
         house.pace.now()

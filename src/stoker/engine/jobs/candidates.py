@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.errors import ContextLengthError, UnsupportedError
-from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.request import GenerateRequest
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Vocabulary
@@ -43,15 +43,13 @@ class ScoringPass:
     found: Likelihoods
 
 
-def candidates_of(request: GenerateRequest, vocabulary: Vocabulary, model: str) -> ToScore | None:
-    """The candidates, None where it is no request to choose.
+def candidates_of(request: GenerateRequest, vocabulary: Vocabulary, model: str) -> ToScore:
+    """The candidates of a request to choose.
 
     Raises:
         UnsupportedError: it asks for what does not go with it, or there is nothing to calibrate by.
         ContextLengthError: the candidates are too long.
     """
-    if request.state_output is not StateOutput.CHOOSE:
-        return None
     _refuse_conditions(request)
     tokenize = vocabulary.tokenize
     texts = tuple(

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from stoker.ipc.request import GenerateRequest, Picture
 
 
-def refuse_pictures(request: GenerateRequest, model: str) -> None:
-    """Raises UnsupportedError where a request has images and the model no projector (SPEC V5)."""
-    if request.pictures:
-        raise UnsupportedError(
-            f"{model} takes no pictures: it is served without a projector (mmproj)", param="messages"
-        )
-
-
 def pictured_prompt(
     request: GenerateRequest, vocabulary: Vocabulary, vision: Vision
 ) -> tuple[list[int], tuple[ImageSpan, ...]]:

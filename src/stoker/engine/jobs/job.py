@@ -22,16 +22,32 @@ from stoker.sampling.generation import Drawn, Generation
 if TYPE_CHECKING:
     from stoker.engine.jobs.candidates import ScoringPass, ToScore
     from stoker.engine.jobs.preparations import Preparation
+    from stoker.scheduler.throttle import Throttle
 
 
 class JobQueue(Protocol):
     """Where the sequences of placed jobs wait and run: a scheduler's slots, or a queue of one-shot work."""
 
     paused: list[Sequence]
+    throttle: Throttle
 
     @property
     def queue(self) -> Iterable[Sequence]:
         """The queued sequences, next first."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do something."""
+        ...
+
+    @property
+    def has_people(self) -> bool:
+        """Whether an interactive request waits for an answer."""
+        ...
+
+    def is_owed(self, now: float) -> bool:
+        """Whether background has waited longer than its patience (SPEC Q7)."""
         ...
 
     def enqueue(self, sequence: Sequence, now: float) -> int:

@@ -17,7 +17,7 @@ from stoker.backends.protocol.scoring import ScoringLane
 from stoker.backends.protocol.vision import Vision
 from stoker.cache.keys import DIGEST_BYTES, Namespace
 from stoker.engine.jobs.candidates import ToScore, candidates_of, check_candidates
-from stoker.engine.jobs.images import pictured_prompt, refuse_pictures
+from stoker.engine.jobs.images import pictured_prompt
 from stoker.engine.jobs.job import Job, JobChoice
 from stoker.engine.jobs.sources import (
     QUICK_CHARS,
@@ -91,8 +91,9 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
     _check_texts(request, context)
     prompt, pictures = _prompt(request, context)
     _check_length(request, prompt, context)
-    scored = candidates_of(request, context.vocabulary, context.model)
-    if scored is not None:
+    scored = None
+    if request.state_output is StateOutput.CHOOSE:
+        scored = candidates_of(request, context.vocabulary, context.model)
         check_candidates(scored, len(prompt), context.n_ctx)
     initial, namespace = _initial_state(request, context), _namespace(request, context)
     scoring_namespace = namespace if request.cache else secrets.token_bytes(DIGEST_BYTES)
@@ -285,9 +286,11 @@ def _adapter_key(adapters: tuple[tuple[str, float], ...], fingerprints: Mapping[
 
 
 def _prompt(request: GenerateRequest, context: PrepContext) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Token ids of the prompt, and where pictures stand among them."""
+    """Token ids of the prompt, and where images stand among them (SPEC V5)."""
     if context.vision is None:
-        refuse_pictures(request, context.model)
+        if request.pictures:
+            text = f"{context.model} takes no pictures: it is served without a projector (mmproj)"
+            raise UnsupportedError(text, param="messages")
     elif request.pictures or (isinstance(request.prompt, str) and IMAGE_MARKER in request.prompt):
         return pictured_prompt(request, context.vocabulary, context.vision)
     return _prompt_tokens(request, context), ()

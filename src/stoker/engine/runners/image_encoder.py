@@ -264,16 +264,15 @@ def _is_past(sequence: Sequence, key: bytes) -> bool:
 
 
 class ImageSteps:
-    """The slices of one model's images. A model without a projector has none."""
+    """The slices of one model's images."""
 
-    def __init__(self, backend: Backend, scheduler: Scheduler, pace: Pace, cache: PrefixCache) -> None:
+    def __init__(
+        self, backend: Backend, vision: Vision, scheduler: Scheduler, pace: Pace, cache: PrefixCache
+    ) -> None:
         self._scheduler = scheduler
         self._pace = pace
         self._budget = SliceBudget(scheduler.limits.target_step_s)
-        vision = backend.extensions.vision
-        self._image_encoder = (
-            None if vision is None else ImageEncoder(backend, vision, cache, scheduler.limits.source)
-        )
+        self._image_encoder = ImageEncoder(backend, vision, cache, scheduler.limits.source)
 
     def __repr__(self) -> str:
         return f"<ImageSteps {self._image_encoder!r} {self._budget!r}>"
@@ -281,7 +280,7 @@ class ImageSteps:
     @property
     def has_work(self) -> bool:
         """Whether a slice, or giving out embeddings, would do something."""
-        return self._image_encoder is not None and self._image_encoder.has_work(self._scheduler.slots.running)
+        return self._image_encoder.has_work(self._scheduler.slots.running)
 
     @property
     def is_awaited(self) -> bool:
@@ -291,30 +290,23 @@ class ImageSteps:
     @property
     def goes_first(self) -> bool:
         """Whether all interactive sequences wait for images: steps of background would delay them."""
-        if self._image_encoder is None or not self._image_encoder.is_encoding:
+        if not self._image_encoder.is_encoding:
             return False
         waiting = [each for each in self._scheduler.slots.running if not each.is_background]
         return bool(waiting) and all(each.awaits_image for each in waiting)
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
-        return {} if self._image_encoder is None else self._image_encoder.stats()
+        return self._image_encoder.stats()
 
     def tend(self, now: float) -> list[tuple[Sequence, StokerError]]:
         """Give out embeddings and choose what is encoded next; returns sequences whose images failed."""
-        if self._image_encoder is None:
-            return []
         self._image_encoder.tend(self._scheduler.slots.running, now)
         return self._image_encoder.take_failed()
 
     def look(self, plan: StepPlan | None, took_s: float) -> None:
         """Encode for a slice, after a step of `plan` that took so long; None: there was nothing to step."""
-        image_encoder = self._image_encoder
-        if (
-            image_encoder is None
-            or not image_encoder.has_work(self._scheduler.slots.running)
-            or not image_encoder.is_encoding
-        ):
+        if not (self.has_work and self._image_encoder.is_encoding):
             return
         budget_s = self._time_after(plan, took_s)
         if not budget_s:
@@ -322,7 +314,7 @@ class ImageSteps:
         begun_s = self._pace.now()
         self._pace.begin(1)
         try:
-            image_encoder.run(budget_s, begun_s)
+            self._image_encoder.run(budget_s, begun_s)
         finally:
             self._pace.abandon()
         self._budget.spent(self._pace.now() - begun_s)
@@ -344,8 +336,7 @@ class ImageSteps:
 
     def close(self) -> None:
         """Give up what is being encoded; idempotent."""
-        if self._image_encoder is not None:
-            self._image_encoder.close()
+        self._image_encoder.close()
 
 
 def _has_readers(plan: StepPlan) -> bool:

@@ -307,6 +307,7 @@ class ChoiceSteps:
             wait_s=self._wait_s,
             num_tokens=lambda sequence: jobs[sequence.key.request_id].num_to_read,
         )
+        self.queue.throttle = scheduler.throttle
 
     def __repr__(self) -> str:
         return f"<ChoiceSteps {self.queue!r}>"

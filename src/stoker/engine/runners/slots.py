@@ -75,10 +75,13 @@ class SlotRunner:
         self._num_stalls_total = 0
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
-        self._image_steps = ImageSteps(backend, self.scheduler, pace, cache)
+        vision = backend.extensions.vision
+        self._image_steps = (
+            None if vision is None else ImageSteps(backend, vision, self.scheduler, pace, cache)
+        )
         self._speculator = Speculator(backend, self.scheduler, jobs.speculates, spec.speculation, pace.now)
         self._steps = StepRunner(backend, self.scheduler, jobs, self._speculator, pace, self._carry_out)
-        self._choices = ChoiceSteps(backend, self.scheduler, pace, jobs)
+        self._choices: ChoiceSteps | None = None  # until the first request to choose
         self.prep = PrepContext(
             backend.vocabulary,
             limits.n_vocab,
@@ -89,31 +92,32 @@ class SlotRunner:
             state_layout=limits.state_layout,
             cache_mode=spec.cache_mode,
             adapters=dict(limits.adapters),
-            vision=backend.extensions.vision,
+            vision=vision,
             decoder_start=limits.decoder_start,
             grammars=GrammarCompiler(lambda: GrammarTokenizer(backend.vocabulary, limits.n_vocab)),
         )
 
     def __repr__(self) -> str:
-        return f"<SlotRunner {self.spec.id} {self.scheduler!r} {self._choices!r}>"
+        return f"<SlotRunner {self.spec.id} {self.scheduler!r} {self._choices}>"
 
     # ------------------------------------------------------------ questions
 
     @property
     def queues(self) -> tuple[JobQueue, ...]:
-        """What generates, and requests to choose."""
-        return self.scheduler, self._choices.queue
+        """What generates, and requests to choose if there were any."""
+        return (self.scheduler,) if self._choices is None else (self.scheduler, self._choices.queue)
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        has_own = self.scheduler.has_work or self._steps.is_in_flight
-        return has_own or self._image_steps.has_work or self._choices.queue.has_work
+        if self._steps.is_in_flight or any(queue.has_work for queue in self.queues):
+            return True
+        return self._image_steps is not None and self._image_steps.has_work
 
     @property
     def has_people(self) -> bool:
         """Whether an interactive request waits for an answer of it."""
-        return self.scheduler.has_people or self._choices.queue.has_people
+        return any(queue.has_people for queue in self.queues)
 
     @property
     def has_readers(self) -> bool:
@@ -142,11 +146,12 @@ class SlotRunner:
 
     def is_owed(self, now: float) -> bool:
         """Whether background of it has waited longer than its patience."""
-        return self.scheduler.is_owed(now) or self._choices.queue.is_owed(now)
+        return any(queue.is_owed(now) for queue in self.queues)
 
     def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its queue is at its bound; `num_arriving` are on their way."""
-        self.scheduler.check_queue(priority, num_arriving + len(self._choices.queue))
+        num_choosing = 0 if self._choices is None else len(self._choices.queue)
+        self.scheduler.check_queue(priority, num_arriving + num_choosing)
 
     def info(self) -> ModelInfo:
         """What was loaded and the limits that resulted."""
@@ -158,9 +163,13 @@ class SlotRunner:
 
     def stats(self) -> dict[str, float]:
         """Every counter; what waits, is paused and has ended counts one-shot work too."""
-        counters: dict[str, float] = {"num_stalls_total": self._num_stalls_total}
+        counters: dict[str, float] = {
+            "num_stalls_total": self._num_stalls_total,
+            "num_choosing": 0,
+            "num_choosing_paused": 0,
+        }
         for part in (self.scheduler, self._image_steps, self._speculator, self._choices):
-            for name, value in part.stats().items():
+            for name, value in part.stats().items() if part is not None else ():
                 counters[name] = counters.get(name, 0.0) + value
         return counters
 
@@ -173,6 +182,8 @@ class SlotRunner:
     def accept(self, job: Job, now: float) -> None:
         """Put a prepared request in its queue: one-shot work beside the slots, all other into the slots'."""
         if job.to_score is not None and job.choices:
+            if self._choices is None:
+                self._choices = ChoiceSteps(self.backend, self.scheduler, self._pace, self._jobs)
             self._choices.begin(job)
             self._jobs.place(job, self._choices.queue, self, now)
             return
@@ -191,7 +202,8 @@ class SlotRunner:
 
     def hold_back(self, throttle: Throttle) -> None:
         """Let only some of its requests run from the next turn on (SPEC M4, M6)."""
-        self.scheduler.throttle = self._choices.queue.throttle = throttle
+        for queue in self.queues:
+            queue.throttle = throttle
 
     def drop_idle(self, now: float) -> None:
         """Free every cell that no running or queued request needs, and what the backend can make again."""
@@ -203,8 +215,10 @@ class SlotRunner:
     def close(self) -> None:
         """Free the native model."""
         self._steps.close()
-        self._choices.close()
-        self._image_steps.close()
+        if self._choices is not None:
+            self._choices.close()
+        if self._image_steps is not None:
+            self._image_steps.close()
         self.backend.close()
 
     # ------------------------------------------------------------ a turn
@@ -222,20 +236,24 @@ class SlotRunner:
 
     def step(self, now: float) -> None:
         """Plan one step over what runs, compute it and draw from its rows."""
-        self._fail(self._image_steps.tend(now), now)
-        has_readers = self.has_readers
-        is_for_looking = self._image_steps.goes_first and not self.scheduler.is_owed(now)
-        plan = None if is_for_looking else self.scheduler.plan()
+        images, choices = self._image_steps, self._choices
+        if images is not None:
+            self._fail(images.tend(now), now)
+        has_readers = choices is not None and self.has_readers
+        goes_first = images is not None and images.goes_first and not self.scheduler.is_owed(now)
+        plan = None if goes_first else self.scheduler.plan()
         if plan is not None:
             self._steps.run(plan, now)
-        elif self.scheduler.has_work and not self._image_steps.is_awaited:
+        elif self.scheduler.has_work and not (images is not None and images.is_awaited):
             self._report_stall(now)
-        if self._image_steps.has_work or self._choices.queue.has_work:
+        if (images is not None and images.has_work) or (choices is not None and choices.queue.has_work):
             self._steps.collect()  # they need the device, and how long the step took
         took_s = self._pace.now() - now
         self._steps.deliver()
-        self._image_steps.look(plan, took_s)
-        self._choices.step(took_s, has_readers=has_readers)
+        if images is not None:
+            images.look(plan, took_s)
+        if choices is not None:
+            choices.step(took_s, has_readers=has_readers)
 
     def _carry_out(self, schedule: Schedule, now: float) -> None:
         failed = carry_out(schedule.ops, self.backend, self.scheduler.allocator)
