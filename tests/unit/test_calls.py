@@ -25,7 +25,7 @@ async def test_a_question_that_an_engine_has_died_on_is_asked_by_itself() -> Non
     calls = Calls()
     waits = [calls.open(text("one")), calls.open(text("two"))]
     assert handed_out(calls) == ["one", "two"]
-    calls.bury(DEATH)
+    calls.engine_exited(DEATH)
     assert handed_out(calls) == ["one"]
     waits.append(calls.open(text("three")))
     assert handed_out(calls) == []
@@ -38,7 +38,7 @@ async def test_the_status_is_told_while_questions_and_requests_are_tried_one_by_
     calls = Calls()
     waits = [calls.open(text("one"))]
     assert handed_out(calls) == ["one"]
-    calls.bury(DEATH)
+    calls.engine_exited(DEATH)
     waits += [calls.open(GetStatus(call_id=0)), calls.open(text("two"))]
     assert handed_out(calls, has_texts=False) == ["GetStatus"]
     assert calls.in_flight() == []

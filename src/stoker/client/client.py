@@ -164,10 +164,7 @@ class Client:
         request = resolved(request, info, self._max_tokens)
         if request.constraint is not None:
             request = await self._translated(request, request.constraint, known_as.owner)
-        record = RequestRecord(
-            known_as.id, request, time.monotonic(), names=known_as.names, owner=known_as.owner
-        )
-        record.group = group
+        record = RequestRecord(known_as.id, request, time.monotonic(), known_as.names, known_as.owner, group)
         events = RequestStream(record.request_id, supervisor.requests.cancel)
         record.sinks.append(events.push)
         supervisor.submit(record)

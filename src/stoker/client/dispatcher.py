@@ -1,8 +1,7 @@
-"""What the front wants of an engine, and what engines answer: requests, questions, models.
+"""The traffic with the engine that serves: requests, questions and models there, events and answers back.
 
-Owns the traffic with the life that serves now, and which of all that it may have. Lives begin and end without
-it: the host says which one serves, and when one is no more. The live requests are `requests`', open questions
-`calls`', models `registry`'s, who waits for one `loads`'.
+Owns which of what waits an engine may have. The supervisor says which engine serves and when it has ended.
+Live requests are in `requests`, open questions in `calls`, models in `registry`, their loads in `loads`.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Dispatcher:
     ) -> None:
         self._registry = registry
         self._bus = bus
-        self._life: EngineInstance | None = None
+        self._instance: EngineInstance | None = None
         self._is_serving = False
         self.has_delivered = False
         self.requests = Requests(table, source.settings.max_queue, registry, self, bus.request_moved)
@@ -86,54 +85,54 @@ class Dispatcher:
     @property
     def has_engine(self) -> bool:
         """Whether an engine serves that was not told to leave."""
-        return self._is_serving and self._life is not None and not self._life.is_leaving
+        return self._is_serving and self._instance is not None and not self._instance.is_leaving
 
-    # ------------------------------------------------------------ lives
+    # ------------------------------------------------------------ engines come and go
 
-    def meet(self, life: EngineInstance) -> None:
-        """A life begins: what it says is heard, what any other still says is not."""
-        self._life, self._is_serving = life, False
+    def begin_instance(self, instance: EngineInstance) -> None:
+        """Listen to this engine, and to no former one."""
+        self._instance, self._is_serving = instance, False
         self.has_delivered = False
 
     def serve(self) -> None:
-        """The life is ready: it gets all that it may have."""
+        """The engine is ready: give it all that it may have."""
         self._is_serving = True
         self.requests.fail_unservable()
         self.hand_out()
 
-    def bury(self, death: EngineExit) -> None:
-        """The life has ended unasked."""
+    def engine_exited(self, ended: EngineExit) -> None:
+        """The engine has ended unasked."""
         self._is_serving = False
         self.loads.engine_gone()
         before = self._registry.stats()
         self._registry.begin_instance()
-        self._tell_moves(before)
+        self._publish_moves(before)
         self.loads.lost()
-        self.requests.engine_exited(death.beside(*self.calls.in_flight()))
-        self.calls.bury(death)
+        self.requests.engine_exited(ended.beside(*self.calls.in_flight()))
+        self.calls.engine_exited(ended)
 
     def note_models(self) -> None:
-        """The life is told to leave: the next one loads what it has now."""
+        """The engine is told to leave: the next one loads what it has now."""
         before = self._registry.stats()
         self._registry.suspend()
-        self._tell_moves(before)
+        self._publish_moves(before)
 
     def sleep(self) -> None:
-        """The life has left as it was asked to, or there was none: everything stands still."""
+        """The engine has left as it was asked to, or there was none: everything stands still."""
         self._is_serving = False
         self.loads.engine_gone()
         self.note_models()
         self.loads.lost()
         self.requests.sleep()
-        self.calls.bury(_SUSPENDED)
+        self.calls.engine_exited(_SUSPENDED)
 
     def fail_all(self, error: StokerError) -> None:
-        """No engine will come: nobody is kept waiting."""
+        """No engine will come: end everything that waits."""
         self.requests.fail_all(error)
         self.calls.fail_all(error)
         self.loads.fail_all(error)
 
-    def _tell_moves(self, before: dict[str, str]) -> None:
+    def _publish_moves(self, before: dict[str, str]) -> None:
         for model, state in self._registry.stats().items():
             if before.get(model) != state:
                 self._bus.model_moved(ModelState(model=model, state=state))
@@ -162,17 +161,18 @@ class Dispatcher:
             self.calls.settle(Reply(call_id=command.call_id, error=error))
 
     def send(self, command: Command) -> None:
-        """Hand the engine a command; lost where there is none."""
-        if self._life:
-            self._life.send(command)
+        """Hand the engine a command; nothing where there is none."""
+        if self._instance:
+            self._instance.send(command)
 
     def _tell(self, command: LoadModel | UnloadModel | PinModel) -> bool:
-        """What callers want of models; loads that no serving engine hears of are the next boot's business.
+        """Send what callers want of models; a load needs a serving engine, else the next boot does it.
 
         Returns:
-            Whether an engine hears of it.
+            Whether it was sent.
         """
-        can_hear = self._life and self._life.is_up and not (self._life.is_leaving or self._life.is_over)
+        it = self._instance
+        can_hear = it and it.is_up and not (it.is_leaving or it.is_over)
         if not (self.has_engine or (can_hear and not isinstance(command, LoadModel))):
             return False
         self.send(command)
@@ -180,23 +180,23 @@ class Dispatcher:
 
     # ------------------------------------------------------------ from the engine
 
-    def take(self, life: EngineInstance, events: list[Event]) -> None:
-        """One frame from an engine; what a former life still says is not heard."""
-        if life is not self._life:
+    def take(self, instance: EngineInstance, events: list[Event]) -> None:
+        """One frame from an engine; what a former one still says is ignored."""
+        if instance is not self._instance:
             return
-        life.sign()
+        instance.sign()
         for event in events:
-            self._take_one(life, event)
+            self._take_one(instance, event)
         self.hand_out()
 
-    def _take_one(self, life: EngineInstance, event: Event) -> None:
+    def _take_one(self, instance: EngineInstance, event: Event) -> None:
         match event:
             case Hello():
-                life.greet()
+                instance.greet()
             case Heartbeat():
-                life.beat(event, time.monotonic())
+                instance.beat(event, time.monotonic())
             case ModelState():
-                self._take_model(life, event)
+                self._take_model(instance, event)
             case Reply():
                 self.calls.settle(event)
             case PressureMoved() | RungTaken() | HeatMoved():
@@ -207,12 +207,12 @@ class Dispatcher:
                 self.requests.take(event)
                 self.has_delivered |= isinstance(event, Delta) and bool(event.token_ids)
 
-    def _take_model(self, life: EngineInstance, event: ModelState) -> None:
-        if life.is_leaving:  # it frees everything: which models there were is noted
+    def _take_model(self, instance: EngineInstance, event: ModelState) -> None:
+        if instance.is_leaving:  # it frees everything: which models there were is noted
             return
         self._registry.record(event)
         self.loads.moved(event)
         if self._registry.failure(event.model):
             self.requests.fail_unservable()
-        life.note_model()
+        instance.note_model()
         self._bus.model_moved(event)

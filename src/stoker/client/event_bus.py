@@ -1,7 +1,6 @@
-"""What happens in a runtime, for whoever watches (SPEC O3).
+"""What happens in a runtime, for subscribers (SPEC O3).
 
-Owns the bus: it names events, hands each to every subscriber, and is bounded for each of them. What an event
-leads to is not its business, and no text of any request passes through it.
+Names events and gives each to every subscriber, bounded for each of them; no text of any request is in them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_WAITING = 512
-"""Events that wait for one subscriber; past this the oldest go, and it is told how many."""
+"""Events that wait for one subscriber; past this the oldest go, and `lagged` says how many."""
 
 _WORDS = re.compile(r"(?<!^)(?=[A-Z])")
 _MACHINE = {PressureMoved: "pressure", RungTaken: "rung", HeatMoved: "heat"}
@@ -56,7 +55,7 @@ class RuntimeEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Subscriber:
-    """What waits for one who watches."""
+    """What waits for one subscriber."""
 
     def __init__(self) -> None:
         self.waiting: deque[RuntimeEvent] = deque()
@@ -79,10 +78,10 @@ class _Subscriber:
 
 
 class EventBus:
-    """Everybody who watches one runtime. Is the host's watcher.
+    """The subscribers of one runtime.
 
     Args:
-        on_model: also called, on the event loop and where its errors harm nobody, with each model's state.
+        on_model: also called with each model's state, on the event loop, apart from the caller.
         now: seconds since the epoch.
         owner_of: digest of the API key that a live request came with, by its id.
     """
@@ -110,7 +109,7 @@ class EventBus:
     ) -> AsyncGenerator[RuntimeEvent, None]:
         """Everything from now on, after what `snapshot` says now; ends with the bus.
 
-        One who is slow loses the oldest, and is told so by `lagged` with the number `dropped`.
+        A slow subscriber loses the oldest; `lagged` gives their number as `dropped`.
         """
         subscriber = _Subscriber()
         self._subscribers.add(subscriber)
@@ -127,19 +126,19 @@ class EventBus:
             self._subscribers.discard(subscriber)
 
     def publish(self, event: str, fields: Mapping[str, Any], owner: str = "") -> None:
-        """Tell everybody."""
+        """Give an event to every subscriber."""
         if self._subscribers:
-            told = RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner)
+            published = RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner)
             for subscriber in self._subscribers:
-                subscriber.push(told)
+                subscriber.push(published)
 
     def close(self) -> None:
-        """Nothing will happen any more: who watches reads what waits, and comes to the end."""
+        """Nothing will happen any more: subscribers read what waits, and come to the end."""
         self._is_closed = True
         for subscriber in self._subscribers:
             subscriber.has_news.set()
 
-    # ------------------------------------------------------------ as the host's watcher
+    # ------------------------------------------------------------ what is published
 
     def engine_moved(self, state: str, why: str) -> None:
         """The engine's lifecycle came to `state`."""
@@ -171,10 +170,8 @@ def _request_fields(event: RequestEvent) -> dict[str, Any]:
     what = _WORDS.sub("_", type(event).__name__).lower()
     match event:
         case Finished():
-            fields = {
-                "usage": msgspec.to_builtins(event.usage),
-                "timings": msgspec.to_builtins(event.timings),
-            }
+            figures = {"usage": event.usage, "timings": event.timings}
+            fields = {name: msgspec.to_builtins(value) for name, value in figures.items()}
         case Failed():
             fields = {"error": {"code": event.error.code, "message": event.error.message}}
         case _:

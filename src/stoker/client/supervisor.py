@@ -282,7 +282,7 @@ class EngineSupervisor:
             instance = self._instance = EngineInstance(
                 transport, self._settings.watchdog_s, self._dispatcher.take
             )
-            self._dispatcher.meet(instance)
+            self._dispatcher.begin_instance(instance)
             async with asyncio.TaskGroup() as group:
                 boot = group.create_task(self._boot(instance))
                 ended = await instance.run(self._oom)
@@ -347,7 +347,7 @@ class EngineSupervisor:
             )
         if instance.is_up and ended.is_blamable:
             ended = ended.beside(*(f"the load of {model}" for model in self.registry.charge(ended)))
-        self._dispatcher.bury(ended)
+        self._dispatcher.engine_exited(ended)
         if self.state is EngineState.SERVING:
             self._lifecycle.move(EngineState.RESTARTING, ended.reason)
         if self._is_failing:

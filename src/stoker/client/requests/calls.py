@@ -1,7 +1,7 @@
 """Questions to the engine that await a `Reply`.
 
-Owns the pairing by call id and what becomes of a question when the engine dies: it is asked again, unless
-the engine died on it too often, or its answer would be about the dead one.
+Owns the pairing by call id. When the engine ends, a question is asked again, unless engines ended on it too
+often, or its answer would be about the one that ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Call:
 
 
 class Calls:
-    """Every question that awaits its answer."""
+    """Every question without an answer."""
 
     def __init__(self) -> None:
         self._calls: dict[int, _Call] = {}
@@ -68,30 +68,26 @@ class Calls:
     def take_unsent(self, *, has_texts: bool) -> list[Question]:
         """Questions that this engine has not been asked; they count as asked from here on.
 
-        A question about text that an engine has died on is asked while no other one about text is open.
+        A question about text on which an engine ended is asked while no other one about text is open.
 
         Args:
             has_texts: questions about text may be asked now; those about the status always may.
         """
-        unsent = [call for call in self._open() if call.is_about_status and not call.is_sent]
-        if has_texts:
-            unsent += self._unsent_texts()
+        texts = self._open_texts()
+        if suspects := [call for call in texts if call.crashes]:
+            texts = [] if any(call.is_sent for call in texts) else suspects[:1]
+        status = [call for call in self._open() if call.is_about_status]
+        unsent = [call for call in status + (texts if has_texts else []) if not call.is_sent]
         for call in unsent:
             call.is_sent = True
         return [call.question for call in unsent]
-
-    def _unsent_texts(self) -> list[_Call]:
-        texts = self._open_texts()
-        if suspects := [call for call in texts if call.crashes]:
-            return [] if any(call.is_sent for call in texts) else suspects[:1]
-        return [call for call in texts if not call.is_sent]
 
     def in_flight(self) -> list[str]:
         """Questions that the engine may be computing an answer to, for people."""
         return [f"the question {call.question.call_id}" for call in self._open_texts() if call.is_sent]
 
     def settle(self, reply: Reply) -> None:
-        """An answer arrived; one that nobody awaits is dropped."""
+        """An answer arrived; one that is not awaited is dropped."""
         call = self._calls.get(reply.call_id)
         if call is None or call.answer.done():
             return
@@ -100,24 +96,20 @@ class Calls:
         else:
             call.answer.set_result(reply.value)
 
-    def bury(self, death: EngineExit) -> None:
-        """The engine died: ask the next one again what can be asked again."""
+    def engine_exited(self, ended: EngineExit) -> None:
+        """The engine has ended: the next one is asked what can be asked again."""
         for call in self._open():
             if call.is_about_status:
                 call.answer.set_exception(NotReadyError("the engine is restarting", retry_after_s=1.0))
                 continue
-            call.crashes += call.is_sent and death.is_blamable
+            call.crashes += call.is_sent and ended.is_blamable
             call.is_sent = False
             if call.crashes >= MAX_CRASHES:
-                call.answer.set_exception(
-                    EngineCrashedError(
-                        f"the engine died {call.crashes} times on this call, last: {death.reason}",
-                        crashes=call.crashes,
-                    )
-                )
+                text = f"the engine died {call.crashes} times on this call, last: {ended.reason}"
+                call.answer.set_exception(EngineCrashedError(text, crashes=call.crashes))
 
     def fail_all(self, error: StokerError) -> None:
-        """Nobody will answer any more."""
+        """No engine will answer any more."""
         for call in self._open():
             call.answer.set_exception(error)
 

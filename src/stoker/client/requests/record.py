@@ -6,6 +6,7 @@ Owns what is known of it. Which requests an engine is given is `replay`'s, where
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -75,90 +76,57 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RequestRecord:
     """One request.
 
-    Args:
+    Attributes:
         request_id: unique in this program.
         request: what to run, with the id of its model.
-        now: seconds on a monotonic clock.
+        since: when it was submitted, in seconds on a monotonic clock; later where time stood still meanwhile.
         names: what else it is known by.
         owner: digest of the API key that it came with; empty: none.
-
-    Attributes:
-        since: when it was submitted, on the clock of `now`; later where time stood still meanwhile.
+        group: the call that it belongs to, if that has several requests.
         transcript: what was delivered.
         sinks: called with each of its events, last the terminal one.
-        group: the call that it belongs to, if that has several requests.
         has_client: somebody has read it from its beginning; else it was taken up from a former program.
         ended_s: when it ended without a client.
         stage: where it is with the engine.
-        is_paused: its caller wants it to stand still, whether or not an engine has confirmed it.
         parked: choices that gave their slot up and have not been heard of since.
+        is_paused: its caller paused it, whether or not an engine has confirmed it.
+        is_asleep: the engine is suspended, and this stands still with it.
+        is_quiet: its place in the queue follows from a restart, which the client does not see.
         was_accepted: an engine had it in its queue, or waiting for its model.
         num_context: as in `Admitted`; 0: it was not admitted yet.
         charges: engines that ended while they computed it, since its last token.
         preparation_crashes: engines that ended while they may have prepared it; 0 once one has.
-        is_quiet: its place in the queue follows from a restart, which the client does not see.
-        is_asleep: the engine is suspended, and this stands still with it.
     """
 
-    __slots__ = (
-        "charges",
-        "ended_s",
-        "group",
-        "has_client",
-        "has_shown_pause",
-        "is_asleep",
-        "is_cancelling",
-        "is_paused",
-        "is_quiet",
-        "names",
-        "num_context",
-        "num_prompt_tokens",
-        "owner",
-        "parked",
-        "preparation_crashes",
-        "request",
-        "request_id",
-        "since",
-        "sinks",
-        "stage",
-        "transcript",
-        "was_accepted",
-    )
+    request_id: str
+    request: GenerateRequest
+    since: float
+    names: Sequence[str] = ()
+    owner: str = ""
+    group: RequestGroup | None = None
+    transcript: Transcript = field(init=False)
+    sinks: list[EventSink] = field(default_factory=list)
+    has_client: bool = True
+    ended_s: float | None = None
+    stage: Stage = Stage.HELD
+    parked: set[int] = field(default_factory=set)
+    has_shown_pause: bool = False
+    is_asleep: bool = False
+    is_cancelling: bool = False
+    is_paused: bool = False
+    is_quiet: bool = False
+    was_accepted: bool = False
+    num_context: int = 0
+    num_prompt_tokens: int = 0
+    charges: int = 0
+    preparation_crashes: int = 0
 
-    def __init__(
-        self,
-        request_id: str,
-        request: GenerateRequest,
-        now: float,
-        *,
-        names: Sequence[str] = (),
-        owner: str = "",
-    ) -> None:
-        self.request_id = request_id
-        self.request = request
-        self.since = now
-        self.names = list(names)
-        self.owner = owner
-        self.transcript = Transcript(request_id)
-        self.sinks: list[EventSink] = []
-        self.group: RequestGroup | None = None
-        self.has_client = True
-        self.ended_s: float | None = None
-        self.stage = Stage.HELD
-        self.parked: set[int] = set()
-        self.has_shown_pause = False
-        self.is_asleep = False
-        self.is_cancelling = False
-        self.is_paused = False
-        self.is_quiet = False
-        self.was_accepted = False
-        self.num_context = 0
-        self.num_prompt_tokens = 0
-        self.charges = 0
-        self.preparation_crashes = 0
+    def __post_init__(self) -> None:
+        self.transcript = Transcript(self.request_id)
 
     def __repr__(self) -> str:
         return (
@@ -223,7 +191,7 @@ class RequestRecord:
         """How it is shown while it has no client."""
         return KeptRequest(
             id=self.request_id,
-            names=self.names,
+            names=list(self.names),
             is_chat=self.request.is_chat,
             model=self.request.model,
             n=self.request.n,
@@ -255,20 +223,27 @@ class RequestRecord:
     def file(self, now: float) -> KeptFile:
         """All that another program needs to go on with it; see `taken_up`."""
         submit = msgspec.structs.replace(self.submit(now), is_paused=self.is_paused)
-        return KeptFile(submit=submit, shown=self.transcript.shown(), names=self.names, owner=self.owner)
+        return KeptFile(
+            submit=submit, shown=self.transcript.shown(), names=list(self.names), owner=self.owner
+        )
 
     @classmethod
     def taken_up(cls, kept: KeptFile, now: float) -> RequestRecord:
         """A request that another program left, as `file` told of it; it has no client here."""
         submit = kept.submit
         record = cls(
-            submit.request_id, submit.request, now - submit.age_s, names=kept.names, owner=kept.owner
+            submit.request_id,
+            submit.request,
+            now - submit.age_s,
+            kept.names,
+            kept.owner,
+            has_client=False,
+            is_paused=submit.is_paused,
+            has_shown_pause=submit.is_paused,
+            was_accepted=bool(submit.generated),
+            num_context=submit.num_context,
         )
         record.transcript = Transcript(submit.request_id, kept.shown)
-        record.has_client = False
-        record.is_paused = record.has_shown_pause = submit.is_paused
-        record.was_accepted = bool(submit.generated)
-        record.num_context = submit.num_context
         return record
 
     # ------------------------------------------------------------ what happens to it

@@ -1,11 +1,9 @@
-"""The stream of one request: filled by the host, read by one consumer, bounded however slow that one is.
-
-Owns also how the events of a generation read as pieces of text.
+"""The stream of one request: filled by the table, read by one consumer, bounded however slow that one is.
 
 Owns merging: past MAX_WAITING entries the deltas of a choice join the last one that waits, and of the notices
-(its place in the line, admitted, parked, paused, resumed) only the newest stays. Progress replaces progress,
-a place in the line the one before it; of admissions only the first is passed on. Nothing of the text is lost,
-and what waits is at most the request's own tokens.
+(place in the queue, admitted, parked, paused, resumed) only the newest stays. Progress replaces progress, a
+place the one before it; of admissions only the first is passed on. No text is lost, and what waits is at most
+the request's own tokens. Owns also how the events of a generation read as pieces of text.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.client.requests.transcript import MergedDelta
 from stoker.errors import error_from_info
 from stoker.ipc.events import (
     Admitted,
@@ -80,24 +79,10 @@ class _Run:
     deltas: list[Delta]
 
     def join(self) -> Delta:
+        first = self.deltas[0]
         if len(self.deltas) == 1:
-            return self.deltas[0]
-        last = self.deltas[-1]
-        return Delta(
-            request_id=last.request_id,
-            index=last.index,
-            text="".join(delta.text for delta in self.deltas),
-            token_ids=[token for delta in self.deltas for token in delta.token_ids],
-            logprobs=_join_logprobs(self.deltas),
-            finish_reason=last.finish_reason,
-            stop_text=last.stop_text,
-            mirostat_mu=last.mirostat_mu,
-        )
-
-
-def _join_logprobs(deltas: list[Delta]) -> list[TokenLogprob] | None:
-    parts = [delta.logprobs for delta in deltas if delta.logprobs is not None]
-    return [logprob for part in parts for logprob in part] if parts else None
+            return first
+        return MergedDelta(self.deltas).whole(first.request_id, first.index)
 
 
 class RequestStream:
@@ -136,7 +121,7 @@ class RequestStream:
             case Queued() | PrefillProgress() if self._waiting and type(self._waiting[-1]) is type(event):
                 self._waiting[-1] = event
             case Admitted() if self._is_admitted:
-                return  # of another choice, or of one that comes back: what the first one found counts
+                return  # of another choice, or of a return: what the first one found counts
             case Queued() | Admitted() | Parked() | Paused() | Resumed():
                 self._is_admitted |= type(event) is Admitted
                 self._push_notice(event)

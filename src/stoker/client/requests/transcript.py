@@ -19,20 +19,23 @@ Shown = PromptEcho | StateReady | Delta | Finished | Failed
 """What stays true after it was shown; places in a queue and pauses do not."""
 
 
-class _Choice:
-    """One choice's deltas. `mirostat_mu` is the sampler's state after the last token."""
+class MergedDelta:
+    """Deltas of one choice as one. `mirostat_mu` is the sampler's state after the last token."""
 
     __slots__ = ("finish_reason", "logprobs", "mirostat_mu", "stop_text", "texts", "token_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, deltas: Iterable[Delta] = ()) -> None:
         self.texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_text: str | None = None
         self.mirostat_mu: float | None = None
+        for delta in deltas:
+            self.add(delta)
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
+        """Another one, which comes after those before."""
         if delta.text:
             self.texts.append(delta.text)
         if delta.token_ids:
@@ -45,6 +48,7 @@ class _Choice:
         self.stop_text = delta.stop_text
 
     def whole(self, request_id: str, index: int) -> Delta:
+        """All of them; later ones do not change it."""
         self.texts = ["".join(self.texts)]  # what grew piece by piece need not be joined again
         return Delta(
             request_id=request_id,
@@ -71,7 +75,7 @@ class Transcript:
     def __init__(self, request_id: str, shown: Iterable[Shown] = ()) -> None:
         self._request_id = request_id
         self._before: list[PromptEcho | StateReady] = []
-        self._choices: dict[int, _Choice] = {}
+        self._choices: dict[int, MergedDelta] = {}
         self._end: Finished | Failed | None = None
         for event in shown:
             self.take(event)
@@ -105,7 +109,7 @@ class Transcript:
         """Note an event; False where it repeats what was shown: an echo and a state are there once."""
         match event:
             case Delta():
-                self._choices.setdefault(event.index, _Choice()).take(event)
+                self._choices.setdefault(event.index, MergedDelta()).add(event)
             case PromptEcho() | StateReady():
                 if any(type(before) is type(event) for before in self._before):
                     return False
