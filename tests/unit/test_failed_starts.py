@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from scripted_engine import request
-from test_host import MODEL, Client, hosting, in_process, kill, serving
+from test_supervisor import MODEL, Client, hosting, in_process, kill, serving
 
 from stoker.client.process import transport as transports
 from stoker.client.process.lifecycle import EngineState

@@ -1,4 +1,4 @@
-"""Reading pictures in the library: the question, the check, the one retry, what is raised."""
+"""Reading images in the library: the question, the check, the one retry, what is raised."""
 
 from __future__ import annotations
 

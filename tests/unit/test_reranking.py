@@ -1,4 +1,4 @@
-"""Documents in order for a query: in front of a runtime that plays a reranker, and the engine's resident."""
+"""Documents in order for a query: in front of a runtime that plays a reranker, and the engine's runner."""
 
 from __future__ import annotations
 

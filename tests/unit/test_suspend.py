@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from scripted_engine import request, text_of
-from test_host import MODEL, Client, both, hosting, in_process, in_thread, kill, serving
+from test_supervisor import MODEL, Client, both, hosting, in_process, in_thread, kill, serving
 
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.process.transport import NewTransport
@@ -28,7 +28,7 @@ from stoker.ipc.model import ModelSpec
 
 @pytest.fixture(autouse=True)
 def _stand_in_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pathlib import Path  # noqa: PLC0415 - as test_host's own
+    from pathlib import Path  # noqa: PLC0415 - as test_supervisor's own
 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 

@@ -1,4 +1,4 @@
-"""Requests about pictures, parked in each form at each of their stages; a tiny model with a projector.
+"""Requests about images, parked in each form at each of their stages; a tiny model with a projector.
 
 What every answer has to equal is computed here with the backend alone: whole pictures, in their places.
 """

@@ -1,4 +1,4 @@
-"""An encoder's resident on the fake encoder, driven turn by turn: order, batching, endings."""
+"""The one-shot runner on the fake encoder, driven turn by turn: order, batching, endings."""
 
 import numpy as np
 import pytest

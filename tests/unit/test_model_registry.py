@@ -1,4 +1,4 @@
-"""What a front knows of its models, and which of them the next engine loads: no engine."""
+"""What the client knows of its models, and which of them the next engine loads: no engine."""
 
 from __future__ import annotations
 

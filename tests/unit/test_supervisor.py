@@ -1,4 +1,4 @@
-"""The engine's host against a scripted engine, in a real child or a thread: what clients see when it dies."""
+"""The supervisor against a scripted engine, in a real child or a thread: what clients see when it dies."""
 
 from __future__ import annotations
 
