@@ -169,12 +169,23 @@ class Day:
         self._num_seen = len(self.machine.events)
 
     def _check_requests(self):
-        loop = self.machine.loop
-        places = [*loop._pending._visitors]
-        for runner in loop._runners:
-            places += [each if isinstance(each, str) else each.request_id for each in runner._live]
+        jobs = self.machine.loop._jobs
+        placed = [job for model in ORDERS for job in jobs.placed(model)]
+        places = [job.request_id for model in ORDERS for job in jobs.pending(model)]
+        places += [job.request_id for job in placed]
         assert len(places) == len(set(places)), f"in two places: {places}"
-        assert set(places) == set(self.wants) - self._ended
+        assert set(places) == {job.request_id for job in jobs} == set(self.wants) - self._ended
+        queued = {
+            sequence.key.request_id
+            for runner in self.machine.loop._runners
+            for sequence in (
+                *runner.scheduler.queue,
+                *runner.scheduler.paused,
+                *runner.scheduler.slots.running,
+            )
+        }
+        assert queued == {job.request_id for job in placed}
+        assert all(job.runner is self.machine.runner(job.model) for job in placed)
 
     @property
     def _num_posted(self):
