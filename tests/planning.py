@@ -8,12 +8,12 @@ from typing import Any
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.chat.layout import lay_out
 from stoker.ipc.model import ModelInfo
-from stoker.tasks.chat import ChatPlan, drafted_chat
+from stoker.tasks.chat import ChatPlan, chat_job, planned
 
 
 def planned_chat(
     info: ModelInfo, messages: Sequence[Mapping[str, Any]], offer: ToolOffer = NO_TOOLS
 ) -> ChatPlan:
     """What a runtime's `prepare_chat` gives."""
-    draft = drafted_chat(info, messages, offer)
-    return draft.plan(lay_out(draft.conversation))
+    job, images = chat_job(info, messages, offer)
+    return planned(job, images, lay_out(job.conversation))

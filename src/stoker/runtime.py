@@ -33,12 +33,12 @@ from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind, EngineHealth, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
-from stoker.tasks.chat import ChatPlan, chat_deltas, drafted_chat, offer_of
-from stoker.tasks.choose import Choices, ChooseKeywords, Choosing
-from stoker.tasks.embed import Embeddings, EmbedKeywords, TextEmbeddings
+from stoker.tasks.chat import ChatPlan, chat_deltas, chat_job, offer_of, planned
+from stoker.tasks.choose import Choices, ChooseKeywords, score_choices
+from stoker.tasks.embed import EmbedKeywords, TextEmbeddings, embed_texts
 from stoker.tasks.fields import CallKeywords, ChatKeywords, GivenState, Prompt, RequestKeywords
-from stoker.tasks.read_images import MAX_TOKENS, ImageReader, Question, Reading, Schema
-from stoker.tasks.rerank import Ranking, Reranking, RerankKeywords
+from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, Schema, read_images
+from stoker.tasks.rerank import Ranking, RerankKeywords, rank_documents
 from stoker.tasks.states import States
 
 if TYPE_CHECKING:
@@ -419,8 +419,8 @@ class Runtime:
     async def embed(
         self, inputs: Prompt | Sequence[Prompt], **fields: Unpack[EmbedKeywords]
     ) -> TextEmbeddings:
-        """Vectors of texts, by an encoder; fields and errors are those of `Embeddings.embed`."""
-        return await Embeddings(self).embed(inputs, **fields)
+        """Vectors of texts, by an encoder; see `tasks.embed.embed_texts`."""
+        return await embed_texts(self, inputs, **fields)
 
     async def read(
         self,
@@ -433,21 +433,21 @@ class Runtime:
         """Read a picture, or several that belong together, as JSON that is checked (SPEC V4).
 
         `ask` is the question (None: to read a report), `schema` a JSON Schema of the answer; fields and
-        errors are those of `ImageReader.read`.
+        errors are those of `tasks.read_images.read_images`.
         """
         max_tokens = fields.pop("max_tokens", None)
         question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
-        return await ImageReader(self).read(images, question, **fields)
+        return await read_images(self, images, question, **fields)
 
     async def rerank(self, query: str, documents: Sequence[str], **fields: Unpack[RerankKeywords]) -> Ranking:
-        """Documents for a query, the best first; fields and errors are those of `Reranking.rerank`."""
-        return await Reranking(self).rerank(query, documents, **fields)
+        """Documents for a query, the best first; see `tasks.rerank.rank_documents`."""
+        return await rank_documents(self, query, documents, **fields)
 
     async def choose(
         self, prompt: Prompt, choices: Sequence[str], **fields: Unpack[ChooseKeywords]
     ) -> Choices:
-        """Texts by how likely they are after a prompt; fields and errors are those of `Choosing.choose`."""
-        return await Choosing(self).choose(prompt, choices, **fields)
+        """Texts by how likely they are after a prompt; see `tasks.choose.score_choices`."""
+        return await score_choices(self, prompt, choices, **fields)
 
     async def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True
@@ -493,8 +493,8 @@ class Runtime:
 
         Blocks until the model's template, which runs in a process of its own, has laid it out.
         """
-        draft = drafted_chat(self.resolve(model), messages, offer, template_args)
-        return draft.plan(self._client.lay_out(draft.job).result())
+        job, images = chat_job(self.resolve(model), messages, offer, template_args)
+        return planned(job, images, self._client.lay_out(job).result())
 
     async def prepare_chat(
         self,
@@ -521,8 +521,8 @@ class Runtime:
             MachineError: too many wait, or no process can be started.
         """
         info = self.resolve(model)
-        draft = await asyncio.to_thread(drafted_chat, info, messages, offer, template_args)
-        return draft.plan(await asyncio.wrap_future(self._client.lay_out(draft.job, owner)))
+        job, images = await asyncio.to_thread(chat_job, info, messages, offer, template_args)
+        return planned(job, images, await asyncio.wrap_future(self._client.lay_out(job, owner)))
 
     def render_chat(
         self,

@@ -14,7 +14,7 @@ from real_models import RERANKER
 from stoker.backends.llama.oneshot.encoder import LIKE_ALONE_TOKENS, calls_of, load
 from stoker.ipc.model import ModelSpec
 from stoker.runtime import Runtime
-from stoker.tasks.rerank import Reranking
+from stoker.tasks.rerank import rank_documents
 from tiny_models import write_bert
 
 QUERY = "who waits"
@@ -163,6 +163,6 @@ async def test_a_runtime_puts_documents_in_that_order(model_path, tmp_path):
         reference.close()
     folders = {"cache_dir": tmp_path, "states_dir": tmp_path, "run_dir": tmp_path}
     async with Runtime(model_path, isolation="thread", **folders) as runtime:
-        found = await Reranking(runtime).rerank(query, documents)
+        found = await rank_documents(runtime, query, documents)
     assert [each.score for each in found.results] == sorted(expected, reverse=True)
     assert [expected[each.index] for each in found.results] == sorted(expected, reverse=True)

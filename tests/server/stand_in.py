@@ -33,7 +33,7 @@ from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
 from stoker.ipc.usage import Tensor, Timings, TokenLogprob, Usage
-from stoker.tasks.chat import ChatPlan, drafted_chat
+from stoker.tasks.chat import ChatPlan, chat_job, planned
 from stoker.tasks.states import States
 
 Notice = Queued | Admitted | Parked | Paused | Resumed
@@ -168,13 +168,12 @@ class StandInRuntime(OpensGroups):
     ) -> ChatPlan:
         """As the runtime prepares, with the prompt of `render_chat`."""
         info = self.resolve(model)
-        draft = drafted_chat(info, messages, offer, how.get("template_args"))
-        turns, args = draft.conversation.messages, dict(draft.conversation.args)
+        job, images = chat_job(info, messages, offer, how.get("template_args"))
+        turns, args = job.conversation.messages, dict(job.conversation.args)
         turn = prepared_turn(turns, info.chat_template, offer, continuation_of(turns, args))
         args |= {"tools": turn.tools} if turn.tools else {}
-        return draft.plan(
-            turn.laid_out(lambda given, /, **changes: self.render_chat(given, **(args | changes)))
-        )
+        layout = turn.laid_out(lambda given, /, **changes: self.render_chat(given, **(args | changes)))
+        return planned(job, images, layout)
 
     async def tokenize(
         self, text: str, model: str = "default", *, add_special: bool = True, parse_special: bool = True

@@ -41,8 +41,8 @@ def user(*parts):
 
 def seen(*turns, info=SEEING):
     """Contents and pictures of a conversation."""
-    found = illustrated(turns, info)
-    return [turn["content"] for turn in found.messages], [one.source for one in found.images]
+    messages, images = illustrated(turns, info)
+    return [turn["content"] for turn in messages], [one.source for one in images]
 
 
 def test_a_picture_stands_where_its_part_stands():

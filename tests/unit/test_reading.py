@@ -14,7 +14,7 @@ from stoker.errors import InvalidRequestError, ReadingError, UnsupportedError, e
 from stoker.images import Image, ImageReport
 from stoker.ipc.constraint import ConstraintKind
 from stoker.ipc.request import IMAGE_MARKER, FinishReason, Priority
-from stoker.tasks.read_images import ImageReader, Question
+from stoker.tasks.read_images import Question, read_images
 
 REPORT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 PNG = plain(200, 100)
@@ -22,7 +22,7 @@ PNG = plain(200, 100)
 
 def read(runtime, *args, **fields):
     """One reading."""
-    return ImageReader(runtime).read(*args, **fields)
+    return read_images(runtime, *args, **fields)
 
 
 async def test_a_picture_comes_first_and_the_question_on_its_own_line():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -25,7 +26,7 @@ from stoker.ipc.events import Failed, Finished, StateReady
 from stoker.ipc.model import ModelSpec, Policy
 from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
 from stoker.runtime import Runtime
-from stoker.tasks.rerank import Reranking, require_reranking
+from stoker.tasks.rerank import rank_documents, require_reranking
 from stoker.tasks.tensor_call import MAX_IN_FLIGHT
 
 QUERY = "who waits?"
@@ -44,7 +45,7 @@ def runtime():
 @pytest.fixture
 def reranking(runtime):
     """What is tested."""
-    return Reranking(runtime)
+    return partial(rank_documents, runtime)
 
 
 # ---------------------------------------------------------------- in front
@@ -52,7 +53,7 @@ def reranking(runtime):
 
 async def test_documents_come_best_first_with_the_models_own_scores(reranking, runtime):
     """SPEC K4: raw scores, no sigmoid; every document once, with the tokens of all pairs counted."""
-    found = await reranking.rerank(QUERY, DOCUMENTS, priority=Priority.BACKGROUND)
+    found = await reranking(QUERY, DOCUMENTS, priority=Priority.BACKGROUND)
     assert [each.index for each in found.results] == BEST
     for each in found.results:
         assert each.score == score_of(QUERY, DOCUMENTS[each.index])
@@ -60,37 +61,37 @@ async def test_documents_come_best_first_with_the_models_own_scores(reranking, r
     assert (found.model, found.usage.prompt_tokens) == ("reranker", sum(map(len, pairs)))
     assert {request.priority for request in runtime.requests} == {Priority.BACKGROUND}
     assert {request.state_output for request in runtime.requests} == {StateOutput.SCORE}
-    assert (await reranking.rerank(QUERY, [])).results == []
+    assert (await reranking(QUERY, [])).results == []
 
 
 async def test_only_the_best_are_told_of_and_equal_ones_keep_their_order(reranking, runtime):
     """SPEC K4: all are scored, `top_n` are told of; what is equal stays as it was given."""
-    found = await reranking.rerank(QUERY, DOCUMENTS, top_n=3)
+    found = await reranking(QUERY, DOCUMENTS, top_n=3)
     assert [each.index for each in found.results] == BEST[:3]
     assert len(runtime.requests) == len(DOCUMENTS)
-    assert len((await reranking.rerank(QUERY, DOCUMENTS, top_n=99)).results) == len(DOCUMENTS)
+    assert len((await reranking(QUERY, DOCUMENTS, top_n=99)).results) == len(DOCUMENTS)
     runtime.vector = np.ones(N_EMBD, "<f4").tobytes()
-    assert [each.index for each in (await reranking.rerank(QUERY, DOCUMENTS)).results] == [*range(12)]
+    assert [each.index for each in (await reranking(QUERY, DOCUMENTS)).results] == [*range(12)]
     with pytest.raises(InvalidRequestError) as refused:
-        await reranking.rerank(QUERY, DOCUMENTS, top_n=0)
+        await reranking(QUERY, DOCUMENTS, top_n=0)
     assert refused.value.param == "top_n"
 
 
 async def test_another_output_of_the_classifier_can_be_the_score(reranking):
     """SPEC K4: the first as llama.cpp has it, or the one asked for; what there is not is refused."""
     vectors = [vector_of(FakeVocabulary().pair(QUERY, document)) for document in DOCUMENTS]
-    found = await reranking.rerank(QUERY, DOCUMENTS, output=1)
+    found = await reranking(QUERY, DOCUMENTS, output=1)
     assert [each.score for each in found.results] == sorted((float(v[1]) for v in vectors), reverse=True)
     assert [each.index for each in found.results] != BEST
     for output in (-1, N_EMBD):
         with pytest.raises(InvalidRequestError, match=f"has {N_EMBD}") as refused:
-            await reranking.rerank(QUERY, DOCUMENTS[:1], output=output)
+            await reranking(QUERY, DOCUMENTS[:1], output=output)
         assert refused.value.param == "output"
 
 
 async def test_only_so_many_documents_are_under_way_at_once(reranking, runtime):
     """SPEC Q11: a long list does not fill the line."""
-    found = await reranking.rerank(QUERY, ["x"] * (2 * MAX_IN_FLIGHT))
+    found = await reranking(QUERY, ["x"] * (2 * MAX_IN_FLIGHT))
     assert len(found.results) == 2 * MAX_IN_FLIGHT
     assert runtime.most_live == MAX_IN_FLIGHT
 
@@ -105,7 +106,7 @@ async def test_the_deadline_is_of_all_documents_together(reranking, runtime, mon
 
     runtime.before = later
     with pytest.raises(RequestTimeoutError):
-        await reranking.rerank(QUERY, ["x"] * (2 * MAX_IN_FLIGHT), timeout_s=20.0)
+        await reranking(QUERY, ["x"] * (2 * MAX_IN_FLIGHT), timeout_s=20.0)
     assert runtime.num_live == 0
 
 
@@ -196,7 +197,7 @@ async def test_the_engine_refuses_a_pair_for_any_other_model(tmp_path, path):
     """SPEC K4: where nobody in front knew the class, what is loaded says so."""
     async with Runtime(path, isolation="thread", cache_dir=tmp_path, states_dir=tmp_path) as runtime:
         with pytest.raises(UnsupportedError):
-            await Reranking(runtime).rerank(QUERY, DOCUMENTS)
+            await rank_documents(runtime, QUERY, DOCUMENTS)
         request = GenerateRequest(prompt=QUERY, document="d", max_tokens=0, state_output=StateOutput.SCORE)
         with pytest.raises(UnsupportedError, match="no reranker"):
             async for _ in runtime.stream(request):

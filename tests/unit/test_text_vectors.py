@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from stoker.backends.fake.encoder import N_EMBD, vector_of
 from stoker.client.requests.resolved import resolved
 from stoker.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.request import GenerateRequest, Priority, StateOutput
-from stoker.tasks.embed import Embeddings, require_embedding
+from stoker.tasks.embed import embed_texts, require_embedding
 from stoker.tasks.tensor_call import MAX_IN_FLIGHT
 
 
@@ -27,7 +28,7 @@ def runtime():
 @pytest.fixture
 def embeddings(runtime):
     """What is tested."""
-    return Embeddings(runtime)
+    return partial(embed_texts, runtime)
 
 
 def raw(text):
@@ -38,7 +39,7 @@ def raw(text):
 async def test_vectors_come_in_order_and_have_length_one(embeddings, runtime):
     """SPEC K2: one a text, normalised, with the tokens of all of them counted."""
     texts = [f"text {at}" for at in range(10)]
-    found = await embeddings.embed(texts, priority=Priority.BACKGROUND)
+    found = await embeddings(texts, priority=Priority.BACKGROUND)
     assert found.model == "encoder"
     assert found.usage.prompt_tokens == sum(len(EncodingRuntime.tokens(text)) for text in texts)
     for text, vector in zip(texts, found.floats(), strict=True):
@@ -50,34 +51,34 @@ async def test_vectors_come_in_order_and_have_length_one(embeddings, runtime):
 async def test_a_text_or_token_ids_alone_are_one_input(embeddings):
     """SPEC I9: text, token ids, or a sequence of either."""
     tokens = EncodingRuntime.tokens("one")
-    single = (await embeddings.embed("one")).vectors
-    assert (await embeddings.embed(tokens)).vectors == single
-    assert (await embeddings.embed([tuple(tokens), "one"])).vectors == single * 2
-    assert (await embeddings.embed([])).vectors == []
+    single = (await embeddings("one")).vectors
+    assert (await embeddings(tokens)).vectors == single
+    assert (await embeddings([tuple(tokens), "one"])).vectors == single * 2
+    assert (await embeddings([])).vectors == []
 
 
 async def test_normalising_can_be_left_out_and_zeros_stay(embeddings, runtime):
     """SPEC K2: on request only; a vector of zeros has no length to be scaled to."""
-    (vector,) = (await embeddings.embed("x", normalize=False)).vectors
+    (vector,) = (await embeddings("x", normalize=False)).vectors
     assert vector == raw("x").astype("<f4").tobytes()
     runtime.vector = bytes(4 * N_EMBD)
-    assert (await embeddings.embed("x")).floats() == [[0.0] * N_EMBD]
+    assert (await embeddings("x")).floats() == [[0.0] * N_EMBD]
 
 
 async def test_fewer_dimensions_are_cut_before_scaling(embeddings):
     """OpenAI's `dimensions`: the first so many, of length 1 again; more than there are is refused."""
-    ((first, second),) = (await embeddings.embed("x", dimensions=2)).floats()
+    ((first, second),) = (await embeddings("x", dimensions=2)).floats()
     assert np.isclose(first**2 + second**2, 1.0)
     assert np.isclose(first / second, raw("x")[0] / raw("x")[1], rtol=1e-5)
     for dimensions in (0, N_EMBD + 1):
         with pytest.raises(InvalidRequestError) as refused:
-            await embeddings.embed("x", dimensions=dimensions)
+            await embeddings("x", dimensions=dimensions)
         assert refused.value.param == "dimensions"
 
 
 async def test_only_so_many_texts_are_under_way_at_once(embeddings, runtime):
     """SPEC Q11: a long list does not fill the line; it comes all the same."""
-    found = await embeddings.embed([f"{at}" for at in range(3 * MAX_IN_FLIGHT)])
+    found = await embeddings([f"{at}" for at in range(3 * MAX_IN_FLIGHT)])
     assert len(found.vectors) == 3 * MAX_IN_FLIGHT
     assert runtime.most_live == MAX_IN_FLIGHT
 
@@ -86,8 +87,8 @@ async def test_a_short_line_is_used_as_far_as_it_goes(embeddings, runtime):
     """SPEC Q11: where the line is at its bound the list goes on in smaller portions."""
     runtime.max_live = 3
     texts = [f"{at}" for at in range(50)]
-    found = await embeddings.embed(texts)
-    assert found.vectors == (await Embeddings(EncodingRuntime()).embed(texts)).vectors
+    found = await embeddings(texts)
+    assert found.vectors == (await embed_texts(EncodingRuntime(), texts)).vectors
     assert runtime.most_live == 3
 
 
@@ -95,7 +96,7 @@ async def test_a_line_full_of_others_refuses_the_list(embeddings, runtime):
     """SPEC Q11: with nothing of its own under way there is nothing to wait for."""
     runtime.max_live = 0
     with pytest.raises(QueueFullError):
-        await embeddings.embed(["a", "b", "c"])
+        await embeddings(["a", "b", "c"])
     assert runtime.num_live == 0
 
 
@@ -103,7 +104,7 @@ async def test_one_that_fails_ends_the_others(embeddings, runtime):
     """SPEC S5: the error is the text's own, and nothing is left running."""
     runtime.bad_text = "bad"
     with pytest.raises(InvalidRequestError, match="bad text"):
-        await embeddings.embed([*[f"{at}" for at in range(100)], "bad"])
+        await embeddings([*[f"{at}" for at in range(100)], "bad"])
     assert runtime.num_live == 0
     assert len(runtime.requests) <= 101
 
@@ -119,7 +120,7 @@ async def test_a_timeout_is_for_the_whole_list(embeddings, runtime, monkeypatch)
         now = value
 
     with pytest.raises(RequestTimeoutError):
-        await embeddings.embed([f"{at}" for at in range(2 * MAX_IN_FLIGHT)], timeout_s=20.0)
+        await embeddings([f"{at}" for at in range(2 * MAX_IN_FLIGHT)], timeout_s=20.0)
     left = [request.timeout_s for request in runtime.requests]
     assert left == sorted(set(left), reverse=True)
     assert left[0] == 20.0
@@ -135,12 +136,12 @@ async def test_a_model_that_gives_no_vector_of_texts_is_refused(embeddings, runt
     ):
         runtime.info = msgspec.structs.replace(ENCODER_INFO, **fields)
         with pytest.raises(UnsupportedError, match=word):
-            await embeddings.embed("x")
+            await embeddings("x")
     assert runtime.requests == []
     runtime.info = msgspec.structs.replace(ENCODER_INFO, model_class="", n_embd=0)
     runtime.tensor_name = "hidden"
     with pytest.raises(UnsupportedError, match="no encoder"):
-        await embeddings.embed("x")
+        await embeddings("x")
 
 
 def test_an_encoder_is_asked_for_no_text():
@@ -156,5 +157,5 @@ def test_an_encoder_is_asked_for_no_text():
 
 async def test_bytes_are_little_endian_floats(embeddings):
     """The layout of `vectors` is one that other programs read."""
-    found = await embeddings.embed("x", normalize=False)
+    found = await embeddings("x", normalize=False)
     assert list(struct.unpack(f"<{N_EMBD}f", found.vectors[0])) == found.floats()[0]

@@ -34,26 +34,6 @@ class Given:
     param: str
 
 
-@dataclass(frozen=True, slots=True)
-class Illustrated:
-    """A conversation as templates take it.
-
-    Attributes:
-        messages: their contents are text, with a marker where a picture stands.
-        images: what the markers stand for, in order.
-    """
-
-    messages: list[dict[str, Any]]
-    images: tuple[Given, ...] = ()
-
-    def check(self, prompt: str, model: str) -> None:
-        """Raises InvalidRequestError where the template left a picture out, or shows one twice."""
-        if self.images and (shown := prompt.count(IMAGE_MARKER)) != len(self.images):
-            raise InvalidRequestError(
-                f"the chat template of {model} shows {shown} of {len(self.images)} pictures", param="messages"
-            )
-
-
 def can_see(info: ModelInfo) -> bool:
     """Whether the model reads pictures as it is served."""
     return info.has_vision or info.pairing == READY
@@ -91,8 +71,10 @@ def with_images(
     return [*messages[:at], {**messages[at], "content": parts}, *messages[at + 1 :]]
 
 
-def illustrated(messages: Sequence[Mapping[str, Any]], info: ModelInfo) -> Illustrated:
-    """The conversation with its pictures taken out.
+def illustrated(
+    messages: Sequence[Mapping[str, Any]], info: ModelInfo
+) -> tuple[list[dict[str, Any]], tuple[Given, ...]]:
+    """The conversation with its pictures taken out: turns whose contents are text, and the pictures.
 
     A picture's marker stands where its part stands. Markers that the user wrote are used instead, in their
     order; pictures they do not reach stand at the front of their turn.
@@ -111,7 +93,7 @@ def illustrated(messages: Sequence[Mapping[str, Any]], info: ModelInfo) -> Illus
     if images or can_see(info):
         for turn in turns:
             turn.check()
-    return Illustrated([turn.message() for turn in turns], images)
+    return [turn.message() for turn in turns], images
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,11 @@ from stoker.chat.tools.tools import ChoiceMode, LeftOut, checked_choice, checked
 from stoker.client.requests.stream import TextDelta, ToolCall
 from stoker.client.worker.jobs import RenderChat
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.images.turns import Given, Illustrated, illustrated
+from stoker.images.turns import Given, illustrated
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta
 from stoker.ipc.model import ModelInfo
-from stoker.ipc.request import FinishReason
+from stoker.ipc.request import IMAGE_MARKER, FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +56,23 @@ class ChatPlan:
     """A conversation ready to be run.
 
     Attributes:
-        prompt: for the model.
-        form: how its text is to be read.
-        images: what its markers stand for, in their order.
+        images: what the prompt's markers stand for, in their order.
         left_out: tools that the model is not told of.
     """
 
-    prompt: str
-    form: AnswerForm
     _layout: Layout
     images: tuple[Given, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """For the model."""
+        return self._layout.prompt
+
+    @property
+    def form(self) -> AnswerForm:
+        """How the answer's text is to be read."""
+        return self._layout.form
 
     def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a `GenerateRequest`: `given`, by their names, with what the conversation adds.
@@ -101,42 +107,13 @@ class ChatPlan:
         return msgspec.structs.replace(asked, reasoning_start=opener, reasoning_end=self.form.tags.closer)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatDraft:
-    """A conversation that has yet to be laid out.
-
-    Attributes:
-        model: name of the model.
-        conversation: what its prompt is made of.
-    """
-
-    model: str
-    conversation: Conversation
-    _seen: Illustrated
-
-    @property
-    def job(self) -> RenderChat:
-        """What is left to a worker process."""
-        return RenderChat(model=self.model, conversation=self.conversation)
-
-    def plan(self, layout: Layout) -> ChatPlan:
-        """The plan, once the conversation is laid out.
-
-        Raises:
-            InvalidRequestError: the template left a picture out.
-        """
-        self._seen.check(layout.prompt, self.model)
-        left_out = self.conversation.offer.left_out
-        return ChatPlan(layout.prompt, layout.form, layout, self._seen.images, left_out)
-
-
-def drafted_chat(
+def chat_job(
     info: ModelInfo,
     messages: Messages,
     offer: ToolOffer = NO_TOOLS,
     template_args: Mapping[str, Any] | None = None,
-) -> ChatDraft:
-    """The draft of a model's answer to `messages`; it takes longer the larger they are.
+) -> tuple[RenderChat, tuple[Given, ...]]:
+    """What a worker process has to lay out, and the images of it; it takes longer the larger `messages` are.
 
     Args:
         info: of the model.
@@ -150,21 +127,33 @@ def drafted_chat(
         UnsupportedError: there are pictures and the model reads none, or what an encoder-decoder without a
             template would read is no conversation.
     """
-    seen = illustrated(messages, info)
+    turns, images = illustrated(messages, info)
     if not info.takes_conversations:
         text = f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt"
         raise UnsupportedError(text, param="messages")
     if not info.chat_template:
         _say_fallback(info.id)
     conversation = Conversation(
-        messages=seen.messages,
+        messages=turns,
         offer=offer,
         template=info.chat_template,
         bos_text=info.bos_text,
         eos_text=info.eos_text,
         args=dict(template_args or {}),
     )
-    return ChatDraft(info.id, conversation, seen)
+    return RenderChat(model=info.id, conversation=conversation), images
+
+
+def planned(job: RenderChat, images: tuple[Given, ...], layout: Layout) -> ChatPlan:
+    """The plan of a conversation that was laid out.
+
+    Raises:
+        InvalidRequestError: the template left an image out, or shows one twice.
+    """
+    if images and (shown := layout.prompt.count(IMAGE_MARKER)) != len(images):
+        text = f"the chat template of {job.model} shows {shown} of {len(images)} pictures"
+        raise InvalidRequestError(text, param="messages")
+    return ChatPlan(layout, images, job.conversation.offer.left_out)
 
 
 @lru_cache(maxsize=64)

@@ -20,9 +20,9 @@ from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import floats_of
 from stoker.tasks.fields import CallKeywords, Prompt, request_of
-from stoker.tasks.tensor_call import Engine, answers_of
+from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
-__all__ = ["Choice", "Choices", "ChooseKeywords", "Choosing", "require_choosing"]
+__all__ = ["Choice", "Choices", "ChooseKeywords", "require_choosing", "score_choices"]
 
 
 class ChooseKeywords(CallKeywords, total=False):
@@ -64,55 +64,47 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
         return self.results[0]
 
 
-class Choosing:
-    """See the module. Holds nothing between calls."""
+async def score_choices(
+    runtime: TaskRuntime,
+    prompt: Prompt,
+    choices: Sequence[str],
+    *,
+    calibrate: bool = False,
+    **fields: Unpack[CallKeywords],
+) -> Choices:
+    """The candidates by how likely they are after the prompt.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        runtime: that has the model.
+        prompt: text or token ids.
+        choices: texts, each tokenised alone and appended to the prompt's tokens as it is.
+        calibrate: subtract how likely each is from the initial state: after the model's BOS token alone.
+        fields: of `GenerateRequest` and `KnownAs`, by name; `model` is one that generates.
 
-    def __repr__(self) -> str:
-        return f"<Choosing by {self._engine!r}>"
-
-    async def choose(
-        self,
-        prompt: Prompt,
-        choices: Sequence[str],
-        *,
-        calibrate: bool = False,
-        **fields: Unpack[CallKeywords],
-    ) -> Choices:
-        """The candidates by how likely they are after the prompt.
-
-        Args:
-            prompt: text or token ids.
-            choices: texts, each tokenised alone and appended to the prompt's tokens as it is.
-            calibrate: subtract how likely each is from the initial state: after the model's BOS token alone.
-            fields: of `GenerateRequest` and `KnownAs`, by name; `model` is one that generates.
-
-        Raises:
-            UnsupportedError: the model predicts no tokens of a prompt.
-            InvalidRequestError: a field is out of range, or there are too many choices or none.
-            ContextLengthError: the prompt with a choice is longer than the context.
-            RequestCancelledError: the call was cancelled by its id.
-            StokerError: the request failed.
-        """
-        if isinstance(choices, str):
-            raise InvalidRequestError("choices are several texts, not one", param="choices")
-        info = self._engine.resolve(fields.get("model"))
-        require_choosing(info)
-        wanted: dict[str, Any] = {**fields, "model": info.asked_as, "is_calibrated": calibrate}
-        known_as = KnownAs.taken_from(wanted)
-        requests = [_request(prompt, choices, wanted)]
-        ((ready, end),) = await answers_of(self._engine, CallKind.CHOOSE, requests, known_as)
-        numbers = floats_of(ready.tensors[0].data)
-        scores = list(numbers[: len(choices)])
-        if calibrate:
-            baseline = numbers[len(choices) :]
-            scores = [
-                score if math.isinf(score) else score - initial
-                for score, initial in zip(scores, baseline, strict=True)
-            ]
-        return Choices(model=info.id, results=ranked(choices, scores), usage=end.usage)
+    Raises:
+        UnsupportedError: the model predicts no tokens of a prompt.
+        InvalidRequestError: a field is out of range, or there are too many choices or none.
+        ContextLengthError: the prompt with a choice is longer than the context.
+        RequestCancelledError: the call was cancelled by its id.
+        StokerError: the request failed.
+    """
+    if isinstance(choices, str):
+        raise InvalidRequestError("choices are several texts, not one", param="choices")
+    info = runtime.resolve(fields.get("model"))
+    require_choosing(info)
+    wanted: dict[str, Any] = {**fields, "model": info.asked_as, "is_calibrated": calibrate}
+    known_as = KnownAs.taken_from(wanted)
+    requests = [_request(prompt, choices, wanted)]
+    ((ready, end),) = await answers_of(runtime, CallKind.CHOOSE, requests, known_as)
+    numbers = floats_of(ready.tensors[0].data)
+    scores = list(numbers[: len(choices)])
+    if calibrate:
+        baseline = numbers[len(choices) :]
+        scores = [
+            score if math.isinf(score) else score - initial
+            for score, initial in zip(scores, baseline, strict=True)
+        ]
+    return Choices(model=info.id, results=ranked(choices, scores), usage=end.usage)
 
 
 def ranked(choices: Sequence[str], scores: Sequence[float]) -> list[Choice]:

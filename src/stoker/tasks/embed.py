@@ -21,9 +21,9 @@ from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
 from stoker.tasks.fields import CallKeywords, Prompt, request_of
-from stoker.tasks.tensor_call import Engine, answers_of
+from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
-__all__ = ["EmbedKeywords", "Embeddings", "TextEmbeddings", "require_embedding"]
+__all__ = ["EmbedKeywords", "TextEmbeddings", "embed_texts", "require_embedding"]
 
 _VECTOR = "embedding"
 _RANK = "rank"
@@ -48,52 +48,44 @@ class TextEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
         return [floats_of(vector).tolist() for vector in self.vectors]
 
 
-class Embeddings:
-    """See the module. Holds nothing between calls."""
+async def embed_texts(
+    runtime: TaskRuntime,
+    texts: Prompt | Sequence[Prompt],
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+    **fields: Unpack[CallKeywords],
+) -> TextEmbeddings:
+    """The vectors of one text or of several.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        runtime: that has the model.
+        texts: text or token ids, or a sequence of them.
+        normalize: scale each to length 1; one of zeros stays as it is.
+        dimensions: keep so many numbers of each, the first ones; None: all.
+        fields: of `GenerateRequest` and `KnownAs`, by name; `model` is a served encoder, `timeout_s` is
+            for all texts together.
 
-    def __repr__(self) -> str:
-        return f"<Embeddings of {self._engine!r}>"
-
-    async def embed(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        *,
-        normalize: bool = True,
-        dimensions: int | None = None,
-        **fields: Unpack[CallKeywords],
-    ) -> TextEmbeddings:
-        """The vectors of one text or of several.
-
-        Args:
-            texts: text or token ids, or a sequence of them.
-            normalize: scale each to length 1; one of zeros stays as it is.
-            dimensions: keep so many numbers of each, the first ones; None: all.
-            fields: of `GenerateRequest` and `KnownAs`, by name; `model` is a served encoder, `timeout_s` is
-                for all texts together.
-
-        Raises:
-            UnsupportedError: the model gives no vectors of texts.
-            InvalidRequestError: a field or a token id is out of range.
-            ContextLengthError: a text is longer than the model takes.
-            RequestCancelledError: the call was cancelled by its id.
-            StokerError: a request failed; the others are cancelled.
-        """
-        info = self._engine.resolve(fields.get("model"))
-        require_embedding(info)
-        _check_dimensions(dimensions, info)
-        wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
-        known_as = KnownAs.taken_from(wanted)
-        requests = [_request(text, wanted) for text in _several(texts)]
-        found = await answers_of(self._engine, CallKind.EMBED, requests, known_as)
-        vectors = [_vector_of(ready.tensors[0], info) for ready, _ in found]
-        return TextEmbeddings(
-            model=info.id,
-            vectors=[_finished(vector, dimensions, normalize=normalize) for vector in vectors],
-            usage=Usage(prompt_tokens=sum(end.usage.prompt_tokens for _, end in found)),
-        )
+    Raises:
+        UnsupportedError: the model gives no vectors of texts.
+        InvalidRequestError: a field or a token id is out of range.
+        ContextLengthError: a text is longer than the model takes.
+        RequestCancelledError: the call was cancelled by its id.
+        StokerError: a request failed; the others are cancelled.
+    """
+    info = runtime.resolve(fields.get("model"))
+    require_embedding(info)
+    _check_dimensions(dimensions, info)
+    wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
+    known_as = KnownAs.taken_from(wanted)
+    requests = [_request(text, wanted) for text in _several(texts)]
+    found = await answers_of(runtime, CallKind.EMBED, requests, known_as)
+    vectors = [_vector_of(ready.tensors[0], info) for ready, _ in found]
+    return TextEmbeddings(
+        model=info.id,
+        vectors=[_finished(vector, dimensions, normalize=normalize) for vector in vectors],
+        usage=Usage(prompt_tokens=sum(end.usage.prompt_tokens for _, end in found)),
+    )
 
 
 # ---------------------------------------------------------------- which model does what

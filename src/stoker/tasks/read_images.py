@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import msgspec
 from jsonschema import exceptions, validators
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.client.requests.group import KnownAs
 from stoker.client.requests.stream import StreamEvent, text_deltas
 from stoker.errors import InvalidRequestError, ReadingError
 from stoker.images.image import ImageLike, ImageReport, images_of
-from stoker.images.intake import Intake
 from stoker.ipc.constraint import Constraint, ConstraintKind
-from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import CallKind
 from stoker.tasks.chat import ChatPlan, chat_deltas
 from stoker.tasks.fields import CallKeywords, request_of
+from stoker.tasks.tensor_call import TaskRuntime
 
-__all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "ImageReader", "Question", "Reading", "Told", "read_with"]
+__all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "Question", "Reading", "Told", "read_images", "read_with"]
 
 DEFAULT_ASK = "Read this report as JSON."
 MAX_TOKENS = 1024
@@ -175,82 +174,49 @@ async def read_with(question: Question, answer: Callable[[Attempt], Awaitable[To
     )
 
 
-class ReadingEngine(Protocol):
-    """What reading takes of a runtime."""
+async def read_images(
+    runtime: TaskRuntime,
+    images: ImageLike | Sequence[ImageLike],
+    question: Question,
+    **fields: Unpack[CallKeywords],
+) -> Reading:
+    """Read one picture, or several that belong together.
 
-    @property
-    def images(self) -> Intake:
-        """Takes in pictures."""
-        ...
+    Args:
+        runtime: that has the model.
+        images: paths, bytes, data URIs, Pillow images or `Image`s.
+        question: what is asked.
+        fields: of `GenerateRequest`, `Sampling` and `KnownAs`, by name; `model` reads pictures.
 
-    def resolve(self, model: str | None) -> ModelInfo:
-        """The served model of that name."""
-        ...
+    Raises:
+        UnsupportedError: the model reads no pictures.
+        InvalidRequestError: a picture is not taken; `param` names it.
+        ReadingError: the answer is not what was asked for, or was cancelled.
+        RequestCancelledError: the call was cancelled by its id before it was asked.
+        StokerError: a request failed.
+    """
+    if fields.get("n", 1) != 1:
+        raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
+    wanted: dict[str, Any] = {"constraint": question.constraint, **fields}
+    known_as = KnownAs.taken_from(wanted)
+    info = runtime.resolve(fields.get("model"))
+    pictures = images_of(images)
+    if not pictures:
+        raise InvalidRequestError("there are no pictures to read", param="images")
+    turn = {"role": "user", "content": [*pictures, question.text]}
+    plan = await runtime.prepare_chat([turn], model=info.id)
+    taken = await runtime.images.take(plan.images)
+    given = plan.fields(wanted | {"model": info.id})
+    given["pictures"] = tuple(one.picture for one in taken)
+    reports = tuple(one.report for one in taken)
 
-    async def prepare_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, model: str = "default"
-    ) -> ChatPlan:
-        """What a conversation asks of the model."""
-        ...
+    async def answer(attempt: Attempt) -> Told:
+        how = {"max_tokens": attempt.max_tokens, **attempt.sampling, **given}
+        return await _told(group.stream, request_of(plan.prompt, how), plan, reports)
 
-    def group(
-        self, kind: CallKind, request: GenerateRequest, num_members: int, known_as: KnownAs
-    ) -> AbstractContextManager[RequestGroup]:
-        """One call that is several requests, under one id while the block runs."""
-        ...
-
-
-class ImageReader:
-    """Reads pictures with a runtime. Holds nothing between calls."""
-
-    def __init__(self, engine: ReadingEngine) -> None:
-        self._engine = engine
-
-    def __repr__(self) -> str:
-        return f"<ImageReader of {self._engine!r}>"
-
-    async def read(
-        self,
-        images: ImageLike | Sequence[ImageLike],
-        question: Question,
-        **fields: Unpack[CallKeywords],
-    ) -> Reading:
-        """Read one picture, or several that belong together.
-
-        Args:
-            images: paths, bytes, data URIs, Pillow images or `Image`s.
-            question: what is asked.
-            fields: of `GenerateRequest`, `Sampling` and `KnownAs`, by name; `model` reads pictures.
-
-        Raises:
-            UnsupportedError: the model reads no pictures.
-            InvalidRequestError: a picture is not taken; `param` names it.
-            ReadingError: the answer is not what was asked for, or was cancelled.
-            RequestCancelledError: the call was cancelled by its id before it was asked.
-            StokerError: a request failed.
-        """
-        if fields.get("n", 1) != 1:
-            raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
-        wanted: dict[str, Any] = {"constraint": question.constraint, **fields}
-        known_as = KnownAs.taken_from(wanted)
-        info = self._engine.resolve(fields.get("model"))
-        pictures = images_of(images)
-        if not pictures:
-            raise InvalidRequestError("there are no pictures to read", param="images")
-        turn = {"role": "user", "content": [*pictures, question.text]}
-        plan = await self._engine.prepare_chat([turn], model=info.id)
-        taken = await self._engine.images.take(plan.images)
-        given = plan.fields(wanted | {"model": info.id})
-        given["pictures"] = tuple(one.picture for one in taken)
-        reports = tuple(one.report for one in taken)
-
-        async def answer(attempt: Attempt) -> Told:
-            how = {"max_tokens": attempt.max_tokens, **attempt.sampling, **given}
-            return await _told(group.stream, request_of(plan.prompt, how), plan, reports)
-
-        first = request_of(plan.prompt, given)
-        with self._engine.group(CallKind.READ, first, 1, known_as) as group:
-            return await read_with(question, answer)
+    first = request_of(plan.prompt, given)
+    with runtime.group(CallKind.READ, first, 1, known_as) as group:
+        return await read_with(question, answer)
 
 
 async def _told(

@@ -19,9 +19,9 @@ from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import floats_of
 from stoker.tasks.fields import CallKeywords, request_of
-from stoker.tasks.tensor_call import Engine, answers_of
+from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
-__all__ = ["RankedDocument", "Ranking", "RerankKeywords", "Reranking", "require_reranking"]
+__all__ = ["RankedDocument", "Ranking", "RerankKeywords", "rank_documents", "require_reranking"]
 
 _RANK = "rank"
 
@@ -54,59 +54,51 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class Reranking:
-    """See the module. Holds nothing between calls."""
+async def rank_documents(
+    runtime: TaskRuntime,
+    query: str,
+    documents: Sequence[str],
+    *,
+    top_n: int | None = None,
+    output: int = 0,
+    **fields: Unpack[CallKeywords],
+) -> Ranking:
+    """The documents by what they have to say to the query.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        runtime: that has the model.
+        query: what is asked.
+        documents: texts; each is scored alone, whatever stands beside it.
+        top_n: tell of so many only, the best ones; None: of all.
+        output: which output of the classifier is the score. llama.cpp takes the first; of a model with
+            the classes "irrelevant, relevant" that is the wrong end, and 1 is wanted.
+        fields: of `GenerateRequest` and `KnownAs`, by name; `model` is a served reranker, `timeout_s` is
+            for all documents together.
 
-    def __repr__(self) -> str:
-        return f"<Reranking of {self._engine!r}>"
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        output: int = 0,
-        **fields: Unpack[CallKeywords],
-    ) -> Ranking:
-        """The documents by what they have to say to the query.
-
-        Args:
-            query: what is asked.
-            documents: texts; each is scored alone, whatever stands beside it.
-            top_n: tell of so many only, the best ones; None: of all.
-            output: which output of the classifier is the score. llama.cpp takes the first; of a model with
-                the classes "irrelevant, relevant" that is the wrong end, and 1 is wanted.
-            fields: of `GenerateRequest` and `KnownAs`, by name; `model` is a served reranker, `timeout_s` is
-                for all documents together.
-
-        Raises:
-            UnsupportedError: the model scores nothing.
-            InvalidRequestError: a field is out of range.
-            ContextLengthError: a document with the query is longer than the model takes.
-            RequestCancelledError: the call was cancelled by its id.
-            StokerError: a request failed; the others are cancelled.
-        """
-        info = self._engine.resolve(fields.get("model"))
-        require_reranking(info)
-        if top_n is not None and top_n < 1:
-            raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
-        wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
-        known_as = KnownAs.taken_from(wanted)
-        requests = [_request(query, each, wanted) for each in documents]
-        found = await answers_of(self._engine, CallKind.RERANK, requests, known_as)
-        scored = [
-            RankedDocument(at, _score(floats_of(ready.tensors[0].data), output, info.id))
-            for at, (ready, _) in enumerate(found)
-        ]
-        return Ranking(
-            model=info.id,
-            results=sorted(scored, key=lambda document: -document.score)[:top_n],
-            usage=Usage(prompt_tokens=sum(end.usage.prompt_tokens for _, end in found)),
-        )
+    Raises:
+        UnsupportedError: the model scores nothing.
+        InvalidRequestError: a field is out of range.
+        ContextLengthError: a document with the query is longer than the model takes.
+        RequestCancelledError: the call was cancelled by its id.
+        StokerError: a request failed; the others are cancelled.
+    """
+    info = runtime.resolve(fields.get("model"))
+    require_reranking(info)
+    if top_n is not None and top_n < 1:
+        raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
+    wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
+    known_as = KnownAs.taken_from(wanted)
+    requests = [_request(query, each, wanted) for each in documents]
+    found = await answers_of(runtime, CallKind.RERANK, requests, known_as)
+    scored = [
+        RankedDocument(at, _score(floats_of(ready.tensors[0].data), output, info.id))
+        for at, (ready, _) in enumerate(found)
+    ]
+    return Ranking(
+        model=info.id,
+        results=sorted(scored, key=lambda document: -document.score)[:top_n],
+        usage=Usage(prompt_tokens=sum(end.usage.prompt_tokens for _, end in found)),
+    )
 
 
 def require_reranking(info: ModelInfo) -> None:

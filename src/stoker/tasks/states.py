@@ -23,7 +23,7 @@ from stoker.ipc.usage import Tensor, Usage
 from stoker.models.states.file import MAX_STATE_BYTES, check_state, dump_state
 from stoker.models.states.store import SavedState, StateStore, check_name
 from stoker.tasks.fields import CallKeywords, GivenState, Prompt, RequestKeywords, request_of
-from stoker.tasks.tensor_call import Engine, answers_of
+from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
 __all__ = ["GivenState", "SavedState", "StateEmbedding", "StateKeywords", "States"]
 
@@ -62,12 +62,12 @@ class States:
 
     Args:
         folder: where saved states lie; need not exist.
-        engine: the runtime whose models make them.
+        runtime: whose models make them.
     """
 
-    def __init__(self, folder: Path, engine: Engine) -> None:
+    def __init__(self, folder: Path, runtime: TaskRuntime) -> None:
         self._folder = folder
-        self._engine = engine
+        self._runtime = runtime
         self._store = StateStore(folder)
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class States:
         request = await self.request(prompt, owner=owner, **given)
         info = self.recurrent(request.model)
         wanted = [_delivering(request, StateOutput.SAVE)]
-        ((ready, _),) = await answers_of(self._engine, CallKind.STATE, wanted, known_as)
+        ((ready, _),) = await answers_of(self._runtime, CallKind.STATE, wanted, known_as)
         data = dump_state(ready.tensors, {})
         return await asyncio.to_thread(
             self._store.save, data, model=info.id, num_tokens=ready.num_tokens, name=name, owner=owner
@@ -124,11 +124,11 @@ class States:
         given: dict[str, Any] = {**fields}
         known_as = KnownAs.taken_from(given)
         requests = [await self.request(prompt, owner=known_as.owner, **given) for prompt in prompts]
-        infos = [self._engine.resolve(request.model) for request in requests]
+        infos = [self._runtime.resolve(request.model) for request in requests]
         for info in infos:
             _require_state(info)
         wanted = [_delivering(request, StateOutput.EMBED) for request in requests]
-        found = await answers_of(self._engine, CallKind.STATE, wanted, known_as)
+        found = await answers_of(self._runtime, CallKind.STATE, wanted, known_as)
         stacked = [_stacked(ready.tensors) for ready, _ in found]
         return [
             StateEmbedding(model=info.id, shape=shape, data=data, usage=end.usage)
@@ -185,7 +185,7 @@ class States:
         Raises:
             UnsupportedError: it cannot; says what it is.
         """
-        info = self._engine.resolve(model)
+        info = self._runtime.resolve(model)
         if info.model_class != ModelClass.RECURRENT:
             raise UnsupportedError(
                 f"{info.id} is {info.class_text}: it has no recurrent state to begin from or to save",

@@ -7,26 +7,39 @@ tensors mean is known to the task that asks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.errors import EngineError, QueueFullError
+from stoker.images.intake import Intake
 from stoker.ipc.events import Delta, Finished, StateReady
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import CallKind
+from stoker.tasks.chat import ChatPlan
 
 MAX_IN_FLIGHT = 64
 """Texts of one call that are under way at once."""
 
 
-class Engine(Protocol):
-    """What such a call takes of the runtime."""
+class TaskRuntime(Protocol):
+    """What the tasks take of a runtime."""
+
+    @property
+    def images(self) -> Intake:
+        """Takes in the images of requests."""
+        ...
 
     def resolve(self, model: str | None) -> ModelInfo:
         """The served model of that name."""
+        ...
+
+    async def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, model: str = "default"
+    ) -> ChatPlan:
+        """What a conversation asks of the model."""
         ...
 
     def group(
@@ -41,7 +54,7 @@ Answered = tuple[StateReady, Finished]
 
 
 async def answers_of(
-    engine: Engine, kind: CallKind, requests: Sequence[GenerateRequest], known_as: KnownAs
+    runtime: TaskRuntime, kind: CallKind, requests: Sequence[GenerateRequest], known_as: KnownAs
 ) -> list[Answered]:
     """What each request asked for with `state_output`, in their order; `timeout_s` is for all together.
 
@@ -51,7 +64,7 @@ async def answers_of(
     """
     if not requests:
         return []
-    with engine.group(kind, requests[0], len(requests), known_as) as group:
+    with runtime.group(kind, requests[0], len(requests), known_as) as group:
         call = _TensorCall(group)
         try:
             async with asyncio.TaskGroup() as tasks_of_call:

@@ -13,7 +13,7 @@ import typer
 
 from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
 from stoker.cli.session import answered, piped_text
-from stoker.tasks.choose import Choices, Choosing
+from stoker.tasks.choose import Choices, score_choices
 
 
 def choose(
@@ -36,7 +36,7 @@ def choose(
     given = (piped_text() if prompt is None else prompt) or ""
     settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
     found = answered(
-        settings, ctx.obj, lambda runtime: Choosing(runtime).choose(given, choices, calibrate=calibrate)
+        settings, ctx.obj, lambda runtime: score_choices(runtime, given, choices, calibrate=calibrate)
     )
     if as_json:
         typer.echo(json.dumps(_record(found)))

@@ -13,7 +13,7 @@ import typer
 
 from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
 from stoker.cli.session import answered, lines_of, piped_text
-from stoker.tasks.embed import Embeddings, TextEmbeddings
+from stoker.tasks.embed import TextEmbeddings, embed_texts
 
 
 def embed(
@@ -31,7 +31,7 @@ def embed(
     """Print the vector of each text, of length 1: as a JSON array a line, or with --json as one document."""
     given = texts or lines_of(piped_text(), "texts")
     settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
-    found = answered(settings, ctx.obj, lambda runtime: Embeddings(runtime).embed(given))
+    found = answered(settings, ctx.obj, lambda runtime: embed_texts(runtime, given))
     if as_json:
         typer.echo(json.dumps(_document(found)))
         return

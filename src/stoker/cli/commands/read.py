@@ -94,13 +94,12 @@ async def _local(
     lines: _Lines,
     factory: RuntimeFactory | None,
 ) -> None:
-    from stoker.tasks.read_images import ImageReader
+    from stoker.tasks.read_images import read_images
 
     async with opened(settings, factory) as runtime:
-        reader = ImageReader(runtime)
 
         async def read_one(path: Path) -> Reading:
-            return await reader.read(path, question)
+            return await read_images(runtime, path, question)
 
         await _each(images, read_one, lines)
 

@@ -10,7 +10,7 @@ import typer
 
 from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
 from stoker.cli.session import answered, lines_of, piped_text
-from stoker.tasks.rerank import Ranking, Reranking
+from stoker.tasks.rerank import Ranking, rank_documents
 
 
 def rerank(
@@ -34,7 +34,7 @@ def rerank(
     given = documents or lines_of(piped_text(), "documents")
     settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
     found = answered(
-        settings, ctx.obj, lambda runtime: Reranking(runtime).rerank(query, given, top_n=top_n, output=output)
+        settings, ctx.obj, lambda runtime: rank_documents(runtime, query, given, top_n=top_n, output=output)
     )
     if as_json:
         typer.echo(json.dumps(_record(found, given)))

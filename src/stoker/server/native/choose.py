@@ -21,7 +21,7 @@ from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, Name
 from stoker.server.inbound.disconnect import while_connected
 from stoker.server.openai.conversation import Message, turns_of
 from stoker.server.reply import InputUsage, large_json_response
-from stoker.tasks.choose import Choosing, require_choosing
+from stoker.tasks.choose import require_choosing, score_choices
 
 if TYPE_CHECKING:
     from stoker.ipc.model import ModelInfo
@@ -105,7 +105,7 @@ def router(context: ServerContext) -> APIRouter:
             **await _prompt(context, body, request, info),
             "model": info.asked_as,
         }
-        work = Choosing(context.runtime).choose(choices=body.choices, **fields)
+        work = score_choices(context.runtime, choices=body.choices, **fields)
         return await large_json_response(answer_of(await while_connected(work, request.receive)))
 
     return routes

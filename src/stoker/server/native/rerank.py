@@ -18,7 +18,7 @@ from stoker.server.fields import Int, RequestFields, header_fields, keep_alive_s
 from stoker.server.inbound.body import Body, Described, Many, read_body
 from stoker.server.inbound.disconnect import while_connected
 from stoker.server.reply import InputUsage, large_json_response
-from stoker.tasks.rerank import Reranking
+from stoker.tasks.rerank import rank_documents
 
 if TYPE_CHECKING:
     from stoker.server.context import ServerContext
@@ -106,7 +106,7 @@ def router(context: ServerContext) -> APIRouter:
             **header_fields(request),
             "model": "default" if body.model is None else body.model,
         }
-        work = Reranking(context.runtime).rerank(body.query, texts, **fields)
+        work = rank_documents(context.runtime, body.query, texts, **fields)
         return await large_json_response(body.answer(await while_connected(work, request.receive)))
 
     return routes

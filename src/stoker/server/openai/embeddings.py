@@ -19,7 +19,7 @@ from stoker.server.inbound.body import Described, read_body
 from stoker.server.inbound.disconnect import while_connected
 from stoker.server.native.states import StateEmbeddingRequest, embedded_by_state
 from stoker.server.reply import InputUsage, json_response, large_json_response
-from stoker.tasks.embed import Embeddings, require_embedding
+from stoker.tasks.embed import embed_texts, require_embedding
 
 if TYPE_CHECKING:
     from stoker.server.context import ServerContext
@@ -114,7 +114,7 @@ def router(context: ServerContext) -> APIRouter:
         info = context.runtime.resolve(body.model)
         require_embedding(info)
         fields = body.text_fields(request.state.key_digest) | header_fields(request)
-        work = Embeddings(context.runtime).embed(body.texts(info.n_vocab), model=info.id, **fields)
+        work = embed_texts(context.runtime, body.texts(info.n_vocab), model=info.id, **fields)
         found = await while_connected(work, request.receive)
         if len(found.vectors) <= FEW_VECTORS:
             return _written(body, found)
