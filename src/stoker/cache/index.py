@@ -5,17 +5,13 @@ Answers what an entry serves and what it adds to the others. The prefix cache de
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from stoker.cache.entry import Entry
 from stoker.cache.eviction import Candidate
 from stoker.cache.keys import num_tokens
 from stoker.cache.radix import RadixTree
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stoker.cache.entry import Entry
 
 MIN_TOKENS = 32
 """Tokens below which nothing is stored or reused: computing them again is as quick (SPEC C2)."""

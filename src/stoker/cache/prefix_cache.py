@@ -8,21 +8,16 @@ entry too, leased by them and counted apart (SPEC Q4).
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from stoker.cache.disk.tier import DiskTier
-from stoker.cache.entry import Entry, EntryState, Line
+from stoker.cache.entry import Entry, EntryState, Line, Snapshot
 from stoker.cache.eviction import victim
 from stoker.cache.index import MIN_TOKENS, EntryIndex
+from stoker.ipc.model import CacheMode
 from stoker.ipc.status import CacheStatus
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
-
-    from stoker.cache.entry import Snapshot
-    from stoker.ipc.model import CacheMode
-    from stoker.machine.ledger import Ledger
+from stoker.machine.ledger import Ledger
 
 MAX_ENTRIES = 256
 """Entries of a namespace (SPEC C7)."""

@@ -7,19 +7,14 @@ which are evicted is `prefix_cache`'s.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from stoker.cache.disk.threads import DiskThreads
-from stoker.cache.disk.tier import DiskFound, DiskLost, DiskRead, DiskWritten
+from stoker.cache.disk.tier import DiskFound, DiskLost, DiskOutcome, DiskRead, DiskWritten
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.machine.ledger import Ledger
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from stoker.cache.disk.tier import DiskOutcome
 
 log = logging.getLogger(__name__)
 

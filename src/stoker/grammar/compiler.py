@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,8 +22,6 @@ from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind, NativeGrammar, Notation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from llguidance._lib import JsonCompileOptions
 
 MAX_CACHED = 64

@@ -7,27 +7,18 @@ its cells, then a snapshot (SPEC C6, C7). The scheduler decides which sequence g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from stoker.cache.entry import EntryState
-from stoker.cache.index import MIN_TOKENS
+from stoker.cache.entry import Entry, EntryState, Snapshot
+from stoker.cache.index import MIN_TOKENS, Hit
+from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import CellPool
-from stoker.kv.ops import Begin, Drop, Export, Fork, Import, Trim
+from stoker.kv.limits import SchedulerLimits
+from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Schedule, Trim
 from stoker.kv.prefix_source import PrefixSource
-from stoker.kv.sequence import ParkForm
-from stoker.kv.slots import SlotPlacement, SlotTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from stoker.cache.entry import Entry, Snapshot
-    from stoker.cache.index import Hit
-    from stoker.cache.prefix_cache import PrefixCache
-    from stoker.kv.limits import SchedulerLimits
-    from stoker.kv.ops import KVOp, Schedule
-    from stoker.kv.sequence import Sequence
-    from stoker.kv.slots import Slot
+from stoker.kv.sequence import ParkForm, Sequence
+from stoker.kv.slots import Slot, SlotPlacement, SlotTable
 
 GROWTH_CELLS = 64
 """Cells beyond its own that each running sequence should find; fewer where the pool is small."""

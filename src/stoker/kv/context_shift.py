@@ -6,10 +6,7 @@ follows is what the model would have written after the tokens that stay, on any 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from stoker.kv.sequence import Sequence
+from stoker.kv.sequence import Sequence
 
 NUM_KEPT = 100
 """Tokens at the start that are never dropped; a quarter of the context where that is less."""

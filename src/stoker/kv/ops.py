@@ -6,11 +6,9 @@ Values only. The runner applies the operations, in order, before the step.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stoker.cache.entry import Entry
-    from stoker.kv.sequence import Sequence
+from stoker.cache.entry import Entry
+from stoker.kv.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,20 +6,14 @@ for it or put into its slot. Which entries there are and which are evicted is th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from stoker.cache.entry import Entry, EntryState
-from stoker.cache.index import MIN_TOKENS
+from stoker.cache.index import MIN_TOKENS, Hit
 from stoker.cache.keys import key_of
+from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.usage import CacheSource
 from stoker.kv.checkpoints import Checkpoints
-from stoker.kv.sequence import ParkForm
-
-if TYPE_CHECKING:
-    from stoker.cache.index import Hit
-    from stoker.cache.prefix_cache import PrefixCache
-    from stoker.kv.limits import SchedulerLimits
-    from stoker.kv.sequence import Sequence
+from stoker.kv.limits import SchedulerLimits
+from stoker.kv.sequence import ParkForm, Sequence
 
 MIN_GAIN = 16
 """Tokens more that a stored state has to save than cells at hand."""

@@ -7,32 +7,12 @@ paused, the wait is over and it goes on from what there is. So no wait can outli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from stoker.cache.index import MIN_TOKENS
-from stoker.kv.sequence import ParkForm, SequenceState
+from stoker.kv.allocator import KVAllocator
+from stoker.kv.sequence import ParkForm, PrefixFollow, Sequence, SequenceState
 from stoker.kv.slots import common_prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from stoker.kv.allocator import KVAllocator
-    from stoker.kv.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixFollow:
-    """A wait until `leader` has computed `length` tokens."""
-
-    leader: Sequence
-    length: int
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the tokens are there, or do not come from this leader any more."""
-        leader = self.leader
-        return leader.state is not SequenceState.PREFILL or leader.num_computed >= self.length
 
 
 def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: int) -> PrefixFollow | None:

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from stoker.backends.protocol.backend import PLAIN, Conditioning
-from stoker.ipc.request import FinishReason, Priority
-from stoker.ipc.usage import CacheSource
-
-if TYPE_CHECKING:
-    from stoker.cache.entry import Entry
-    from stoker.ipc.request import Picture
-    from stoker.ipc.usage import Tensor
-    from stoker.kv.checkpoints import Checkpoints
-    from stoker.kv.prefix_wait import PrefixFollow
+from stoker.cache.entry import Entry
+from stoker.ipc.request import FinishReason, Picture, Priority
+from stoker.ipc.usage import CacheSource, Tensor
+from stoker.kv.checkpoints import Checkpoints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,3 +263,17 @@ class Sequence:
         if leader is None or leader.state is SequenceState.DONE:
             return False
         return leader.num_computed < leader.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFollow:
+    """A wait until `leader` has computed `length` tokens."""
+
+    leader: Sequence
+    length: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the tokens are there, or do not come from this leader any more."""
+        leader = self.leader
+        return leader.state is not SequenceState.PREFILL or leader.num_computed >= self.length

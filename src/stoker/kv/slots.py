@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from stoker.cache.entry import EntryState
+from stoker.cache.entry import Entry, EntryState
 from stoker.cache.index import MIN_TOKENS
+from stoker.kv.limits import SchedulerLimits
 from stoker.kv.sequence import ParkForm, Sequence
-
-if TYPE_CHECKING:
-    from stoker.cache.entry import Entry
-    from stoker.kv.limits import SchedulerLimits
 
 _FIRST_LOOK = 32
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stoker.backends.protocol.backend import Rows, Vocabulary
 from stoker.ipc.usage import TokenLogprob
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stoker.backends.protocol.backend import Rows
 
 
 def log_normalizer(row: Rows) -> float:

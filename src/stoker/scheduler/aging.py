@@ -7,12 +7,9 @@ steps before the next one has its turn.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from stoker.kv.sequence import Sequence
+from stoker.kv.sequence import Sequence
 
 ONE_STEP_IN = 10
 

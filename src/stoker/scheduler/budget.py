@@ -7,12 +7,8 @@ step-time model; what is not measured yet is assumed to be small.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from stoker.ipc.model import Policy
-
-if TYPE_CHECKING:
-    from stoker.scheduler.cost import StepCost
+from stoker.scheduler.cost import StepCost
 
 BALANCED_TARGETS = 3
 """Targets that a step with interactive prefill may take under the policy `balanced`."""

@@ -6,13 +6,10 @@ Estimates from measured times: answers may end early, and later arrivals are not
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from collections.abc import Sequence as SequenceOf
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence as SequenceOf
-
-    from stoker.kv.sequence import Sequence
-    from stoker.scheduler.cost import StepCost
+from stoker.kv.sequence import Sequence
+from stoker.scheduler.cost import StepCost
 
 
 def waits_s(running: SequenceOf[float], waiting: SequenceOf[float], num_slots: int) -> list[float]:

@@ -6,10 +6,8 @@ Decided outside; the scheduler parks what it holds back at the next step and adm
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stoker.kv.sequence import Sequence
+from stoker.kv.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,9 @@ costs come from the step-time model, measured times as arguments.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from stoker.scheduler.cost import StepCost
+from stoker.scheduler.cost import StepCost
 
 COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Guesses that a step may carry; matrix products grow in steps of eight rows."""

@@ -7,22 +7,15 @@ draft only where a sequence runs alone, and only in free cells.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from stoker.backends.protocol.backend import PlanItem
+from stoker.backends.protocol.backend import Backend, PlanItem
 from stoker.ipc.model import ModelClass, Speculation
-from stoker.kv.sequence import SequenceState
+from stoker.kv.sequence import Sequence, SequenceState
 from stoker.scheduler.plan import Planned, StepPlan
+from stoker.scheduler.scheduler import Scheduler
 from stoker.speculation.draft_length import Acceptance, DraftLength
-from stoker.speculation.prompt_lookup import SuffixIndex
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from stoker.backends.protocol.backend import Backend
-    from stoker.kv.sequence import Sequence
-    from stoker.scheduler.scheduler import Scheduler
-    from stoker.speculation.prompt_lookup import LookupMatch
+from stoker.speculation.prompt_lookup import LookupMatch, SuffixIndex
 
 FOLLOW = 0.2
 """How quickly the time of a guess by a draft model is learned anew."""

@@ -20,15 +20,13 @@ import stat
 import struct
 import sys
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 from stoker.cache.keys import DIGEST_BYTES, TOKEN_BYTES, num_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MAGIC = b"STKPREFX"
 VERSION = 1

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from stoker.cache.disk.files import FOLDER_NAME, PrefixFolder
 from stoker.cache.disk.prefix_file import NewPrefix, PrefixFile
-from stoker.cache.disk.tier import DiskFound, DiskLost, DiskRead, DiskWritten, Read, Remove, Write
+from stoker.cache.disk.tier import (
+    DiskFound,
+    DiskLost,
+    DiskOp,
+    DiskOutcome,
+    DiskRead,
+    DiskWritten,
+    Read,
+    Remove,
+    Write,
+)
 from stoker.cache.entry import Entry
 from stoker.errors import CacheFileError, EngineError, StokerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from stoker.cache.disk.tier import DiskOp, DiskOutcome
 
 log = logging.getLogger(__name__)
 

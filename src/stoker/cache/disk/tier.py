@@ -6,16 +6,11 @@ which is then never written. One write runs at a time. Operations leave as value
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from stoker.cache.entry import EntryState, Line
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from stoker.cache.entry import Entry, Snapshot
-    from stoker.machine.ledger import Ledger
+from stoker.cache.entry import Entry, EntryState, Line, Snapshot
+from stoker.machine.ledger import Ledger
 
 SETTLE_S = 1.0
 """Seconds an entry is in host memory before it is written, while nothing is computed."""
