@@ -22,8 +22,8 @@ from stoker.client.models.loading import SpecChanges
 from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.client.requests.record import KeptRequest
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
+from stoker.client.store.file import KeptRequest
 from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images

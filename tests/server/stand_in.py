@@ -15,7 +15,7 @@ from grouping import OpensGroups
 from stoker.chat.continuation import continuation_of
 from stoker.chat.conversation import NO_TOOLS, prepared_turn
 from stoker.client.event_bus import RuntimeEvent
-from stoker.client.requests.record import KeptRequest
+from stoker.client.store.file import KeptRequest
 from stoker.errors import ModelNotFoundError, RequestNotFoundError
 from stoker.ipc.events import (
     Admitted,

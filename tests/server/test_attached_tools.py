@@ -10,7 +10,7 @@ import stand_in
 from stand_in import FINISHED, INFO, delta
 
 from planning import planned_chat
-from stoker.client.requests.record import KeptRequest
+from stoker.client.store.file import KeptRequest
 from stoker.errors import NotReadyError
 from stoker.ipc.request import FinishReason
 from stoker.tasks.chat import offer_of

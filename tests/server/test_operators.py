@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from stoker.cli.main import app as commands
 from stoker.client.event_bus import RuntimeEvent
-from stoker.client.requests.record import KeptRequest
+from stoker.client.store.file import KeptRequest
 from stoker.errors import AuthenticationError
 from stoker.ipc.model import Reach
 from stoker.ipc.request import GenerateRequest

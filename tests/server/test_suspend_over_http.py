@@ -8,7 +8,7 @@ import httpx
 import pytest
 from stand_in import FINISHED, HOLD, delta
 
-from stoker.client.requests.record import KeptRequest
+from stoker.client.store.file import KeptRequest
 from stoker.errors import NotReadyError, StepFailedError
 from stoker.ipc.events import Paused, Queued
 from stoker.ipc.request import FinishReason

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 from scripted_engine import request
 
-from stoker.client.requests.admission import MAX_RETRY_S, Admission, num_waiting
 from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.replay import Replay
+from stoker.client.requests.requests import MAX_RETRY_S, Admission, num_waiting
 from stoker.client.requests.table import RequestTable
 from stoker.errors import QueueFullError
 from stoker.ipc.events import Admitted, Delta, Parked, Paused, Queued

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.client.requests.transcript import Transcript
-from stoker.client.store.file import KeptFile
+from stoker.client.store.file import KeptFile, KeptRequest
 from stoker.errors import QueueFullError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import (
@@ -53,29 +53,6 @@ class Stage(StrEnum):
     PAUSED = "paused"
 
 
-class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that runs, or has ended, without a client.
-
-    Attributes:
-        names: what else it is known by: X-Request-Id, the answer's id.
-        n: completions of its prompt.
-        note: as in its request.
-        owner: digest of the API key that made it; empty: it came without one.
-        state: running or ended.
-        num_tokens: generated so far, over all choices.
-    """
-
-    id: str
-    names: list[str] = []
-    is_chat: bool = False
-    model: str = ""
-    n: int = 1
-    note: bytes = b""
-    owner: str = ""
-    state: str = "running"
-    num_tokens: int = 0
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class RequestRecord:
     """One request.
@@ -89,7 +66,7 @@ class RequestRecord:
         group: the call that it belongs to, if that has several requests.
         transcript: what was delivered.
         sinks: called with each of its events, last the terminal one.
-        has_client: somebody has read it from its beginning; else it was taken up from a former program.
+        has_client: its caller reads it from its beginning; else it was taken up from a former program.
         ended_s: when it ended without a client.
         stage: where it is with the engine.
         parked: choices that gave their slot up and have not been heard of since.
@@ -189,17 +166,9 @@ class RequestRecord:
 
     def kept(self) -> KeptRequest:
         """How it is shown while it has no client."""
-        return KeptRequest(
-            id=self.request_id,
-            names=list(self.names),
-            is_chat=self.request.is_chat,
-            model=self.request.model,
-            n=self.request.n,
-            note=self.request.note,
-            owner=self.owner,
-            state="ended" if self.is_ended else "running",
-            num_tokens=self.num_generated,
-        )
+        kept = KeptRequest.of(self.request_id, self.request, self.names, self.owner)
+        state = "ended" if self.is_ended else "running"
+        return msgspec.structs.replace(kept, state=state, num_tokens=self.num_generated)
 
     # ------------------------------------------------------------ to an engine, or another program
 

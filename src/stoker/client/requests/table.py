@@ -13,8 +13,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from stoker.client.requests.record import EventSink, KeptRequest, RequestRecord
-from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder
+from stoker.client.requests.record import EventSink, RequestRecord
+from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder, KeptRequest
 from stoker.errors import InvalidRequestError, KeptRequestDamagedError, RequestNotFoundError
 from stoker.ipc.events import Failed, Finished, RequestEvent
 from stoker.ipc.request import GenerateRequest

@@ -1,12 +1,12 @@
 """One file a suspended request: written whole or not at all, read only where it proves to be whole.
 
-Owns the format, the names and who may have a file: its writer holds a lock on it as long as it lives, so no
+Owns the format, the names and who may have a file: its writer holds a lock on it as long as it runs, so no
 other program takes up what this one still has. When one is written is `stoker.client.requests.table`'s.
 
     8 bytes  magic and version
     4 bytes  length of the label, big endian
     32 bytes SHA-256 of the label
-    label    msgpack of `KeptLabel`: whose file it is can be told though the rest is damaged
+    label    msgpack of `KeptRequest`: it says whose file it is though the rest is damaged
     32 bytes SHA-256 of the rest
     the rest msgpack of `KeptFile`
 """
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
     from pathlib import Path
 
+    from stoker.ipc.request import GenerateRequest
+
 log = logging.getLogger(__name__)
 
 MAGIC = b"STKREQ\x00\x02"
@@ -41,26 +43,51 @@ MAX_FILE_BYTES = 1 << 30
 """Far over the largest honest one; what is larger is not read into memory."""
 MAX_BAD_FILES = 16
 MAX_BAD_BYTES = 64 << 20
-"""Bounds on what was put aside, for somebody to look at; the oldest go first."""
+"""Bounds on what was put aside, for people to look at; the oldest go first."""
 MAX_LABEL_BYTES = 1 << 20
 _LENGTH_BYTES = 4
 
 
-class KeptLabel(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose file it is; the fields are those of `KeptRequest`."""
+class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that runs, or has ended, without a client.
+
+    Attributes:
+        names: what else it is known by: X-Request-Id, the answer's id.
+        n: completions of its prompt.
+        note: as in its request.
+        owner: digest of the API key that made it; empty: it came without one.
+        state: running or ended.
+        num_tokens: generated so far, over all choices.
+    """
 
     id: str
-    names: list[str]
-    model: str
-    n: int
-    is_chat: bool
-    owner: str
+    names: list[str] = []
+    is_chat: bool = False
+    model: str = ""
+    n: int = 1
+    note: bytes = b""
+    owner: str = ""
+    state: str = "running"
+    num_tokens: int = 0
+
+    @classmethod
+    def of(cls, request_id: str, request: GenerateRequest, names: Sequence[str], owner: str) -> KeptRequest:
+        """What is shown of that request, before any token."""
+        return cls(
+            id=request_id,
+            names=list(names),
+            is_chat=request.is_chat,
+            model=request.model,
+            n=request.n,
+            note=request.note,
+            owner=owner,
+        )
 
 
 class DamagedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file that was put aside, and where; its label was whole."""
 
-    label: KeptLabel
+    label: KeptRequest
     reason: str
 
 
@@ -79,23 +106,10 @@ class KeptFile(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str] = []
     owner: str = ""
 
-    @property
-    def label(self) -> KeptLabel:
-        """Whose it is."""
-        request = self.submit.request
-        return KeptLabel(
-            id=self.submit.request_id,
-            names=self.names,
-            model=request.model,
-            n=request.n,
-            is_chat=request.is_chat,
-            owner=self.owner,
-        )
-
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(KeptFile).decode
-_decode_label = msgspec.msgpack.Decoder(KeptLabel).decode
+_decode_label = msgspec.msgpack.Decoder(KeptRequest).decode
 
 
 class KeptFolder:
@@ -119,7 +133,9 @@ class KeptFolder:
             OSError: the disk is full or the folder cannot be written.
         """
         name = _name(kept.submit.request_id)
-        label, body = _encode(kept.label), _encode(kept)
+        submit = kept.submit
+        label = _encode(KeptRequest.of(submit.request_id, submit.request, kept.names, kept.owner))
+        body = _encode(kept)
         make_folder(self._path)
         temporary = self._path / f"{name}.{os.getpid()}.tmp"
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -236,7 +252,7 @@ def _read(descriptor: int) -> KeptFile:
         return _decode(_unsummed(file.read()))
 
 
-def _label_of(descriptor: int) -> KeptLabel | None:
+def _label_of(descriptor: int) -> KeptRequest | None:
     """The label of a damaged file, if that is whole."""
     with contextlib.suppress(OSError, ValueError, StokerError):
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -245,7 +261,7 @@ def _label_of(descriptor: int) -> KeptLabel | None:
     return None
 
 
-def _read_label(file: BinaryIO) -> KeptLabel:
+def _read_label(file: BinaryIO) -> KeptRequest:
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError("it is no kept request of this version")
     length = int.from_bytes(file.read(_LENGTH_BYTES), "big")

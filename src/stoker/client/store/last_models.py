@@ -1,7 +1,4 @@
-"""Which models were loaded last, remembered over the end of the program (SPEC L8).
-
-Owns one small file. Whether it is used at the next start is the settings' business.
-"""
+"""Which models were loaded last, in a small file that outlives the program (SPEC L8)."""
 
 from __future__ import annotations
 

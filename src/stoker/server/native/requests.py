@@ -27,8 +27,8 @@ from stoker.tasks.chat import form_of
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from stoker.client.requests.record import KeptRequest
     from stoker.client.requests.stream import StreamEvent
+    from stoker.client.store.file import KeptRequest
     from stoker.ipc.status import EngineStatus
     from stoker.runtime import RuntimeStatus
     from stoker.server.context import OwnedRequest
