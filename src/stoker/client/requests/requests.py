@@ -2,7 +2,8 @@
 
 Owns the bound on how many may wait (SPEC Q11), and what callers and the clock want of them. The engine
 decides last on the bound, but it reads its inbox only between two steps; here a full queue is refused at
-once. The records are `table`'s; which of them an engine is given and whom a crash is charged to is `replay`'s.
+once. The records are in `table`; which of them an engine is given, and whom a crash is charged to, is decided
+in `replay`.
 """
 
 from __future__ import annotations
