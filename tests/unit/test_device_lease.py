@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from stoker.backends.device import CPU, Device, HeldDevices
 from stoker.errors import DeviceBusyError, MachineSetupError
 from stoker.machine.device_lease import DeviceLease
 
@@ -113,3 +114,30 @@ def test_a_forgotten_lease_warns_and_lets_go(tmp_path):
         lease.__del__()
     with DeviceLease(["CUDA0"], tmp_path):
         pass
+
+
+def test_an_engine_leases_what_it_computes_on_once(tmp_path):
+    """SPEC R6: a reload keeps the lease, the CPU needs none, and the end of the engine frees everything."""
+    ours, theirs = HeldDevices(tmp_path), HeldDevices(tmp_path)
+    ours.take((CPU,))
+    theirs.take((CPU,))
+    for _ in range(2):
+        ours.take((Device("Card", "0000:c1:00.0", lambda: (3, 4)),))
+    assert ours.names == ("CPU", "Card")
+    with pytest.raises(DeviceBusyError):
+        theirs.take((Device("Card", "0000:c1:00.0"),))
+    assert theirs.names == ("CPU",)
+    ours.close()
+    theirs.take((Device("Card", "0000:c1:00.0"),))
+    theirs.close()
+
+
+def test_the_fullest_device_is_what_counts(tmp_path):
+    """SPEC M3: the monitor reads one number of the accelerators' memory."""
+    held = HeldDevices(tmp_path)
+    assert held.memory() is None
+    held.take((CPU,))
+    assert held.memory() is None
+    held.take((Device("a", "a", lambda: (10, 100)), Device("b", "b", lambda: (20, 400)), Device("c", "c")))
+    assert held.memory() == (20, 400)
+    held.close()

@@ -28,8 +28,9 @@ ALLOWED = {
     "machine": BASE,
     "backends.protocol": {"errors", "ipc"},
     "backends.cell_map": {"errors"},
-    "models": BASE | {"ipc", "backends.protocol"},
-    "backends": BASE | {"ipc", "machine", "models", "backends.protocol", "backends.cell_map"},
+    "backends.device": {"machine"},
+    "models": BASE | {"ipc", "backends.protocol", "backends.device"},
+    "backends": BASE | {"ipc", "models", "backends.protocol", "backends.cell_map", "backends.device"},
     "backends.registry": {"models"},  # backends by name
     "models.store": BASE | {"ipc", "models", "backends.registry"},
     "cache": BASE | {"ipc", "machine"},
@@ -39,8 +40,8 @@ ALLOWED = {
     "sampling": {"errors", "ipc", "backends.protocol", "grammar"},
     "speculation": {"ipc", "backends.protocol", "kv", "scheduler"},
     "engine": BASE
-    | {"ipc", "settings", "machine", "models", "backends", "backends.protocol", "backends.registry", "cache"}
-    | {"kv", "scheduler", "grammar", "sampling", "speculation"},
+    | {"ipc", "settings", "machine", "models", "backends", "backends.protocol", "backends.registry"}
+    | {"backends.device", "cache", "kv", "scheduler", "grammar", "sampling", "speculation"},
     # ---- what the caller's process is made of
     "chat": {"errors", "json_size"},
     "images": BASE | {"ipc", "settings", "machine"},

@@ -34,10 +34,10 @@ GREEDY = Sampling(temperature=0.0)
 class Engine:
     """A loop with its inbox and everything it published."""
 
-    def __init__(self, path="fake:eog_period=0", **spec):
+    def __init__(self, path="fake:eog_period=0", settings=None, **spec):
         self.events = []
         self.inbox = Inbox()
-        self.loop = EngineLoop(self.inbox, self.events.extend, EngineSettings(isolation="thread"))
+        self.loop = EngineLoop(self.inbox, self.events.extend, settings or EngineSettings(isolation="thread"))
         self.inbox.put(LoadModel(ModelSpec(**{"id": "m", "path": path, "n_ctx": 512} | spec)))
         self.until(lambda: self.of(ModelState)[-1:] and self.of(ModelState)[-1].state != "loading")
 
@@ -289,6 +289,27 @@ def test_a_model_that_cannot_be_loaded_is_reported_and_the_loop_goes_on(engine):
     assert engine.of(ModelState)[-1].error.code == "model_file_invalid"
     engine.submit("r", prompt=tuple(b"abc"))
     engine.run("r")
+
+
+def test_a_device_is_leased_measured_and_named(tmp_path):
+    """SPEC R6, M3: by the first load on it; another engine's load of a model there fails meanwhile."""
+    settings = EngineSettings(isolation="thread", cache_dir=tmp_path)
+    first, second = Engine("fake:device=Card", settings=settings), Engine(settings=settings)
+    first.inbox.put(GetStatus(call_id=1))
+    first.until(lambda: first.of(Reply))
+    assert first.of(Reply)[0].value["status"].devices == ["Card"]
+    sample = first.loop._take_sample()
+    assert (sample.device_free_bytes, sample.device_total_bytes) == (2**29, 2**30)
+    second.inbox.put(LoadModel(ModelSpec(id="n", path="fake:device=Card")))
+    second.until(lambda: second.of(ModelState)[-1].state == "failed")
+    assert second.of(ModelState)[-1].error.code == "device_busy"
+    for engine in (first, second):
+        engine.inbox.put(Shutdown())
+        engine.loop.run()
+    third = Engine("fake:device=Card", settings=settings)
+    assert third.of(ModelState)[-1].error is None
+    third.inbox.put(Shutdown())
+    third.loop.run()
 
 
 def test_shutdown_without_time_cancels_and_says_goodbye(engine):

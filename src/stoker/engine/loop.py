@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from enum import Enum
 
+from stoker.backends.device import HeldDevices
 from stoker.cache.disk.tier import DiskOutcome
 from stoker.cache.prefix_cache import CacheLimits
 from stoker.cache.store import PrefixStore
@@ -105,13 +106,14 @@ class EngineLoop:
     ) -> None:
         self._inbox = inbox
         self._publish = publish
-        self._sources = _sources(settings)
+        self._devices = HeldDevices(settings.cache_dir / "devices")
+        self._sources = _sources(settings, self._devices)
         self._monitor: MemoryMonitor | None = None
         self._take_sample = take_sample or (lambda: measure(self._sources))
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
         self._clock = StepTimer(settings.watchdog_s)
-        self._workers = Workers(inbox, settings.cache_dir, settings.max_prepare_s)
+        self._workers = Workers(inbox, settings.cache_dir, self._devices, settings.max_prepare_s)
         self._pace = Pace(self._clock)
         limits = CacheLimits.within(
             sample.limit_bytes,
@@ -165,6 +167,7 @@ class EngineLoop:
             self._residency.free_departed()
             self._runners.close(self._workers.preparations.uses)
             self._pace.close()
+            self._devices.close()
         self._events.append(Goodbye())
         self._flush()
 
@@ -402,6 +405,7 @@ class EngineLoop:
             paused=[*waiting[SequenceState.PAUSED], *self._pending.paused_status()],
             num_threads=self._pace.num_threads,
             threads_reason=self._pace.reason,
+            devices=list(self._devices.names),
             counters=counters,
             cache=self._store.cache.status(),
             models=self._residency.status(now),
@@ -411,9 +415,9 @@ class EngineLoop:
         )
 
 
-def _sources(settings: EngineSettings) -> Sources:
-    """What is measured: this process, and the client's where that is another."""
+def _sources(settings: EngineSettings, devices: HeldDevices) -> Sources:
+    """What is measured: this process, the client's where that is another, and what models compute on."""
     own = os.getpid()
     pids = (os.getppid(), own) if settings.isolation == "process" else (own,)
     heat = heat_source(settings.heat_trace)
-    return Sources(memory_limit=settings.memory_limit, pids=pids, heat=heat)
+    return Sources(memory_limit=settings.memory_limit, pids=pids, heat=heat, device=devices.memory)

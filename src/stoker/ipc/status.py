@@ -166,7 +166,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
     `num_threads` is what steps use now, `threads_reason` why that differs from the setting (empty: it does
-    not).
+    not); `devices` are what models have computed on, by name.
     """
 
     slots: list[SlotStatus]
@@ -175,6 +175,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     paused: list[WaitStatus] = []
     num_threads: int = 0
     threads_reason: str = ""
+    devices: list[str] = []
     counters: dict[str, float]
     cache: CacheStatus = CacheStatus()
     models: list[ModelStatus] = []

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from stoker.backends.device import Device
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
     from stoker.ipc.model import ModelClass, ModelSpec
@@ -85,6 +86,10 @@ class ModelReader(Protocol):
 
     def estimator(self) -> Estimator:
         """What the model takes, for any way to load it. Raises as `describe`."""
+        ...
+
+    def devices(self) -> tuple[Device, ...]:
+        """What it would compute on; may load native code."""
         ...
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:

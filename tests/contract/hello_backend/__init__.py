@@ -12,6 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
+from stoker.backends.device import CPU, Device
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, FakeVocabulary
 from stoker.backends.protocol.backend import BatchPlan, Capabilities, Computed
 from stoker.backends.protocol.extensions import NO_EXTENSIONS
@@ -131,6 +132,10 @@ class HelloReader:
     def estimator(self) -> Estimator:
         """Eight bytes a cell."""
         return lambda spec: Estimate(lines={"kv": 8 * (spec.pool_cells or NUM_CELLS)}, n_ctx=NUM_CELLS)
+
+    def devices(self) -> tuple[Device, ...]:
+        """No accelerator, which would be leased."""
+        return (CPU,)
 
     def load(self, spec: ModelSpec, context: LoadContext) -> HelloBackend:
         """At once."""

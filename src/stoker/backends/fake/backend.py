@@ -106,8 +106,8 @@ class FakeFaults:
             name, _, value = part.partition("=")
             try:
                 match name:
-                    case "id":
-                        pass  # under which it is served
+                    case "id" | "device":
+                        pass  # under which it is served; what it is as if computed on
                     case "step_delay_s" | "load_s" | "cell_kib":
                         faults[name] = float(value)
                     case "eog_period" | "weights_mib" | "vision":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stoker.backends.device import CPU, Device
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.ipc.model import ModelClass
 from stoker.models.reader import ModelDescription
@@ -51,6 +52,11 @@ class FakeReader:
         from stoker.backends.fake import backend, encoder  # noqa: PLC0415 - the client computes nothing
 
         return encoder.estimator(self._path) if self._is_encoder else backend.estimator(self._path)
+
+    def devices(self) -> tuple[Device, ...]:
+        """The CPU, or as if: "device=NAME" stands for an accelerator of a gigabyte, half of it free."""
+        name = self._orders.get("device")
+        return (Device(name, name, lambda: (2**29, 2**30)),) if name else (CPU,)
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:
         """Load it. Raises ModelFileError, ModelLoadError as ordered."""

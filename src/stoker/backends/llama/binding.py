@@ -11,13 +11,15 @@ import logging
 import re
 import threading
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llama_cpp
 from llama_cpp import llama_cpp as llama
+
+from stoker.backends.device import CPU, Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +30,7 @@ __all__ = [
     "LogLine",
     "capture_log",
     "device_names",
+    "devices",
     "error_text",
     "label",
     "llama",
@@ -124,9 +127,54 @@ def vision_library() -> Any:
     return mtmd_cpp
 
 
+class _DeviceProps(ctypes.Structure):
+    """ggml_backend_dev_props; the flags at its end with room to spare."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("description", ctypes.c_char_p),
+        ("memory_free", ctypes.c_size_t),
+        ("memory_total", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("device_id", ctypes.c_char_p),
+        ("caps", ctypes.c_bool * 64),
+    )
+
+
 @cache
 def device_names() -> tuple[tuple[str, str], ...]:
     """(kind, name) of each accelerator the library can use, e.g. ("CUDA", "NVIDIA H200")."""
+    return tuple((kind, name) for _, kind, name in _accelerators())
+
+
+@cache
+def devices() -> tuple[Device, ...]:
+    """What the library computes on: its accelerators, or the CPU."""
+    found = []
+    for handle, kind, name in _accelerators():
+        props = device_props(handle)
+        lock = (props.device_id or props.name or name.encode()).decode(errors="replace")
+        found.append(Device(f"{kind} {name}", f"{kind}-{lock}", partial(_device_memory, handle)))
+    return tuple(found) or (CPU,)
+
+
+def device_props(handle: int) -> _DeviceProps:
+    """What the library says of a device now."""
+    props = _DeviceProps()
+    get_props = llama._lib.ggml_backend_dev_get_props  # noqa: SLF001 - see above
+    get_props.argtypes = [ctypes.c_void_p, ctypes.POINTER(_DeviceProps)]
+    get_props(handle, ctypes.byref(props))
+    return props
+
+
+def _device_memory(handle: int) -> tuple[int, int]:
+    props = device_props(handle)
+    return props.memory_free, props.memory_total
+
+
+@cache
+def _accelerators() -> tuple[tuple[int, str, str], ...]:
+    """Native handle, kind and name of each."""
     start()
     if not llama.llama_supports_gpu_offload():
         return ()
@@ -140,14 +188,14 @@ def device_names() -> tuple[tuple[str, str], ...]:
     for function in (library.ggml_backend_reg_name, library.ggml_backend_dev_description):
         function.restype = ctypes.c_char_p
         function.argtypes = [ctypes.c_void_p]
-    names = []
+    found = []
     for index in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(index)
         if library.ggml_backend_dev_type(device) in (_GPU, _INTEGRATED_GPU):
             kind = library.ggml_backend_reg_name(library.ggml_backend_dev_backend_reg(device)).decode()
             name = library.ggml_backend_dev_description(device).decode(errors="replace")
-            names.append((_REGISTRY_NAMES.get(kind, kind), name))
-    return tuple(names)
+            found.append((device, _REGISTRY_NAMES.get(kind, kind), name))
+    return tuple(found)
 
 
 @cache

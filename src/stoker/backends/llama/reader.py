@@ -15,6 +15,7 @@ from stoker.models.reader import ModelDescription
 from stoker.models.shards import refuse_partial
 
 if TYPE_CHECKING:
+    from stoker.backends.device import Device
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
     from stoker.ipc.model import ModelSpec
@@ -68,6 +69,12 @@ class GgufReader:
     def estimator(self) -> Estimator:
         """What the model takes, for any way to load it."""
         return estimator(self.header)
+
+    def devices(self) -> tuple[Device, ...]:
+        """All that the library computes on."""
+        from stoker.backends.llama.binding import devices  # noqa: PLC0415 - the client computes nothing
+
+        return devices()
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:
         """Load it, after a smoke decode in a child process where none is remembered (SPEC R9, K1)."""

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from stoker.backends.device import HeldDevices
 from stoker.backends.registry import OpenModels
 from stoker.engine.inbox import (
     Inbox,
@@ -43,12 +44,14 @@ class Workers:
     Args:
         inbox: where results are posted.
         cache_dir: verdicts on native code.
+        devices: takes the lease of what a model is loaded on.
         max_prepare_s: how long preparing one request may take.
     """
 
-    def __init__(self, inbox: Inbox, cache_dir: Path, max_prepare_s: float) -> None:
+    def __init__(self, inbox: Inbox, cache_dir: Path, devices: HeldDevices, max_prepare_s: float) -> None:
         self._inbox = inbox
         self._cache_dir = cache_dir
+        self._devices = devices
         self._models = OpenModels()
         self.preparations = Preparations(inbox, max_prepare_s)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
@@ -108,6 +111,7 @@ class Workers:
 
         def answer() -> Loaded:
             model, context = self._models.open(spec.path), LoadContext(moved, self._cache_dir)
+            self._devices.take(model.devices())
             if is_suspect:
                 model.try_out(context)
             return Loaded(load, spec.path, model.load(spec, context))

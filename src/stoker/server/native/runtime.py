@@ -41,6 +41,7 @@ def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dic
             "label": status.label,
             "threads": status.threads,
             "threads_reason": engine.threads_reason,
+            "devices": engine.devices,
             **engine_document(status.health),
         },
         "slots": [_slot(slot) for slot in engine.slots],
