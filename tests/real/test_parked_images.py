@@ -110,7 +110,7 @@ def is_at(runner: SlotRunner, sequence: Sequence, stage: str) -> bool:
     """Whether it is in the middle of it."""
     match stage:
         case "encode":
-            return runner._image_steps._image_encoder.is_encoding and bool(sequence.unencoded_images)
+            return runner._image_encoder.is_encoding and bool(sequence.unencoded_images)
         case "prefill":
             return any(span.start < sequence.num_computed < span.end for span in sequence.images)
         case "decode":

@@ -68,26 +68,31 @@ class _EncodeJob:
 
 
 class ImageEncoder:
-    """Embeddings of one model's images.
+    """The images of one model: their embeddings, and when each is encoded.
 
     Args:
         backend: the model; it has a projector.
         vision: that projector.
+        scheduler: of the model, whose running sequences have the images.
+        pace: surrounds native calls.
         cache: where embeddings are kept.
-        source: path of the model's file.
 
     Attributes:
         num_encoded_total: images encoded so far.
         num_reused_total: places of images that found their embeddings there.
     """
 
-    def __init__(self, backend: Backend, vision: Vision, cache: PrefixCache, source: str) -> None:
+    def __init__(
+        self, backend: Backend, vision: Vision, scheduler: Scheduler, pace: Pace, cache: PrefixCache
+    ) -> None:
         self.num_encoded_total = 0
         self.num_reused_total = 0
         self._backend = backend
         self._vision = vision
         self._cache = cache
-        self._source = source
+        self._scheduler = scheduler
+        self._pace = pace
+        self._budget = SliceBudget(scheduler.limits.target_step_s)
         self._model = backend.capabilities.fingerprint
         self._namespace = Namespace(vision.fingerprint, adapter=_SPACE).digest
         self._job: _EncodeJob | None = None
@@ -99,9 +104,32 @@ class ImageEncoder:
 
     # ------------------------------------------------------------ questions
 
-    def has_work(self, running: Iterable[Sequence]) -> bool:
-        """Whether an image of theirs is to be encoded, or its embeddings can be given out."""
-        return any(not self._is_reading(span) for sequence in running for span in sequence.unencoded_images)
+    @property
+    def _running(self) -> Iterable[Sequence]:
+        return self._scheduler.slots.running
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an image is to be encoded, or embeddings can be given out."""
+        return any(
+            not self._is_reading(span) for sequence in self._running for span in sequence.unencoded_images
+        )
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether a slice would compute something."""
+        return self._job is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a running sequence can do nothing before an image is encoded."""
+        return any(sequence.awaits_image for sequence in self._running)
+
+    @property
+    def goes_first(self) -> bool:
+        """Whether all interactive sequences wait for images: steps of background would delay them."""
+        waiting = [each for each in self._running if not each.is_background]
+        return self.is_encoding and bool(waiting) and all(each.awaits_image for each in waiting)
 
     def stats(self) -> dict[str, float]:
         """Every counter."""
@@ -112,11 +140,15 @@ class ImageEncoder:
 
     # ------------------------------------------------------------ a turn
 
-    def tend(self, running: Iterable[Sequence], now: float) -> None:
-        """Give sequences the embeddings that are there, and choose what is encoded next."""
+    def tend(self, now: float) -> list[tuple[Sequence, StokerError]]:
+        """Give sequences the embeddings that are there, and choose what is encoded next.
+
+        Returns:
+            Sequences whose images have failed; the caller ends them.
+        """
         self._tidy()
         wanted: dict[bytes, _Wanted] = {}
-        for sequence in running:
+        for sequence in self._running:
             self._place(sequence, now)
             for span in sequence.unencoded_images:
                 wanted.setdefault(span.key, _Wanted(span)).sequences.append(sequence)
@@ -124,12 +156,40 @@ class ImageEncoder:
             self._join(self._job.image, wanted)
         else:
             self._choose(wanted, now)
+        failed, self._failed = self._failed, []
+        return failed
 
-    def run(self, budget_s: float, now: float) -> None:
-        """Encode for about so long."""
-        job = self._job
-        if job is None:
+    def encode(self, plan: StepPlan | None, took_s: float) -> None:
+        """Encode for a slice, after a step of `plan` that took so long; None: there was nothing to step."""
+        if self._job is None or not self.has_work:
             return
+        budget_s = self._time_after(plan, took_s)
+        if not budget_s:
+            return
+        begun_s = self._pace.now()
+        self._pace.begin(1)
+        try:
+            self._run(self._job, budget_s, begun_s)
+        finally:
+            self._pace.abandon()
+        self._budget.spent(self._pace.now() - begun_s)
+
+    def _time_after(self, plan: StepPlan | None, took_s: float) -> float:
+        """Seconds for a slice after that step; 0: not now."""
+        if plan is None or not _has_readers(plan):
+            self._budget.idle()
+        elif any(_is_of_image(part) for part in plan.parts):
+            return 0.0  # the step was the longer for another's image already
+        elif not self._scheduler.bursts.suits(took_s):
+            self._budget.stepped(took_s)
+        elif not self._scheduler.bursts.is_due:
+            return 0.0
+        else:
+            self._scheduler.bursts.taken()
+            self._budget.idle()
+        return self._budget.next_s()
+
+    def _run(self, job: _EncodeJob, budget_s: float, now: float) -> None:
         try:
             if not job.encoding.run(budget_s):
                 return
@@ -143,16 +203,6 @@ class ImageEncoder:
         self.num_encoded_total += 1
         self._fresh[job.image.span.key] = rows, job.image
         self._keep(job.image, rows, now)
-
-    @property
-    def is_encoding(self) -> bool:
-        """Whether a slice would compute something."""
-        return self._job is not None
-
-    def take_failed(self) -> list[tuple[Sequence, StokerError]]:
-        """Sequences whose images failed since the last call; the caller ends them."""
-        failed, self._failed = self._failed, []
-        return failed
 
     def close(self) -> None:
         """Give up what is being encoded; idempotent."""
@@ -208,7 +258,7 @@ class ImageEncoder:
         new = Entry(
             namespace=self._namespace,
             model=self._model,
-            source=self._source,
+            source=self._scheduler.limits.source,
             key=image.span.key,
             size_bytes=len(data),
             is_exact=True,
@@ -261,82 +311,6 @@ def _is_past(sequence: Sequence, key: bytes) -> bool:
     if sequence.state is SequenceState.DONE:
         return True
     return all(span.key != key or span.end <= sequence.num_computed for span in sequence.images)
-
-
-class ImageSteps:
-    """The slices of one model's images."""
-
-    def __init__(
-        self, backend: Backend, vision: Vision, scheduler: Scheduler, pace: Pace, cache: PrefixCache
-    ) -> None:
-        self._scheduler = scheduler
-        self._pace = pace
-        self._budget = SliceBudget(scheduler.limits.target_step_s)
-        self._image_encoder = ImageEncoder(backend, vision, cache, scheduler.limits.source)
-
-    def __repr__(self) -> str:
-        return f"<ImageSteps {self._image_encoder!r} {self._budget!r}>"
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a slice, or giving out embeddings, would do something."""
-        return self._image_encoder.has_work(self._scheduler.slots.running)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a running sequence can do nothing before an image is encoded."""
-        return any(sequence.awaits_image for sequence in self._scheduler.slots.running)
-
-    @property
-    def goes_first(self) -> bool:
-        """Whether all interactive sequences wait for images: steps of background would delay them."""
-        if not self._image_encoder.is_encoding:
-            return False
-        waiting = [each for each in self._scheduler.slots.running if not each.is_background]
-        return bool(waiting) and all(each.awaits_image for each in waiting)
-
-    def stats(self) -> dict[str, float]:
-        """Every counter."""
-        return self._image_encoder.stats()
-
-    def tend(self, now: float) -> list[tuple[Sequence, StokerError]]:
-        """Give out embeddings and choose what is encoded next; returns sequences whose images failed."""
-        self._image_encoder.tend(self._scheduler.slots.running, now)
-        return self._image_encoder.take_failed()
-
-    def look(self, plan: StepPlan | None, took_s: float) -> None:
-        """Encode for a slice, after a step of `plan` that took so long; None: there was nothing to step."""
-        if not (self.has_work and self._image_encoder.is_encoding):
-            return
-        budget_s = self._time_after(plan, took_s)
-        if not budget_s:
-            return
-        begun_s = self._pace.now()
-        self._pace.begin(1)
-        try:
-            self._image_encoder.run(budget_s, begun_s)
-        finally:
-            self._pace.abandon()
-        self._budget.spent(self._pace.now() - begun_s)
-
-    def _time_after(self, plan: StepPlan | None, took_s: float) -> float:
-        """Seconds for a slice after that step; 0: not now."""
-        if plan is None or not _has_readers(plan):
-            self._budget.idle()
-        elif any(_is_of_image(part) for part in plan.parts):
-            return 0.0  # the step was the longer for another's image already
-        elif not self._scheduler.bursts.suits(took_s):
-            self._budget.stepped(took_s)
-        elif not self._scheduler.bursts.is_due:
-            return 0.0
-        else:
-            self._scheduler.bursts.taken()
-            self._budget.idle()
-        return self._budget.next_s()
-
-    def close(self) -> None:
-        """Give up what is being encoded; idempotent."""
-        self._image_encoder.close()
 
 
 def _has_readers(plan: StepPlan) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.runners.apply_ops import carry_out
-from stoker.engine.runners.image_encoder import ImageSteps
+from stoker.engine.runners.image_encoder import ImageEncoder
 from stoker.engine.runners.oneshot import ChoiceSteps
 from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.status import model_info, slot_status
@@ -76,8 +76,8 @@ class SlotRunner:
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
         vision = backend.extensions.vision
-        self._image_steps = (
-            None if vision is None else ImageSteps(backend, vision, self.scheduler, pace, cache)
+        self._image_encoder = (
+            None if vision is None else ImageEncoder(backend, vision, self.scheduler, pace, cache)
         )
         self._speculator = Speculator(backend, self.scheduler, jobs.speculates, spec.speculation, pace.now)
         self._steps = StepRunner(backend, self.scheduler, jobs, self._speculator, pace, self._carry_out)
@@ -112,7 +112,7 @@ class SlotRunner:
         """Whether a turn would do something."""
         if self._steps.is_in_flight or any(queue.has_work for queue in self.queues):
             return True
-        return self._image_steps is not None and self._image_steps.has_work
+        return self._image_encoder is not None and self._image_encoder.has_work
 
     @property
     def has_people(self) -> bool:
@@ -168,7 +168,7 @@ class SlotRunner:
             "num_choosing": 0,
             "num_choosing_paused": 0,
         }
-        for part in (self.scheduler, self._image_steps, self._speculator, self._choices):
+        for part in (self.scheduler, self._image_encoder, self._speculator, self._choices):
             for name, value in part.stats().items() if part is not None else ():
                 counters[name] = counters.get(name, 0.0) + value
         return counters
@@ -217,8 +217,8 @@ class SlotRunner:
         self._steps.close()
         if self._choices is not None:
             self._choices.close()
-        if self._image_steps is not None:
-            self._image_steps.close()
+        if self._image_encoder is not None:
+            self._image_encoder.close()
         self.backend.close()
 
     # ------------------------------------------------------------ a turn
@@ -236,7 +236,7 @@ class SlotRunner:
 
     def step(self, now: float) -> None:
         """Plan one step over what runs, compute it and draw from its rows."""
-        images, choices = self._image_steps, self._choices
+        images, choices = self._image_encoder, self._choices
         if images is not None:
             self._fail(images.tend(now), now)
         has_readers = choices is not None and self.has_readers
@@ -251,7 +251,7 @@ class SlotRunner:
         took_s = self._pace.now() - now
         self._steps.deliver()
         if images is not None:
-            images.look(plan, took_s)
+            images.encode(plan, took_s)
         if choices is not None:
             choices.step(took_s, has_readers=has_readers)
 
