@@ -247,7 +247,7 @@ def test_a_text_may_fill_its_encoders_whole_context(make):
     """SPEC L5: it needs no token more than the text has, so a reload with as much is no conflict."""
     machine = make()
     machine.have("a", order=ENCODER)
-    n_ctx = machine.runner("a").n_ctx
+    n_ctx = machine.runner("a").backend.capabilities.n_ctx
     machine.loop._nap_until_s = float("inf")
     known = {"model": "a", "prompt": (65,) * n_ctx, **EMBED}
     machine.send(Submit(request_id="r", request=GenerateRequest(**known)))

@@ -9,7 +9,7 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.loop import EngineLoop
 from stoker.engine.runners.oneshot import OneShotRunner
-from stoker.engine.runners.status import waiting_status
+from stoker.engine.runners.status import model_info, waiting_status
 from stoker.engine.threads.pace import Pace
 from stoker.engine.threads.timer import StepTimer
 from stoker.errors import (
@@ -358,7 +358,7 @@ def test_who_is_held_back_waits_and_gives_no_work():
 def test_it_tells_what_it_is():
     """SPEC K7: class, width, pooling and limits; no cells, no slots, nothing to store."""
     house = House("fake:encoder=1,pooling=cls,weights_mib=3", num_slots=3)
-    info = house.runner.info()
+    info = model_info(house.runner)
     assert (info.model_class, info.pooling, info.n_embd) == ("encoder", "cls", N_EMBD)
     assert (info.n_ctx, info.num_slots, info.memory_bytes["weights"]) == (512, 16, 3 * 2**20)
     assert house.runner.num_cells == (0, 0)

@@ -125,7 +125,7 @@ class Placement:
 
     def settle(self, offer: Offer, runner: ModelRunner) -> Mapping[str, int]:
         """It is in memory: what it takes by line, entered in the ledger."""
-        lines = dict(offer.estimate.lines) | runner.memory()
+        lines = dict(offer.estimate.lines) | runner.backend.memory()
         for line, size_bytes in lines.items():
             self._ledger.add(line, size_bytes)
         self._cache.model_back(runner.prep.fingerprint)

@@ -361,7 +361,7 @@ class Residency:
 
     def _contexts(self, model: str, runner: ModelRunner | None) -> list[int]:
         """Tokens that each of its requests may come to hold; not known of one that is not tokenised yet."""
-        most = runner.n_ctx if runner is not None else 0
+        most = runner.backend.capabilities.n_ctx if runner is not None else 0
         jobs = [*self._jobs.placed(model), *self._jobs.pending(model)]
         return [job.num_context or most for job in jobs]
 
@@ -518,7 +518,7 @@ class Residency:
                 state=served.life,
                 stage=served.stage or stage,
                 fraction=1.0 if runner is not None else served.fraction,
-                info=runner.info() if runner is not None and not stage else None,
+                info=report.model_info(runner) if runner is not None and not stage else None,
                 error=None if error is None else error.info(),
                 reason=served.reason,
             )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from stoker.backends.protocol.scoring import LEAST_SLICE, ScoringLane
@@ -19,7 +18,6 @@ from stoker.engine.jobs.candidates import ScoringPass
 from stoker.engine.jobs.prepare import PrepContext
 from stoker.engine.runners.queue import OneShotQueue, shared_text
 from stoker.engine.runners.runner import Contender
-from stoker.engine.runners.status import model_info
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
     from stoker.engine.threads.pace import Pace
-    from stoker.ipc.model import ModelInfo, ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
     from stoker.kv.sequence import Sequence
@@ -139,11 +137,6 @@ class OneShotRunner:
         return False
 
     @property
-    def n_ctx(self) -> int:
-        """Tokens that one text may have."""
-        return self.backend.capabilities.n_ctx
-
-    @property
     def num_cells(self) -> tuple[int, int]:
         """It has none."""
         return 0, 0
@@ -159,16 +152,6 @@ class OneShotRunner:
     def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its queue is at its bound; `num_arriving` are on their way."""
         self.queue.check_queue(priority, num_arriving)
-
-    def info(self) -> ModelInfo:
-        """What was loaded and the limits that resulted."""
-        encoder = self.backend
-        info = model_info(self.spec, encoder, encoder.capabilities.num_sequences, self.degraded)
-        return msgspec.structs.replace(info, pooling=encoder.pooling, n_embd=encoder.n_embd)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes it takes, by line."""
-        return self.backend.memory()
 
     def stats(self) -> dict[str, float]:
         """Every counter, for status pages and bug reports."""
@@ -192,7 +175,7 @@ class OneShotRunner:
         self._jobs.place(job, self.queue, self, now)
 
     def _check(self, job: Job) -> None:
-        name, n_ctx = self.spec.id, self.n_ctx
+        name, n_ctx = self.spec.id, self.backend.capabilities.n_ctx
         wanted = job.request.state_output
         if wanted not in {StateOutput.EMBED, StateOutput.SCORE}:
             raise UnsupportedError(f"{name} is an encoder: it embeds texts and generates none", param="model")

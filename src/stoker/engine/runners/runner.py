@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from stoker.backends.protocol.backend import Backend
+    from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.prepare import PrepContext
     from stoker.engine.residency.loading import Load
-    from stoker.ipc.model import ModelInfo, ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
     from stoker.scheduler.throttle import Throttle
@@ -53,6 +55,11 @@ class ModelRunner(Protocol):
     # ------------------------------------------------------------ questions
 
     @property
+    def backend(self) -> Backend | Encoder:
+        """The loaded model."""
+        ...
+
+    @property
     def queues(self) -> tuple[JobQueue, ...]:
         """Where its requests wait and run."""
         ...
@@ -73,11 +80,6 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def n_ctx(self) -> int:
-        """Tokens that one request may hold."""
-        ...
-
-    @property
     def num_cells(self) -> tuple[int, int]:
         """Cells in all, and cells in use."""
         ...
@@ -92,14 +94,6 @@ class ModelRunner(Protocol):
 
     def check_queue(self, priority: Priority, num_arriving: int) -> None:
         """Raises QueueFullError when its queue is at its bound; `num_arriving` requests are on their way."""
-        ...
-
-    def info(self) -> ModelInfo:
-        """What was loaded and the limits that resulted."""
-        ...
-
-    def memory(self) -> dict[str, int]:
-        """Bytes it takes, by line."""
         ...
 
     def stats(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.image_encoder import ImageEncoder
 from stoker.engine.runners.oneshot import ChoiceSteps
 from stoker.engine.runners.runner import Contender
-from stoker.engine.runners.status import model_info, slot_status
+from stoker.engine.runners.status import slot_status
 from stoker.engine.runners.steps import StepRunner
 from stoker.errors import (
     SchedulerStalledError,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
     from stoker.engine.threads.pace import Pace
-    from stoker.ipc.model import ModelInfo, ModelSpec
+    from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
     from stoker.kv.ops import Parking, Schedule
@@ -131,11 +131,6 @@ class SlotRunner:
         return self.scheduler.allocator.has_unstored
 
     @property
-    def n_ctx(self) -> int:
-        """Tokens that one request may hold."""
-        return self.prep.n_ctx
-
-    @property
     def num_cells(self) -> tuple[int, int]:
         """Cells in all, and cells in use."""
         return self.scheduler.cells.total, self.scheduler.cells.used
@@ -152,14 +147,6 @@ class SlotRunner:
         """Raises QueueFullError when its queue is at its bound; `num_arriving` are on their way."""
         num_choosing = 0 if self._choices is None else len(self._choices.queue)
         self.scheduler.check_queue(priority, num_arriving + num_choosing)
-
-    def info(self) -> ModelInfo:
-        """What was loaded and the limits that resulted."""
-        return model_info(self.spec, self.backend, self.scheduler.limits.num_slots, self.degraded)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes it takes, by line."""
-        return self.backend.memory()
 
     def stats(self) -> dict[str, float]:
         """Every counter; what waits, is paused and has ended counts one-shot work too."""

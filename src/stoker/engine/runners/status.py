@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.jobs.table import Place, places
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import ModelStatus, SlotStatus, WaitStatus
@@ -11,13 +12,9 @@ from stoker.kv.sequence import SequenceState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from collections.abc import Sequence as Several
 
-    from stoker.backends.protocol.backend import Backend
-    from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.residency.catalogue import ServedModel
     from stoker.engine.runners.runner import ModelRunner
-    from stoker.ipc.model import ModelSpec
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.scheduler import Scheduler
 
@@ -89,11 +86,13 @@ def _story(sequence: Sequence, now: float) -> list[tuple[float, str]]:
     return [(round(now - at, 3), what) for at, what in sequence.story]
 
 
-def model_info(
-    spec: ModelSpec, backend: Backend | Encoder, num_slots: int, degraded: Several[str]
-) -> ModelInfo:
-    """What was loaded and the limits that resulted."""
+def model_info(runner: ModelRunner) -> ModelInfo:
+    """What was loaded and the limits that resulted (SPEC K7)."""
+    spec, backend = runner.spec, runner.backend
     limits, vocabulary, threads = backend.capabilities, backend.vocabulary, backend.extensions.threads
+    num_slots, pooling, n_embd = min(spec.num_slots, limits.num_sequences), "", 0
+    if isinstance(backend, Encoder):  # it has as many places as a call takes texts
+        num_slots, pooling, n_embd = limits.num_sequences, backend.pooling, backend.n_embd
     return ModelInfo(
         id=spec.id,
         path=spec.path,
@@ -119,6 +118,8 @@ def model_info(
         can_fork=limits.can_fork,
         has_vision=limits.has_vision,
         pairing=limits.pairing,
-        degraded=list(degraded),
+        degraded=list(runner.degraded),
         adapters=spec.adapters,
+        pooling=pooling,
+        n_embd=n_embd,
     )
