@@ -157,8 +157,8 @@ class House:
             (load_decoder, ModelSpec(id="chat", path="fake:", num_slots=4)),
             (load_encoder, ModelSpec(id="texts", path="fake:encoder=1", background_patience_s=5.0)),
         ):
-            offer = SimpleNamespace(spec=spec, degraded=())
-            runner = self.runners.add(SimpleNamespace(offer=offer), load(spec))
+            fitted = SimpleNamespace(spec=spec, degraded=())
+            runner = self.runners.add(SimpleNamespace(fitted=fitted), load(spec))
             cost = runner._cost if spec.id == "texts" else runner.scheduler.cost
             cost.learn = lambda *_: None  # the fake takes no time
             if spec.id == "texts":

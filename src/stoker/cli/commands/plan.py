@@ -1,7 +1,7 @@
 """`stoker plan`: whether a model would fit this machine, and in what form, without loading it (SPEC R2).
 
 Owns how the answer is shown and the exit code: 0 it can be loaded, 1 it cannot. The estimate is
-`models.memory_estimate.estimate`'s, the verdict `models.memory_estimate.fit`'s. No native library is touched.
+`models.memory_estimate.estimate`'s, the fit `models.memory_estimate.fit`'s. No native library is touched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_DOES_NOT_FIT = 1
 INSUFFICIENT = "insufficient"
-"""Beside the verdicts: it would fit, but not beside what is in use now."""
+"""Beside the words of a fit: it would fit, but not beside what is in use now."""
 
 _COLOURS = {"fits": "green", "tight": "yellow", "degraded": "yellow"}
 _MEANINGS = {
@@ -40,7 +40,7 @@ _MEANINGS = {
 class _Plan:
     """What is shown. `estimate` and `spec` are of the form it would be loaded in, else of the smallest."""
 
-    verdict: str
+    fit: str
     spec: ModelSpec
     estimate: Estimate
     budget: MemoryBudget
@@ -50,7 +50,7 @@ class _Plan:
 
     @property
     def can_load(self) -> bool:
-        return self.verdict in _COLOURS
+        return self.fit in _COLOURS
 
 
 def plan(
@@ -105,20 +105,20 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     tier = str(tier_of(profile.effective_bytes))
     estimate = open_model(spec.path).estimator()
     try:
-        offer = weigh(spec, estimate, budget)
+        fitted = weigh(spec, estimate, budget)
     except InsufficientMemoryError as error:
-        offer = smallest(spec, estimate)
-        verdict, reason = INSUFFICIENT, error.message
+        fitted = smallest(spec, estimate)
+        fit, reason = INSUFFICIENT, error.message
     else:
-        verdict = str(offer.verdict)
-        reason = _MEANINGS.get(verdict) or _why_too_large(offer.estimate, budget)
+        fit = str(fitted.fit)
+        reason = _MEANINGS.get(fit) or _why_too_large(fitted.estimate, budget)
     return _Plan(
-        verdict=verdict,
-        spec=offer.spec,
-        estimate=offer.estimate,
+        fit=fit,
+        spec=fitted.spec,
+        estimate=fitted.estimate,
         budget=budget,
         tier=tier,
-        degraded=offer.degraded,
+        degraded=fitted.degraded,
         reason=reason,
     )
 
@@ -164,7 +164,7 @@ def _as_record(found: _Plan) -> dict[str, object]:
     return {
         "model": found.spec.id,
         "path": found.spec.path,
-        "verdict": found.verdict,
+        "verdict": found.fit,
         "reason": found.reason,
         "degraded": list(found.degraded),
         "n_ctx": found.estimate.n_ctx,
@@ -199,8 +199,8 @@ def _show(found: _Plan) -> None:
     form = f"context {found.estimate.n_ctx}, slots {found.spec.num_slots}"
     console.print(f"[bold]{escape(found.spec.id)}[/] {escape(form)}")
     console.print(table)
-    colour = _COLOURS.get(found.verdict, "red")
-    console.print(f"[{colour}]{found.verdict}[/]: {escape(found.reason)}")
+    colour = _COLOURS.get(found.fit, "red")
+    console.print(f"[{colour}]{found.fit}[/]: {escape(found.reason)}")
     lead = "->" if found.can_load else "even with"
     for phrase in found.degraded:
         console.print(f"  {lead} {escape(phrase)}")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stoker.engine.inbox import LoadStop
     from stoker.engine.residency.catalogue import ServedModel
     from stoker.ipc.model import ModelSpec
-    from stoker.models.memory_estimate.fit import Estimator, Offer
+    from stoker.models.memory_estimate.fit import Estimator, FittedSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class Load:
         begun_s: when it was begun.
         is_reload: the model is in memory already and stays until the new one is (SPEC L5).
         estimator, fingerprint: what the file says; None before it was looked at.
-        offer: how it is loaded; None while it waits for room.
+        fitted: how it is loaded; None while it waits for room.
         look_s: when to look for room again.
         least_n_ctx: tokens of context that requests need which have begun on the model.
         stage: what it is at: header, waiting (for room) or weights.
@@ -38,7 +38,7 @@ class Load:
     is_reload: bool
     estimator: Estimator | None = None
     fingerprint: str = ""
-    offer: Offer | None = None
+    fitted: FittedSpec | None = None
     look_s: float = 0.0
     least_n_ctx: int = 0
     stage: str = ""
@@ -49,7 +49,7 @@ class Load:
     @property
     def waits_for_room(self) -> bool:
         """Whether it is known what it takes, and not begun yet."""
-        return self.estimator is not None and self.offer is None
+        return self.estimator is not None and self.fitted is None
 
     def told(self, stage: str, fraction: float) -> None:
         """It has come so far."""

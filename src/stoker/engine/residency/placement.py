@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stoker.ipc.model import ModelSpec
     from stoker.machine.ledger import Ledger
     from stoker.machine.monitor import Sample
-    from stoker.models.memory_estimate.fit import Offer
+    from stoker.models.memory_estimate.fit import FittedSpec
 
 RETRY_AFTER_S = 5.0
 
@@ -58,7 +58,7 @@ class Placement:
     def __repr__(self) -> str:
         return f"<Placement {self._ledger!r} margin {self._margin_bytes}>"
 
-    def weigh(self, load: Load, share: MemoryShare) -> tuple[Offer, int]:
+    def weigh(self, load: Load, share: MemoryShare) -> tuple[FittedSpec, int]:
         """How it can be had, and how many bytes are missing for that now (0 or less: none).
 
         It is cut down only if it would not fit as asked once everything else has gone that may.
@@ -79,13 +79,13 @@ class Placement:
             margin_bytes=self._margin_bytes,
         )
         try:
-            offer = weigh(
+            fitted = weigh(
                 _with_context(load.spec, load.least_n_ctx), load.estimator, budget, load.least_n_ctx
             )
         except InsufficientMemoryError as error:
             raise self._insufficient(error, free_bytes, evictable_bytes) from None
-        needed_bytes = offer.estimate.total_bytes
-        if offer.verdict is Fit.DEGRADED and not load.served.may_evict:
+        needed_bytes = fitted.estimate.total_bytes
+        if fitted.fit is Fit.DEGRADED and not load.served.may_evict:
             raise InsufficientMemoryError(  # it is loaded whole as soon as a request needs it
                 f"{load.spec.id} does not fit whole beside what is loaded",
                 needed=load.estimator(load.spec).total_bytes,
@@ -93,7 +93,7 @@ class Placement:
                 margin=self._margin_bytes,
                 evictable=evictable_bytes,
             )
-        if offer.verdict is Fit.TOO_LARGE:
+        if fitted.fit is Fit.TOO_LARGE:
             raise ModelTooLargeError(
                 f"{load.spec.id} needs {_mib(needed_bytes)} at the least; models may take"
                 f" {_mib(budget.limit_bytes)} here, of which {_mib(self._margin_bytes)} have to stay free",
@@ -103,7 +103,7 @@ class Placement:
                 free=free_bytes,
                 evictable=evictable_bytes,
             )
-        return offer, needed_bytes + self._margin_bytes - free_bytes
+        return fitted, needed_bytes + self._margin_bytes - free_bytes
 
     def _insufficient(
         self, error: InsufficientMemoryError, free_bytes: int, evictable_bytes: int
@@ -123,9 +123,9 @@ class Placement:
         """Drop stored prefixes, saved ones first; returns the bytes that freed."""
         return self._cache.shed(missing_bytes, now)
 
-    def settle(self, offer: Offer, runner: ModelRunner) -> Mapping[str, int]:
+    def settle(self, fitted: FittedSpec, runner: ModelRunner) -> Mapping[str, int]:
         """It is in memory: what it takes by line, entered in the ledger."""
-        lines = dict(offer.estimate.lines) | runner.backend.memory()
+        lines = dict(fitted.estimate.lines) | runner.backend.memory()
         for line, size_bytes in lines.items():
             self._ledger.add(line, size_bytes)
         self._cache.model_back(runner.prep.fingerprint)

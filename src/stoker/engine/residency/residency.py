@@ -331,15 +331,15 @@ class Residency:
             self._refuse(load.served, error, now)
             return
         try:
-            offer, missing_bytes = self._placement.weigh(load, share)
+            fitted, missing_bytes = self._placement.weigh(load, share)
         except StokerError as error:
             self._refuse(load.served, error, now)
             return
         if missing_bytes <= 0:
-            load.offer = offer
+            load.fitted = fitted
             self._call_off(load.spec.id)
             self._come_to(load, "weights")
-            self._workers.load(load.stop, offer.spec, is_suspect=load.served.is_suspect)
+            self._workers.load(load.stop, fitted.spec, is_suspect=load.served.is_suspect)
             return
         if load.stage != "waiting":
             self._come_to(load, "waiting")
@@ -380,8 +380,8 @@ class Residency:
         self._jobs.evacuate_waiting(served.spec.id, reason, now)
 
     def _take_in(self, load: Load, backend: Backend | Encoder, now: float) -> None:
-        served, offer = load.served, load.offer
-        assert offer is not None, f"{load!r} was loaded without an offer"
+        served, fitted = load.served, load.fitted
+        assert fitted is not None, f"{load!r} was loaded without a fit"
         if error := self._conflict(load.spec, backend.capabilities.n_ctx):  # of those that came meanwhile
             backend.close()
             self._refuse(served, error, now)
@@ -393,7 +393,7 @@ class Residency:
         runner = self._runners.add(load, backend)
         if not load.is_reload:
             served.move(ModelLife.READY)
-        served.size = self._placement.settle(offer, runner)
+        served.size = self._placement.settle(fitted, runner)
         served.degraded = runner.degraded
         served.used_s = served.loaded_s = now
         served.load_took_s, served.error = now - load.begun_s, None

@@ -43,7 +43,7 @@ class Workers:
 
     Args:
         inbox: where results are posted.
-        cache_dir: verdicts on native code.
+        cache_dir: results of smoke decodes.
         devices: takes the lease of what a model is loaded on.
         max_prepare_s: how long preparing one request may take.
     """

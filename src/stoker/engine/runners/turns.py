@@ -143,14 +143,14 @@ class Runners:
 
     def add(self, load: Load, backend: Backend | Encoder) -> ModelRunner:
         """Take a loaded model in."""
-        assert load.offer is not None, f"{load!r} was loaded without an offer"
-        spec = load.offer.spec
+        assert load.fitted is not None, f"{load!r} was loaded without a fit"
+        spec = load.fitted.spec
         runner: ModelRunner
         if isinstance(backend, Encoder):
             runner = OneShotRunner(spec, backend, self._pace, self._jobs)
         else:
             runner = SlotRunner(spec, backend, self._pace, self._cache, self._jobs)
-        runner.load, runner.degraded = load, load.offer.degraded
+        runner.load, runner.degraded = load, load.fitted.degraded
         runner.hold_back(self._throttle)
         self._models[runner.spec.id] = runner
         return runner

@@ -1,6 +1,6 @@
 """Whether a model fits, and what it is given less of so that it does (SPEC R1, R2).
 
-Owns the words for it (estimate, budget, offer) and the order in which a model is cut down. How much a model
+Owns the words for it (estimate, budget, fit) and the order in which a model is cut down. How much a model
 takes is an `Estimator`'s business, how much is free its caller's; nothing here measures or loads.
 """
 
@@ -87,28 +87,28 @@ class MemoryBudget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class FittedSpec:
     """How a model can be had.
 
     Attributes:
-        verdict: how it fits.
+        fit: how it fits.
         spec: as it is to be loaded; of a model that is too large the smallest form of it.
         estimate: what that takes.
         degraded: what it gets less of than was asked for, for people.
     """
 
-    verdict: Fit
+    fit: Fit
     spec: ModelSpec
     estimate: Estimate
     degraded: tuple[str, ...] = ()
 
 
-def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ctx: int = 0) -> Offer:
+def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ctx: int = 0) -> FittedSpec:
     """How `spec` can be had within `budget`, with a context of `least_n_ctx` tokens or more.
 
     First the context is made shorter, then cells are quantised (with as long a context as then fits), then
     there are fewer slots. Leaving layers on the host where an accelerator is short of memory would be the
-    last step (SPEC R2, partial offload): a spec has no field for it yet, so it is not offered.
+    last step (SPEC R2, partial offload): a spec has no field for it yet, so it is not done.
 
     Raises:
         InsufficientMemoryError: it would fit the machine, but not now; details carry `needed` (of its
@@ -116,12 +116,12 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
     """
     asked = estimate(spec)
     if asked.total_bytes <= budget.room_bytes:
-        verdict = Fit.TIGHT if budget.is_tight(asked.total_bytes) else Fit.FITS
-        return Offer(verdict=verdict, spec=spec, estimate=asked)
+        fit = Fit.TIGHT if budget.is_tight(asked.total_bytes) else Fit.FITS
+        return FittedSpec(fit=fit, spec=spec, estimate=asked)
     for smaller in smaller_forms(spec, asked, least_n_ctx):
         found = estimate(smaller)
         if found.total_bytes <= budget.room_bytes:
-            return _offer(Fit.DEGRADED, spec, asked, smaller, found)
+            return _fitted(Fit.DEGRADED, spec, asked, smaller, found)
     least = smallest(spec, estimate, least_n_ctx)
     needed = least.estimate.total_bytes
     if needed > budget.most_bytes:
@@ -135,12 +135,12 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
     )
 
 
-def smallest(spec: ModelSpec, estimate: Estimator, least_n_ctx: int = 0) -> Offer:
-    """The form of `spec` that takes least, as what is offered where not even that fits."""
+def smallest(spec: ModelSpec, estimate: Estimator, least_n_ctx: int = 0) -> FittedSpec:
+    """The form of `spec` that takes least, for where not even that fits."""
     asked = estimate(spec)
     forms = (spec, *smaller_forms(spec, asked, least_n_ctx))
     smaller, least = min(((form, estimate(form)) for form in forms), key=lambda pair: pair[1].total_bytes)
-    return _offer(Fit.TOO_LARGE, spec, asked, smaller, least)
+    return _fitted(Fit.TOO_LARGE, spec, asked, smaller, least)
 
 
 def smaller_forms(spec: ModelSpec, asked: Estimate, least_n_ctx: int = 0) -> Iterator[ModelSpec]:
@@ -167,7 +167,7 @@ def _pools(spec: ModelSpec, asked: Estimate) -> Iterator[int]:
         yield n_ctx
 
 
-def _offer(verdict: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, found: Estimate) -> Offer:
+def _fitted(fit: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, found: Estimate) -> FittedSpec:
     phrases = []
     if smaller.pool_cells != spec.pool_cells:
         sizes = found.n_ctx or smaller.pool_cells, asked.n_ctx or spec.pool_cells
@@ -177,7 +177,7 @@ def _offer(verdict: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, f
     if smaller.num_slots != spec.num_slots:
         noun = "slot" if smaller.num_slots == 1 else "slots"
         phrases.append(f"{smaller.num_slots} {noun} instead of {spec.num_slots}")
-    return Offer(verdict=verdict, spec=smaller, estimate=found, degraded=tuple(phrases))
+    return FittedSpec(fit=fit, spec=smaller, estimate=found, degraded=tuple(phrases))
 
 
 def text_of(size_bytes: int) -> str:
