@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.chat.conversation import NO_TOOLS, ToolOffer
-from stoker.chat.layout import lay_out
+from stoker.chat.conversation import NO_TOOLS, ToolOffer, lay_out
 from stoker.ipc.model import ModelInfo
 from stoker.tasks.chat import ChatPlan, chat_job, planned
 

@@ -14,9 +14,9 @@ from PIL import Image as Pillow
 
 from pictures import encoded, plain, uri
 from stoker.errors import InvalidRequestError
-from stoker.images import fetch
+from stoker.images import sources
+from stoker.images.decode import ImageLimits
 from stoker.images.formats import format_of
-from stoker.images.limits import ImageLimits
 from stoker.images.sources import read_reference
 
 PNG = plain()
@@ -174,7 +174,7 @@ def as_public(monkeypatch):
         return real(host, *args, **how)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(fetch, "_is_public", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(sources, "_is_public", lambda address: address == "127.0.0.1")
 
 
 def test_nothing_is_fetched_unless_it_is_allowed(site):

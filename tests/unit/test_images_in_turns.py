@@ -15,8 +15,8 @@ from planning import planned_chat
 from stoker.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stoker.images import Image
 from stoker.images import intake as intake_module
+from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
-from stoker.images.limits import ImageLimits
 from stoker.images.turns import Given, illustrated, with_images
 from stoker.ipc.request import IMAGE_MARKER as HERE
 

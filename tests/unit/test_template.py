@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stoker.chat.layout import Conversation, Layout
+from stoker.chat.conversation import Conversation, Layout
 from stoker.chat.sandbox import MAX_TEMPLATE_CHARS
 from stoker.chat.template import ChatTemplate, RenderOptions
 from stoker.client.worker.jobs import RenderChat

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.chat.layout import Conversation, Layout
+from stoker.chat.conversation import Conversation, Layout
 from stoker.client.worker.jobs import RenderChat
 from stoker.client.worker.pool import WorkerPool
 from stoker.tasks.chat import offer_of

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stoker import Runtime
-from stoker.chat.layout import Conversation, Layout
+from stoker.chat.conversation import Conversation, Layout
 from stoker.client.worker.jobs import RenderChat, TranslateGrammar
 from stoker.client.worker.pool import Bounds, WorkerPool, WorkerProcess
 from stoker.errors import (

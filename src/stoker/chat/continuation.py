@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.chat.parts import text_of
 from stoker.chat.reasoning import WHITE, ReasoningTags, is_opened_by, reasoning_of
-from stoker.chat.system_turns import LayOut, accepted
+from stoker.chat.template import LayOut, accepted, text_of
 from stoker.errors import InvalidRequestError
 
 _MARK = "StokerGoesOnHere"

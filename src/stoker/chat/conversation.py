@@ -1,19 +1,20 @@
-"""One turn of a conversation prepared: what the template gets, what the answer must be, how it is read.
+"""A conversation laid out: from messages, tools and a template to a prompt, and how its answer is read.
 
-Owns the order of these steps only; each is a module of its own. Rendering and running are others' business.
+Owns the order of the steps; each is a module of its own. What goes in and comes out are values of JSON, so
+that a worker process can do it: a template is a stranger's program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.chat.answer import AnswerForm
-from stoker.chat.continuation import Continuation
+from stoker.chat.continuation import Continuation, continuation_of
 from stoker.chat.reasoning import is_opened_by, reasoning_tags_of, strip_reasoning
-from stoker.chat.system_turns import LayOut, accepted
+from stoker.chat.template import LayOut, accepted, template_of
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS, forced_calls
 from stoker.chat.tools.formats import tool_syntax_of
 from stoker.chat.tools.history import TemplateInput, template_input
@@ -35,6 +36,29 @@ class ToolOffer:
     choice: ToolChoice = AUTO
     max_calls: int = MAX_FORCED_CALLS
     left_out: tuple[LeftOut, ...] = ()
+
+
+NO_TOOLS = ToolOffer()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a prompt is made of.
+
+    Attributes:
+        messages: in OpenAI's form; contents as text or parts.
+        offer: of tools.
+        template: Jinja source; None: the model brings none.
+        bos_text, eos_text: the model's special tokens as text.
+        args: further variables of the template, and `continue_final_message`.
+    """
+
+    messages: list[dict[str, Any]]
+    offer: ToolOffer = NO_TOOLS
+    template: str | None = None
+    bos_text: str = ""
+    eos_text: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +127,6 @@ class PreparedTurn:
         )
 
 
-NO_TOOLS = ToolOffer()
-
-
 def prepared_turn(
     messages: Sequence[Mapping[str, Any]],
     template: str | None,
@@ -144,3 +165,18 @@ def prepared_turn(
         _form=AnswerForm(syntax if tools else None, tuple(tool.name for tool in tools), tags),
         _continuation=continuation,
     )
+
+
+def lay_out(conversation: Conversation) -> Layout:
+    """The prompt, and what goes with it.
+
+    Raises:
+        InvalidRequestError: the template refuses or fails on the messages, or a call in them is malformed.
+        UnsupportedError: the template itself is broken.
+    """
+    args = dict(conversation.args)
+    continuation = continuation_of(conversation.messages, args)
+    turn = prepared_turn(conversation.messages, conversation.template, conversation.offer, continuation)
+    args |= {"tools": turn.tools} if turn.tools else {}
+    template = template_of(conversation.template, conversation.bos_text, conversation.eos_text)
+    return turn.laid_out(lambda messages, /, **changes: template.render(messages, **(args | changes)))

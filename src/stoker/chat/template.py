@@ -2,25 +2,25 @@
 
 Owns the variables a template gets and the meaning of its errors. What a template may reach is bounded by
 `stoker.chat.sandbox`, time and memory by the worker process that it runs in. A model without a template gets
-ChatML, a format that it may not know. The tokenizer makes tokens of the text; a rendered
-prompt already holds its special tokens.
+ChatML, a format that it may not know. The tokenizer makes tokens of the text; a rendered prompt already holds
+its special tokens. Gemma's and Mistral's first templates know no system turn, others none but the first:
+their text becomes part of the user's next turn. Which form a template takes is found by rendering it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from stoker.chat.parts import text_of
 from stoker.chat.sandbox import MAX_PROMPT_CHARS, MAX_TEMPLATE_CHARS, RenderBudget, TemplateEnvironment
 from stoker.errors import InvalidRequestError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from jinja2 import Template
 
 CHATML = (
@@ -165,3 +165,69 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 def template_of(source: str | None, bos_text: str, eos_text: str) -> ChatTemplate:
     """The template of a model, compiled once. Raises what `ChatTemplate` raises."""
     return ChatTemplate(source, bos_text=bos_text, eos_text=eos_text)
+
+
+def text_of(content: Any) -> str:
+    """The text of a turn's content: of a list that of its parts, nothing of what is no text.
+
+    Each part stands on a line of its own, as with vLLM and llama-server: clients cut a content where a line
+    ends, and joined without one two sentences would share a word.
+    """
+    if isinstance(content, list | tuple):
+        return "\n".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+# ---------------------------------------------------------------- system turns
+
+
+class LayOut(Protocol):
+    """Renders a conversation."""
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], /, **changes: Any) -> str:
+        """The prompt; `changes` are template variables that replace others. Raises InvalidRequestError."""
+
+
+def accepted(messages: Sequence[Mapping[str, Any]], lay_out: LayOut, **changes: Any) -> str:
+    """The prompt of the first form of the conversation that the template takes.
+
+    Raises:
+        InvalidRequestError: it takes none; what it says of the conversation as it was given.
+    """
+    try:
+        return lay_out(messages, **changes)
+    except InvalidRequestError:
+        for folded in _folded_forms(messages):
+            with contextlib.suppress(InvalidRequestError):
+                return lay_out(folded, **changes)
+        raise
+
+
+def _folded_forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """First without system turns behind the beginning, then without any."""
+    systems = [index for index, message in enumerate(messages) if message.get("role") == "system"]
+    if systems and systems != [0]:
+        begins = systems[0] == 0
+        yield [*messages[:begins], *_folded(messages[begins:])]
+    if systems and systems[0] == 0:
+        yield _folded(messages)
+
+
+def _folded(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    turns: list[Mapping[str, Any]] = []
+    told: list[str] = []
+    for message in messages:
+        if message.get("role") == "system":
+            told.append(text_of(message.get("content")))
+        elif told and message.get("role") == "user":
+            turns.append({**message, "content": _behind(told, message.get("content"))})
+            told = []
+        else:
+            turns.append(message)
+    return [*turns, {"role": "user", "content": _behind(told, None)}] if told else turns
+
+
+def _behind(told: Sequence[str], content: Any) -> Any:
+    if isinstance(content, list):
+        return [*({"type": "text", "text": text} for text in told), *content]
+    return "\n\n".join(text for text in (*told, content) if text)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.chat.layout import Layout
+from stoker.chat.conversation import Layout
 from stoker.client.event_bus import EventBus
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import EngineState
@@ -26,8 +26,8 @@ from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
 from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutError
+from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
-from stoker.images.limits import ImageLimits
 from stoker.ipc.constraint import NativeGrammar
 from stoker.ipc.status import EngineHealth
 

@@ -17,8 +17,7 @@ from typing import Any
 from PIL import Image as Pillow
 
 from stoker.errors import InvalidRequestError
-from stoker.images.decode import ImageReport, decoded, rendered
-from stoker.images.limits import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits
+from stoker.images.decode import DEFAULT_EDGE_PX, DEFAULT_LIMITS, ImageLimits, ImageReport, decoded, rendered
 from stoker.images.sources import Encoded, read_reference
 from stoker.ipc.request import Picture
 

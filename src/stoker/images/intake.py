@@ -13,9 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from stoker.errors import InvalidRequestError, NotReadyError
-from stoker.images.decode import ImageReport, decoded
+from stoker.images.decode import DEFAULT_LIMITS, ImageLimits, ImageReport, decoded
 from stoker.images.image import Image
-from stoker.images.limits import DEFAULT_LIMITS, ImageLimits
 from stoker.images.sources import Encoded, is_web, read_reference
 from stoker.ipc.request import Picture
 from stoker.machine.malloc import give_back

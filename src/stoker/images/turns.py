@@ -146,7 +146,7 @@ class _Turn:
         num_written = self._num_written
         stand_in = "" if num_written else IMAGE_MARKER
         text = "".join(
-            "\n".join(map(str, run)) if is_text else stand_in * len(list(run))  # as `stoker.chat.parts` joins
+            "\n".join(map(str, run)) if is_text else stand_in * len(list(run))  # as `text_of` joins
             for is_text, run in groupby(self.pieces, lambda piece: isinstance(piece, str))
         )
         missing = len(self.images) - num_written if num_written else 0

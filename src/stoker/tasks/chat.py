@@ -27,8 +27,7 @@ from stoker.chat.answer_events import (
     Content,
     Reasoning,
 )
-from stoker.chat.conversation import NO_TOOLS, Layout, ToolOffer
-from stoker.chat.layout import Conversation
+from stoker.chat.conversation import NO_TOOLS, Conversation, Layout, ToolOffer
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS
 from stoker.chat.tools.tools import ChoiceMode, LeftOut, checked_choice, checked_toolset
 from stoker.client.requests.stream import TextDelta, ToolCall

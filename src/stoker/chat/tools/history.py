@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.chat.parts import text_of
+from stoker.chat.template import text_of
 from stoker.chat.tools.formats import LLAMA3, MISTRAL, MISTRAL_ARGS, ToolSyntax
 from stoker.chat.tools.tools import Tool
 from stoker.errors import InvalidRequestError

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from stoker.chat.layout import Conversation, Layout, lay_out
+from stoker.chat.conversation import Conversation, Layout, lay_out
 from stoker.ipc.constraint import Constraint, NativeGrammar
 
 MAX_BODY_BYTES = 256 * 1024**2
