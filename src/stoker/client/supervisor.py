@@ -33,10 +33,8 @@ from stoker.ipc.status import EngineHealth, EngineStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from stoker.client.models.loading import ModelLoading
     from stoker.client.models.specs import ModelSource
     from stoker.client.requests.record import RequestRecord
-    from stoker.client.requests.requests import Requests
     from stoker.errors import StokerError
 
 log = logging.getLogger(__name__)
@@ -57,6 +55,12 @@ class EngineSupervisor:
         bus: gets what happens.
         table: of requests; None: one without files, whose requests end with this program.
         new_transport: makes the transport of each engine; None: of child processes.
+
+    Attributes:
+        registry: the models.
+        requests: the live ones, and groups of them.
+        loads: loads and unloads of models.
+        num_restarts: engines that ended without being asked to.
     """
 
     def __init__(
@@ -75,11 +79,13 @@ class EngineSupervisor:
         self._lifecycle = Lifecycle(bus.engine_moved)
         self.registry = ModelRegistry(source.served)
         self._dispatcher = Dispatcher(self._table, self.registry, source, bus)
+        self.requests = self._dispatcher.requests
+        self.loads = self._dispatcher.loads
+        self.num_restarts = 0
         self._suspension = Suspension()
         self._backoff = Backoff()
         self._oom = OomCounter()
         self._instance: EngineInstance | None = None
-        self._num_restarts = 0
         self._num_failed_starts = 0
         self._last_exit = ""  # why the engine is not there
         self._next_start_s: float | None = None
@@ -115,19 +121,9 @@ class EngineSupervisor:
         return self._suspension.is_wanted and not self._is_closed
 
     @property
-    def has_engine(self) -> bool:
-        """Whether an engine serves now and is to go on serving."""
-        return self._dispatcher.has_engine
-
-    @property
     def pid(self) -> int:
         """The engine's process, or that of the last one; 0 before the first."""
         return self._instance.pid if self._instance else 0
-
-    @property
-    def num_restarts(self) -> int:
-        """Engines that ended without being asked to."""
-        return self._num_restarts
 
     def health(self) -> EngineHealth:
         """Whether an engine serves, or what is done about it."""
@@ -153,16 +149,6 @@ class EngineSupervisor:
         is_failing = self._is_failing and self.state is not EngineState.SUSPENDED
         return "failing" if is_failing else str(self.state)
 
-    @property
-    def requests(self) -> Requests:
-        """The live requests and groups of them."""
-        return self._dispatcher.requests
-
-    @property
-    def loads(self) -> ModelLoading:
-        """Loads and unloads of models."""
-        return self._dispatcher.loads
-
     async def status(self) -> RuntimeStatus:
         """What `/v1/runtime` shows; the engine's part is empty where none serves or answers in time."""
         engine = await self._engine_status()
@@ -170,7 +156,7 @@ class EngineSupervisor:
         return RuntimeStatus(
             pid=self.pid,
             state=self.state.value,
-            restarts=self._num_restarts,
+            restarts=self.num_restarts,
             label=default.label if default else "",
             threads=engine.num_threads or (default.num_threads if default else 0),
             engine=engine,
@@ -179,7 +165,7 @@ class EngineSupervisor:
         )
 
     async def _engine_status(self) -> EngineStatus:
-        if not self.has_engine:
+        if not self._dispatcher.has_engine:
             await asyncio.sleep(0)  # a caller that polls must not keep the engine from starting
             return _NO_STATUS
         try:
@@ -190,7 +176,7 @@ class EngineSupervisor:
 
     def stats(self) -> dict[str, int]:
         """What waits now, and restarts so far."""
-        return {**self._dispatcher.stats(), "num_restarts": self._num_restarts}
+        return {**self._dispatcher.stats(), "num_restarts": self.num_restarts}
 
     # ------------------------------------------------------------ start and end
 
@@ -315,7 +301,7 @@ class EngineSupervisor:
             instance.send(known)
         await instance.load_due(self.registry, skips_suspects=self._has_served)
         if self.state is EngineState.STARTING and (failure := self.registry.start_failure()):
-            self._fail_start(failure)
+            self._answer_start(error_from_info(failure))
         elif not instance.is_leaving:
             self._serve(instance)
 
@@ -323,8 +309,7 @@ class EngineSupervisor:
         instance.begin_serving()
         self._has_served = True
         self._lifecycle.move(EngineState.SERVING, f"pid {instance.pid}")
-        if self._started and not self._started.done():
-            self._started.set_result(None)
+        self._answer_start(None)
         self._dispatcher.serve()
         for suspect in self.registry.suspects_due():  # only now: the other models are served meanwhile
             instance.send(suspect)
@@ -335,7 +320,7 @@ class EngineSupervisor:
 
     def _take_exit(self, instance: EngineInstance, ended: EngineExit, delay_s: float) -> None:
         """Charge, report and answer for an exit that was not asked for."""
-        self._num_restarts += 1
+        self.num_restarts += 1
         self._last_exit = ended.reason
         if not instance.is_up and ended.is_blamable:
             self._num_failed_starts += 1
@@ -353,18 +338,21 @@ class EngineSupervisor:
         if self._is_failing:
             self._give_up(ended)
         elif self.state is EngineState.STARTING and (failure := self.registry.start_failure()):
-            self._fail_start(failure)
+            self._answer_start(error_from_info(failure))
 
-    def _fail_start(self, failure: ErrorInfo) -> None:
-        """Have `start` raise the error of a model and close."""
-        if self._started and not self._started.done():
-            self._started.set_exception(error_from_info(failure))
+    def _answer_start(self, error: StokerError | None) -> None:
+        """Have `start` return, or close and raise the error; once."""
+        if self._started is None or self._started.done():
+            return
+        if error is None:
+            self._started.set_result(None)
+        else:
+            self._started.set_exception(error)
 
     def _give_up(self, ended: EngineExit) -> None:
         """Fail everything that waits: the engine does not come up, though further starts are tried."""
         error = self._setup_error(ended.reason)
-        if self._started and not self._started.done():
-            self._started.set_exception(error)
+        self._answer_start(error)
         self._dispatcher.fail_all(error)
         self._suspension.ring()
 
@@ -390,8 +378,7 @@ class EngineSupervisor:
         else:
             self.requests.close(error)
         self._dispatcher.fail_all(error)
-        if self._started and not self._started.done():
-            self._started.set_exception(error)
+        self._answer_start(error)
 
     async def _tick(self) -> None:
         """Find what no message announces: a hung engine, a deadline that passes without an engine."""

@@ -225,21 +225,21 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     path: str
-    label: str
-    model_class: str
-    architecture: str
-    description: str
-    num_params: int
-    size_bytes: int
-    n_vocab: int
+    label: str = ""
+    model_class: str = ""
+    architecture: str = ""
+    description: str = ""
+    num_params: int = 0
+    size_bytes: int = 0
+    n_vocab: int = 0
     n_ctx: int
-    n_ctx_train: int
+    n_ctx_train: int = 0
     n_batch: int
     num_slots: int
     num_threads: int
     kv_type: str
-    flash_attention: str
-    memory_bytes: dict[str, int]
+    flash_attention: str = ""
+    memory_bytes: dict[str, int] = {}
     chat_template: str | None = None
     bos_text: str = ""
     eos_text: str = ""
@@ -259,21 +259,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             id=spec.id,
             path=spec.path,
-            label="",
-            model_class="",
-            architecture="",
-            description="",
-            num_params=0,
-            size_bytes=0,
-            n_vocab=0,
             n_ctx=spec.most_tokens,
-            n_ctx_train=0,
             n_batch=spec.n_batch,
             num_slots=spec.num_slots,
             num_threads=spec.num_threads,
             kv_type=spec.kv_type,
-            flash_attention="",
-            memory_bytes={},
         )
 
     @property

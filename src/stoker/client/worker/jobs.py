@@ -65,10 +65,10 @@ class TranslateGrammar(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return "make it smaller or less recursive"
 
 
-Job: TypeAlias = RenderChat | TranslateGrammar
+WorkerJob: TypeAlias = RenderChat | TranslateGrammar
 
 
-def do(job: Job) -> Layout | NativeGrammar:
+def do(job: WorkerJob) -> Layout | NativeGrammar:
     """The answer to a job. Raises whatever the work raises."""
     match job:
         case RenderChat(conversation=conversation):

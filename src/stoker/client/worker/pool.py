@@ -39,7 +39,7 @@ from stoker.errors import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stoker.client.worker.jobs import Job
+    from stoker.client.worker.jobs import WorkerJob
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ DEFAULT = Bounds()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task(Generic[T]):
-    job: Job
+    job: WorkerJob
     answer: type[T]
     group: str
     future: Future[T]
@@ -218,7 +218,7 @@ class _WorkerPlace:
                 raise NotReadyError("the runtime is closed")
         return self._process
 
-    def do(self, job: Job, answer: type[T]) -> T:
+    def do(self, job: WorkerJob, answer: type[T]) -> T:
         """The answer to a job, of that type. Raises what `WorkerPool.run` raises."""
         kind, body = _encoded(job)
         for _ in range(NUM_ATTEMPTS):
@@ -291,7 +291,7 @@ class WorkerPool:
                 with contextlib.suppress(NotReadyError):  # the first job tries again, and gets the error
                     self._open_place()
 
-    def submit(self, job: Job, answer: type[T], *, group: str = "") -> Future[T]:
+    def submit(self, job: WorkerJob, answer: type[T], *, group: str = "") -> Future[T]:
         """Have a job done; cancelling the future takes it out of the queue.
 
         Args:
@@ -324,7 +324,7 @@ class WorkerPool:
             self._changed.notify()
         return task.future
 
-    def run(self, job: Job, answer: type[T], *, group: str = "") -> T:
+    def run(self, job: WorkerJob, answer: type[T], *, group: str = "") -> T:
         """The answer to a job, waited for by blocking. Arguments and errors are those of `submit`.
 
         Raises:
@@ -335,7 +335,7 @@ class WorkerPool:
         """
         return self.submit(job, answer, group=group).result()
 
-    async def answer(self, job: Job, answer: type[T], *, group: str = "") -> T:
+    async def answer(self, job: WorkerJob, answer: type[T], *, group: str = "") -> T:
         """The answer to a job; arguments and errors are those of `run`."""
         return await asyncio.wrap_future(self.submit(job, answer, group=group))
 
@@ -421,7 +421,7 @@ def _do(task: _Task[Any], place: _WorkerPlace) -> None:
         task.future.set_exception(EngineError(f"{type(error).__name__}: {error}"))
 
 
-def _encoded(job: Job) -> tuple[FrameKind, bytes]:
+def _encoded(job: WorkerJob) -> tuple[FrameKind, bytes]:
     try:
         try:
             kind, body = FrameKind.JOB, msgspec.msgpack.encode(job)

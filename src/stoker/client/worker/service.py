@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from stoker.client.worker.jobs import FrameError, FrameKind, Job, do, receive, send
+from stoker.client.worker.jobs import FrameError, FrameKind, WorkerJob, do, receive, send
 from stoker.errors import EngineError, StokerError, WorkLimitError
 
 try:
@@ -28,9 +28,9 @@ _RETIRE_BYTES = 64 * 1024**2
 """A process that holds this much after an answer ends, as that is the only way to give it all back."""
 _STATM = Path("/proc/self/statm")
 
-_decode: dict[FrameKind, Callable[[bytearray], Job]] = {
-    FrameKind.JOB: msgspec.msgpack.Decoder(Job).decode,
-    FrameKind.JSON_JOB: msgspec.json.Decoder(Job).decode,
+_decode: dict[FrameKind, Callable[[bytearray], WorkerJob]] = {
+    FrameKind.JOB: msgspec.msgpack.Decoder(WorkerJob).decode,
+    FrameKind.JSON_JOB: msgspec.json.Decoder(WorkerJob).decode,
 }
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -66,7 +66,7 @@ def _answer(kind: FrameKind, body: bytearray, max_bytes: int) -> tuple[FrameKind
     return FrameKind.ERROR, _encode(_too_much(job, max_bytes).info())
 
 
-def _too_much(job: Job | None, max_bytes: int) -> WorkLimitError:
+def _too_much(job: WorkerJob | None, max_bytes: int) -> WorkLimitError:
     text = f"needs more than {max_bytes // 1024**2} MiB of memory and was stopped"
     if job is None:
         return WorkLimitError(f"reading the request {text}; shorten it", limit_bytes=max_bytes)
