@@ -59,7 +59,7 @@ FAULTS = {
 
 
 class Faulty:
-    """Makes carriers whose start is refused `what`, as often as `num_faults` says."""
+    """Makes transports whose start is refused `what`, as often as `num_faults` says."""
 
     def __init__(self, what: str, num_faults: int) -> None:
         self.owner, self.name, self.error = FAULTS[what]
@@ -67,7 +67,7 @@ class Faulty:
         self.num_starts = 0
 
     def __call__(self, settings: EngineSettings) -> Transport:
-        """The carrier of the next life."""
+        """The transport of the next engine."""
         transport = in_process(settings)
         start = transport.start
 
@@ -133,7 +133,7 @@ async def test_a_connection_that_cannot_be_made_ends_the_child_that_was_started(
 async def test_an_engine_thread_that_cannot_be_started_is_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """L3, L9: the same by the other carrier."""
+    """L3, L9: the same by the other transport."""
     transport = ThreadTransport(EngineSettings(), EngineInThread)
     monkeypatch.setattr(threading.Thread, "start", refuse(RuntimeError("can't start new thread")))
     with pytest.raises(MachineSetupError, match="can't start new thread"):
@@ -194,7 +194,7 @@ def test_a_reserve_is_filled_as_far_as_there_are_descriptors() -> None:
 
 
 async def test_an_engine_that_does_not_start_is_tried_on_and_told_of_truly() -> None:
-    """L3, L9, S6: after three failures nobody is kept waiting, and it serves once the cause has gone."""
+    """L3, L9, S6: after three failures nothing is kept waiting, and it serves once the cause has gone."""
     async with hosting() as host:
         assert (host.health().state, host.health().is_alive) == ("serving", True)
         client = await Client(host, "a", request(pause_after=1)).read(1)

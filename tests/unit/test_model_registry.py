@@ -32,8 +32,8 @@ def unread(model: str) -> FoundModel:
     return FoundModel(spec(model), ModelInfo.bare(spec(model)))
 
 
-def roster_of(*models: str) -> ModelRegistry:
-    """A roster before its first engine."""
+def registry_of(*models: str) -> ModelRegistry:
+    """A registry before its first engine."""
     return ModelRegistry(map(unread, models))
 
 
@@ -58,8 +58,8 @@ def due(registry: ModelRegistry) -> list[tuple[str, bool]]:
 
 
 def test_every_model_is_served_before_it_is_loaded() -> None:
-    """SPEC R3, K7: with what was asked for, where nobody has read its header; never a refusal."""
-    registry = roster_of("a", "b")
+    """SPEC R3, K7: with what was asked for, where its header was not read; never a refusal."""
+    registry = registry_of("a", "b")
     assert registry.resolve(None).id == registry.resolve("default").id == "a"
     assert (registry.resolve("b").n_ctx, registry.num_slots("b")) == (16384, 8)
     described = FoundModel(spec("b"), model_info("b", "b.gguf"))
@@ -70,14 +70,14 @@ def test_every_model_is_served_before_it_is_loaded() -> None:
 
 def test_the_first_engine_loads_all_and_only_the_first_may_evict() -> None:
     """SPEC R3: the others are loaded as far as they fit beside those before them."""
-    registry = roster_of("a", "b", "c")
+    registry = registry_of("a", "b", "c")
     assert due(registry) == [("a", True), ("b", False), ("c", False)]
     assert due(registry) == []
 
 
 def test_the_next_engine_loads_what_the_last_one_had() -> None:
     """SPEC L3: what was ready or on its way; not what was unloaded."""
-    registry = roster_of("a", "b", "c", "d")
+    registry = registry_of("a", "b", "c", "d")
     due(registry)
     for model, state in (("b", "ready"), ("c", "loading"), ("d", "ready"), ("d", "unloading")):
         tell(registry, model, state)
@@ -88,7 +88,7 @@ def test_the_next_engine_loads_what_the_last_one_had() -> None:
 
 def test_an_engine_that_dies_while_it_boots_leaves_the_rest_due() -> None:
     """SPEC L3: those it had not come to are loaded by the next one too."""
-    registry = roster_of("a", "b", "c")
+    registry = registry_of("a", "b", "c")
     registry.next_due()
     tell(registry, "a", "ready")
     registry.next_due()
@@ -98,7 +98,7 @@ def test_an_engine_that_dies_while_it_boots_leaves_the_rest_due() -> None:
 
 def test_a_suspended_model_is_shown_as_such_until_it_is_loaded_again() -> None:
     """SPEC L1, L2: exactly what was loaded; telling it twice changes nothing."""
-    registry = roster_of("a", "b")
+    registry = registry_of("a", "b")
     due(registry)
     tell(registry, "b", "ready")
     registry.suspend()
@@ -109,7 +109,7 @@ def test_a_suspended_model_is_shown_as_such_until_it_is_loaded_again() -> None:
 
 def test_an_unloaded_model_is_not_loaded_by_the_next_engine() -> None:
     """SPEC R3: also where the engine died before it had let it go, or is suspended."""
-    registry = roster_of("a", "b")
+    registry = registry_of("a", "b")
     due(registry)
     for model in ("a", "b"):
         tell(registry, model, "ready")
@@ -119,9 +119,9 @@ def test_an_unloaded_model_is_not_loaded_by_the_next_engine() -> None:
     assert due(registry) == []
 
 
-def test_a_load_that_kills_the_engine_twice_is_barred_until_somebody_asks_again() -> None:
+def test_a_load_that_kills_the_engine_twice_is_barred_until_it_is_asked_for_again() -> None:
     """SPEC L3: the one that was loading is charged, and a load that went well is no crash to count."""
-    registry = roster_of("a", "b")
+    registry = registry_of("a", "b")
     due(registry)
     tell(registry, "b", "ready")
     for _ in range(2):
@@ -154,7 +154,7 @@ def barred(registry: ModelRegistry, model: str) -> None:
 def test_a_load_is_charged_before_it_has_said_how_far_it_is() -> None:
     """SPEC L3: from the reading of its header on; the error quotes what native code said last."""
     for stage in ("header", "weights"):
-        registry = roster_of("a")
+        registry = registry_of("a")
         for _ in range(2):
             tell(registry, "a", "loading", stage=stage)
             assert registry.charge(CRASH) == ["a"]
@@ -165,7 +165,7 @@ def test_a_load_is_charged_before_it_has_said_how_far_it_is() -> None:
 
 def test_a_model_that_crashed_a_child_is_barred_like_one_that_crashed_engines() -> None:
     """SPEC L3, R9: it is refused at once from then on; a plain refusal is told request by request."""
-    registry = roster_of("a", "b")
+    registry = registry_of("a", "b")
     tell(registry, "a", "failed", error=LoadCrashedError("a trial died of SIGSEGV"))
     tell(registry, "b", "failed", error=ModelLoadError("unknown architecture"))
     with pytest.raises(LoadCrashedError, match="a trial died"):
@@ -192,7 +192,7 @@ def test_a_replaced_file_begins_anew() -> None:
 
 def test_whoever_asks_for_a_barred_model_has_it_tried_once_more() -> None:
     """SPEC L3: as a suspect; one further crash bars it again."""
-    registry = roster_of("a")
+    registry = registry_of("a")
     barred(registry, "a")
     assert registry.ask(spec("a"), registry.info("a")).is_suspect
     tell(registry, "a", "loading", stage="weights")
@@ -201,8 +201,8 @@ def test_whoever_asks_for_a_barred_model_has_it_tried_once_more() -> None:
 
 
 def test_what_has_ended_an_engine_is_loaded_when_the_next_one_serves() -> None:
-    """SPEC L3: nobody waits for it; once in memory it is as any other."""
-    registry = roster_of("a", "b")
+    """SPEC L3: nothing waits for it; once in memory it is as any other."""
+    registry = registry_of("a", "b")
     due(registry)
     tell(registry, "b", "ready")
     tell(registry, "a", "loading", stage="weights")
@@ -220,7 +220,7 @@ def test_what_has_ended_an_engine_is_loaded_when_the_next_one_serves() -> None:
 
 def test_a_model_that_is_loaded_otherwise_and_ends_the_engine_stays_as_it_was() -> None:
     """SPEC L5: the former settings serve on, and whoever asked hears why."""
-    registry = roster_of("a")
+    registry = registry_of("a")
     tell(registry, "a", "ready")
     registry.ask(spec("a", n_ctx=64), registry.info("a"))
     tell(registry, "a", "ready", stage="weights")
@@ -237,7 +237,7 @@ def test_a_model_that_is_loaded_otherwise_and_ends_the_engine_stays_as_it_was() 
 
 def test_a_load_that_only_waits_for_room_is_not_charged() -> None:
     """SPEC L3: nothing native ran for it."""
-    registry = roster_of("a")
+    registry = registry_of("a")
     for _ in range(3):
         tell(registry, "a", "loading", stage="waiting")
         registry.charge(CRASH)
@@ -246,7 +246,7 @@ def test_a_load_that_only_waits_for_room_is_not_charged() -> None:
 
 def test_a_failed_load_is_told_and_tried_again() -> None:
     """SPEC R4: any failure but crashes is told request by request; the model stays served."""
-    registry = roster_of("a")
+    registry = registry_of("a")
     tell(registry, "a", "failed", error=ModelFileError("no such file"))
     assert registry.failure("a") is None
     assert registry.resolve("a").id == "a"
@@ -256,7 +256,7 @@ def test_a_failed_load_is_told_and_tried_again() -> None:
 
 def test_a_start_fails_for_a_broken_file_and_for_want_of_room_only_if_nothing_is_ready() -> None:
     """SPEC R1, L6: a refusal that is the machine's doing leaves the others to serve."""
-    registry = roster_of("a", "b")
+    registry = registry_of("a", "b")
     tell(registry, "a", "failed", error=InsufficientMemoryError("no room"))
     failure = registry.start_failure()
     assert failure is not None
@@ -271,7 +271,7 @@ def test_a_start_fails_for_a_broken_file_and_for_want_of_room_only_if_nothing_is
 
 def test_a_model_loaded_otherwise_keeps_its_former_settings_where_that_fails() -> None:
     """SPEC L5: the new spec is the model's once it is in, not before."""
-    registry = roster_of("a")
+    registry = registry_of("a")
     tell(registry, "a", "ready")
     larger = spec("a", n_ctx=32768)
     registry.ask(larger, registry.info("a"))
@@ -286,7 +286,7 @@ def test_a_model_loaded_otherwise_keeps_its_former_settings_where_that_fails() -
 
 def test_moves_that_the_table_does_not_have_are_bugs(caplog: pytest.LogCaptureFixture) -> None:
     """SPEC L1: of our own they raise, with the story; the engine's word is taken, and told."""
-    registry = roster_of("a")
+    registry = registry_of("a")
     due(registry)
     tell(registry, "a", "unloading")
     assert "the engine has a unloading, which was absent; story: loading; absent" in caplog.text
@@ -297,7 +297,7 @@ def test_moves_that_the_table_does_not_have_are_bugs(caplog: pytest.LogCaptureFi
 
 def test_a_model_on_its_way_out_is_asked_for_again() -> None:
     """SPEC L1, R3: it is gone first, and loaded then; what the engine says of that are moves of the table."""
-    registry = roster_of("a")
+    registry = registry_of("a")
     due(registry)
     for state in ("loading", "ready", "unloading"):
         tell(registry, "a", state)

@@ -88,7 +88,7 @@ def _stand_in_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 async def hosting(
     transport: Callable[[EngineSettings], Transport] = in_process, *specs: ModelSpec, **fields: Any
 ) -> AsyncIterator[EngineSupervisor]:
-    """A started host, closed at the end."""
+    """A started supervisor, closed at the end."""
     host = EngineSupervisor(serving(*(specs or [MODEL]), **fields), new_transport=transport)
     await host.start()
     try:
@@ -156,7 +156,7 @@ def kill(host: EngineSupervisor) -> int:
 
 @both
 async def test_a_request_is_answered_to_its_end(transport: NewTransport) -> None:
-    """L6: deltas, then one terminal event, by either carrier."""
+    """L6: deltas, then one terminal event, by either transport."""
     async with hosting(transport) as host:
         client = await Client(host, "a", request(max_tokens=6, n=2)).read_all()
         assert sorted(client.tokens) == [*range(6), *range(100, 106)]
@@ -166,7 +166,7 @@ async def test_a_request_is_answered_to_its_end(transport: NewTransport) -> None
 
 
 async def test_four_streams_survive_a_kill_with_nothing_lost_or_repeated() -> None:
-    """L3: the delivered part stays, the rest continues, nobody sees an error."""
+    """L3: the delivered part stays, the rest continues, no client sees an error."""
     async with hosting() as host:
         clients = [Client(host, str(i), request(max_tokens=6, pause_after=3)) for i in range(4)]
         for client in clients:
@@ -179,8 +179,8 @@ async def test_four_streams_survive_a_kill_with_nothing_lost_or_repeated() -> No
         assert host.num_restarts == 1
 
 
-async def test_ten_kills_in_a_row_lose_nothing_and_fail_nobody() -> None:
-    """L3: somebody's kill -9 is not charged to a request."""
+async def test_ten_kills_in_a_row_lose_nothing_and_fail_no_request() -> None:
+    """L3: a kill -9 from outside is not charged to a request."""
     async with hosting() as host:
         client = Client(host, "a", request(max_tokens=11, pause_after=1))
         idle = Client(host, "b", request(max_tokens=1, pause_after=0))
@@ -195,7 +195,7 @@ async def test_ten_kills_in_a_row_lose_nothing_and_fail_nobody() -> None:
 
 
 async def test_an_exception_in_a_thread_carried_engine_restarts_it() -> None:
-    """L3: the same replay by the other carrier."""
+    """L3: the same replay by the other transport."""
     async with hosting(in_thread) as host:
         victim = Client(host, "a", request(max_tokens=6, pause_after=3))
         await victim.read(3)
@@ -363,7 +363,7 @@ async def test_closing_twice_ends_what_is_left_exactly_once(transport: NewTransp
 
 
 async def test_closing_while_the_engine_is_away_ends_what_began_and_refuses_what_waits() -> None:
-    """L4, L6: nobody is left without a terminal event."""
+    """L4, L6: no request is left without a terminal event."""
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=2)).read(2)
         kill(host)
@@ -428,7 +428,7 @@ async def test_a_request_cancelled_while_the_engine_is_away_ends_at_once() -> No
 
 
 class NeverUp:
-    """A carrier whose engine starts and says nothing."""
+    """A transport whose engine starts and says nothing."""
 
     pid = 0
     can_kill = True
@@ -440,7 +440,7 @@ class NeverUp:
         """Nothing to start."""
 
     def send(self, command: object) -> None:
-        """Nobody listens."""
+        """Nothing listens."""
 
     def kill(self) -> None:
         """End it."""
@@ -453,7 +453,7 @@ class NeverUp:
 
 
 async def test_a_deadline_that_passes_while_the_engine_is_away_is_kept() -> None:
-    """Q6, L6: the host enforces `timeout_s` where no engine can."""
+    """Q6, L6: the client enforces `timeout_s` where no engine can."""
     async with hosting(watchdog_s=0.4) as host:
         asked = msgspec.structs.replace(request(pause_after=1), timeout_s=1.0)
         client = await Client(host, "a", asked).read(1)
@@ -474,7 +474,7 @@ async def test_an_engine_that_never_says_hello_is_killed_and_blamed_thrice(
 
 
 async def test_requests_are_failed_when_no_engine_comes_up_again() -> None:
-    """L6: nobody waits for ever, and intake says so."""
+    """L6: no request waits for ever, and intake says so."""
     async with hosting() as host:
         client = await Client(host, "a", request(pause_after=1)).read(1)
         host._new_transport = lambda settings: ProcessTransport(settings, "no_such_module")
@@ -507,7 +507,7 @@ async def test_a_replay_keeps_its_place_when_the_fresh_line_is_full() -> None:
 
 
 async def test_waiting_for_the_engine_is_bounded() -> None:
-    """Q11: while the engine is away its line is the host's; eight will have a slot, two more may wait."""
+    """Q11: while the engine is away its queue is the client's; eight will have a slot, two more may wait."""
     async with hosting(max_queue=2) as host:
         kill(host)
         await _until(host, EngineState.RESTARTING)
@@ -599,7 +599,7 @@ async def test_a_paused_request_stays_paused_over_a_restart() -> None:
 
 
 async def test_a_request_is_paused_and_resumed_while_the_engine_is_away() -> None:
-    """Q17: the host remembers; what it is told, the client is told at once."""
+    """Q17: the client remembers, and says so at once."""
     async with hosting() as host:
         client = await Client(host, "a", request(max_tokens=6, pause_after=3)).read(3)
         kill(host)
@@ -684,7 +684,7 @@ async def until_said(said: asyncio.Queue[Event], kind: type, state: str = "") ->
 
 
 async def leave(transport: ProcessTransport) -> ExitReport:
-    """Close the front's end of the socket, as its death would, and wait for the engine's."""
+    """Close the client's end of the socket, as its exit would, and wait for the engine's."""
     assert transport._transport is not None
     transport._transport.abort()
     return await transport.wait()
@@ -708,7 +708,7 @@ async def test_even_a_hung_engine_leaves_with_its_front() -> None:
 
 
 async def test_an_engine_ignores_what_the_terminal_sends() -> None:
-    """L4: Ctrl-C and SIGTERM are for the front, which shuts the engine down in order."""
+    """L4: Ctrl-C and SIGTERM are for the client, which shuts the engine down in order."""
     async with hosting() as host:
         client = await Client(host, "a", request(max_tokens=4, pause_after=2)).read(2)
         os.kill(host.pid, signal.SIGINT)

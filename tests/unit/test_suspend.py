@@ -1,4 +1,4 @@
-"""Suspend, resume, load and unload at the host, against a scripted engine in a real child or a thread."""
+"""Suspend, resume, load and unload at the supervisor, with a scripted engine in a child or a thread."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_what_was_heard_before_a_stall_is_not_held_against_a_step() -> None:
 
 
 def test_a_tree_that_stood_still_in_a_step_is_not_taken_for_hung() -> None:
-    """L3: the engine leaves the time out, and the front forgets what it heard before it."""
+    """L3: the engine leaves the time out, and the client forgets what it heard before it."""
     clock = FakeClock(10.0)
     watchdog = Watchdog(3.0, now=0.0)
     clock.begin(1)
@@ -193,7 +193,7 @@ def kernel(folder: Path, machine: int, cgroup: int) -> OomCounter:
 def test_only_a_death_that_the_work_can_cause_is_blamed_on_it(
     tmp_path: Path, status: int, is_blamable
 ) -> None:
-    """L3: somebody's kill -9 is nobody's fault."""
+    """L3: a kill -9 from outside is not the fault of the work."""
     assert judge(ExitReport(status), None, kernel(tmp_path, 3, 1)).is_blamable is is_blamable
 
 

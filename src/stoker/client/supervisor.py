@@ -22,7 +22,7 @@ from stoker.client.dispatcher import Dispatcher
 from stoker.client.event_bus import EventBus
 from stoker.client.models.registry import ModelRegistry
 from stoker.client.process.exit import EngineExit, OomCounter
-from stoker.client.process.instance import Backoff, EngineInstance
+from stoker.client.process.instance import Backoff, EngineInstance, check_period_s
 from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
 from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport
 from stoker.client.requests.calls import Question
@@ -383,7 +383,7 @@ class EngineSupervisor:
     async def _tick(self) -> None:
         """Find what no message announces: a hung engine, a deadline that passes without an engine."""
         while True:
-            await asyncio.sleep(min(0.5, self._settings.watchdog_s / 4))
+            await asyncio.sleep(check_period_s(self._settings.watchdog_s))
             self._reserve.fill()
             if self._instance and not self._instance.is_over:
                 self._instance.check(time.monotonic())

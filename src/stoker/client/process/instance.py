@@ -39,6 +39,11 @@ LAST_DELAY_S = 2.0
 HEALTHY_S = 10.0
 
 
+def check_period_s(limit_s: float) -> float:
+    """Seconds between two checks by a watchdog of that limit."""
+    return min(0.5, limit_s / 4)
+
+
 class Watchdog:
     """Tells a hung engine from a busy one by its heartbeats. Pure: time arrives as an argument.
 
@@ -58,11 +63,6 @@ class Watchdog:
     def __repr__(self) -> str:
         return f"<Watchdog limit_s={self._limit_s} excess_s={self._step_excess_s:.1f}>"
 
-    @property
-    def period_s(self) -> float:
-        """Seconds between two calls of `check`."""
-        return min(0.5, self._limit_s / 4)
-
     def sign(self, now: float) -> None:
         """Something arrived from the engine."""
         self._last_sign = now
@@ -75,7 +75,7 @@ class Watchdog:
 
     def check(self, now: float) -> str | None:
         """Why the engine has to be killed, or None."""
-        late_s = now - self._last_check - self.period_s
+        late_s = now - self._last_check - check_period_s(self._limit_s)
         self._last_check = now
         if late_s > CLIENT_STALL_S:  # earlier signs say nothing any more
             self.stalled_s += late_s

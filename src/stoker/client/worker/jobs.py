@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 from enum import IntEnum
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
@@ -23,7 +23,15 @@ _HEADER = struct.Struct("<BQ")
 
 
 class RenderChat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Render a conversation with the chat template of a model; answered with a `Layout`."""
+    """Render a conversation with the chat template of a model; answered with a `Layout`.
+
+    Attributes:
+        param: the request field at fault where it fails.
+        remedy: what helps where it takes too long or too much.
+    """
+
+    param: ClassVar[str] = "messages"
+    remedy: ClassVar[str] = "shorten the conversation, or use a model with another template"
 
     model: str
     conversation: Conversation
@@ -33,19 +41,11 @@ class RenderChat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """What it is, for messages."""
         return f"the chat template of {self.model}"
 
-    @property
-    def param(self) -> str:
-        """The request field at fault where it fails."""
-        return "messages"
-
-    @property
-    def remedy(self) -> str:
-        """What helps where it takes too long or too much."""
-        return "shorten the conversation, or use a model with another template"
-
 
 class TranslateGrammar(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Check a constraint and translate it for the grammar engine; answered with a `NativeGrammar`."""
+
+    remedy: ClassVar[str] = "make it smaller or less recursive"
 
     constraint: Constraint
 
@@ -56,13 +56,8 @@ class TranslateGrammar(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def param(self) -> str:
-        """The request field at fault where it fails."""
+        """As of `RenderChat`."""
         return self.constraint.param
-
-    @property
-    def remedy(self) -> str:
-        """What helps where it takes too long or too much."""
-        return "make it smaller or less recursive"
 
 
 WorkerJob: TypeAlias = RenderChat | TranslateGrammar
