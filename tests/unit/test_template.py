@@ -214,7 +214,7 @@ def test_a_hostile_template_is_ended_where_it_takes_too_much(pool: WorkerPool, s
     """D10, S9: no operator, method, filter or block fills the memory or goes on for ever."""
     conversation = Conversation(messages=[USER], template=source)
     with pytest.raises((InvalidRequestError, UnsupportedError, WorkLimitError)):
-        pool.run(RenderChat(model="m", conversation=conversation), Layout)
+        pool.submit(RenderChat(model="m", conversation=conversation), Layout).result()
 
 
 def test_the_budget_is_per_rendering() -> None:

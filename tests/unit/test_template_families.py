@@ -199,7 +199,7 @@ def test_a_family_is_laid_out_within_the_bounds(pool: WorkerPool, family: str) -
     conversation = Conversation(
         messages=TURNS, offer=offer_of(TOOLS), template=FAMILIES[family], bos_text="<s>", eos_text="</s>"
     )
-    prompt = pool.run(RenderChat(model=family, conversation=conversation), Layout).prompt
+    prompt = pool.submit(RenderChat(model=family, conversation=conversation), Layout).result().prompt
     for told in ("Weather?", "sunny", "Thanks", "Ulm"):
         assert told in prompt
     assert "look" in prompt.lower()
@@ -210,4 +210,6 @@ def test_a_long_conversation_is_laid_out_within_the_bounds(pool: WorkerPool, fam
     """S9: thousands of turns of a megabyte take a fraction of the limit."""
     turns = [{"role": role, "content": "word " * 100} for _ in range(1000) for role in ("user", "assistant")]
     conversation = Conversation(messages=[*turns, TURNS[1]], template=FAMILIES[family], bos_text="<s>")
-    assert "Weather?" in pool.run(RenderChat(model=family, conversation=conversation), Layout).prompt
+    assert (
+        "Weather?" in pool.submit(RenderChat(model=family, conversation=conversation), Layout).result().prompt
+    )

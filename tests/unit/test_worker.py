@@ -77,35 +77,35 @@ def test_a_template_that_does_not_end_is_ended_and_others_are_rendered_meanwhile
     """S9: it costs its own request an error that names the limit, and the others nothing."""
     patient = pools()
     hanging = patient.submit(chat(ENDLESS), Layout)
-    assert patient.run(chat(), Layout).prompt.endswith("<|im_start|>assistant\n")
+    assert patient.submit(chat(), Layout).result().prompt.endswith("<|im_start|>assistant\n")
     assert not hanging.done()
     brief = pools(BRIEF)
     with pytest.raises(WorkLimitError, match=r"the chat template of m did not end within 0\.2 s") as caught:
-        brief.run(chat(ENDLESS), Layout)
+        brief.submit(chat(ENDLESS), Layout).result()
     assert (caught.value.param, caught.value.details) == ("messages", {"limit_s": 0.2})
-    assert "Hi" in pools().run(chat(), Layout).prompt
+    assert "Hi" in pools().submit(chat(), Layout).result().prompt
 
 
 def test_what_takes_too_much_memory_is_ended(pools: Pools) -> None:
     """S9: the bound is the system's; the process is as good as new behind it, and this one has not grown."""
     pool = pools(Bounds(limit_s=60.0, max_bytes=64 * 1024**2))
-    pool.run(chat(), Layout)
+    pool.submit(chat(), Layout).result()
     before = psutil.Process().memory_info().rss
     with pytest.raises(WorkLimitError, match="needs more than 64 MiB of memory") as caught:
-        pool.run(chat(GREEDY), Layout)
+        pool.submit(chat(GREEDY), Layout).result()
     assert (caught.value.param, caught.value.details) == ("messages", {"limit_bytes": 64 * 1024**2})
     assert psutil.Process().memory_info().rss - before < 32 * 1024**2
-    assert "Hi" in pool.run(chat(), Layout).prompt
+    assert "Hi" in pool.submit(chat(), Layout).result().prompt
     assert all(psutil.Process(pid).memory_info().rss < 64 * 1024**2 for pid in pool.pids())
 
 
 def test_a_process_that_was_killed_is_replaced_and_its_job_done_again(pools: Pools) -> None:
     """Whether it was idle or at work: whoever waits for the answer does not hear of it."""
     pool = pools()
-    pool.run(chat(), Layout)
+    pool.submit(chat(), Layout).result()
     (first,) = pool.pids()
     os.kill(first, signal.SIGKILL)
-    assert "Hi" in pool.run(chat(), Layout).prompt
+    assert "Hi" in pool.submit(chat(), Layout).result().prompt
     (second,) = pool.pids()
     assert second != first
 
@@ -122,7 +122,7 @@ def test_a_job_whose_process_dies_twice_is_an_error_and_costs_only_itself(pools:
         killed.add(pid)
     with pytest.raises(WorkerLostError, match="ended 2 times before it answered"):
         job.result(LIMIT_S)
-    assert "Hi" in pool.run(chat(), Layout).prompt
+    assert "Hi" in pool.submit(chat(), Layout).result().prompt
     assert not any(psutil.pid_exists(pid) for pid in killed)
 
 
@@ -130,7 +130,7 @@ def test_a_group_takes_its_places_and_no_more(pools: Pools) -> None:
     """S9: whoever sends many that do not end delays nobody else."""
     pool = pools(Bounds(limit_s=60.0, max_of_group=2, num_places=3))
     slow = [pool.submit(chat(ENDLESS), Layout, group="one") for _ in range(5)]
-    assert "Hi" in pool.run(chat(), Layout, group="other").prompt
+    assert "Hi" in pool.submit(chat(), Layout, group="other").result().prompt
     assert pool.stats() == {"places": 3, "running": 2, "waiting": 3}
     assert not any(job.done() for job in slow)
 
@@ -154,7 +154,7 @@ def test_a_second_process_is_started_only_when_the_first_is_busy(pools: Pools) -
     pool = pools()
     pool.warm()
     for _ in range(5):
-        pool.run(chat(), Layout)
+        pool.submit(chat(), Layout).result()
     assert len(pool.pids()) == 1
 
 
@@ -162,21 +162,21 @@ def test_a_process_without_work_is_ended(pools: Pools) -> None:
     """Its memory is free then; the next job starts another. Other tests may have children of their own."""
     before = psutil.Process().children()
     pool = pools(Bounds(limit_s=60.0, idle_s=0.01))
-    pool.run(chat(), Layout)
+    pool.submit(chat(), Layout).result()
     children = set(psutil.Process().children()) - set(before)
     until(lambda: not pool.pids())
     until(lambda: not any(child.is_running() for child in children))
-    assert "Hi" in pool.run(chat(), Layout).prompt
+    assert "Hi" in pool.submit(chat(), Layout).result().prompt
 
 
 def test_at_rest_no_process_is_kept_and_the_next_job_starts_one(pools: Pools) -> None:
     """L2: what a suspend leaves in memory is the front alone; a job that runs comes to its end."""
     pool = pools(PATIENT)
-    pool.run(chat(), Layout)
+    pool.submit(chat(), Layout).result()
     (pid,) = pool.pids()
     pool.release()
     until(lambda: not psutil.pid_exists(pid))
-    assert pool.run(chat(), Layout).prompt
+    assert pool.submit(chat(), Layout).result().prompt
     assert pool.pids() != [pid]
 
 
@@ -193,7 +193,7 @@ def test_closing_ends_every_process_and_every_job() -> None:
         with pytest.raises(NotReadyError, match="closed"):
             job.result(LIMIT_S)
     with pytest.raises(NotReadyError, match="closed"):
-        pool.run(chat(), Layout)
+        pool.submit(chat(), Layout).result()
     assert {child.pid for child in own.children()} == pids
     assert own.num_fds() == num_fds
     assert not [thread for thread in threading.enumerate() if thread.name == "stoker-worker"]
@@ -214,7 +214,7 @@ def test_without_a_free_descriptor_a_job_is_refused_and_the_next_is_done(
 ) -> None:
     """L9: an error that may pass, nothing leaks, and nothing is broken for good."""
     pool, own = pools(), psutil.Process()
-    pool.run(chat(), Layout)
+    pool.submit(chat(), Layout).result()
     num_fds = own.num_fds()
 
     def refuse(*_: object, **__: object) -> None:
@@ -225,9 +225,9 @@ def test_without_a_free_descriptor_a_job_is_refused_and_the_next_is_done(
         (pid,) = pool.pids()
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(NotReadyError, match="Too many open files") as caught:
-            pool.run(chat(), Layout)
+            pool.submit(chat(), Layout).result()
         assert caught.value.retry_after_s
-    assert "Hi" in pool.run(chat(), Layout).prompt
+    assert "Hi" in pool.submit(chat(), Layout).result().prompt
     assert own.num_fds() == num_fds
 
 
@@ -244,15 +244,15 @@ def test_without_a_thread_a_job_is_refused(pools: Pools, monkeypatch: pytest.Mon
         with pytest.raises(NotReadyError, match="can't start new thread"):
             pool.submit(chat(), Layout)
         assert pool.stats() == {"places": 0, "running": 0, "waiting": 0}
-    assert "Hi" in pool.run(chat(), Layout).prompt
+    assert "Hi" in pool.submit(chat(), Layout).result().prompt
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_is_small_and_inherits_nothing(pools: Pools) -> None:
     """It loads neither numpy nor what serves or computes, and has one socket beside its three streams."""
     pool = pools()
-    pool.run(chat(), Layout)
-    pool.run(TranslateGrammar(constraint=gbnf('root ::= "a" root | "b"')), NativeGrammar)
+    pool.submit(chat(), Layout).result()
+    pool.submit(TranslateGrammar(constraint=gbnf('root ::= "a" root | "b"')), NativeGrammar).result()
     (pid,) = pool.pids()
     mapped = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
     assert not [name for name in ("numpy", "pydantic", "llama", "llguidance", "PIL") if name in mapped]
@@ -265,8 +265,8 @@ def test_a_process_is_small_and_inherits_nothing(pools: Pools) -> None:
 async def test_an_event_loop_goes_on_while_a_template_does_not_end(pools: Pools) -> None:
     """S9: the wait is not the loop's."""
     pool = pools()
-    hanging = asyncio.create_task(pool.answer(chat(ENDLESS), Layout))
-    assert "Hi" in (await pool.answer(chat(), Layout)).prompt
+    hanging = asyncio.wrap_future(pool.submit(chat(ENDLESS), Layout))
+    assert "Hi" in (await asyncio.wrap_future(pool.submit(chat(), Layout))).prompt
     assert not hanging.done()
     hanging.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -279,10 +279,10 @@ def test_values_travel_as_they_are(pools: Pools) -> None:
     source = "{{ value | tojson }}"
     value = {"a": [10**40, 1.5, None, True, "é"], "b": {}}
     expected = '{"a": [10000000000000000000000000000000000000000, 1.5, null, true, "é"], "b": {}}'
-    assert pool.run(chat(source, value=value), Layout).prompt == expected
+    assert pool.submit(chat(source, value=value), Layout).result().prompt == expected
     for strange in (object(), "\ud800", [10**40, object()]):
         with pytest.raises(InvalidRequestError, match="takes JSON values only") as caught:
-            pool.run(chat(source, value=strange), Layout)
+            pool.submit(chat(source, value=strange), Layout).result()
         assert caught.value.param == "messages"
 
 
@@ -290,12 +290,12 @@ def test_errors_keep_their_class_and_their_place(pools: Pools) -> None:
     """What a template or a grammar is refused for reads as if it were done here."""
     pool = pools()
     with pytest.raises(UnsupportedError, match="the model's chat template is broken"):
-        pool.run(chat("{% for %}"), Layout)
+        pool.submit(chat("{% for %}"), Layout).result()
     with pytest.raises(InvalidRequestError, match="refused the messages: no") as refused:
-        pool.run(chat("{{ raise_exception('no') }}"), Layout)
+        pool.submit(chat("{{ raise_exception('no') }}"), Layout).result()
     assert refused.value.param == "messages"
     with pytest.raises(InvalidRequestError, match=r"there is no rule b \(line 2, column 10\)") as unknown:
-        pool.run(TranslateGrammar(constraint=gbnf('# one\nroot ::= b "a"')), NativeGrammar)
+        pool.submit(TranslateGrammar(constraint=gbnf('# one\nroot ::= b "a"')), NativeGrammar).result()
     assert (unknown.value.param, unknown.value.details) == ("grammar", {"line": 2, "column": 10})
 
 
@@ -311,7 +311,7 @@ def test_a_grammar_is_translated_as_it_would_be_here(pools: Pools, kind: Constra
     }
     choices = ("x", "xy") if kind is ConstraintKind.CHOICE else ()
     constraint = Constraint(kind=kind, source=sources.get(kind, ""), choices=choices)
-    made = pools().run(TranslateGrammar(constraint=constraint), NativeGrammar)
+    made = pools().submit(TranslateGrammar(constraint=constraint), NativeGrammar).result()
     assert made == native_grammar(constraint)
 
 
@@ -339,4 +339,4 @@ def test_a_job_too_large_to_be_sent_is_refused(pools: Pools, monkeypatch: pytest
     """The front keeps its memory as well."""
     monkeypatch.setattr("stoker.client.worker.pool.MAX_BODY_BYTES", 10_000)
     with pytest.raises(WorkLimitError, match="too many, at most 10000 are taken"):
-        pools().run(chat("x" * 10_000), Layout)
+        pools().submit(chat("x" * 10_000), Layout).result()

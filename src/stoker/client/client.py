@@ -197,7 +197,7 @@ class Client:
     ) -> GenerateRequest:
         """The request with its constraint ready to be compiled: a replay needs no worker process."""
         job = TranslateGrammar(constraint=constraint)
-        work = self.workers.answer(job, NativeGrammar, group=f"grammar {owner}")
+        work = asyncio.wrap_future(self.workers.submit(job, NativeGrammar, group=f"grammar {owner}"))
         try:
             native = await asyncio.wait_for(work, request.timeout_s)
         except TimeoutError:

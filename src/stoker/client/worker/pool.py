@@ -6,7 +6,6 @@ place, so that event loops and plain callers are served alike.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import select
@@ -219,7 +218,7 @@ class _WorkerPlace:
         return self._process
 
     def do(self, job: WorkerJob, answer: type[T]) -> T:
-        """The answer to a job, of that type. Raises what `WorkerPool.run` raises."""
+        """The answer to a job, of that type. Raises what the future of `WorkerPool.submit` does."""
         kind, body = _encoded(job)
         for _ in range(NUM_ATTEMPTS):
             process = self.start()
@@ -292,7 +291,11 @@ class WorkerPool:
                     self._open_place()
 
     def submit(self, job: WorkerJob, answer: type[T], *, group: str = "") -> Future[T]:
-        """Have a job done; cancelling the future takes it out of the queue.
+        """Do a job; cancelling the future takes it out of the queue.
+
+        The future's error is a WorkLimitError where the job takes longer, or more memory, than it may; a
+        WorkerLostError where the processes that did it ended; NotReadyError where none can be started; or the
+        StokerError that the work itself raised.
 
         Args:
             job: what to do.
@@ -323,21 +326,6 @@ class WorkerPool:
                         raise
             self._changed.notify()
         return task.future
-
-    def run(self, job: WorkerJob, answer: type[T], *, group: str = "") -> T:
-        """The answer to a job, waited for by blocking. Arguments and errors are those of `submit`.
-
-        Raises:
-            WorkLimitError: the job takes longer, or more memory, than it may.
-            WorkerLostError: the processes that did it ended.
-            NotReadyError: no process can be started.
-            StokerError: what the work itself raised.
-        """
-        return self.submit(job, answer, group=group).result()
-
-    async def answer(self, job: WorkerJob, answer: type[T], *, group: str = "") -> T:
-        """The answer to a job; arguments and errors are those of `run`."""
-        return await asyncio.wrap_future(self.submit(job, answer, group=group))
 
     def release(self) -> None:
         """End the processes that have nothing to do; the next job starts one again."""
