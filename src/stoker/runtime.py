@@ -304,8 +304,7 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        known_as = KnownAs(request_id, tuple(names), owner)
-        async with aclosing(self._client.stream(request, known_as)) as events:
+        async with aclosing(self._client.stream(request, request_id, names, owner)) as events:
             async for event in events:
                 yield event
 

@@ -17,7 +17,6 @@ from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.requests import Requests
 from stoker.client.requests.stream import StreamEvent
 from stoker.client.requests.table import ENDED_KEPT_S, MAX_ENDED, RequestTable
-from stoker.client.requests.transcript import Transcript
 from stoker.client.store.file import DamagedFile, KeptFile, KeptFolder
 from stoker.client.store.last_models import LastModels
 from stoker.errors import InvalidRequestError, NotReadyError, QueueFullError, RequestNotFoundError
@@ -56,27 +55,28 @@ def text_by_choice(events: list[StreamEvent] | list[Event] | list[RequestEvent])
     return {index: "".join(d.text for d in deltas if d.index == index) for index in (0, 1)}
 
 
-# ------------------------------------------------------------ the transcript
+# ------------------------------------------------------------ the record
 
 
-def test_a_transcript_tells_all_that_was_shown_in_few_events() -> None:
-    """SPEC L2: one echo, one delta a choice with every token and logprob, the end; no places in a line."""
+def test_a_record_tells_all_that_was_shown_in_few_events() -> None:
+    """SPEC L2: one echo, one delta a choice with every token and logprob, the end; no places in a queue."""
     logprob = TokenLogprob(1, b"a", -0.5, [])
-    transcript = Transcript("r")
+    record = RequestRecord("r", ASKED, 0.0)
     echo = PromptEcho(request_id="r", text="hello")
-    assert [transcript.take(event) for event in (Queued("r", 0), echo, echo)] == [True, True, False]
-    transcript.take(delta("r", "a", 1, logprobs=[logprob]))
-    transcript.take(delta("r", "x", 7, index=1))
-    transcript.take(delta("r", "b", 2, logprobs=[logprob], finish_reason=FinishReason.STOP, stop_text="."))
+    assert [record.take(event) for event in (Queued("r", 0), echo, echo)] == [True, True, False]
+    record.take(delta("r", "a", 1, logprobs=[logprob]))
+    record.take(delta("r", "x", 7, index=1))
+    record.take(delta("r", "b", 2, logprobs=[logprob], finish_reason=FinishReason.STOP, stop_text="."))
     whole = delta("r", "ab", 1, 2, logprobs=[logprob] * 2, finish_reason=FinishReason.STOP, stop_text=".")
-    assert transcript.shown() == [echo, whole, delta("r", "x", 7, index=1)]
-    assert (transcript.num_tokens, transcript.is_ended) == (3, False)
-    before = transcript.shown()
-    transcript.take(delta("r", "c", 3, logprobs=[logprob]))
+    assert record.shown() == [echo, whole, delta("r", "x", 7, index=1)]
+    assert (record.num_generated, record.is_ended) == (3, False)
+    before = record.shown()
+    record.take(delta("r", "c", 3, index=1, logprobs=[logprob]))
     assert before == [echo, whole, delta("r", "x", 7, index=1)]  # what was shown does not grow
-    transcript.take(finished("r"))
-    assert transcript.is_ended
-    assert Transcript("r", transcript.shown()).shown() == transcript.shown()
+    record.take(finished("r"))
+    assert record.is_ended
+    again = RequestRecord.taken_up(record.file(0.0), 0.0)
+    assert again.shown() == record.shown()
 
 
 # ------------------------------------------------------------ the files

@@ -18,7 +18,7 @@ from stoker.client.event_bus import EventBus
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import EngineState
 from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.client.requests.record import RequestRecord
+from stoker.client.requests.record import RequestRecord, new_request_id
 from stoker.client.requests.resolved import resolved
 from stoker.client.requests.stream import RequestStream, StreamEvent
 from stoker.client.requests.table import RequestTable
@@ -32,7 +32,7 @@ from stoker.ipc.constraint import NativeGrammar
 from stoker.ipc.status import EngineHealth
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
     from concurrent.futures import Future
 
     from stoker.client.models.loading import SpecChanges
@@ -156,16 +156,22 @@ class Client:
         return await supervisor.loads.load_by_name(name, changes, reach)
 
     async def stream(
-        self, request: GenerateRequest, known_as: KnownAs, group: RequestGroup | None = None
+        self,
+        request: GenerateRequest,
+        request_id: str | None,
+        names: Sequence[str],
+        owner: str,
+        group: RequestGroup | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.stream`; one of a group is steered by the group's id too."""
         supervisor = self.running()
         info = supervisor.registry.resolve(request.model)
         request = resolved(request, info, self._max_tokens)
         if request.constraint is not None:
-            request = await self._translated(request, request.constraint, known_as.owner)
-        record = RequestRecord(known_as.id, request, time.monotonic(), known_as.names, known_as.owner, group)
-        events = RequestStream(record.request_id, supervisor.requests.cancel)
+            request = await self._translated(request, request.constraint, owner)
+        request_id = request_id or new_request_id()
+        record = RequestRecord(request_id, request, time.monotonic(), names, owner, group)
+        events = RequestStream(request_id, supervisor.requests.cancel)
         record.sinks.append(events.push)
         supervisor.submit(record)
         async with aclosing(events):

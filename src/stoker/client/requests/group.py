@@ -7,14 +7,14 @@ come included. The requests themselves are the table's.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stoker.client.requests.record import new_request_id
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished
 from stoker.ipc.status import CallKind, GroupStatus
@@ -50,7 +50,13 @@ class KnownAs:
     @property
     def id(self) -> str:
         """The given id, or a new one each time."""
-        return self.request_id or f"req-{secrets.token_hex(8)}"
+        return self.request_id or new_request_id()
+
+
+Run = Callable[
+    ["GenerateRequest", str, Sequence[str], str, "RequestGroup"], AsyncGenerator["StreamEvent", None]
+]
+"""Runs a request under an id, names and owner, as one of a group."""
 
 
 class RequestGroup:
@@ -61,7 +67,7 @@ class RequestGroup:
         request: its first one; model, class and timeout of all are its.
         num_members: how many there will be.
         known_as: its id, names and owner.
-        run: runs one of its requests under the given id.
+        run: runs one of its requests.
 
     Attributes:
         members: those that are live, by id, in order of submission.
@@ -74,7 +80,7 @@ class RequestGroup:
         request: GenerateRequest,
         num_members: int,
         known_as: KnownAs,
-        run: Callable[[GenerateRequest, KnownAs, RequestGroup], AsyncGenerator[StreamEvent, None]],
+        run: Run,
     ) -> None:
         self.id = known_as.id
         self.owner = known_as.owner
@@ -106,9 +112,10 @@ class RequestGroup:
         if self.is_cancelled:
             raise self.cancelled_error()
         request = self._with_time_left(request)
-        known_as = KnownAs(f"{self.id}-{self._num_begun}", (self.id, *self._names), self.owner)
+        request_id = f"{self.id}-{self._num_begun}"
         self._num_begun += 1
-        async with aclosing(self._run(request, known_as, self)) as events:
+        run = self._run(request, request_id, (self.id, *self._names), self.owner, self)
+        async with aclosing(run) as events:
             async for event in events:
                 yield event
 

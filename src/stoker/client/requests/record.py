@@ -5,15 +5,15 @@ Owns what is known of it. Which requests an engine is given is `replay`'s, where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.requests.transcript import Transcript
-from stoker.client.store.file import KeptFile, KeptRequest
+from stoker.client.store.file import KeptFile, KeptRequest, Shown
 from stoker.errors import QueueFullError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import (
@@ -25,9 +25,11 @@ from stoker.ipc.events import (
     Paused,
     PrefillProgress,
     Preparing,
+    PromptEcho,
     Queued,
     RequestEvent,
     Resumed,
+    StateReady,
 )
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import Timings, Usage
@@ -35,11 +37,17 @@ from stoker.ipc.usage import Timings, Usage
 if TYPE_CHECKING:
     from stoker.client.requests.group import RequestGroup
     from stoker.errors import ErrorInfo
+    from stoker.ipc.usage import TokenLogprob
 
 MAX_CHARGES = 3
 """So many crashes are charged to a request before it fails."""
 
 EventSink = Callable[[RequestEvent], None]
+
+
+def new_request_id() -> str:
+    """Of a request or a group that its caller gave none."""
+    return f"req-{secrets.token_hex(8)}"
 
 
 class Stage(StrEnum):
@@ -53,6 +61,49 @@ class Stage(StrEnum):
     PAUSED = "paused"
 
 
+class MergedDelta:
+    """Deltas of one choice as one. `mirostat_mu` is the sampler's state after the last token."""
+
+    __slots__ = ("finish_reason", "logprobs", "mirostat_mu", "stop_text", "texts", "token_ids")
+
+    def __init__(self, deltas: Iterable[Delta] = ()) -> None:
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_text: str | None = None
+        self.mirostat_mu: float | None = None
+        for delta in deltas:
+            self.add(delta)
+
+    def add(self, delta: Delta) -> None:
+        """Another one, which comes after those before."""
+        if delta.text:
+            self.texts.append(delta.text)
+        if delta.token_ids:
+            self.token_ids += delta.token_ids
+            self.mirostat_mu = delta.mirostat_mu
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop_text = delta.stop_text
+
+    def whole(self, request_id: str, index: int) -> Delta:
+        """All of them; later ones do not change it."""
+        self.texts = ["".join(self.texts)]  # what grew piece by piece need not be joined again
+        return Delta(
+            request_id=request_id,
+            index=index,
+            text=self.texts[0],
+            token_ids=list(self.token_ids),
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_text=self.stop_text,
+            mirostat_mu=self.mirostat_mu,
+        )
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class RequestRecord:
     """One request.
@@ -64,9 +115,10 @@ class RequestRecord:
         names: what else it is known by.
         owner: digest of the API key that it came with; empty: none.
         group: the call that it belongs to, if that has several requests.
-        transcript: what was delivered.
+        choices: what was delivered of each choice: the only place in the client that keeps its tokens.
         sinks: called with each of its events, last the terminal one.
         has_client: its caller reads it from its beginning; else it was taken up from a former program.
+        has_file: it was written down when the engine was suspended, or by a former program.
         ended_s: when it ended without a client.
         stage: where it is with the engine.
         parked: choices that gave their slot up and have not been heard of since.
@@ -85,9 +137,10 @@ class RequestRecord:
     names: Sequence[str] = ()
     owner: str = ""
     group: RequestGroup | None = None
-    transcript: Transcript = field(init=False)
+    choices: dict[int, MergedDelta] = field(default_factory=dict)
     sinks: list[EventSink] = field(default_factory=list)
     has_client: bool = True
+    has_file: bool = False
     ended_s: float | None = None
     stage: Stage = Stage.HELD
     parked: set[int] = field(default_factory=set)
@@ -101,9 +154,8 @@ class RequestRecord:
     num_prompt_tokens: int = 0
     charges: int = 0
     preparation_crashes: int = 0
-
-    def __post_init__(self) -> None:
-        self.transcript = Transcript(self.request_id)
+    _before: list[PromptEcho | StateReady] = field(default_factory=list)
+    _end: Finished | Failed | None = None
 
     def __repr__(self) -> str:
         return (
@@ -116,20 +168,19 @@ class RequestRecord:
     @property
     def num_generated(self) -> int:
         """Tokens delivered, over all choices."""
-        return self.transcript.num_tokens
+        return sum(len(choice.token_ids) for choice in self.choices.values())
 
     @property
     def is_ended(self) -> bool:
         """Whether its terminal event is there."""
-        return self.transcript.is_ended
+        return self._end is not None
 
     @property
     def num_running(self) -> int:
         """Choices that may hold a slot: it is not known which of several were admitted."""
         if self.stage is not Stage.ADMITTED:
             return 0
-        choices = range(self.request.n)
-        return sum(not self.transcript.is_finished(i) and i not in self.parked for i in choices)
+        return sum(not self._is_finished(i) and i not in self.parked for i in range(self.request.n))
 
     @property
     def is_held(self) -> bool:
@@ -177,13 +228,15 @@ class RequestRecord:
 
         One that was accepted before carries its (perhaps empty) tokens, which keeps its place in the queue.
         """
-        choices = range(self.request.n) if self.was_accepted else ()
+        choices = [self.choices.get(i) or MergedDelta() for i in range(self.request.n)]
+        if not self.was_accepted:
+            choices = []
         return Submit(
             request_id=self.request_id,
             request=self.request,
-            generated=[self.transcript.token_ids(i) for i in choices],
-            is_finished=[self.transcript.is_finished(i) for i in choices],
-            mirostat_mu=[self.transcript.mirostat_mu(i) for i in choices],
+            generated=[list(choice.token_ids) for choice in choices],
+            is_finished=[choice.finish_reason is not None for choice in choices],
+            mirostat_mu=[choice.mirostat_mu for choice in choices],
             age_s=now - self.since,
             is_paused=self.is_paused and self.was_accepted,
             num_context=self.num_context,
@@ -192,9 +245,12 @@ class RequestRecord:
     def file(self, now: float) -> KeptFile:
         """All that another program needs to go on with it; see `taken_up`."""
         submit = msgspec.structs.replace(self.submit(now), is_paused=self.is_paused)
-        return KeptFile(
-            submit=submit, shown=self.transcript.shown(), names=list(self.names), owner=self.owner
-        )
+        return KeptFile(submit=submit, shown=self.shown(), names=list(self.names), owner=self.owner)
+
+    def shown(self) -> list[Shown]:
+        """All that was delivered in few events: what comes before the text, one delta a choice, the end."""
+        deltas = [choice.whole(self.request_id, index) for index, choice in sorted(self.choices.items())]
+        return [*self._before, *deltas, *([self._end] if self._end else [])]
 
     @classmethod
     def taken_up(cls, kept: KeptFile, now: float) -> RequestRecord:
@@ -207,12 +263,14 @@ class RequestRecord:
             kept.names,
             kept.owner,
             has_client=False,
+            has_file=True,
             is_paused=submit.is_paused,
             has_shown_pause=submit.is_paused,
             was_accepted=bool(submit.generated),
             num_context=submit.num_context,
         )
-        record.transcript = Transcript(submit.request_id, kept.shown)
+        for event in kept.shown:
+            record._note(event)
         return record
 
     # ------------------------------------------------------------ what happens to it
@@ -238,7 +296,23 @@ class RequestRecord:
             case Failed() if self.was_accepted and event.error.code == QueueFullError.code:
                 self.hold()
                 return False
-        return self.transcript.take(event)
+        return self._note(event)
+
+    def _note(self, event: RequestEvent) -> bool:
+        """Keep what is delivered; False where it repeats what was: an echo and a state are there once."""
+        match event:
+            case Delta():
+                self.choices.setdefault(event.index, MergedDelta()).add(event)
+            case PromptEcho() | StateReady():
+                if any(type(before) is type(event) for before in self._before):
+                    return False
+                self._before.append(event)
+            case Finished() | Failed():
+                self._end = event
+        return True
+
+    def _is_finished(self, index: int) -> bool:
+        return index in self.choices and self.choices[index].finish_reason is not None
 
     def _take_move(self, event: Queued | Admitted | Parked | Paused | Resumed) -> bool:
         is_shown = False
@@ -271,9 +345,9 @@ class RequestRecord:
         return is_shown
 
     def _take_delta(self, delta: Delta) -> bool:
-        if self.transcript.is_finished(delta.index):
+        if self._is_finished(delta.index):
             return False
-        self.transcript.take(delta)
+        self._note(delta)
         if delta.token_ids:
             self.stage = Stage.ADMITTED
             self.parked.discard(delta.index)
@@ -305,12 +379,12 @@ class RequestRecord:
         ends: list[RequestEvent] = [
             Delta(request_id=self.request_id, index=index, finish_reason=FinishReason.CANCELLED)
             for index in range(self.request.n)
-            if not self.transcript.is_finished(index)
+            if not self._is_finished(index)
         ]
         usage = Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=self.num_generated)
         return self._noted(*ends, Finished(request_id=self.request_id, usage=usage, timings=Timings()))
 
     def _noted(self, *events: RequestEvent) -> list[RequestEvent]:
         for event in events:
-            self.transcript.take(event)
+            self._note(event)
         return list(events)

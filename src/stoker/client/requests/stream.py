@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.requests.transcript import MergedDelta
+from stoker.client.requests.record import MergedDelta
 from stoker.errors import error_from_info
 from stoker.ipc.events import (
     Admitted,

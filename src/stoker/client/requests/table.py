@@ -116,7 +116,7 @@ class RequestTable:
 
     def _forget(self, record: RequestRecord) -> None:
         self._records.pop(record.request_id, None)
-        if self._files and not self._is_closing:
+        if self._files and record.has_file and not self._is_closing:
             self._files.remove(record.request_id)
 
     # ------------------------------------------------------------ requests without a client
@@ -140,7 +140,7 @@ class RequestTable:
         self._expire()
         for record in self._records.values():
             if record.is_known_as(name) and not record.has_client and record.owner == owner:
-                for event in record.transcript.shown():
+                for event in record.shown():
                     sink(event)
                 record.sinks.append(sink)
                 return record.request_id
@@ -174,7 +174,10 @@ class RequestTable:
         """The engine is suspended: write every live request down. Does not raise."""
         if (files := self._files) is None:
             return
-        kept = [record.file(self._now()) for record in self.live()]
+        kept = []
+        for record in self.live():
+            record.has_file = True
+            kept.append(record.file(self._now()))
         await _in_thread(lambda: files.write_all(kept))
         for file in kept:
             if file.submit.request_id not in self._records:  # it ended while it was written

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from stoker.client.requests.transcript import Shown
 from stoker.errors import StokerError
 from stoker.ipc.commands import Submit
+from stoker.ipc.events import Delta, Failed, Finished, PromptEcho, StateReady
 from stoker.private import make_folder
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ MAX_BAD_BYTES = 64 << 20
 """Bounds on what was put aside, for people to look at; the oldest go first."""
 MAX_LABEL_BYTES = 1 << 20
 _LENGTH_BYTES = 4
+
+
+Shown = PromptEcho | StateReady | Delta | Finished | Failed
+"""What stays true after it was shown; places in a queue and pauses do not."""
 
 
 class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
