@@ -51,7 +51,7 @@ def test_a_model_with_room_to_spare_fits_as_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_mib", "verdict"),
+    ("left_mib", "fit"),
     [(99, Fit.TIGHT), (100, Fit.FITS)],
 )
 def test_less_than_another_margin_left_over_is_tight(left_mib: int, fit: Fit) -> None:
