@@ -330,7 +330,7 @@ class Machine:
             wait_s = self.loop._wait_s()
             num_events = len(self.events)
             self._await_post(wait_s)
-            is_called = not self.inbox._items.empty()
+            is_called = not self.inbox.empty()
             self.turn()
             is_idle = wait_s == 0 and not is_called and not self.loop._runners.has_work
             num_idle = num_idle + 1 if is_idle and len(self.events) == num_events else 0
@@ -339,10 +339,10 @@ class Machine:
 
     def _await_post(self, wait_s):
         until_s = time.monotonic() + (PATIENCE_S if wait_s is None else min(wait_s, PATIENCE_S))
-        while self.inbox._items.empty() and time.monotonic() < until_s:
+        while self.inbox.empty() and time.monotonic() < until_s:
             time.sleep(0.0005)
         is_due = wait_s is not None and wait_s <= PATIENCE_S
-        assert is_due or not self.inbox._items.empty(), (
+        assert is_due or not self.inbox.empty(), (
             f"the loop sleeps and nothing comes: {self.loop!r} {self.residency!r} {self.loop._pending!r}"
         )
 

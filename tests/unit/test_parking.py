@@ -379,7 +379,6 @@ def test_a_paused_request_passes_its_deadline_and_can_be_cancelled():
     machine.pause(late, 1.0)
     machine.pause(cancelled, 1.0)
     assert not machine.has_work
-    assert machine.next_deadline_s() == 9.0
     machine.retire(cancelled, FinishReason.CANCELLED, 2.0)
     assert machine.schedule(9.0).expired == [late]
     machine.check()

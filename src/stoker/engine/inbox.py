@@ -99,7 +99,7 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Gauge's post: how memory and heat are; the newest counts."""
+    """Monitor's post: how memory and heat are; the newest counts."""
 
     sample: Sample
 
@@ -109,26 +109,19 @@ Posted = DiskOutcome | LoadPost | Prepared | PrepareFailed | Released | Measured
 Item = Command | Posted | Closed
 
 
-class Inbox:
+class Inbox(queue.SimpleQueue[Item]):
     """Thread-safe; closing it makes the loop end at once."""
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-
-    def put(self, item: Command | Posted) -> None:
-        """Add a command or a worker's post."""
-        self._items.put(item)
 
     def close(self) -> None:
         """Tell the loop that the client is gone."""
-        self._items.put(Closed.CLOSED)
+        self.put(Closed.CLOSED)
 
     def take(self, wait_s: float | None) -> list[Item]:
         """Everything that has arrived; waits up to `wait_s` for the first (None: for ever, 0: not)."""
         items: list[Item] = []
         if wait_s != 0:
             with suppress(queue.Empty):
-                items.append(self._items.get(timeout=wait_s))
-        while not self._items.empty():  # the loop alone takes
-            items.append(self._items.get_nowait())
+                items.append(self.get(timeout=wait_s))
+        while not self.empty():  # the loop alone takes
+            items.append(self.get_nowait())
         return items

@@ -74,11 +74,6 @@ class Scheduler:
         )
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any sequence waits or runs; paused ones are not counted."""
-        return len(self.queue) > 0 or len(self.slots.running) > 0
-
-    @property
     def has_people(self) -> bool:
         """Whether any interactive sequence waits or runs."""
         return any(not sequence.is_background for sequence in (*self.queue, *self.slots.running))
@@ -97,10 +92,6 @@ class Scheduler:
     def eta_s(self, position: int) -> float:
         """The same for one position; far back a rough figure, as arrivals must not cost much."""
         return self.eta.wait_s(self.slots.running, list(self.queue), position)
-
-    def next_deadline_s(self) -> float | None:
-        """When the first sequence passes its deadline, paused ones included."""
-        return min((s.deadline_s for s in self._all() if s.deadline_s is not None), default=None)
 
     def _all(self) -> tuple[Sequence, ...]:
         return (*self.queue, *self.paused, *self.slots.running)
@@ -223,12 +214,6 @@ class Scheduler:
 
     def _begin(self, now: float) -> Schedule:
         return Schedule(ops=self.allocator.begin_turn(now))
-
-    def expire(self, now: float) -> Schedule:
-        """End what is past its deadline, and nothing else."""
-        turn = self._begin(now)
-        self._expire(turn, now)
-        return turn
 
     def plan(self) -> StepPlan | None:
         """The next step; `schedule` has made sure that there are cells for it."""
