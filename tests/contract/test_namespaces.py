@@ -14,7 +14,7 @@ import tiny_models
 from stoker.backends.llama import context as llama_context
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.draft import SLICE_TOKENS
-from stoker.backends.llama.seq2seq.seq2seq import load as load_seq2seq
+from stoker.backends.llama.seq2seq import load as load_seq2seq
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, PlanItem
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.ipc.model import ModelSpec, Speculation

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from stoker import Runtime
-from stoker.backends.llama.seq2seq.seq2seq import STEP_TOKENS, load
+from stoker.backends.llama.seq2seq import STEP_TOKENS, load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import ContextLengthError, StepFailedError, UnsupportedError
 from stoker.ipc.constraint import Constraint, ConstraintKind

@@ -11,8 +11,7 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Pace, StepTimer
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.model import ModelSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.backends.llama.passes import NONE, Pass, passes
+from stoker.backends.llama.batch import NONE, Pass, passes
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 
 RED, BLUE = (("red", 1.0),), (("blue", 1.0), ("red", 0.5))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stoker.engine.threads import affinity
-from stoker.engine.threads.affinity import ThreadBinder, _spread, _ThreadUse
+from stoker.engine.threads import controller as affinity
+from stoker.engine.threads.controller import ThreadBinder, _spread, _ThreadUse
 
 needs_linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds threads")
 

@@ -16,8 +16,7 @@ from stoker.cli.main import app
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Pace, StepTimer
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Failed, Finished, StateReady

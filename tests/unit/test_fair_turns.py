@@ -13,8 +13,7 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.turns import SHARE_OF_STEP, ModelTurns, Runners
-from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Pace, StepTimer
 from stoker.ipc.commands import Submit
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput

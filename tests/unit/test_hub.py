@@ -9,8 +9,8 @@ import pytest
 from hub_stand_in import HubStandIn
 
 from stoker.errors import DownloadError, InvalidRequestError, MachineSetupError, ModelNotFoundError
+from stoker.models.hub.downloads import HubReference
 from stoker.models.hub.hub import PullRequest, pull
-from stoker.models.hub.reference import HubReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import PUBLISH_EVERY_S, JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Pace, StepTimer
 from stoker.errors import PoolFullError, UnsupportedError
 from stoker.ipc.commands import Cancel, Pause, Resume, Submit
 from stoker.ipc.events import Admitted, Delta, Failed, Finished, Paused, Queued, Resumed, StateReady

@@ -10,8 +10,7 @@ from stoker.engine.jobs.table import JobTable
 from stoker.engine.loop import EngineLoop
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.status import model_info, waiting_status
-from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Pace, StepTimer
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,

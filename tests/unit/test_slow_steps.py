@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stoker.engine.threads import slow_steps
-from stoker.engine.threads.affinity import ThreadBinder
-from stoker.engine.threads.controller import Clocks, ThreadController
+from stoker.engine.threads.controller import Clocks, ThreadBinder, ThreadController
 from stoker.engine.threads.governor import Decision, StepSample
 from stoker.engine.threads.slow_steps import HindranceCounters, Hindrances, SlowReason, SlowSteps, why_slow
 from stoker.machine.cores import CoreTimes, CoreWatch

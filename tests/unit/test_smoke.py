@@ -13,9 +13,8 @@ import pytest
 import tiny_models
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.llama.opening import try_in_child
 from stoker.backends.llama.smoke import smoke
-from stoker.backends.llama.smoke.smoke import SmokeSetting, verdict_for
+from stoker.backends.llama.smoke.smoke import SmokeSetting, try_in_child, verdict_for
 from stoker.errors import LoadCrashedError, ModelFileError, ModelLoadError
 from stoker.ipc.model import ModelSpec
 from stoker.models.gguf.header import read_header

@@ -9,8 +9,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Pace, StepTimer
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind

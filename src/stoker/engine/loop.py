@@ -39,8 +39,7 @@ from stoker.engine.residency.workers import Workers
 from stoker.engine.runners.runner import ModelRunner
 from stoker.engine.runners.status import waiting_status
 from stoker.engine.runners.turns import Runners
-from stoker.engine.threads.pace import Pace
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Pace, StepTimer
 from stoker.errors import NotReadyError, StokerError
 from stoker.ipc.commands import (
     Cancel,

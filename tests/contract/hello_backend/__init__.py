@@ -14,9 +14,8 @@ import numpy as np
 
 from stoker.backends.device import CPU, Device
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, FakeVocabulary
-from stoker.backends.protocol.backend import BatchPlan, Capabilities, Computed
+from stoker.backends.protocol.backend import BatchPlan, Capabilities, Computed, Lengths
 from stoker.backends.protocol.extensions import NO_EXTENSIONS
-from stoker.backends.protocol.lengths import Lengths
 from stoker.errors import PoolFullError, StepFailedError
 from stoker.ipc.model import ModelClass
 from stoker.models.memory_estimate.fit import Estimate

@@ -35,9 +35,16 @@ from stoker.backends.fake.history import (
 from stoker.backends.fake.scoring import FakeScoring
 from stoker.backends.fake.vision import FakeVision, seen_tokens
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
-from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
+from stoker.backends.protocol.backend import (
+    PLAIN,
+    BatchPlan,
+    Capabilities,
+    Computed,
+    Conditioning,
+    Lengths,
+    PlanItem,
+)
 from stoker.backends.protocol.extensions import Extensions
-from stoker.backends.protocol.lengths import Lengths
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import (
     InvalidRequestError,

@@ -18,8 +18,8 @@ from stoker.models.fingerprint import fingerprint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stoker.backends.llama.batch import AdapterSet
     from stoker.backends.llama.model import LlamaModel
-    from stoker.backends.llama.passes import AdapterSet
     from stoker.ipc.model import AdapterSpec
     from stoker.models.gguf.header import GgufHeader
 

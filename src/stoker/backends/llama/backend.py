@@ -15,12 +15,9 @@ from stoker.backends.llama.binding import label
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
 from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.llama.oneshot.choices import ChoiceScoring
-from stoker.backends.llama.oneshot.hidden import HiddenStates
-from stoker.backends.llama.oneshot.scoring import Scorer
-from stoker.backends.llama.opening import tried_options
-from stoker.backends.llama.recurrent import RecurrentStates
-from stoker.backends.llama.state import SequenceStates
+from stoker.backends.llama.oneshot.scoring import ChoiceScoring, Scorer
+from stoker.backends.llama.smoke.smoke import tried_options
+from stoker.backends.llama.state import HiddenStates, RecurrentStates, SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision.vision import BLIND, VisionContext, open_vision
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem

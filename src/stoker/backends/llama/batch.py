@@ -1,20 +1,26 @@
-"""The native batches, of tokens and of embeddings: arrays that numpy owns and llama.cpp reads."""
+"""What one native call is given: a plan cut into passes, and the batches that they are laid out in.
+
+A context has one set of adapters at a time, and a call takes tokens or embeddings: items of sequences with
+different sets, and those of images, go into different passes. The arrays of a batch are numpy's.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stoker.backends.llama.binding import llama
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
-    from stoker.backends.protocol.backend import BatchPlan, Rows
+    from stoker.backends.protocol.backend import Rows
 
 
 class TokenBatch:
@@ -89,3 +95,52 @@ class EmbeddingBatch:
 
 def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:
     return ctypes.cast(array.ctypes.data, kind)
+
+
+AdapterSet = tuple[tuple[str, float], ...]
+"""Name and scale of each adapter, in the order of names."""
+
+NONE: AdapterSet = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Items that are computed in one call.
+
+    Attributes:
+        adapters: what their sequences are computed with.
+        is_pictured: embeddings stand at their places, and no tokens.
+        plan: the items, in the order of the whole plan.
+        rows: where each of its rows of logits goes among the rows of the whole plan.
+    """
+
+    adapters: AdapterSet
+    is_pictured: bool
+    plan: BatchPlan
+    rows: tuple[int, ...]
+
+
+def passes(plan: BatchPlan, adapters: Mapping[int, AdapterSet], current: AdapterSet) -> list[Pass]:
+    """The plan by adapter sets: that of the last call first, as changing it costs, and each set once.
+
+    Args:
+        plan: one step.
+        adapters: the set of each sequence that has one.
+        current: what the context computed with last.
+    """
+    groups: dict[tuple[AdapterSet, bool], list[tuple[int, PlanItem]]] = {}
+    row = 0
+    for item in plan.items:
+        kind = adapters.get(item.seq, NONE), item.tokens[0] < 0
+        groups.setdefault(kind, []).append((row, item))
+        row += item.num_logits
+
+    def order(kind: tuple[AdapterSet, bool]) -> tuple[bool, AdapterSet]:
+        return kind[0] != current, kind[0]
+
+    return [_pass(*each, groups[each]) for each in sorted(groups, key=order)]
+
+
+def _pass(adapters: AdapterSet, is_pictured: bool, group: list[tuple[int, PlanItem]]) -> Pass:  # noqa: FBT001
+    rows = tuple(row + index for row, item in group for index in range(item.num_logits))
+    return Pass(adapters, is_pictured, BatchPlan(tuple(item for _, item in group)), rows)

@@ -84,7 +84,7 @@ class GgufReader:
 
                 return load_encoder(spec, context.on_progress, context.cache_dir, self.header)
             case ModelClass.ENCODER_DECODER:
-                from stoker.backends.llama.seq2seq.seq2seq import load as load_seq2seq  # noqa: PLC0415
+                from stoker.backends.llama.seq2seq import load as load_seq2seq  # noqa: PLC0415
 
                 return load_seq2seq(spec, context.on_progress, context.cache_dir, self.header)
         from stoker.backends.llama.backend import load  # noqa: PLC0415 - the client reads headers only
@@ -93,7 +93,7 @@ class GgufReader:
 
     def try_out(self, context: LoadContext) -> None:
         """Have a child process load and run this very file."""
-        from stoker.backends.llama.opening import try_in_child  # noqa: PLC0415
+        from stoker.backends.llama.smoke.smoke import try_in_child  # noqa: PLC0415
 
         try_in_child(self.header, context.on_progress, context.cache_dir)
 

@@ -26,8 +26,7 @@ from stoker.ipc.commands import LoadModel, PinModel, UnloadModel
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelClass, ModelLife, Reach
 from stoker.ipc.status import ModelStatus
-from stoker.models.hub.downloads import Downloads
-from stoker.models.hub.reference import is_reference
+from stoker.models.hub.downloads import Downloads, is_reference
 from stoker.models.seq2seq import check_one_slot
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.backends.protocol.vision import Encoding, Vision
     from stoker.cache.prefix_cache import PrefixCache
-    from stoker.engine.threads.pace import Pace
+    from stoker.engine.threads.timer import Pace
     from stoker.kv.sequence import ImageSpan, Sequence
     from stoker.scheduler.plan import Planned, StepPlan
     from stoker.scheduler.scheduler import Scheduler

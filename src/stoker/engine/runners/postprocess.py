@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.engine.jobs.job import Job
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.threads.pace import Pace
+    from stoker.engine.threads.timer import Pace
     from stoker.kv.sequence import Sequence
     from stoker.sampling.generation import Drawn
     from stoker.scheduler.plan import Planned, StepPlan

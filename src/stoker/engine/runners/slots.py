@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
-    from stoker.engine.threads.pace import Pace
+    from stoker.engine.threads.timer import Pace
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Backend, InFlight, Rows
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.threads.pace import Pace, Runner
+    from stoker.engine.threads.timer import Pace, Runner
     from stoker.kv.ops import Schedule
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.plan import Planned

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
     from stoker.engine.runners.runner import ModelRunner
-    from stoker.engine.threads.pace import Pace
+    from stoker.engine.threads.timer import Pace
 
 
 SHARE_OF_STEP = 0.15

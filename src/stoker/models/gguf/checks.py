@@ -1,6 +1,7 @@
 """Whether the hyperparameters of a GGUF header make sense, also with the tensor shapes (SPEC R1).
 
-The native loader asserts (and so ends the process) on much of this; what passes here must not make it abort.
+The native loader asserts (and so ends the process) on much of this, and the graph of a recurrent model
+divides by its state sizes; what passes here must not make it abort. Errors name the key.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import ModelClass
-from stoker.models.gguf import recurrent_checks
 from stoker.models.gguf.bounded_file import GgufArray
-from stoker.models.gguf.hyperparameters import MAX_WIDTH, Hyperparameters
 from stoker.models.gguf.tensor_types import NOT_WEIGHTS
 
 if TYPE_CHECKING:
@@ -21,6 +20,55 @@ if TYPE_CHECKING:
 
     from stoker.models.gguf.bounded_file import BoundedFile, Scalar
     from stoker.models.gguf.header import TensorInfo
+
+
+MAX_WIDTH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """The keys `ARCHITECTURE.*` of a file."""
+
+    file: BoundedFile
+    architecture: str
+    metadata: Mapping[str, Scalar | GgufArray]
+
+    def key(self, name: str) -> str:
+        """The full name of a key of this architecture."""
+        return f"{self.architecture}.{name}"
+
+    def get(self, name: str) -> Scalar | GgufArray | None:
+        """The value as it stands in the file, None if the key is missing."""
+        return self.metadata.get(self.key(name))
+
+    def whole(self, name: str, low: int, high: int) -> int:
+        """A required integer within bounds."""
+        value = self.get(name)
+        if value is None:
+            raise self.file.broken(f"the required key {self.key(name)} is missing")
+        return self._within(name, value, low, high)
+
+    def optional(self, name: str, low: int, high: int) -> int | None:
+        """An integer within bounds, if the key is there."""
+        value = self.get(name)
+        return None if value is None else self._within(name, value, low, high)
+
+    def per_layer(self, name: str, block_count: int, high: int) -> list[int]:
+        """One integer a layer (or one for all, in a list of one); empty if the key is missing."""
+        value = self.get(name)
+        if not isinstance(value, GgufArray):
+            return [] if value is None else [self._within(name, value, 0, high)]
+        if value.length != block_count or value.values is None:
+            raise self.file.broken(f"{self.key(name)} has {value.length} values for {block_count} layers")
+        return [self._within(name, each, 0, high) for each in value.values]
+
+    def _within(self, name: str, value: Scalar | GgufArray, low: int, high: int) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.file.broken(f"{self.key(name)} is not an integer")
+        if not low <= value <= high:
+            raise self.file.broken(f"{self.key(name)} is {value}, {low} to {high} is possible")
+        return value
+
 
 # llama-hparams.h: LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
 _MAX_LAYERS = 512
@@ -95,7 +143,7 @@ def check(
     _check_experts(values, limits)
     _check_rope(values, limits)
     _check_tensors(values, limits, tensors)
-    recurrent_checks.check(values, limits.embedding_length, tensors)
+    check_recurrent(values, limits.embedding_length, tensors)
     return limits
 
 
@@ -197,3 +245,71 @@ def _check_tensors(values: Hyperparameters, limits: Limits, tensors: Sequence[Te
             f"{values.key('block_count')} is {limits.block_count}, the tensors are of {len(blocks)} layers"
             f" up to {max(blocks)}"
         )
+
+
+_PURE_RWKV = frozenset({"rwkv6", "rwkv7"})
+_QWEN_RWKV = frozenset({"rwkv6qwen2", "arwkv7"})
+_MAMBA = frozenset({"mamba", "mamba2"})
+_MAMBA_SIZES = ("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank")
+_MAX_RECURRENT_HEADS = 1 << 16
+
+
+def check_recurrent(values: Hyperparameters, embedding_length: int, tensors: Sequence[TensorInfo]) -> None:
+    """Check RWKV's and Mamba's keys; other architectures pass.
+
+    Raises:
+        ModelFileError: names the key and the numbers.
+    """
+    if values.architecture in _MAMBA:
+        for name in _MAMBA_SIZES:
+            values.whole(name, 1, MAX_WIDTH)
+    if values.architecture == "mamba2":
+        _check_mamba_heads(values)
+    if values.architecture in _PURE_RWKV | _QWEN_RWKV:
+        _check_rwkv_heads(values, embedding_length)
+        _check_token_shift(values)
+    if values.architecture == "rwkv6":
+        _check_mixing(values, tensors)
+
+
+def _check_mamba_heads(values: Hyperparameters) -> None:
+    inner = values.whole("ssm.inner_size", 1, MAX_WIDTH)
+    for name in ("ssm.time_step_rank", "ssm.group_count"):
+        if inner % values.whole(name, 1, MAX_WIDTH):
+            raise values.file.broken(f"{values.key(name)} does not divide the inner size {inner}")
+
+
+def _check_rwkv_heads(values: Hyperparameters, embedding_length: int) -> None:
+    head_size = values.whole("wkv.head_size", 1, embedding_length)
+    heads, rest = divmod(embedding_length, head_size)
+    if rest:
+        raise values.file.broken(
+            f"{values.key('wkv.head_size')} is {head_size},"
+            f" which does not divide the embedding length {embedding_length}"
+        )
+    own = values.optional("attention.head_count", 0, _MAX_RECURRENT_HEADS) or 0
+    shared = values.optional("attention.head_count_kv", 0, _MAX_RECURRENT_HEADS)
+    shared = own if shared is None else shared
+    is_possible = (
+        shared in {0, heads} if values.architecture in _PURE_RWKV else not shared or heads % shared == 0
+    )
+    if not is_possible:
+        raise values.file.broken(
+            f"{values.key('attention.head_count')} is {shared}, the state has {heads} heads"
+        )
+
+
+def _check_token_shift(values: Hyperparameters) -> None:
+    default, needed = 2, 2 if values.architecture in _PURE_RWKV else 1
+    found = values.optional("token_shift_count", 0, MAX_WIDTH)
+    found = default if found is None else found
+    if found != needed:
+        raise values.file.broken(f"{values.key('token_shift_count')} is {found}, it has to be {needed}")
+
+
+def _check_mixing(values: Hyperparameters, tensors: Sequence[TensorInfo]) -> None:
+    names = {tensor.name for tensor in tensors}
+    for layer in range(values.whole("block_count", 1, MAX_WIDTH)):
+        stem = f"blk.{layer}.time_mix_lerp_"
+        if f"{stem}fused.weight" not in names and f"{stem}w.weight" not in names:
+            raise values.file.broken(f"the tensor {stem}fused.weight is missing")

@@ -35,7 +35,7 @@ from stoker.errors import (
     MachineSetupError,
     ModelNotFoundError,
 )
-from stoker.models.hub.reference import HubReference, check_file_name
+from stoker.models.hub.downloads import HubReference, check_file_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,8 +20,7 @@ from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
 from stoker.models.memory_estimate.fit import Estimate, Estimator
-from stoker.models.memory_estimate.layers import Layers, read_layers
-from stoker.models.memory_estimate.widths import Widths, read_widths
+from stoker.models.memory_estimate.layers import Layers, Widths, read_layers, read_widths
 from stoker.models.seq2seq import num_cells
 
 if TYPE_CHECKING:

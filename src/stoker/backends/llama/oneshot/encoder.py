@@ -23,7 +23,7 @@ import numpy as np
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import capture_log, error_text, label, llama
 from stoker.backends.llama.model import LlamaModel
-from stoker.backends.llama.opening import tried_options
+from stoker.backends.llama.smoke.smoke import tried_options
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, Capabilities, PlanItem
 from stoker.backends.protocol.encoding import check_texts

@@ -4,7 +4,7 @@ A build may crash in its first decode, e.g. where the compiler spoilt the CPU's 
 child process (`trial`) decodes a few tokens; if it dies, another one tries without repacked weights, which
 keeps clear of those instructions, and where there is an accelerator others without it. What was found is
 remembered for this build, these devices and the model's architecture and element types; for a file whose load
-has ended an engine, which is tried itself, for that file.
+has ended an engine, which is tried itself, for that file. A file is opened as its trial has shown to be safe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import platformdirs
+
 from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, device_names
+from stoker.backends.llama.model import ModelOptions
+from stoker.errors import LoadCrashedError, ModelLoadError
 from stoker.models.gguf.header import read_header
 from stoker.native_crash import native_text
 from stoker.private import write_text
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.models.gguf.header import GgufHeader
+
+    OnProgress = Callable[[float], None]
 
 TRIAL_TIMEOUT_S = 300.0
 ASK_EVERY_S = 0.1
@@ -280,3 +286,48 @@ def _write(file: Path, known: dict[str, Any]) -> None:
         write_text(file, json.dumps(known, indent=1))
     except OSError as error:
         _logger.warning("the smoke verdict could not be kept in %s: %s", file, error)
+
+
+def tried_options(header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None) -> ModelOptions:
+    """How to load a file, after a smoke decode in a child process where none is remembered.
+
+    Args:
+        header: of the file.
+        on_progress: told the fraction loaded, 0 while it is tried; what it raises ends the load.
+        cache_dir: where verdicts are remembered; None: this user's cache folder.
+
+    Raises:
+        LoadCrashedError: llama.cpp crashes on it; the message quotes what it said.
+        ModelLoadError: llama.cpp refuses it, or computes nonsense.
+    """
+    verdict = verdict_of(header, _folder(cache_dir), _asking(on_progress))
+    _refuse_broken(header, verdict)
+    return ModelOptions(
+        path=header.path,
+        use_extra_bufts=verdict.setting.uses_extra_bufts,
+        offloads=verdict.setting.offloads,
+        on_progress=on_progress,
+    )
+
+
+def try_in_child(header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None) -> None:
+    """Have a child process load and run this very file, whatever is remembered of its kind.
+
+    What is found is remembered for this file, so that `tried_options` gives it. Args and errors are those of
+    `tried_options`.
+    """
+    _refuse_broken(header, verdict_of_file(header, _folder(cache_dir), _asking(on_progress)))
+
+
+def _folder(cache_dir: Path | None) -> Path:
+    return cache_dir or Path(platformdirs.user_cache_dir("stoker"))
+
+
+def _asking(on_progress: OnProgress | None) -> Callable[[], None]:
+    return lambda: on_progress(0.0) if on_progress else None
+
+
+def _refuse_broken(header: GgufHeader, verdict: SmokeVerdict) -> None:
+    if verdict.setting is SmokeSetting.BROKEN:
+        kind = LoadCrashedError if verdict.has_crashed else ModelLoadError
+        raise kind(f"{header.path.name} cannot be run here: {verdict.detail}", path=str(header.path))

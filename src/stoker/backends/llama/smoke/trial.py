@@ -19,7 +19,7 @@ from pathlib import Path
 from stoker.backends.llama.binding import label
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
-from stoker.backends.llama.seq2seq.source import SourceReader
+from stoker.backends.llama.seq2seq import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import StokerError

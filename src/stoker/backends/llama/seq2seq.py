@@ -2,7 +2,8 @@
 
 Its prompt is a source, which the encoder reads; its one sequence is the answer, from the decoder's start
 token on. A token is computed in a native call of its own, also where a whole answer is computed again: so it
-comes out the same to the bit, whatever interrupted it. What a native context keeps of a source is `source`'s.
+comes out the same to the bit, whatever interrupted it. A native context keeps what its encoder made of one
+source at a time.
 """
 
 from __future__ import annotations
@@ -16,25 +17,71 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stoker.backends.llama.backend import LlamaBackend
+from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel
-from stoker.backends.llama.opening import tried_options
-from stoker.backends.llama.seq2seq.source import SourceReader
+from stoker.backends.llama.smoke.smoke import tried_options
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, Computed, Conditioning, PlanItem
 from stoker.backends.protocol.extensions import Extensions
-from stoker.errors import ModelLoadError, StokerError, UnsupportedError
+from stoker.errors import ModelLoadError, StepFailedError, StokerError, UnsupportedError
 from stoker.ipc.model import ModelClass
 from stoker.models.gguf.header import read_header
 from stoker.models.seq2seq import STEP_TOKENS, check_one_slot, num_cells
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from stoker.backends.protocol.backend import InFlight
     from stoker.ipc.model import ModelSpec
     from stoker.models.gguf.header import GgufHeader
+
+_FLOAT_BYTES = 4
+
+
+class SourceReader:
+    """Has the encoder of `context` read sources of up to `context.n_batch` tokens."""
+
+    def __init__(self, context: LlamaContext) -> None:
+        self._context = context
+        self._batch = TokenBatch(context.n_batch)
+        self._source: tuple[int, ...] = ()
+        self._namespace = b""
+        self._most_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<SourceReader of {len(self._source)} tokens>"
+
+    def read(self, source: Sequence[int], namespace: bytes = b"") -> None:
+        """Have `source` be what the decoder's next steps read; computes nothing if it is already.
+
+        What was read for another namespace is read again.
+
+        Raises:
+            StepFailedError: the native encode failed, or there is nothing to read.
+        """
+        source = tuple(source)
+        if source and (source, namespace) == (self._source, self._namespace):
+            return
+        if not 0 < len(source) <= self._context.n_batch:  # llama.cpp would abort the process
+            raise StepFailedError(f"a source has 1 to {self._context.n_batch} tokens, not {len(source)}")
+        self._source = ()
+        self._most_tokens = max(self._most_tokens, len(source))
+        # Distances are all that an encoder sees of places, and llama.cpp takes them for the answer's next.
+        place = self._context.lengths[0]
+        self._batch.fill(BatchPlan((PlanItem(0, place, source, len(source)),)))
+        code = llama.llama_encode(self._context.handle, self._batch.native)
+        if code != 0:
+            text = f"llama_encode returned {code} for a source of {len(source)} tokens"
+            raise StepFailedError(text, native_code=code)
+        self._source, self._namespace = source, namespace
+
+    def memory(self) -> int:
+        """Bytes of the rows that the library keeps of the longest source so far, logits among them."""
+        context = self._context
+        return self._most_tokens * context.row_width * _FLOAT_BYTES
+
 
 _NO_TOKEN = -1
 

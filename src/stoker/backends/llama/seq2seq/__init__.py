@@ -1,1 +1,0 @@
-"""Encoder-decoders on llama.cpp: the source and what the decoder computes from it."""
