@@ -177,7 +177,7 @@ def load_native() -> None:
 
 
 def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
-    """Run an engine in this process until it is told to stop.
+    """Run an engine in this process until a command ends it.
 
     Args:
         arguments: number of the inherited socket; an `EngineSettings` as JSON.

@@ -22,6 +22,7 @@ from stoker.sampling.generation import Drawn, Generation
 if TYPE_CHECKING:
     from stoker.engine.jobs.candidates import ScoringPass, ToScore
     from stoker.engine.jobs.preparations import Preparation
+    from stoker.engine.runners.runner import ModelRunner
     from stoker.scheduler.throttle import Throttle
 
 
@@ -75,14 +76,6 @@ class JobQueue(Protocol):
         ...
 
 
-class JobRunner(Protocol):
-    """What holds placed jobs."""
-
-    def settle(self, now: float) -> None:
-        """Take in what a step in flight has computed, so that its sequences may be moved."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class JobChoice:
     """One completion: where it stands and how its text is made."""
@@ -118,7 +111,7 @@ class Job:
     prompt_text: str = ""
     choices: dict[int, JobChoice] = field(default_factory=dict)
     queue: JobQueue | None = None
-    runner: JobRunner | None = None
+    runner: ModelRunner | None = None
     preparation: Preparation | None = None
     is_paused: bool = False
     num_generated: int = 0

@@ -81,7 +81,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
         arrival_s: when the caller submitted it, on the engine's clock.
 
     Raises:
-        ContextLengthError: the prompt leaves no room for a token.
+        ContextLengthError: the prompt leaves no place for a token.
         InvalidRequestError: the prompt is empty or holds token ids the model does not have; the constraint
             does not compile.
         UnsupportedError: a document is to be scored by what is no reranker, or the model cannot give what is

@@ -18,7 +18,8 @@ from stoker.kv.sequence import ParkForm, SequenceState
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from stoker.engine.jobs.job import JobQueue, JobRunner
+    from stoker.engine.jobs.job import JobQueue
+    from stoker.engine.runners.runner import ModelRunner
     from stoker.errors import StokerError
     from stoker.kv.sequence import Sequence
 
@@ -111,7 +112,7 @@ class JobTable:
         if job.deadline_s is not None:
             self._expire_s = min(self._expire_s, job.deadline_s)
 
-    def place(self, job: Job, queue: JobQueue, runner: JobRunner, now: float) -> None:
+    def place(self, job: Job, queue: JobQueue, runner: ModelRunner, now: float) -> None:
         """Put a prepared request in `queue`; it takes the place of its pending record.
 
         One whose choices have all ended before, as a restart has it, ends at once.
