@@ -11,10 +11,9 @@ from stand_in import HOLD, delta
 from stoker.errors import QueueFullError
 from stoker.ipc.events import Admitted, Finished, Queued
 from stoker.ipc.request import MAX_SALT_CHARS, FinishReason
-from stoker.ipc.usage import CacheSource, Timings, Usage
+from stoker.ipc.usage import CacheSource, Timings, Usage, total_usage
 from stoker.server import sse
 from stoker.server.inbound.security import KeyRing, salt_of
-from stoker.server.streaming import total_usage
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

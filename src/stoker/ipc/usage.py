@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -45,6 +46,18 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     cache_source: CacheSource | None = None
     dropped_tokens: int = 0
+
+
+def total_usage(usages: Sequence[Usage]) -> Usage:
+    """The sum over several requests; the cache's source is that of the most cached tokens."""
+    most = max(usages, key=lambda usage: usage.cached_tokens, default=Usage())
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages),
+        cache_source=most.cache_source,
+        dropped_tokens=sum(usage.dropped_tokens for usage in usages),
+    )
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

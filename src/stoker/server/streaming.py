@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from stoker.client.requests.stream import Notice
 from stoker.ipc.events import Admitted, Delta, Finished, Queued
-from stoker.ipc.usage import Usage
+from stoker.ipc.usage import Usage, total_usage
 from stoker.server.context import OwnedRequest
 from stoker.server.inbound.disconnect import while_connected
 from stoker.server.reply import CACHE_HEADER, ETA_HEADER, POSITION_HEADER
@@ -200,18 +200,6 @@ async def _forward(stream: Numbered, arrived: asyncio.Queue[Arrival]) -> None:
         await arrived.put(error)
     else:
         await arrived.put(None)
-
-
-def total_usage(usages: Sequence[Usage]) -> Usage:
-    """The sum over the prompts of one HTTP request; the cache's source is that of the most cached tokens."""
-    most = max(usages, key=lambda usage: usage.cached_tokens, default=Usage())
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in usages),
-        completion_tokens=sum(usage.completion_tokens for usage in usages),
-        cached_tokens=sum(usage.cached_tokens for usage in usages),
-        cache_source=most.cache_source,
-        dropped_tokens=sum(usage.dropped_tokens for usage in usages),
-    )
 
 
 class AnswerReading:

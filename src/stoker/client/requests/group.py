@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +18,7 @@ from stoker.client.requests.record import new_request_id
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished
 from stoker.ipc.status import CallKind, GroupStatus
-from stoker.ipc.usage import Timings, Usage
+from stoker.ipc.usage import Timings, Usage, total_usage
 
 if TYPE_CHECKING:
     from stoker.client.requests.record import RequestRecord
@@ -47,11 +47,6 @@ class KnownAs:
         own = {name: fields.pop(name) for name in ("request_id", "names", "owner") if name in fields}
         return cls(**(own | {"names": tuple(own.get("names", ()))}))
 
-    @property
-    def id(self) -> str:
-        """The given id, or a new one each time."""
-        return self.request_id or new_request_id()
-
 
 Run = Callable[
     ["GenerateRequest", str, Sequence[str], str, "RequestGroup"], AsyncGenerator["StreamEvent", None]
@@ -59,47 +54,46 @@ Run = Callable[
 """Runs a request under an id, names and owner, as one of a group."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RequestGroup:
     """The requests of one call.
 
-    Args:
+    Attributes:
         kind: what the call computes.
         request: its first one; model, class and timeout of all are its.
         num_members: how many there will be.
-        known_as: its id, names and owner.
+        known_as: names and owner of the call.
         run: runs one of its requests.
-
-    Attributes:
+        id: that of `known_as`, or one that is made up.
         members: those that are live, by id, in order of submission.
         is_paused, is_cancelled: what its caller wants of all of them.
     """
 
-    def __init__(
-        self,
-        kind: CallKind,
-        request: GenerateRequest,
-        num_members: int,
-        known_as: KnownAs,
-        run: Run,
-    ) -> None:
-        self.id = known_as.id
-        self.owner = known_as.owner
-        self.members: dict[str, RequestRecord] = {}
-        self.is_paused = False
-        self.is_cancelled = False
-        self._kind = kind
-        self._request = request
-        self._names = known_as.names
-        self._num_members = num_members
-        self._num_begun = 0
-        self._num_done = 0
-        self._usage = Usage()
-        self._timings: Timings | None = None
-        self._begun_s = asyncio.get_running_loop().time()
-        self._run = run
+    kind: CallKind
+    request: GenerateRequest
+    num_members: int
+    known_as: KnownAs
+    run: Run
+    id: str = field(init=False)
+    members: dict[str, RequestRecord] = field(default_factory=dict)
+    is_paused: bool = False
+    is_cancelled: bool = False
+    _num_begun: int = 0
+    _num_done: int = 0
+    _usage: Usage = field(default_factory=Usage)
+    _timings: Timings | None = None
+    _begun_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+    def __post_init__(self) -> None:
+        self.id = self.known_as.request_id or new_request_id()
+
+    @property
+    def owner(self) -> str:
+        """Digest of the API key that it came with; empty: none."""
+        return self.known_as.owner
 
     def __repr__(self) -> str:
-        return f"<RequestGroup {self.id} {self._kind} {self._num_done} of {self._num_members} done>"
+        return f"<RequestGroup {self.id} {self.kind} {self._num_done} of {self.num_members} done>"
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamEvent, None]:
         """The events of one more request of the group, which gets what is left of the group's time.
@@ -114,7 +108,7 @@ class RequestGroup:
         request = self._with_time_left(request)
         request_id = f"{self.id}-{self._num_begun}"
         self._num_begun += 1
-        run = self._run(request, request_id, (self.id, *self._names), self.owner, self)
+        run = self.run(request, request_id, (self.id, *self.known_as.names), self.owner, self)
         async with aclosing(run) as events:
             async for event in events:
                 yield event
@@ -124,12 +118,12 @@ class RequestGroup:
         if left_s is None:
             return request
         if left_s <= 0:
-            text = f"the requests of {self.id} took longer than their timeout_s {self._request.timeout_s}"
+            text = f"the requests of {self.id} took longer than their timeout_s {self.request.timeout_s}"
             raise RequestTimeoutError(text, param="timeout_s")
         return msgspec.structs.replace(request, timeout_s=left_s)
 
     def _left_s(self) -> float | None:
-        timeout_s = self._request.timeout_s
+        timeout_s = self.request.timeout_s
         return None if timeout_s is None else timeout_s - self._age_s()
 
     def _age_s(self) -> float:
@@ -137,7 +131,7 @@ class RequestGroup:
 
     def cancelled_error(self) -> RequestCancelledError:
         """What its call ends with once it was cancelled."""
-        text = f"{self.id} was cancelled with {self._num_done} of {self._num_members} done"
+        text = f"{self.id} was cancelled with {self._num_done} of {self.num_members} done"
         return RequestCancelledError(text)
 
     # ------------------------------------------------------------ what the table says
@@ -148,12 +142,7 @@ class RequestGroup:
         if end is None or self.is_cancelled:
             return
         self._num_done += 1
-        self._usage = Usage(
-            prompt_tokens=self._usage.prompt_tokens + end.usage.prompt_tokens,
-            completion_tokens=self._usage.completion_tokens + end.usage.completion_tokens,
-            cached_tokens=self._usage.cached_tokens + end.usage.cached_tokens,
-            dropped_tokens=self._usage.dropped_tokens + end.usage.dropped_tokens,
-        )
+        self._usage = total_usage([self._usage, end.usage])
         before, new = self._timings, end.timings
         self._timings = (
             new
@@ -178,11 +167,11 @@ class RequestGroup:
             first = None
         return GroupStatus(
             id=self.id,
-            kind=self._kind,
-            model=self._request.model,
-            priority=self._request.priority,
+            kind=self.kind,
+            model=self.request.model,
+            priority=self.request.priority,
             state="paused" if self.is_paused else "running" if is_running else "queued",
-            num_members=max(self._num_members, self._num_begun),
+            num_members=max(self.num_members, self._num_begun),
             num_done=self._num_done,
             position=first.position if first else None,
             eta_s=first.eta_s if first else None,

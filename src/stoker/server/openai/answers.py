@@ -17,9 +17,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from stoker.images import ImageReport
-from stoker.ipc.usage import CacheSource, Timings, Usage
+from stoker.ipc.usage import CacheSource, Timings, Usage, total_usage
 from stoker.server.sse import frame, progress_fields
-from stoker.server.streaming import total_usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
