@@ -2,6 +2,7 @@
 
 import pytest
 
+from stoker.cache.keys import common_prefix
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.errors import QueueFullError
 from stoker.ipc.model import Policy
@@ -9,7 +10,6 @@ from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.limits import SchedulerLimits
 from stoker.kv.ops import Drop, Fork, Trim
 from stoker.kv.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
-from stoker.kv.slots import common_prefix
 from stoker.machine.ledger import Ledger
 from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost

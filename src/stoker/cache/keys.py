@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 TOKEN_BYTES = 4
+_FIRST_LOOK = 32
 
 
 def key_of(tokens: Sequence[int]) -> bytes:
@@ -27,6 +28,26 @@ def key_of(tokens: Sequence[int]) -> bytes:
 def num_tokens(key: bytes) -> int:
     """How many tokens a key stands for."""
     return len(key) // TOKEN_BYTES
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int], limit: int | None = None) -> int:
+    """How many leading tokens, or bytes of keys, are the same; of the first `limit`.
+
+    Bisection over slice comparisons, which run in C; most pairs differ at a first look.
+    """
+    most = min(len(left), len(right), len(left) if limit is None else limit)
+    low, high = 0, min(most, _FIRST_LOOK)
+    if left[:high] == right[:high]:
+        low, high = high, most
+        if left[low:high] == right[low:high]:
+            return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def image_ids(content: bytes, count: int) -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from stoker.cache.keys import TOKEN_BYTES, num_tokens
+from stoker.cache.keys import TOKEN_BYTES, common_prefix, num_tokens
 
 V = TypeVar("V")
 MAX_VALUES = 8
@@ -264,18 +264,9 @@ def _token(key: bytes, start: int) -> bytes:
 
 
 def _num_shared(one: bytes, other: bytes) -> int:
-    """Leading bytes that are the same, in whole tokens: bisection over slices."""
-    limit = min(len(one), len(other))
-    if one[:limit] == other[:limit]:
-        return limit
-    low, high = 0, limit  # the first `low` bytes are the same, the first `high` are not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low - low % TOKEN_BYTES
+    """Leading bytes that are the same, in whole tokens."""
+    num_bytes = common_prefix(one, other)
+    return num_bytes - num_bytes % TOKEN_BYTES
 
 
 def _some_values(top: _Node[V]) -> tuple[V, ...]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stoker.cache.index import MIN_TOKENS
+from stoker.cache.keys import common_prefix
 from stoker.kv.allocator import KVAllocator
 from stoker.kv.sequence import ParkForm, PrefixFollow, Sequence, SequenceState
-from stoker.kv.slots import common_prefix
 
 
 def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: int) -> PrefixFollow | None:

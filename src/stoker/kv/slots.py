@@ -8,35 +8,13 @@ one without freeing cells first (docs/adr/0006). Choosing is pure; the allocator
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from stoker.cache.entry import Entry, EntryState
 from stoker.cache.index import MIN_TOKENS
+from stoker.cache.keys import common_prefix
 from stoker.kv.limits import SchedulerLimits
 from stoker.kv.sequence import ParkForm, Sequence
-
-_FIRST_LOOK = 32
-
-
-def common_prefix(left: Tokens[int], right: Tokens[int], limit: int | None = None) -> int:
-    """How many leading tokens (of the first `limit`) are the same.
-
-    Bisection over slice comparisons, which run in C; most pairs differ at a first look.
-    """
-    most = min(len(left), len(right), len(left) if limit is None else limit)
-    low, high = 0, min(most, _FIRST_LOOK)
-    if left[:high] == right[:high]:
-        low, high = high, most
-        if left[low:high] == right[low:high]:
-            return high
-    while low < high - 1:
-        middle = (low + high) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @dataclass(slots=True)

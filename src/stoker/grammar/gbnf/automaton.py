@@ -14,6 +14,7 @@ from stoker.grammar.gbnf.notation import (
     Alternatives,
     Chars,
     Concatenation,
+    Lexeme,
     Node,
     Ranges,
     Ref,
@@ -103,7 +104,7 @@ class Automaton:
                 return {position}, {position}, False
             case Ref(name):
                 return self._build(self._rules[name])
-            case Concatenation(items):
+            case Concatenation(items) | Lexeme(items):
                 return self._sequence(items)
             case Alternatives(options):
                 built = [self._build(option) for option in options]

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
-from typing import TypeAlias
 
 from stoker.errors import InvalidRequestError
 from stoker.grammar.gbnf.automaton import Automaton, Overlong, meet, union
@@ -22,6 +20,7 @@ from stoker.grammar.gbnf.notation import (
     Alternatives,
     Chars,
     Concatenation,
+    Lexeme,
     Node,
     Ranges,
     Ref,
@@ -31,6 +30,7 @@ from stoker.grammar.gbnf.notation import (
     parts,
     references,
     rules_that,
+    walk,
 )
 from stoker.grammar.limits import Effort, Exhausted
 
@@ -41,38 +41,6 @@ _PAIRS_A_STEP = 2  # so many pairs are made in the time of a step
 _MAX_LEXEMES = 500
 # Rules nested deeper than this are no part of a lexeme, which keeps what recurses over lexemes shallow.
 _MAX_FLAT_DEPTH = 50
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Lexeme:
-    """Items without recursion that are matched as one regex."""
-
-    items: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _All:
-    items: tuple[_Form, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Any:
-    options: tuple[_Form, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Times:
-    item: _Form
-    low: int
-    high: int | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Rule:
-    name: str
-
-
-_Form: TypeAlias = _Lexeme | _All | _Any | _Times | _Rule
 
 
 def to_lark(rules: Rules, root: str) -> str:
@@ -100,7 +68,7 @@ class _Cutter:
             self._note_flat(node)
         self._alone: set[Node] = set()  # not joined with its neighbours
         self._cut: set[Node] = set()  # no lexeme, its parts are
-        self._forms: dict[str, _Form] = {}
+        self._forms: dict[str, Node] = {}
         self._automata: dict[tuple[Node, ...], Automaton] = {}
 
     def lark(self) -> str:
@@ -156,44 +124,44 @@ class _Cutter:
                 continue
             form = self._lower(self._rules[name])
             self._forms[name] = form
-            for part in _all_in((form,)):
+            for part in walk(form):
                 self._effort.spend(1)
-                if isinstance(part, _Rule):
+                if isinstance(part, Ref):
                     waiting.append(part.name)
 
     def _is_flat(self, node: Node) -> bool:
         return node not in self._cut and node in self._flat_nodes
 
-    def _lower(self, node: Node) -> _Form:
+    def _lower(self, node: Node) -> Node:
         if self._is_flat(node):
-            return _Lexeme((node,))
+            return Lexeme((node,))
         match node:
             case Ref(name):
-                return _Rule(name)
+                return Ref(name)
             case Alternatives(options):
-                return _Any(tuple(map(self._lower, options)))
+                return Alternatives(tuple(map(self._lower, options)))
             case Repeat(item, low, high):
-                return _Times(self._lower(item), low, high)
+                return Repeat(self._lower(item), low, high)
             case Concatenation(items):
-                return _All(tuple(self._runs(items)))
-        return _Lexeme((node,))
+                return Concatenation(tuple(self._runs(items)))
+        return Lexeme((node,))
 
-    def _runs(self, items: tuple[Node, ...]) -> list[_Form]:
+    def _runs(self, items: tuple[Node, ...]) -> list[Node]:
         """Items of a sequence, those without recursion joined with their neighbours."""
-        forms: list[_Form] = []
+        forms: list[Node] = []
         run: list[Node] = []
         for item in items:
             joins = self._is_flat(item) and item not in self._alone
             if not joins and run:
-                forms.append(_Lexeme(tuple(run)))
+                forms.append(Lexeme(tuple(run)))
                 run = []
             if joins:
                 run.append(item)
             else:
                 forms.append(self._lower(item))
-        return [*forms, _Lexeme(tuple(run))] if run else forms
+        return [*forms, Lexeme(tuple(run))] if run else forms
 
-    def _clashing(self) -> list[_Lexeme]:
+    def _clashing(self) -> list[Lexeme]:
         """Lexemes of which one could take what another one, or what follows, should have.
 
         Two are possible at one place at the start, and after two that one text could match.
@@ -238,12 +206,12 @@ class _Cutter:
         seen |= fresh
         return list(fresh)
 
-    def _automaton(self, lexeme: _Lexeme) -> Automaton:
+    def _automaton(self, lexeme: Lexeme) -> Automaton:
         if lexeme.items not in self._automata:
             self._automata[lexeme.items] = Automaton(lexeme.items, self._rules, self._effort)
         return self._automata[lexeme.items]
 
-    def _can_cut(self, lexeme: _Lexeme) -> bool:
+    def _can_cut(self, lexeme: Lexeme) -> bool:
         return len(lexeme.items) > 1 or not isinstance(lexeme.items[0], Chars)
 
 
@@ -258,10 +226,10 @@ class _Follow:
 
     def __init__(
         self,
-        forms: dict[str, _Form],
+        forms: dict[str, Node],
         root: str,
         nullable: frozenset[str],
-        lexemes: list[_Lexeme],
+        lexemes: list[Lexeme],
         effort: Effort,
     ) -> None:
         self.after = [0] * len(lexemes)
@@ -270,7 +238,7 @@ class _Follow:
         self._nullable = nullable
         self._effort = effort
         self._numbers = {lexeme: number for number, lexeme in enumerate(lexemes)}
-        self._may_be_empty = [all(is_nullable(item, nullable) for item in one.items) for one in lexemes]
+        self._may_be_empty = [is_nullable(lexeme, nullable) for lexeme in lexemes]
         self._first = dict.fromkeys(forms, 0)
         self._behind = dict.fromkeys(forms, 0)
         self._fix_first()
@@ -288,7 +256,7 @@ class _Follow:
     def _fix_first(self) -> None:
         users: dict[str, dict[str, None]] = {name: {} for name in self._forms}
         for name, form in self._forms.items():
-            for used in _rules_in(form):
+            for used in references(form):
                 users[used][name] = None
         waiting = dict.fromkeys(reversed(self._forms))  # what is used is mostly written below its users
         while waiting:
@@ -300,22 +268,22 @@ class _Follow:
                 waiting |= users[name]
                 self._effort.spend(len(users[name]) // _PAIRS_A_STEP)
 
-    def _begin(self, form: _Form) -> tuple[int, bool]:
+    def _begin(self, form: Node) -> tuple[int, bool]:
         """Lexemes that may come first, and whether the form matches the empty text."""
         self._effort.spend(1)
         match form:
-            case _Lexeme():
+            case Lexeme():
                 number = self._numbers[form]
                 return 1 << number, self._may_be_empty[number]
-            case _Rule(name):
+            case Ref(name):
                 return self._first[name], name in self._nullable
-            case _Any(options):
+            case Alternatives(options):
                 begun = [self._begin(option) for option in options]
                 return reduce(or_, (first for first, _ in begun), 0), any(is_empty for _, is_empty in begun)
-            case _Times(item, low, _):
+            case Repeat(item, low, _):
                 first, is_empty = self._begin(item)
                 return first, is_empty or low == 0
-            case _All(items):
+            case Concatenation(items):
                 firsts = 0
                 for item in items:
                     first, is_empty = self._begin(item)
@@ -323,22 +291,23 @@ class _Follow:
                     if not is_empty:
                         return firsts, False
                 return firsts, True
+        raise AssertionError(f"{form!r} is in no lexeme")
 
-    def _walk(self, form: _Form, behind: int) -> None:
+    def _walk(self, form: Node, behind: int) -> None:
         self._effort.spend(1)
         match form:
-            case _Lexeme():
+            case Lexeme():
                 self.after[self._numbers[form]] |= behind
-            case _Rule(name):
+            case Ref(name):
                 if behind & ~self._behind[name]:
                     self._behind[name] |= behind
                     self._moved[name] = None
-            case _Any(options):
+            case Alternatives(options):
                 for option in options:
                     self._walk(option, behind)
-            case _Times(item, _, high):
+            case Repeat(item, _, high):
                 self._walk(item, behind if high == 1 else behind | self._begin(item)[0])
-            case _All(items):
+            case Concatenation(items):
                 for item in reversed(items):
                     self._walk(item, behind)
                     first, is_empty = self._begin(item)
@@ -348,7 +317,7 @@ class _Follow:
 class _Writer:
     """Writes Lark: rules in small letters, lexemes and the rules inside them in capitals."""
 
-    def __init__(self, rules: Rules, forms: dict[str, _Form], nullable: frozenset[str]) -> None:
+    def __init__(self, rules: Rules, forms: dict[str, Node], nullable: frozenset[str]) -> None:
         self._rules = rules
         self._forms = forms
         self._nullable = nullable
@@ -368,19 +337,20 @@ class _Writer:
                 lines.append(f"R{self._numbers[name]}: {self._node(self._rules[name])}")
         return "\n".join(lines) + "\n"
 
-    def _form(self, form: _Form) -> str:
+    def _form(self, form: Node) -> str:
         match form:
-            case _Lexeme(items):
+            case Lexeme(items):
                 name = self._lexemes.setdefault(self._nodes(items), f"T{len(self._lexemes)}")
-                return f"{name}?" if all(is_nullable(item, self._nullable) for item in items) else name
-            case _Rule(name):
+                return f"{name}?" if is_nullable(form, self._nullable) else name
+            case Ref(name):
                 return f"r{self._numbers[name]}"
-            case _Any(options):
+            case Alternatives(options):
                 return f"({' | '.join(map(self._form, options))})"
-            case _Times(item, low, high):
+            case Repeat(item, low, high):
                 return f"({self._form(item)}){_times(low, high)}"
-            case _All(items):
+            case Concatenation(items):
                 return f"({' '.join(map(self._form, items))})"
+        raise AssertionError(f"{form!r} is in no lexeme")
 
     def _node(self, node: Node) -> str:
         match node:
@@ -393,7 +363,7 @@ class _Writer:
                 return f"({' | '.join(map(self._node, options))})"
             case Repeat(item, low, high):
                 return f"({self._node(item)}){_times(low, high)}"
-            case Concatenation(items):
+            case Concatenation(items) | Lexeme(items):
                 return f"({self._nodes(items)})"
 
     def _nodes(self, nodes: tuple[Node, ...]) -> str:
@@ -412,35 +382,9 @@ def _numbers(members: int) -> list[int]:
     return [number for number, bit in enumerate(reversed(f"{members:b}")) if bit == "1"]
 
 
-def _lexemes(forms: Iterable[_Form]) -> list[_Lexeme]:
-    """All lexemes in these."""
-    return [form for form in _all_in(forms) if isinstance(form, _Lexeme)]
-
-
-def _rules_in(form: _Form) -> Iterator[str]:
-    """Names of the rules that a form refers to."""
-    return (part.name for part in _all_in((form,)) if isinstance(part, _Rule))
-
-
-def _all_in(forms: Iterable[_Form]) -> Iterator[_Form]:
-    """These and everything in them."""
-    waiting = list(forms)
-    while waiting:
-        form = waiting.pop()
-        yield form
-        waiting.extend(_form_parts(form))
-
-
-def _form_parts(form: _Form) -> tuple[_Form, ...]:
-    match form:
-        case _All(items):
-            return items
-        case _Any(options):
-            return options
-        case _Times(item):
-            return (item,)
-        case _:
-            return ()
+def _lexemes(forms: Iterable[Node]) -> list[Lexeme]:
+    """All lexemes in these, those of the last one first."""
+    return [part for form in reversed(list(forms)) for part in walk(form) if isinstance(part, Lexeme)]
 
 
 def _times(low: int, high: int | None) -> str:

@@ -53,7 +53,14 @@ class Ref:
     name: str
 
 
-Node: TypeAlias = Chars | Concatenation | Alternatives | Repeat | Ref
+@dataclass(frozen=True, slots=True, eq=False)
+class Lexeme:
+    """Items in turn, without recursion, that are matched as one regex; a leaf of the tree."""
+
+    items: tuple[Node, ...]
+
+
+Node: TypeAlias = Chars | Concatenation | Alternatives | Repeat | Ref | Lexeme
 Rules: TypeAlias = Mapping[str, Node]
 
 
@@ -70,14 +77,18 @@ def parts(node: Node) -> tuple[Node, ...]:
             return ()
 
 
-def references(node: Node) -> Iterator[str]:
-    """Names of the rules that a tree refers to."""
+def walk(node: Node) -> Iterator[Node]:
+    """A node and everything below it."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, Ref):
-            yield node.name
+        yield node
         waiting.extend(parts(node))
+
+
+def references(node: Node) -> Iterator[str]:
+    """Names of the rules that a tree refers to."""
+    return (part.name for part in walk(node) if isinstance(part, Ref))
 
 
 def rules_that(rules: Rules, *, are_chars: bool) -> frozenset[str]:
@@ -133,7 +144,7 @@ def is_nullable(node: Node, nullable: AbstractSet[str]) -> bool:
             return False
         case Ref(name):
             return name in nullable
-        case Concatenation(items):
+        case Concatenation(items) | Lexeme(items):
             return all(is_nullable(item, nullable) for item in items)
         case Alternatives(options):
             return any(is_nullable(option, nullable) for option in options)
