@@ -1,7 +1,7 @@
 """LoRA adapters: the header of an adapter's file, and whether it fits a model (SPEC K6).
 
-Read with bounds and compared with the model's own tensor table before any native code sees the file. Putting
-an adapter into a loaded model is the backend's business, which one a request gets the front's.
+Read with bounds and compared with the model's own tensor table before any native code sees the file. The
+backend puts an adapter into a loaded model, the client chooses one for a request.
 """
 
 from __future__ import annotations

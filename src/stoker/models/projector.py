@@ -1,7 +1,7 @@
 """Projectors (mmproj files): the header of one, whether it fits a model, and what it takes (SPEC V1, R1).
 
-Read with bounds before any native code sees the file. Loading it and looking at pictures is the backend's
-business, which model it is for the engine's.
+Read with bounds before any native code sees the file. The backend loads it and encodes
+images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stoker.models.gguf.bounded_file import Scalar
     from stoker.models.gguf.header import GgufHeader, TensorInfo
 
-_MAX_SIDE = 8192  # clip.cpp takes no larger pictures
+_MAX_SIDE = 8192  # clip.cpp takes no larger images
 _MAX_WIDTH = 2**16
 _SEEING_ARCHITECTURES = frozenset({"chameleon", "cogvlm", "qwen2vl", "qwen3vl", "qwen3vlmoe", "hunyuan_vl"})
 _SEEING_TAGS = frozenset({"image-text-to-text", "image-to-text", "visual-question-answering", "vision"})
@@ -35,7 +35,7 @@ _FLOAT_BYTES, _CHANNELS = 4, 3
 _FRAGMENTS = 1.06  # of a compute buffer, lost between tensors
 _HIDDEN_COPIES = 3  # beside the feed forward part: the residual stream, its norm and the sum
 _ATTENTION_COPIES = 8
-_LARGEST_PATCHES = 92 * 92  # llama.cpp reserves so many where the size of a picture is free
+_LARGEST_PATCHES = 92 * 92  # llama.cpp reserves so many where the size of an image is free
 _OTHER_BYTES = 8 * 2**20  # the library's part that sees, threads, tables
 
 
@@ -63,7 +63,7 @@ class ProjectorHeader:
     Attributes:
         path: the file.
         kind: its graph, e.g. "mlp".
-        has_vision: it looks at pictures; others listen.
+        has_vision: it looks at images; others listen.
         n_embd_out: width of its embeddings; 0: the header does not tell.
         image_size: pixels of a side that it sees.
         patch_size: pixels of a side that become one token of its encoder.
@@ -91,7 +91,7 @@ class ProjectorHeader:
 
     @property
     def compute_bytes(self) -> int:
-        """The most that encoding a picture takes beside the weights (tests/real/test_vision_backend.py)."""
+        """The most that encoding an image takes beside the weights (tests/real/test_vision_backend.py)."""
         patches = (self.image_size // self.patch_size) ** 2 + 1
         pixels = self.image_size**2
         if self.kind not in _FIXED_SIZES:
@@ -184,7 +184,7 @@ def pairing_of(model: GgufHeader, projector: str | Path | None) -> PairVerdict:
 
 
 def _is_made_to_see(model: GgufHeader) -> bool:
-    """Whether its architecture, its tags or its chat template speak of pictures."""
+    """Whether its architecture, its tags or its chat template speak of images."""
     tags = model.metadata.get("general.tags")
     named = tags.values if isinstance(tags, GgufArray) and tags.values is not None else ()
     texts = {text.decode(errors="replace") if isinstance(text, bytes) else str(text) for text in named}

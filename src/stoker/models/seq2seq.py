@@ -1,6 +1,6 @@
 """The limits of an encoder-decoder, by its header (SPEC K3): one slot, a context of one source or answer.
 
-Shared by whoever estimates, describes or loads one. What is computed is the backend's business.
+Shared by whoever estimates, describes or loads one.
 """
 
 from __future__ import annotations

@@ -82,12 +82,12 @@ class FakeFaults:
         bad_sequences: a step that holds one of these raises StepFailedError.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
         abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
-        step_delay_s: seconds every step, and every slice of a picture, takes.
+        step_delay_s: seconds every step, and every slice of an image, takes.
         eog_period: about one position in so many wants to end the text; 0: none does.
         load_s: seconds a load takes.
         load_aborts: a load aborts the process before it says how far it is, with a word on stderr.
         load_fails: a load ends with ModelLoadError.
-        vision: slices that encoding a picture takes; 0: it takes no pictures.
+        vision: slices that encoding an image takes; 0: it takes no images.
         weights_mib, cell_kib: what it claims to take: weights, and a cell.
     """
 
@@ -233,7 +233,7 @@ class FakeBackend:
 
     @property
     def vision(self) -> FakeVision | None:
-        """Its projector; None: it takes no pictures."""
+        """Its projector; None: it takes no images."""
         return self._vision
 
     @property

@@ -1,4 +1,4 @@
-"""The fake backend's projector: embeddings that follow from what a picture shows, in slices to order."""
+"""The fake backend's projector: embeddings that follow from what an image shows, in slices to order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N_EMBD = 8
 
 
 class FakeEncoding:
-    """One picture; each slice, however long, is one of `num_slices`."""
+    """One image; each slice, however long, is one of `num_slices`."""
 
     def __init__(self, vision: FakeVision, picture: Picture) -> None:
         self._vision = vision
@@ -36,7 +36,7 @@ class FakeEncoding:
         return f"<FakeEncoding {self._num_left} slices left>"
 
     def run(self, budget_s: float) -> bool:
-        """One slice; StepFailedError for a black picture, the end of the process for an almost black one."""
+        """One slice; StepFailedError for a black image, the end of the process for an almost black one."""
         assert budget_s > 0, "a slice without time"
         assert not self._is_over, "a slice after the end"
         if set(self._picture.rgb) == {1}:
@@ -72,12 +72,12 @@ class FakeVision:
     """See the module.
 
     Args:
-        num_slices: slices that a picture takes.
+        num_slices: slices that an image takes.
         slice_delay_s: seconds every slice takes.
 
     Attributes:
         encoding: the one that is not over.
-        num_slices_run: over all pictures.
+        num_slices_run: over all images.
     """
 
     fingerprint = "fa" * 16
@@ -91,19 +91,19 @@ class FakeVision:
     def __repr__(self) -> str:
         return f"<FakeVision {self.encoding!r}>"
 
-    def layout(self, picture: Picture) -> Layout:  # noqa: ARG002 - all pictures take the same
-        """A bracket, the picture, a bracket."""
+    def layout(self, picture: Picture) -> Layout:  # noqa: ARG002 - all images take the same
+        """A bracket, the image, a bracket."""
         return ((ord("["),), NUM_TOKENS, (ord("]"),))
 
     def begin(self, picture: Picture) -> FakeEncoding:
-        """Encode a picture, one at a time."""
+        """Encode an image, one at a time."""
         assert self.encoding is None, f"{self.encoding!r} is not over"
         self.encoding = FakeEncoding(self, picture)
         return self.encoding
 
 
 def seen_tokens(item: PlanItem, pictures: Sequence[Placed]) -> list[int]:
-    """What the history takes in of an item: at a picture's place what its embeddings say.
+    """What the history takes in of an item: at an image's place what its embeddings say.
 
     Raises:
         StepFailedError: there are no embeddings for its place.

@@ -137,7 +137,7 @@ class LlamaBackend:
 
     @property
     def vision(self) -> LlamaVision | None:
-        """Its projector; None: it takes no pictures."""
+        """Its projector; None: it takes no images."""
         return self._vision
 
     def launch(self, plan: BatchPlan) -> InFlight:

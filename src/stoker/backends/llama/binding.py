@@ -119,7 +119,7 @@ def start() -> None:
 
 @cache
 def vision_library() -> Any:
-    """The library's part that looks at pictures (mtmd), its log joined to the other; loaded on demand."""
+    """The library's part that looks at images (mtmd), its log joined to the other; loaded on demand."""
     start()
     from llama_cpp import mtmd_cpp  # noqa: PLC0415 - most models see nothing
 

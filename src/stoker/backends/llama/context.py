@@ -47,7 +47,7 @@ class CellOrder:
         handle: the context.
         num_cells: how many it has.
         cell_bytes: keys and values of one of them, over all layers.
-        spare: a sequence number of the context that nobody else uses.
+        spare: a sequence number of the context that has no other use.
     """
 
     def __init__(self, handle: int, num_cells: int, cell_bytes: int, spare: int) -> None:
@@ -276,7 +276,7 @@ class LlamaContext:
         return self._embeddings.native
 
     def see(self, seq: int, pictures: tuple[Placed, ...]) -> None:
-        """Where the sequence's tokens are numbers of these pictures, compute their embeddings."""
+        """Where the sequence's tokens are numbers of these images, compute their embeddings."""
         if pictures:
             self._pictures[seq] = pictures
         else:

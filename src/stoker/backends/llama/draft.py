@@ -1,7 +1,7 @@
 """A smaller model that guesses what a larger one will say (SPEC D9).
 
-Owns its weights and one sequence, which follows whatever text it is asked about. What a guess is worth, and
-that only what the larger model draws becomes a token, is the engine's business.
+Owns its weights and one sequence, which follows whatever text it is asked about. The engine weighs a
+guess, and makes a token only of what the larger model draws.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Rows
 
 SLICE_TOKENS = 64
-"""Tokens of a text that it reads at a time: nobody waits for longer than that takes."""
+"""Tokens of a text that it reads at a time, which bounds how long a request waits for it."""
 
 
 class DraftModel:

@@ -68,7 +68,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
-    """A picture's place in a sequence: its embeddings stand where tokens would (SPEC V3).
+    """An image's place in a sequence: its embeddings stand where tokens would (SPEC V3).
 
     Attributes:
         start: position of the first of them.
@@ -255,8 +255,8 @@ class Backend(Protocol):
     def launch(self, plan: BatchPlan) -> InFlight:
         """Begin one forward pass; it may be over when this returns (`Capabilities.is_async` is false).
 
-        Tokens of an item at a picture's place are the numbers that stand for it (`cache.keys.picture_ids`);
-        an item is all of one picture or all of tokens, and embeddings are computed in the tokens' place.
+        Tokens of an item at an image's place are the numbers that stand for it (`cache.keys.picture_ids`);
+        an item is all of one image or all of tokens, and embeddings are computed in the tokens' place.
 
         Raises:
             PoolFullError: no cells for these tokens; nothing changed.
@@ -302,7 +302,7 @@ class Lengths:
 
     Args:
         num_sequences: sequences are numbered 0 .. num_sequences - 1.
-        n_vocab: token ids are 0 .. n_vocab - 1, those that stand for a picture negative.
+        n_vocab: token ids are 0 .. n_vocab - 1, those that stand for an image negative.
         n_batch: tokens one plan may carry.
     """
 
@@ -354,7 +354,7 @@ class Lengths:
         if len(tokens) == 1 and 0 <= tokens[0] < self._n_vocab:
             return  # a decode row, the common case
         if max(tokens) < 0:
-            return  # a picture's: whether its embeddings are there is the backend's to see
+            return  # an image's: whether its embeddings are there is the backend's to see
         if min(tokens) < 0 or max(tokens) >= self._n_vocab:
             raise StepFailedError(
                 f"sequence {seq} has tokens {min(tokens)} .. {max(tokens)}, 0 .. {self._n_vocab - 1} exist",

@@ -1,7 +1,7 @@
 """What an encoder is: one loaded model that turns whole texts into vectors, driven by one thread (SPEC K2).
 
-It keeps nothing of a text from one call to the next, so it knows no sequences and no cells; which texts and
-when is the engine's business.
+It keeps nothing of a text from one call to the next, so it knows no sequences and no cells. The engine
+chooses the texts.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Conditioner(Protocol):
-    """Computes tokens with something beside them: adapters, a source, pictures, rows of a whole prompt."""
+    """Computes tokens with something beside them: adapters, a source, images, rows of a whole prompt."""
 
     def condition(self, seq: int, conditioning: Conditioning) -> None:
         """Compute the sequence's next tokens with this, until the next call; computes nothing itself.

@@ -1,7 +1,7 @@
-"""What a backend's eyes are: a projector that makes embeddings of pictures for its model (SPEC V1 to V3).
+"""Vision: a projector that makes embeddings of images for its model (SPEC V1 to V3).
 
-Encoding one picture is long beside a step, so it is cut by time: whoever drives the model gives it a slice
-now and then, and nothing of it is computed between slices.
+Encoding one image is long beside a step, so it is cut by time: the thread that drives the model grants it
+slices, and nothing of it is computed between them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from stoker.ipc.request import Picture
 
 Layout = tuple[tuple[int, ...] | int, ...]
-"""What a picture takes of a prompt: token ids that go around it, and numbers of embeddings."""
+"""What an image takes of a prompt: token ids that go around it, and numbers of embeddings."""
 
 
 class Encoding(Protocol):
-    """One picture on its way to embeddings; driven by one thread."""
+    """One image on its way to embeddings; driven by one thread."""
 
     def run(self, budget_s: float) -> bool:
         """Compute for about so long; whether it is done.
@@ -45,19 +45,19 @@ class Vision(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hexadecimal; differs between projectors that would see a picture differently."""
+        """Hexadecimal; differs between projectors that encode an image differently."""
         ...
 
     def layout(self, picture: Picture) -> Layout:
-        """What stands for a picture; computes nothing, safe to call from worker threads.
+        """What stands for an image; computes nothing, safe to call from worker threads.
 
         Raises:
-            InvalidRequestError: the projector cannot take a picture of this shape.
+            InvalidRequestError: the projector cannot take an image of this shape.
         """
         ...
 
     def begin(self, picture: Picture) -> Encoding:
-        """Encode a picture, one at a time: not before the one before is done or cancelled."""
+        """Encode an image, one at a time: not before the one before is done or cancelled."""
         ...
 
 

@@ -35,7 +35,7 @@ from stoker.models.memory_estimate.fit import with_draft
 from stoker.models.reader import LoadContext
 
 TOLD_EVERY = 0.02
-"""How much further a load has to come to be told of again: loaders report each of hundreds of tensors."""
+"""How much further a load has to come to be reported again: loaders report each of hundreds of tensors."""
 
 
 class Workers:
@@ -83,7 +83,7 @@ class Workers:
         self.preparations.begin(work, failed, context, is_quick=_size(ask) <= QUICK_CHARS)
 
     def size(self, load: LoadStop, spec: ModelSpec) -> None:
-        """Look at a model's file; posts Sized or LoadFailed."""
+        """Estimate what a model's file takes; posts Sized or LoadFailed."""
 
         def answer() -> Sized:
             model = self._models.open(spec.path)

@@ -71,7 +71,7 @@ class ThreadBinder:
 
         Returns:
             Whether it was done. Not done: a system that cannot, fewer cores or threads than asked for, and
-            threads that somebody else has bound already.
+            threads that are bound already.
         """
         self.unbind()
         if not self._can_bind or not 1 < num_threads <= len(self._usable):

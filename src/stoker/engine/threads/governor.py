@@ -5,8 +5,8 @@ spinning, at every operation of the model. A core that has to be shared therefor
 cores with one busy, two threads are several times slower than one (docs/threads.md has figures).
 
 What tells: with a core each, threads that spin use as much processor time as wall time, all together
-`num_threads` times as much. What is missing of that was lost, to somebody. Cores that others use say who it
-was and, since a single thread loses nothing, they alone say when the cores are free again. Where they are
+`num_threads` times as much. What is missing of that was lost to others. Cores that others use show it
+and, since a single thread loses nothing, they alone say when the cores are free again. Where they are
 not known, or do not explain the loss, more threads are tried again after a growing while.
 """
 
@@ -236,7 +236,7 @@ class ThreadGovernor:
         return self._lower_blindly(max(1, int(got + 1 - BLIND_LOST_CORES)), sample.at_s, reason)
 
     def _is_lost_without_reason(self, sample: StepSample, others_cores: float | None) -> bool:
-        """Whether cores are lost that nobody is seen to use, for longer than a reading of others may lag."""
+        """Whether cores are lost that no process uses, for longer than a reading of others may lag."""
         window = self._window
         is_lost = window.wall_s >= BLIND_EVIDENCE_S and window.lost_cores >= BLIND_LOST_CORES
         is_slow = window.is_slow

@@ -1,7 +1,6 @@
-"""Why a step took many times its prediction (SPEC M7): each reason found is told once a minute.
+"""Why a step took many times its prediction (SPEC M7): each reason found is logged once a minute.
 
-`why_slow` is pure. Reading what the machine counts is `HindranceCounters`' business, logging the
-caller's.
+`why_slow` is pure. `HindranceCounters` reads what the machine counts, the caller logs.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from stoker.engine.threads.governor import StepSample
 
 MANY_TIMES = 8.0
-"""A step that many times over its prediction is told about."""
+"""A step that many times over its prediction is explained."""
 MIN_SLOW_S = 0.05
-"""A shorter step disturbs nobody, whatever was predicted."""
+"""A shorter step is never explained, whatever was predicted."""
 AGAIN_AFTER_S = 60.0
 """How long a reason that was told is not told again."""
 NOTE_EVERY_S = 1.0

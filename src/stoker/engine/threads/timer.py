@@ -164,7 +164,7 @@ class Pace:
             self._renew()
 
     def _renew(self) -> None:
-        """The most threads may have changed: a keeper for that number, beginning with all of them."""
+        """The most threads may have changed: a controller for that number, beginning with all of them."""
         most = max((runner.max_threads for runner in self._runners), default=0)
         if self._controller is not None and self._controller.governor.max_threads == most:
             self._use(self._controller.governor.num_threads)
@@ -197,13 +197,13 @@ class Pace:
     def end(self, runner: Runner, num_tokens: int) -> float:
         """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""
         took_s = self._clock.end(num_tokens)
-        keeper = self._controller
-        if keeper is None or runner.threads is None:
+        controller = self._controller
+        if controller is None or runner.threads is None:
             runner.cost.learn(num_tokens, took_s)
             return took_s
         predicted_s = runner.cost.predict(num_tokens)
-        decision = keeper.end(runner.threads.num_threads, predicted_s)
-        if predicted_s is None or not keeper.governor.is_disturbed:
+        decision = controller.end(runner.threads.num_threads, predicted_s)
+        if predicted_s is None or not controller.governor.is_disturbed:
             runner.cost.learn(num_tokens, took_s)
         self._follow(decision)
         return took_s

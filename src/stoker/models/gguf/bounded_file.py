@@ -1,7 +1,7 @@
 """Reads the little-endian values a GGUF header is made of, never past the end of the file.
 
 Every length is compared with the bytes that are left before anything is read or allocated.
-What the values mean is `stoker.models.gguf.header`'s business.
+`stoker.models.gguf.header` says what the values mean.
 """
 
 from __future__ import annotations

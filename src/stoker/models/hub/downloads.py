@@ -111,7 +111,7 @@ def is_reference(text: str) -> bool:
 Moved = Callable[[str, str, float], None]
 
 
-class _Stopped(Exception):  # noqa: N818 - no error: somebody wants it
+class _Stopped(Exception):  # noqa: N818 - no error: it was asked for
     """Ends a pull from inside its progress."""
 
 
@@ -130,12 +130,12 @@ class _Download:
         threading.Thread(target=self._run, name="stoker-download", daemon=True).start()
 
     def stop(self) -> None:
-        """End it at its next piece; who waits is told now."""
+        """End it at its next piece; those that wait get NotReadyError now."""
         self._stop.set()
         if not self.path.done():
             text = f"the download of {self._reference} was stopped; what arrived so far is kept"
             self.path.set_exception(NotReadyError(text))
-            self.path.exception()  # it may be that nobody waits
+            self.path.exception()  # it may never be awaited
 
     def _run(self) -> None:
         try:
@@ -173,7 +173,7 @@ class _Download:
             self._on_moved(name, fraction)
 
     def _post(self, call: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(call)
 
 
@@ -197,7 +197,7 @@ class Downloads:
         return reference in self._under_way
 
     async def get(self, reference: str) -> Path:
-        """Download what a hub reference means; cancelled by the last who waits for it, it is stopped.
+        """Download what a hub reference means; cancelled by the last call that waits for it, it is stopped.
 
         Raises:
             NotReadyError: it was stopped by `stop`.

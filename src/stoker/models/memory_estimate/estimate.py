@@ -232,7 +232,7 @@ class _Model:
         )
 
     def _projector_bytes(self, spec: ModelSpec, shape: _Shape) -> int:
-        """What looks at pictures, and their embeddings in a step: laid out, and in the graph."""
+        """What looks at images, and their embeddings in a step: laid out, and in the graph."""
         if spec.projector is None:
             return 0
         embeddings = 2 * shape.num_tokens * self.header.embedding_length * _FLOAT_BYTES

@@ -1,7 +1,7 @@
 """Whether a model fits, and what it is given less of so that it does (SPEC R1, R2).
 
-Owns the words for it (estimate, budget, fit) and the order in which a model is cut down. How much a model
-takes is an `Estimator`'s business, how much is free its caller's; nothing here measures or loads.
+Owns the words for it (estimate, budget, fit) and the order in which a model is cut down. An `Estimator`
+says what a model takes, the caller what is free; nothing here measures or loads.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class StateStore:
     """Saved states below `folder`, which need not exist.
 
     An owner is any text, such as the digest of an API key; the empty one is everybody where no key is asked
-    for. Nobody sees another owner's states, nor that they exist.
+    for. An owner does not see another's states, nor that they exist.
 
     Args:
         max_states: states an owner may keep.

@@ -150,7 +150,7 @@ def verdict_of_file(
 
 
 def _wait_on() -> None:
-    """Nobody wants the trial to end early."""
+    """No reason to end the trial early."""
 
 
 def _try_settings(path: Path, on_wait: Callable[[], None]) -> tuple[SmokeVerdict, bool]:

@@ -2,7 +2,7 @@
 
 llama.cpp asks a callback after each operation of the encoder. The encode runs on a thread of its own, and in
 that callback the thread waits until whoever drives the model grants it the next slice. So nothing of it is
-computed beside a step. What is encoded is `vision`'s business.
+computed beside a step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SlicedEncode:
         """Compute for about so long, by one operation of the encoder more at the most; whether it is done.
 
         Raises:
-            StepFailedError: the projector failed on the picture.
+            StepFailedError: the projector failed on the image.
         """
         assert budget_s > 0, "a slice without time"
         assert not self.is_over, "a slice after the end"

@@ -1,7 +1,7 @@
-"""A projector of llama.cpp (mtmd): what a picture takes of a prompt, and its embeddings (SPEC V1 to V3).
+"""A projector of llama.cpp (mtmd): what an image takes of a prompt, and its embeddings (SPEC V1 to V3).
 
-Owns the native projector and what it says of its model. Cutting an encode into slices is `vision_slices`'
-business, what becomes of the embeddings the engine's.
+Owns the native projector and what it says of its model. `slices` cuts an encode into slices of time; the
+engine places the embeddings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BYTES_P = ctypes.POINTER(ctypes.c_uint8)
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A part of a tokenised picture: ids of the text around it, or a native piece to encode."""
+    """A part of a tokenised image: ids of the text around it, or a native piece to encode."""
 
     tokens: tuple[int, ...]
     handle: int
@@ -134,26 +134,26 @@ class LlamaVision:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=1)
 
     def layout(self, picture: Picture) -> Layout:
-        """What stands for a picture: ids of tokens around it, and numbers of embeddings; computes nothing.
+        """What stands for an image: ids of tokens around it, and numbers of embeddings; computes nothing.
 
         Raises:
-            InvalidRequestError: the projector cannot take a picture of this shape.
+            InvalidRequestError: the projector cannot take an image of this shape.
             ModelLoadError: its file has gone since it was opened first.
         """
         return self._layout(picture.width, picture.height)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Embeddings that a picture of this size becomes; InvalidRequestError as for `layout`."""
+        """Embeddings that an image of this size becomes; InvalidRequestError as for `layout`."""
         return sum(part for part in self._layout(width, height) if isinstance(part, int))
 
     def begin(self, picture: Picture) -> SlicedEncode:
-        """Encode a picture in slices, one at a time: not before the one before is done or cancelled."""
+        """Encode an image in slices, one at a time: not before the one before is done or cancelled."""
         assert self._encoding is None or self._encoding.is_over, f"{self._encoding!r} is not over"
         self._encoding = SlicedEncode(self._gate, lambda: self._encode(picture))
         return self._encoding
 
     def encode(self, picture: Picture) -> Rows:
-        """Encode a picture at once: float32 (num_tokens, n_embd). Raises StepFailedError."""
+        """Encode an image at once: float32 (num_tokens, n_embd). Raises StepFailedError."""
         encoding = self.begin(picture)
         while not encoding.run(float("inf")):
             pass
@@ -223,7 +223,7 @@ class LlamaVision:
                 path=str(self.path),
             )
 
-    # ------------------------------------------------------------ pictures
+    # ------------------------------------------------------------ images
 
     def _layout(self, width: int, height: int) -> Layout:
         with self._opening:
@@ -255,7 +255,7 @@ class LlamaVision:
 
     @contextmanager
     def _tokenised(self, width: int, height: int, rgb: bytes | None) -> Iterator[list[_Chunk]]:
-        """The parts of a picture, which are freed afterwards; without `rgb` only their sizes are true."""
+        """The parts of an image, which are freed afterwards; without `rgb` only their sizes are true."""
         library = self._library
         pixels = None if rgb is None else ctypes.cast(ctypes.c_char_p(rgb), _BYTES_P)
         bitmap = library.mtmd_bitmap_init(width, height, pixels)
