@@ -9,10 +9,10 @@ import pytest
 
 from stoker.client.models.specs import projector_by_model
 from stoker.errors import InvalidRequestError, ModelFileError, UnsupportedError
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelSpec, Pairing
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator_of
-from stoker.models.projector import Pairing, pairing_of, read_projector
+from stoker.models.projector import pairing_of, read_projector
 from stoker.models.store import ModelStore
 from tiny_models import write_bert, write_llama, write_mamba
 from tiny_projector import ENCODER_FEED_FORWARD, ENCODER_WIDTH, IMAGE_SIZE, PATCH_SIZE, write_projector

@@ -8,8 +8,9 @@ import inspect
 import json
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -17,8 +18,10 @@ import pytest
 import stoker.sync
 from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError
+from stoker.ipc.model import CacheMode, Policy, Speculation
 from stoker.ipc.request import GenerateRequest, Preempt, Priority, Sampling
 from stoker.runtime import Runtime
+from stoker.settings import EngineSettings
 from stoker.tasks.fields import CallKeywords, RequestKeywords, SamplingKeywords, request_of
 from stoker.tasks.states import States
 
@@ -101,6 +104,22 @@ def test_the_types_are_those_of_the_structs_or_wider_where_it_is_said():
             request = request_of("x", {name: value})
             owner = request.sampling if name in Sampling.__struct_fields__ else request
             assert getattr(owner, name) == kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "enumeration"),
+    [
+        (get_type_hints(RequestKeywords)["priority"], Priority),
+        (get_type_hints(RequestKeywords)["preempt"], Preempt),
+        (EngineSettings.model_fields["policy"].annotation, Policy),
+        (EngineSettings.model_fields["cache_mode"].annotation, CacheMode),
+        (EngineSettings.model_fields["speculation"].annotation, Speculation),
+    ],
+)
+def test_what_may_be_written_as_text_is_what_the_enumeration_has(kind: Any, enumeration: type[StrEnum]):
+    """Callers write the text; a type checker cannot read it off an enumeration."""
+    spelled = [part for part in get_args(kind) if get_origin(part) is Literal] or [kind]
+    assert set(get_args(spelled[0])) == {str(member) for member in enumeration}
 
 
 @pytest.mark.parametrize("fields", [{"temprature": 0.5}, {"nobody_knows": 1}])

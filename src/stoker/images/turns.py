@@ -13,10 +13,9 @@ from typing import Any
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.images.image import Image, images_of
-from stoker.ipc.model import ModelInfo
+from stoker.ipc.model import ModelInfo, Pairing
 from stoker.ipc.request import IMAGE_MARKER
 
-READY, NEEDS_PROJECTOR, BROKEN = "ready", "needs_projector", "broken"
 _LINKED = frozenset({"image_url", "input_image"})
 _MAY_SHOW = frozenset({"user", "tool"})
 
@@ -36,7 +35,7 @@ class Given:
 
 def can_see(info: ModelInfo) -> bool:
     """Whether the model reads pictures as it is served."""
-    return info.has_vision or info.pairing == READY
+    return info.has_vision or info.pairing == Pairing.READY
 
 
 def require_vision(info: ModelInfo, param: str) -> None:
@@ -44,9 +43,9 @@ def require_vision(info: ModelInfo, param: str) -> None:
     if can_see(info):
         return
     why = {
-        NEEDS_PROJECTOR: "it lacks its projector: serve it with --mmproj FILE",
-        BROKEN: "its projector does not fit it",
-    }.get(info.pairing, f"it has no vision ({info.architecture}, and no projector is given)")
+        Pairing.NEEDS_PROJECTOR: "it lacks its projector: serve it with --mmproj FILE",
+        Pairing.BROKEN: "its projector does not fit it",
+    }.get(Pairing(info.pairing), f"it has no vision ({info.architecture}, and no projector is given)")
     raise UnsupportedError(f"{param}: the model {info.id} takes text, no pictures: {why}", param=param)
 
 

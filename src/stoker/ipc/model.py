@@ -21,6 +21,24 @@ class ModelClass(StrEnum):
     HYBRID = "hybrid"
 
 
+class Pairing(StrEnum):
+    """How a model stands with its projector (SPEC V1); NONE: it is no vision model."""
+
+    NONE = ""
+    READY = "ready"
+    NEEDS_PROJECTOR = "needs_projector"
+    BROKEN = "broken"
+
+
+class Pooling(StrEnum):
+    """How an encoder makes one vector of its tokens'; RANK: it has a classifier and scores (SPEC K4)."""
+
+    MEAN = "mean"
+    CLS = "cls"
+    LAST = "last"
+    RANK = "rank"
+
+
 class ModelLife(StrEnum):
     """State of a served model (SPEC L1)."""
 
@@ -280,4 +298,4 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def takes_conversations(self) -> bool:
         """Whether conversations can be laid out for it; an encoder-decoder does not read the usual layout."""
-        return self.chat_template is not None or self.model_class != "encoder-decoder"
+        return self.chat_template is not None or self.model_class != ModelClass.ENCODER_DECODER

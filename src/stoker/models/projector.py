@@ -7,12 +7,11 @@ images.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.errors import ModelFileError, StokerError, UnsupportedError
-from stoker.ipc.model import ModelClass, ProjectorSpec
+from stoker.ipc.model import ModelClass, Pairing, ProjectorSpec
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_tables
 
@@ -37,15 +36,6 @@ _HIDDEN_COPIES = 3  # beside the feed forward part: the residual stream, its nor
 _ATTENTION_COPIES = 8
 _LARGEST_PATCHES = 92 * 92  # llama.cpp reserves so many where the size of an image is free
 _OTHER_BYTES = 8 * 2**20  # the library's part that sees, threads, tables
-
-
-class Pairing(StrEnum):
-    """How a model stands with its projector (SPEC V1); NONE: it is no vision model."""
-
-    NONE = ""
-    READY = "ready"
-    NEEDS_PROJECTOR = "needs_projector"
-    BROKEN = "broken"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from stoker.errors import StokerError
 from stoker.ipc.events import Delta, Finished
+from stoker.ipc.model import ModelLife
 from stoker.ipc.usage import CacheSource
 from stoker.server.native.runtime import models_now
 
@@ -117,7 +118,6 @@ class StreamMeter:
 
 _RUNNING = frozenset({"prefill", "decode"})
 _MILLISECONDS = 1000.0
-_MODEL_STATES = ("absent", "downloading", "loading", "ready", "suspended", "failed", "unloading")
 _PRESSURES = ("normal", "warning", "critical")
 _HEATS = ("nominal", "fair", "serious", "critical")
 
@@ -230,7 +230,7 @@ def _served(models: Sequence[ModelStatus]) -> Iterable[Metric]:
     """How many models are in each state."""
     found = collections.Counter(model.state for model in models)
     family = GaugeMetricFamily("stoker:models", "Served models by state.", labels=["state"])
-    for state in _MODEL_STATES:
+    for state in ModelLife:
         family.add_metric([state], found[state])
     yield family
 

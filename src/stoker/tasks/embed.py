@@ -16,7 +16,7 @@ import msgspec
 
 from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.ipc.model import ModelClass, ModelInfo
+from stoker.ipc.model import ModelClass, ModelInfo, Pooling
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
@@ -26,7 +26,6 @@ from stoker.tasks.tensor_call import TaskRuntime, answers_of
 __all__ = ["EmbedKeywords", "TextEmbeddings", "embed_texts", "require_embedding"]
 
 _VECTOR = "embedding"
-_RANK = "rank"
 
 
 class EmbedKeywords(CallKeywords, total=False):
@@ -103,7 +102,7 @@ def require_embedding(info: ModelInfo) -> None:
         )
     if info.model_class not in {ModelClass.ENCODER, ""}:
         raise UnsupportedError(f"{what}, no encoder: {_ASK_STATE}", param="kind")
-    if info.pooling == _RANK:
+    if info.pooling == Pooling.RANK:
         raise UnsupportedError(f"{info.id} is a reranker: it scores, it gives no vectors", param="model")
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from stoker.client.requests.group import KnownAs
 from stoker.errors import InvalidRequestError, UnsupportedError
-from stoker.ipc.model import ModelClass, ModelInfo
+from stoker.ipc.model import ModelClass, ModelInfo, Pooling
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
@@ -22,8 +22,6 @@ from stoker.tasks.fields import CallKeywords, request_of
 from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
 __all__ = ["RankedDocument", "Ranking", "RerankKeywords", "rank_documents", "require_reranking"]
-
-_RANK = "rank"
 
 
 class RerankKeywords(CallKeywords, total=False):
@@ -108,7 +106,7 @@ def require_reranking(info: ModelInfo) -> None:
         raise UnsupportedError(
             f"{what}: documents are scored by an encoder that was trained to", param="model"
         )
-    if info.model_class == ModelClass.ENCODER and info.pooling != _RANK:
+    if info.model_class == ModelClass.ENCODER and info.pooling != Pooling.RANK:
         raise UnsupportedError(
             f"{info.id} is an encoder without a classifier (pooling {info.pooling or 'unknown'}):"
             " it gives vectors of texts and scores none",

@@ -20,7 +20,7 @@ from stoker.backends.protocol.backend import Capabilities
 from stoker.backends.protocol.encoding import check_texts
 from stoker.backends.protocol.extensions import Extensions
 from stoker.errors import ModelFileError, ModelLoadError, StepFailedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import ModelClass, Pooling
 from stoker.models.memory_estimate.fit import Estimate
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ N_EMBD = 8
 NUM_TEXTS = 16
 N_CTX_TRAIN = 512
 _MARK = "encoder=1"
-_POOLINGS = ("mean", "cls", "last", "rank")
 
 
 class FakeEncoder:
@@ -83,7 +82,7 @@ class FakeEncoder:
         if self.faults.step_delay_s:
             time.sleep(self.faults.step_delay_s)
         self.calls.append(len(texts))
-        width = 1 if self.pooling == "rank" else N_EMBD
+        width = 1 if self.pooling == Pooling.RANK else N_EMBD
         return np.stack([vector_of(text)[:width] for text in texts])
 
     def memory(self) -> dict[str, int]:
@@ -154,8 +153,8 @@ def _orders(path: str) -> tuple[str, FakeFaults]:
         raise ModelFileError(f"{path!r} is not of the form fake:encoder=1[,fault=value,...]")
     orders = [order for order in path.partition(":")[2].split(",") if order != _MARK]
     poolings = [order.partition("=")[2] for order in orders if order.startswith("pooling=")] or ["mean"]
-    if poolings[0] not in _POOLINGS:
-        raise ModelFileError(f"the fake encoder pools by {', '.join(_POOLINGS)}, not by {poolings[0]!r}")
+    if poolings[0] not in set(Pooling):
+        raise ModelFileError(f"the fake encoder pools by {', '.join(set(Pooling))}, not by {poolings[0]!r}")
     faults = ",".join(order for order in orders if not order.startswith("pooling="))
     return poolings[0], FakeFaults.parse(faults)
 

@@ -13,9 +13,10 @@ from rich.table import Table
 
 from stoker.cli.options import AsJson
 from stoker.cli.remote_server import DEFAULT_URL, ApiKey, RemoteServer, Url
+from stoker.ipc.model import ModelLife
 
 _BUSY = frozenset({"prefill", "decode"})
-_IN_MEMORY = frozenset({"ready", "unloading"})
+_IN_MEMORY = frozenset({ModelLife.READY, ModelLife.UNLOADING})
 _MINUTE_S = 60
 _HOUR_S = 3600
 
@@ -51,13 +52,13 @@ def _models(status: dict[str, Any]) -> Table:
             str(sum(slot["num_tokens"] for slot in slots)) if slots else "",
             _stays(model),
             escape("; ".join([*model["degraded"], *([model["reason"]] if model["reason"] else [])])),
-            style="red" if model["state"] == "failed" else None,
+            style="red" if model["state"] == ModelLife.FAILED else None,
         )
     return table
 
 
 def _state(model: dict[str, Any]) -> str:
-    if model["state"] not in {"loading", "downloading"}:
+    if model["state"] not in {ModelLife.LOADING, ModelLife.DOWNLOADING}:
         return str(model["state"])
     return f"{model['state']} {model['stage']} {model['fraction']:.0%}".replace("  ", " ")
 
@@ -74,7 +75,7 @@ def _stays(model: dict[str, Any]) -> str:
     """Until when it is in memory, for people."""
     if model["pinned"]:
         return "pinned"
-    if model["state"] != "ready":
+    if model["state"] != ModelLife.READY:
         return ""
     if model["leases"]:
         return "in use"

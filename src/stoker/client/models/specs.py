@@ -23,6 +23,7 @@ from stoker.ipc.model import (
     ModelClass,
     ModelInfo,
     ModelSpec,
+    Pairing,
     Policy,
     ProjectorSpec,
     Reach,
@@ -31,7 +32,7 @@ from stoker.ipc.model import (
 from stoker.ipc.request import MAX_ADAPTER_SCALE
 from stoker.machine.limits import DEFAULTS, TierDefaults, read_limits, tier_of
 from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
-from stoker.models.projector import Pairing, ProjectorHeader, check_pair, read_projector
+from stoker.models.projector import ProjectorHeader, check_pair, read_projector
 from stoker.models.seq2seq import check_one_slot, slots_of
 from stoker.models.store import ModelFile, ModelStore
 

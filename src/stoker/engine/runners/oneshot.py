@@ -26,7 +26,7 @@ from stoker.errors import (
     UnsupportedError,
 )
 from stoker.ipc.events import StateReady
-from stoker.ipc.model import Policy
+from stoker.ipc.model import Policy, Pooling
 from stoker.ipc.request import FinishReason, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.sampling.logprobs import Likelihoods
@@ -112,7 +112,7 @@ class OneShotRunner:
 
     @property
     def _is_reranker(self) -> bool:
-        return self.backend.pooling == "rank"
+        return self.backend.pooling == Pooling.RANK
 
     # ------------------------------------------------------------ questions
 

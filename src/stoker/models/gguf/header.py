@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from stoker.errors import UnsupportedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import ModelClass, Pooling
 from stoker.models import shards
 from stoker.models.gguf import checks as gguf_checks
 from stoker.models.gguf import vocabulary_checks
@@ -100,7 +100,7 @@ _MAX_DIMS = 4
 _MAX_ELEMENTS = 2**63 - 1
 _DEFAULT_ALIGNMENT = 32
 _MAX_ALIGNMENT = 65_536
-_POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}  # enum llama_pooling_type
+POOLINGS = {1: Pooling.MEAN, 2: Pooling.CLS, 3: Pooling.LAST, 4: Pooling.RANK}  # enum llama_pooling_type
 _SMALLEST_KEY = 8 + 1 + 4 + 1
 _SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
@@ -164,7 +164,7 @@ class GgufHeader:
 
         Mean where the file names none: one vector a text is what is served.
         """
-        return "" if self.model_class is not ModelClass.ENCODER else self._named_pooling or "mean"
+        return "" if self.model_class is not ModelClass.ENCODER else self._named_pooling or Pooling.MEAN
 
     @property
     def assumes_pooling(self) -> bool:
@@ -174,7 +174,7 @@ class GgufHeader:
     @property
     def _named_pooling(self) -> str | None:
         value = self.metadata.get(f"{self.architecture}.pooling_type")
-        return _POOLING.get(value) if isinstance(value, int) else None
+        return POOLINGS.get(value) if isinstance(value, int) else None
 
     @property
     def chat_template(self) -> str | None:

@@ -29,9 +29,9 @@ from stoker.backends.protocol.backend import BatchPlan, Capabilities, PlanItem
 from stoker.backends.protocol.encoding import check_texts
 from stoker.backends.protocol.extensions import Extensions
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import ModelClass, Pooling
 from stoker.models.fingerprint import fingerprint
-from stoker.models.gguf.header import read_header
+from stoker.models.gguf.header import POOLINGS, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ MAX_TEXTS = 64
 """Texts one call may carry."""
 LIKE_ALONE_TOKENS = 63
 """In a native call of so many tokens, on a CPU, each text is computed as if it were alone there."""
-_NATIVE_POOLING = {"mean": 1, "cls": 2, "last": 3, "rank": 4}  # enum llama_pooling_type
+_NATIVE_POOLING: dict[str, int] = {pooling: number for number, pooling in POOLINGS.items()}
 _COMPUTE = re.compile(r"compute buffer size = +([\d.]+) MiB")
 _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")
 _FLASH_ATTENTION_AUTO = -1
@@ -69,7 +69,7 @@ class LlamaEncoder:
         if header.assumes_pooling:
             log.warning("%s names no pooling: a text's vector is the mean of its tokens'", header.path.name)
         self.n_embd: int = llama.llama_model_n_embd_out(model.handle)
-        is_reranker = self.pooling == "rank"
+        is_reranker = self.pooling == Pooling.RANK
         self._width: int = llama.llama_model_n_cls_out(model.handle) if is_reranker else self.n_embd
         self.num_threads = spec.num_threads or num_physical_cores()
         n_ctx = context_length_of(header, spec)

@@ -21,8 +21,9 @@ import numpy as np
 from stoker.backends.llama.binding import capture_log, error_text, vision_library
 from stoker.backends.llama.vision.slices import SlicedEncode, SliceGate
 from stoker.errors import InvalidRequestError, ModelLoadError, StepFailedError, StokerError, UnsupportedError
+from stoker.ipc.model import Pairing
 from stoker.models.fingerprint import fingerprint
-from stoker.models.projector import Pairing, pairing_of
+from stoker.models.projector import pairing_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
