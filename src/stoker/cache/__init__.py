@@ -1,1 +1,1 @@
-"""The prefix cache: what was computed once, kept for whoever asks for it again (SPEC C)."""
+"""The prefix cache: what was computed, kept in memory and on disk for prompts that begin with it (SPEC C)."""

@@ -118,7 +118,7 @@ class _Wrapped:
         self.tokens = pieces
         self.eos_token_id = int(owner.native_ends[0])
         self.bos_token_id = None
-        self._owner = weakref.ref(owner)  # whoever owns a cycle through native code is never collected
+        self._owner = weakref.ref(owner)  # a cycle through native code is never collected
 
     def __call__(self, data: bytes) -> list[int]:
         owner = self._owner()

@@ -193,7 +193,7 @@ class KVAllocator:
         return self.take_late_ops()
 
     def take_late_ops(self) -> list[KVOp]:
-        """Effects of what happened since the last turn, to be applied before anything else."""
+        """Operations that became due since the last turn, to be applied before anything else."""
         late, self._late_ops = self._late_ops, []
         return late
 
@@ -214,7 +214,7 @@ class KVAllocator:
         something. In a turn that admits a sequence only what costs no time goes, the rest a turn later.
 
         Args:
-            turn: takes the effects.
+            turn: takes the operations.
             free_kept: frees cells that no running sequence needs; False: there are none.
             keeps_nothing: all such cells go now.
         """

@@ -15,7 +15,7 @@ MAX_MATCH = 32
 MAX_PLACES = 16
 """Earlier places of the last tokens that are compared, the latest first."""
 GROWTH = 4096
-"""Tokens indexed at a time, lest a long prompt delay a step: about 3 ms."""
+"""Tokens indexed at a time, about 3 ms: a long prompt must not delay a step."""
 
 
 class LookupMatch(NamedTuple):

@@ -147,7 +147,7 @@ class PrefixFolder:
             raise CacheFileError(f"{path}: cannot be read: {reason}", path=str(path)) from error
 
     def remove(self, name: str) -> None:
-        """Remove a file; it is no error if somebody else did."""
+        """Remove a file; it is no error if it is gone."""
         path = self._path(name)
         with self._usable("written"):
             path.unlink(missing_ok=True)
