@@ -136,9 +136,9 @@ class KeptFolder:
         Raises:
             OSError: the disk is full or the folder cannot be written.
         """
-        name = _name(kept.submit.request_id)
-        submit = kept.submit
-        label = _encode(KeptRequest.of(submit.request_id, submit.request, kept.names, kept.owner))
+        submit, name = kept.submit, _name(kept.submit.request_id)
+        label_of = KeptRequest.of(submit.request_id, submit.request, kept.names, kept.owner)
+        label = _encode(msgspec.structs.replace(label_of, note=b""))  # of any size: only the body has it
         body = _encode(kept)
         make_folder(self._path)
         temporary = self._path / f"{name}.{os.getpid()}.tmp"
