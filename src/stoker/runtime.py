@@ -163,7 +163,7 @@ class Runtime:
 
     @property
     def images(self) -> Intake:
-        """Takes in the pictures of requests."""
+        """Takes in the images of requests."""
         return self._client.images
 
     def stats(self) -> dict[str, int]:
@@ -429,7 +429,7 @@ class Runtime:
         schema: Schema | None = None,
         **fields: Unpack[CallKeywords],
     ) -> Reading:
-        """Read a picture, or several that belong together, as JSON that is checked (SPEC V4).
+        """Read an image, or several that belong together, as JSON that is checked (SPEC V4).
 
         `ask` is the question (None: to read a report), `schema` a JSON Schema of the answer; fields and
         errors are those of `tasks.read_images.read_images`.
@@ -472,7 +472,7 @@ class Runtime:
         return str(answer["text"])
 
     async def count_tokens(self, request: GenerateRequest) -> int:
-        """How many tokens the prompt of a request has, its pictures included; nothing is computed.
+        """How many tokens the prompt of a request has, its images included; nothing is computed.
 
         Raises:
             StokerError: the model is not served, or does not take such a prompt.
@@ -515,7 +515,7 @@ class Runtime:
 
         Raises:
             InvalidRequestError: the template refuses the messages, or a call in them is malformed.
-            UnsupportedError: the template is broken, or there are pictures and the model reads none.
+            UnsupportedError: the template is broken, or there are images and the model reads none.
             WorkLimitError: the template does not end, or takes too much memory.
             MachineError: too many wait, or no process can be started.
         """

@@ -207,8 +207,8 @@ class EngineSettings(_Frozen):
         isolation: "process" survives any crash of native code; "thread" is for tests and small hosts.
         max_prepare_s: compiling the request's constraint included.
         watchdog_s: a step may take this long, or ten times what it is predicted to take, whichever is more.
-        memory_limit: of the engine and its front together; None: what the machine, its control groups and its
-            tier allow.
+        memory_limit: of the engine and the client together; None: what the machine, its groups and tier
+            allow.
         keep_alive: seconds (or 30s, 10m, 2h); -1: for good; None: what the machine's tier says, 10 minutes at
             most.
         speculation: "lookup" repeats what the text repeats, "draft" asks `draft_model`, "auto" does both.

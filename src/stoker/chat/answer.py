@@ -1,7 +1,7 @@
 """A model's text read as an answer: reasoning, content and tool calls (SPEC D7).
 
 Owns how the readers follow one another, and the whole answer for those who show none of it before its end.
-What it looks like on the wire is the server's business.
+The server decides what it looks like on the wire.
 """
 
 from __future__ import annotations

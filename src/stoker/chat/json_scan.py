@@ -1,7 +1,7 @@
 """JSON read one character at a time: whether what came so far can still become a value.
 
 Owns the grammar of RFC 8259, with one leniency: raw control characters inside strings pass, as models write
-line breaks there. What the value means is the caller's business.
+line breaks there. The caller decides what the value means.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A running server as the commands see it: ask, get an answer or a typed error.
 
-Owns addresses, the API key and how errors come back. What is asked is each command's business.
+Owns addresses, the API key and how errors come back. Each command decides what is asked.
 """
 
 from __future__ import annotations

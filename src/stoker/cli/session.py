@@ -49,7 +49,7 @@ def piped_text() -> str:
 def piped_beside_a_prompt() -> str:
     """Standard input where a prompt was given too: all of it if it is a file or something comes soon.
 
-    A program started by another one often has an open pipe on stdin that nobody writes to.
+    A program started by another one often has an open pipe on stdin without a writer.
     """
     try:
         kind = fstat(sys.stdin.fileno()).st_mode

@@ -112,7 +112,7 @@ class Dispatcher:
         self.calls.engine_exited(ended)
 
     def note_models(self) -> None:
-        """The engine is told to leave: the next one loads what it has now."""
+        """The engine has the command to leave: the next one loads what it has now."""
         before = self._registry.stats()
         self._registry.suspend()
         self._publish_moves(before)

@@ -1,1 +1,1 @@
-"""The process that owns the device, and the front's side of it."""
+"""The process that owns the device."""

@@ -1,4 +1,4 @@
-"""Pictures in the front: read from where they are, checked, decoded, turned upright and shrunk."""
+"""Images in the client's process: read from where they are, checked, decoded, turned upright and shrunk."""
 
 from stoker.images.image import Image, ImageReport
 

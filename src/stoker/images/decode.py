@@ -1,6 +1,6 @@
-"""Encoded bytes to a picture: upright, on white, eight bits a channel, no larger than asked (SPEC V2, V3).
+"""Encoded bytes to an image: upright, on white, eight bits a channel, no larger than asked (SPEC V2, V3).
 
-Owns what a picture may cost, and what Pillow may do: only formats that were recognised (see `formats`), sizes
+Owns what an image may cost, and what Pillow may do: only formats that were recognised (see `formats`), sizes
 checked by the header before pixels are decoded, and no second full-size copy of them.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stoker.settings import EngineSettings
 
 MIN_EDGE_PX = 8
-"""A shorter edge shows nothing; it holds for the picture as given and as shrunk."""
+"""A shorter edge shows nothing; it holds for the image as given and as shrunk."""
 DEFAULT_EDGE_PX = 448
 _WEBP_WEIGHT = 3
 """What a WebP's pixel counts for: its decoder takes up to 16 bytes for each, others 4 to 6."""
@@ -65,13 +65,13 @@ _BROKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """Bounds of the pictures of one request.
+    """Bounds of the images of one request.
 
     Attributes:
-        edge_px: the longer edge that a larger picture is shrunk to (SPEC V3, M2).
-        max_images: pictures of one request.
-        max_bytes: of one encoded picture.
-        max_pixels: of one picture, by its header.
+        edge_px: the longer edge that a larger image is shrunk to (SPEC V3, M2).
+        max_images: images of one request.
+        max_bytes: of one encoded image.
+        max_pixels: of one image, by its header.
         roots: folders that files may be read from; none: no files.
         can_fetch: http and https addresses are fetched.
     """
@@ -101,7 +101,7 @@ DEFAULT_LIMITS = ImageLimits()
 
 @dataclass(frozen=True, slots=True)
 class ImageReport:
-    """What was done to a picture.
+    """What was done to an image.
 
     Attributes:
         width, height: as it was given, upright.
@@ -118,16 +118,16 @@ class ImageReport:
 def decoded(
     data: bytes, declared: str, limits: ImageLimits, param: str = "image"
 ) -> tuple[Picture, ImageReport]:
-    """The picture that encoded bytes show.
+    """The image that encoded bytes show.
 
     Args:
         data: the whole file.
         declared: MIME type that came with it; empty: none.
         limits: bounds and the edge to shrink to.
-        param: names the picture in errors.
+        param: names the image in errors.
 
     Raises:
-        InvalidRequestError: it is no picture that is taken, is broken, too small or too large.
+        InvalidRequestError: it is no image that is taken, is broken, too small or too large.
     """
     if len(data) > limits.max_bytes:
         raise InvalidRequestError(
@@ -157,7 +157,7 @@ def decoded(
 def rendered(
     image: Pillow.Image, limits: ImageLimits, param: str = "image", kind: str = ""
 ) -> tuple[Picture, ImageReport]:
-    """The picture of an opened image; its file is not closed. Raises what `decoded` raises, and Pillow's."""
+    """The image of an opened image; its file is not closed. Raises what `decoded` raises, and Pillow's."""
     _check_size(image.size, limits, param)
     if kind != JPEG:
         image.load()  # a PNG's EXIF data may come last; a TIFF is turned by this

@@ -1,7 +1,7 @@
-"""Which format bytes are, where a picture ends in them, and what else they are at the same time.
+"""Which format bytes are, where an image ends in them, and what else they are at the same time.
 
 Owns everything that is known before any decoder sees the bytes; reads them and nothing else. What they
-show is `decode`'s business.
+show is left to `decode`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BOXES = {
     b"msf": "a HEIC picture",
     b"avi": "an AVIF picture",
 }
-# What makes a picture something else as well. Five bytes and more hardly come about by chance in 20 MiB.
+# What makes an image something else as well. Five bytes and more hardly come about by chance in 20 MiB.
 _SECOND_NATURES = (
     *(b"%pdf-", b"<script", b"<svg ", b"<svg>", b"<svg\n", b"<html", b"<iframe", b"<!doctype", b"<?php"),
     *(b"rar!\x1a\x07", b"7z\xbc\xaf\x27\x1c", b"\x89png\r\n\x1a\n", b"gif87a", b"gif89a"),
@@ -61,7 +61,7 @@ _PNG_CHUNK_BYTES = 12
 _MAX_GAP_BYTES = 2**16
 """Between a JPEG's segments; its decoder looks at each byte there, 100 times slower than at a pixel."""
 _SLICE_BYTES = 2**20
-# More parts than any real picture has: each costs time, and a scan as much as a whole picture.
+# More parts than any real image has: each costs time, and a scan as much as a whole image.
 _MAX_SCANS = 64
 _MAX_SEGMENTS = 4096
 _MAX_CHUNKS = 2**16
@@ -77,15 +77,15 @@ _PNG_NEEDED = {b"IHDR", b"PLTE", b"tRNS", b"eXIf", b"IDAT", b"IEND"}
 
 
 def format_of(data: bytes, declared: str, param: str) -> str:
-    """The format of an encoded picture, by its content.
+    """The format of an encoded image, by its content.
 
     Args:
         data: the whole of it.
         declared: the MIME type that came with it; empty: none.
-        param: names the picture in errors.
+        param: names the image in errors.
 
     Raises:
-        InvalidRequestError: no such picture is taken, it is not what was declared, it ends too early, or
+        InvalidRequestError: no such image is taken, it is not what was declared, it ends too early, or
             it is something else at the same time.
     """
     found = _sniffed(data)
@@ -132,7 +132,7 @@ def _stranger(data: bytes) -> str:
 
 
 def _end_of(data: bytes, kind: str, param: str) -> int:
-    """Where the picture ends, as far as can be told. Raises InvalidRequestError where that is too early."""
+    """Where the image ends, as far as can be told. Raises InvalidRequestError where that is too early."""
     end: int | None = len(data)
     if kind == PNG:
         end = _end_of_png(data)

@@ -1,7 +1,7 @@
-"""A picture that an application gives: a path, bytes, a data URI or a Pillow image.
+"""An image that an application gives: a path, bytes, a data URI or a Pillow image.
 
 Owns telling these apart. An application is trusted with its own files; what comes over HTTP is read by
-`sources` alone. Checking and shrinking are `decode`'s business.
+`sources` alone. `decode` checks and shrinks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _URIS = ("data:", "http:", "https:", "file:")
 
 
 class Image:
-    """One picture; nothing is read before `picture` is called.
+    """One image; nothing is read before `picture` is called.
 
     Args:
-        source: a path, the bytes of an encoded picture, a Pillow image, a `data:` URI, or another Image.
+        source: a path, the bytes of an encoded image, a Pillow image, a `data:` URI, or another Image.
         name: what errors call it; None: its file name, or "image".
     """
 
@@ -50,14 +50,14 @@ class Image:
     def picture(
         self, edge_px: int = DEFAULT_EDGE_PX, limits: ImageLimits = DEFAULT_LIMITS
     ) -> tuple[Picture, ImageReport]:
-        """The picture as a model is to see it, and what was done to it.
+        """The image as a model is to see it, and what was done to it.
 
         Args:
             edge_px: a longer edge is shrunk to it; nothing is enlarged.
             limits: bounds on bytes and pixels; its own edge does not count here.
 
         Raises:
-            InvalidRequestError: it cannot be read, is no picture that is taken, too small or too large.
+            InvalidRequestError: it cannot be read, is no image that is taken, too small or too large.
         """
         limits = dataclasses.replace(limits, edge_px=edge_px)
         if isinstance(self._source, Pillow.Image):
@@ -66,7 +66,7 @@ class Image:
         return decoded(given.data, given.declared, limits, self.name)
 
     def encoded(self, limits: ImageLimits = DEFAULT_LIMITS) -> Encoded:
-        """The encoded picture as it is; a Pillow image becomes a PNG.
+        """The encoded image as it is; a Pillow image becomes a PNG.
 
         Raises:
             InvalidRequestError: it cannot be read, or is over `max_bytes`.
@@ -81,7 +81,7 @@ class Image:
         return Encoded(self._of_path(Path(source), limits))
 
     def data_uri(self, limits: ImageLimits = DEFAULT_LIMITS) -> str:
-        """The encoded picture as a `data:` URI, for a request to a server. Raises as `encoded` does."""
+        """The encoded image as a `data:` URI, for a request to a server. Raises as `encoded` does."""
         given = self.encoded(limits)
         declared = given.declared or "application/octet-stream"
         return f"data:{declared};base64,{base64.b64encode(given.data).decode('ascii')}"

@@ -1,6 +1,6 @@
-"""Pictures on their way into requests: one is decoded at a time, off the event loop.
+"""Images on their way into requests: one is decoded at a time, off the event loop.
 
-Owns the threads and with them the bound on memory: what is decoded is as large as one picture may be, however
+Owns the threads and with them the bound on memory: what is decoded is as large as one image may be, however
 many requests arrive. Addresses are fetched beside that, a few at once.
 """
 
@@ -32,14 +32,14 @@ _LARGE_PIXELS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A picture that a request carries, and what was done to it."""
+    """An image that a request carries, and what was done to it."""
 
     picture: Picture
     report: ImageReport
 
 
 class Intake:
-    """Takes in the pictures of requests.
+    """Takes in the images of requests.
 
     Attributes:
         limits: what they may cost and where they may come from.
@@ -55,7 +55,7 @@ class Intake:
         return f"Intake(edge {self.limits.edge_px} px)"
 
     async def take(self, given: Sequence[Given]) -> list[Taken]:
-        """The pictures, in their order.
+        """The images, in their order.
 
         Raises:
             InvalidRequestError: there are too many, or one is not taken; `param` names it.
@@ -87,7 +87,7 @@ class Intake:
             raise
 
     def close(self) -> None:
-        """Start nothing more; what is being decoded ends by itself. Who waits gets NotReadyError."""
+        """Start nothing more; what is being decoded ends by itself. Waiters get NotReadyError."""
         self._is_closed = True
         self._darkroom.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)

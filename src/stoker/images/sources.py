@@ -1,4 +1,4 @@
-"""Where a stranger's picture comes from: a data URI, a file below an allowed folder, an address if allowed.
+"""Where a stranger's image comes from: a data URI, a file below an allowed folder, an address if allowed.
 
 Owns what may be read at all and how much of it; a caller's word is trusted for nothing. What is fetched stays
 out of this machine and its network: each host, that of a redirection too, is resolved once, every address it
@@ -41,7 +41,7 @@ _PART_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An encoded picture and the MIME type that came with it; empty: none did."""
+    """An encoded image and the MIME type that came with it; empty: none did."""
 
     data: bytes
     declared: str = ""
@@ -57,8 +57,8 @@ def read_reference(reference: str, limits: ImageLimits, param: str) -> Encoded:
 
     Args:
         reference: a `data:`, `file:`, `http:` or `https:` URI.
-        limits: where pictures may come from and how large they may be.
-        param: names the picture in errors.
+        limits: where images may come from and how large they may be.
+        param: names the image in errors.
 
     Raises:
         InvalidRequestError: it is none of these, is not allowed, cannot be read or is too large.
@@ -179,7 +179,7 @@ def fetched(url: str, max_bytes: int, param: str) -> tuple[bytes, str]:
     """The body at an address and the type it was declared as.
 
     Raises:
-        InvalidRequestError: the host is not a public one, does not answer with a picture, is too slow, or
+        InvalidRequestError: the host is not a public one, does not answer with an image, is too slow, or
             sends more than `max_bytes`.
     """
     import httpx  # noqa: PLC0415 - most programs never fetch

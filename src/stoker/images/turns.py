@@ -1,7 +1,7 @@
-"""Pictures in the turns of a conversation: which there are, and where each stands in the text (SPEC V2).
+"""Images in the turns of a conversation: which there are, and where each stands in the text (SPEC V2).
 
-Owns the marker that a picture becomes in a turn's text, which roles may show pictures, and that there are as
-many markers as pictures. Fetching and decoding them is `intake`'s business, the prompt the template's.
+Owns the marker that an image becomes in a turn's text, which roles may show images, and that there are as
+many markers as images. `intake` fetches and decodes them, the template makes the prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAY_SHOW = frozenset({"user", "tool"})
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A picture that a conversation holds.
+    """An image that a conversation holds.
 
     Attributes:
         source: an application's Image, or a stranger's URI.
@@ -34,12 +34,12 @@ class Given:
 
 
 def can_see(info: ModelInfo) -> bool:
-    """Whether the model reads pictures as it is served."""
+    """Whether the model reads images as it is served."""
     return info.has_vision or info.pairing == Pairing.READY
 
 
 def require_vision(info: ModelInfo, param: str) -> None:
-    """Raises UnsupportedError where the model reads no pictures, saying what it lacks."""
+    """Raises UnsupportedError where the model reads no images, saying what it lacks."""
     if can_see(info):
         return
     why = {
@@ -52,7 +52,7 @@ def require_vision(info: ModelInfo, param: str) -> None:
 def with_images(
     messages: Sequence[Mapping[str, Any]], images: Any | Sequence[Any]
 ) -> Sequence[Mapping[str, Any]]:
-    """The conversation with further pictures at the front of its last user turn.
+    """The conversation with further images at the front of its last user turn.
 
     `images` is whatever `Image` takes, or a list of such.
 
@@ -73,19 +73,19 @@ def with_images(
 def illustrated(
     messages: Sequence[Mapping[str, Any]], info: ModelInfo
 ) -> tuple[list[dict[str, Any]], tuple[Given, ...]]:
-    """The conversation with its pictures taken out: turns whose contents are text, and the pictures.
+    """The conversation with its images taken out: turns whose contents are text, and the images.
 
-    A picture's marker stands where its part stands. Markers that the user wrote are used instead, in their
-    order; pictures they do not reach stand at the front of their turn.
+    An image's marker stands where its part stands. Markers that the user wrote are used instead, in their
+    order; images they do not reach stand at the front of their turn.
 
     Args:
         messages: turns whose content is text or a list of parts: OpenAI's, texts, or Images.
         info: of the model that is to see them.
 
     Raises:
-        UnsupportedError: the model reads no pictures.
-        InvalidRequestError: a part is malformed, a picture or a marker is in a turn that may have none, or
-            there are more markers than pictures.
+        UnsupportedError: the model reads no images.
+        InvalidRequestError: a part is malformed, an image or a marker is in a turn that may have none, or
+            there are more markers than images.
     """
     turns = [_Turn.of(f"messages.{index}", message, info) for index, message in enumerate(messages)]
     images = tuple(image for turn in turns for image in turn.images)
@@ -97,7 +97,7 @@ def illustrated(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One turn on its way; `pieces` are texts and pictures in order, None: its content stays as it is."""
+    """One turn on its way; `pieces` are texts and images in order, None: its content stays as it is."""
 
     where: str
     given: Mapping[str, Any]
@@ -128,7 +128,7 @@ class _Turn:
         return sum(text.count(IMAGE_MARKER) for text in texts if isinstance(text, str))
 
     def check(self) -> None:
-        """Raises InvalidRequestError for a wrong role, or more markers than pictures."""
+        """Raises InvalidRequestError for a wrong role, or more markers than images."""
         role, num_images, num_written = self.given.get("role"), len(self.images), self._num_written
         if role not in _MAY_SHOW and (num_images or num_written):
             where = self.images[0].param if num_images else f"{self.where}.content"
@@ -153,7 +153,7 @@ class _Turn:
 
 
 def _piece(part: Any, where: str, info: ModelInfo) -> str | Given | None:
-    """A text, a picture, or None: something the template may know."""
+    """A text, an image, or None: something the template may know."""
     if isinstance(part, str):
         return part
     if isinstance(part, Image):

@@ -203,7 +203,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         speculate: guess tokens ahead where that is quicker (SPEC D9); the text is the same.
         adapters: LoRA adapters of the model, each by its name or its index, and its scale (SPEC K6); None: as
             set for it, 0: not at all.
-        pictures: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
+        images: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
         note: the client's own, such as how the answer is to be read; the engine ignores it.
         document: what a reranker scores for the prompt, which is the query (SPEC K4); with `state_output`
             "score" only.

@@ -23,7 +23,7 @@ class ImageSpan:
     Attributes:
         start: position of its first embedding.
         num_tokens: its embeddings.
-        picture: the image.
+        image: the image.
         key: the tokens that stand for the whole image, four bytes each: equal for equal ones (SPEC C11).
         offset: embeddings of the image in parts before it.
     """

@@ -55,7 +55,7 @@ _STATUS_CODES = {404: "not_found", 405: "method_not_allowed"}
 _UNION_TAGS = frozenset({"str", "int", "float", "bool", "none"})
 _RETRY_STATUSES = frozenset({429, 503})
 _MAX_NAME_CHARS = 64  # of a key that the caller chose, in an error
-_CLIENT_CLOSED = 499  # nobody reads it; the logs of proxies use this number
+_CLIENT_CLOSED = 499  # it is not read; logs of proxies use this number
 _FIRST_SERVER_ERROR = 500
 
 INTERNAL_ERROR = ErrorInfo(

@@ -81,7 +81,7 @@ class Metrics:
 
         Args:
             status: of the runtime; None: there is none.
-            roster: served models as the front last heard of them.
+            roster: served models as the client last heard of them.
         """
         self._status.status, self._status.roster = status, roster
         return generate_latest(self._registry)
@@ -127,7 +127,7 @@ class StatusCollector(Collector):
 
     Attributes:
         status: what they are read from; None: there are none.
-        roster: served models as the front last heard of them.
+        roster: served models as the client last heard of them.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class StatusCollector(Collector):
         yield from _cached(engine.counters)
         yield from _stored(engine.cache)
         yield from _served(models_now(status, self.roster))
-        if engine.memory.limit:  # else nobody has measured it
+        if engine.memory.limit:  # else it was not measured
             yield from _measured(engine.memory)
         yield CounterMetricFamily("stoker:engine_restarts", "Restarts of the engine.", status.restarts)
 
@@ -242,7 +242,7 @@ def _measured(memory: MemoryStatus) -> Iterable[Metric]:
         lines.add_metric([line], num_bytes)
     yield lines
     for name, text, value in (
-        ("limit", "What engine and front may take together.", memory.limit),
+        ("limit", "What engine and client may take together.", memory.limit),
         ("footprint", "What they take.", memory.footprint),
         ("available", "What could be used now without swapping.", memory.available),
     ):

@@ -51,7 +51,7 @@ async def large_json_response(document: Any) -> Response:
 
 
 def images_header(images: Iterable[ImageReport]) -> str:
-    """What became of each picture: `320x240`, or `4000x3000>448x336` where it was shrunk (SPEC V3)."""
+    """What became of each image: `320x240`, or `4000x3000>448x336` where it was shrunk (SPEC V3)."""
     return ", ".join(
         "x".join(map(str, (one.width, one.height)))
         + (f">{one.shrunk_to[0]}x{one.shrunk_to[1]}" if one.shrunk_to else "")

@@ -122,8 +122,8 @@ def chat_job(
             last turn, which has to be the assistant's, is continued, with false it is not (None: it is).
 
     Raises:
-        InvalidRequestError: a picture in the messages is malformed.
-        UnsupportedError: there are pictures and the model reads none, or what an encoder-decoder without a
+        InvalidRequestError: an image in the messages is malformed.
+        UnsupportedError: there are images and the model reads none, or what an encoder-decoder without a
             template would read is no conversation.
     """
     turns, images = illustrated(messages, info)

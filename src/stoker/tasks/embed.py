@@ -129,7 +129,7 @@ def _request(text: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:
 
 
 def _vector_of(tensor: Tensor, info: ModelInfo) -> bytes:
-    if tensor.name != _VECTOR:  # a model whose class nobody knew before it was loaded
+    if tensor.name != _VECTOR:  # a model whose class was not known before it was loaded
         raise UnsupportedError(f"{info.id} is no encoder: {_ASK_STATE}", param="kind")
     return tensor.data
 

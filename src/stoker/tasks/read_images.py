@@ -1,7 +1,7 @@
-"""Reading pictures: a question about them, answered as JSON that is checked (SPEC V4).
+"""Reading images: a question about them, answered as JSON that is checked (SPEC V4).
 
 Owns the form of the question, the schema's two uses (it constrains the answer and checks it) and the one
-retry. Pictures are `stoker.images`' business; how an answer comes about is that of who gives it: a runtime
+retry. Images are `stoker.images`' business; how an answer comes about is that of who gives it: a runtime
 here, a server for the command line.
 """
 
@@ -49,7 +49,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         value: the answer as JSON values; where no form was asked for and it is no JSON, its text.
         text: the answer as it came.
-        images: what became of each picture.
+        images: what became of each image.
         attempts: how often it was asked, 1 or 2.
     """
 
@@ -117,7 +117,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What is asked; it stands on a line of its own behind the pictures."""
+        """What is asked; it stands on a line of its own behind the images."""
         return f"\n{DEFAULT_ASK if self.ask is None else self.ask}"
 
     @property
@@ -180,17 +180,17 @@ async def read_images(
     question: Question,
     **fields: Unpack[CallKeywords],
 ) -> Reading:
-    """Read one picture, or several that belong together.
+    """Read one image, or several that belong together.
 
     Args:
         runtime: that has the model.
         images: paths, bytes, data URIs, Pillow images or `Image`s.
         question: what is asked.
-        fields: of `GenerateRequest`, `Sampling` and `KnownAs`, by name; `model` reads pictures.
+        fields: of `GenerateRequest`, `Sampling` and `KnownAs`, by name; `model` reads images.
 
     Raises:
-        UnsupportedError: the model reads no pictures.
-        InvalidRequestError: a picture is not taken; `param` names it.
+        UnsupportedError: the model reads no images.
+        InvalidRequestError: an image is not taken; `param` names it.
         ReadingError: the answer is not what was asked for, or was cancelled.
         RequestCancelledError: the call was cancelled by its id before it was asked.
         StokerError: a request failed.

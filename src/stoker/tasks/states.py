@@ -58,7 +58,7 @@ class StateEmbedding(msgspec.Struct, frozen=True, kw_only=True):
 class States:
     """See the module.
 
-    `owner` sets callers apart: nobody sees another's states. The empty one is everybody.
+    `owner` sets callers apart: each sees its own states only. The empty one stands for all.
 
     Args:
         folder: where saved states lie; need not exist.

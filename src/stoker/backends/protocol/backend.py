@@ -85,7 +85,7 @@ class Conditioning(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         adapters: name and scale of each LoRA adapter, in the order of names (SPEC K6).
         source: what the encoder of an encoder-decoder reads (SPEC K3).
-        pictures: where embeddings stand in place of tokens, in order of their starts.
+        images: where embeddings stand in place of tokens, in order of their starts.
         asked: the tokens of a prompt of which every row will be asked (SPEC D6). However it comes in slices,
             its rows are those of the whole.
         lane: of `asked`, which is scored in turns with other texts.

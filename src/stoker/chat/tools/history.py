@@ -59,7 +59,7 @@ def template_input(
 
     Args:
         messages: in OpenAI's form; contents as text or parts.
-        tools: those the model is told of; none where it may not call any.
+        tools: those that the model is shown; none where it may not call any.
         syntax: the template's family.
         template: its source, to see whether it takes a system turn.
 

@@ -1,7 +1,7 @@
-"""`stoker read`: pictures in, JSON out, a line for each; here or by a running server.
+"""`stoker read`: images in, JSON out, a line for each; here or by a running server.
 
-Owns the order (one picture after the other, a broken one holds nobody up) and what is printed where. Asking
-twice and checking are `stoker.tasks.read_images`'s business.
+Owns the order (one image after the other, a broken one does not stop the rest) and what is printed where.
+`stoker.tasks.read_images` asks twice and checks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read(
     threads: Threads = None,
     config: Config = None,
 ) -> None:
-    """Print what is on each picture as a line of JSON; how far it is goes to stderr."""
+    """Print what is on each image as a line of JSON; how far it is goes to stderr."""
     from stoker.tasks.read_images import Question
 
     question = Question(ask, _schema_of(schema), max_tokens)
@@ -105,7 +105,7 @@ async def _local(
 
 
 def _remote(server: RemoteServer, question: Question, model: str | None) -> Read:
-    """The same by a server: pictures travel as they are, the server shrinks them."""
+    """The same by a server: images travel as they are, the server shrinks them."""
     from stoker.images import Image
     from stoker.tasks.read_images import read_with
 
@@ -156,7 +156,7 @@ async def _each(images: list[Path], read_one: Read, lines: _Lines) -> None:
         began_s = time.monotonic()
         try:
             reading = await read_one(path)
-        except (CallerError, ReadingError) as error:  # of this picture; another kind would meet the next too
+        except (CallerError, ReadingError) as error:  # of this image; another kind would meet the next too
             lines.unread(path, error)
         else:
             lines.read(path, reading, time.monotonic() - began_s)

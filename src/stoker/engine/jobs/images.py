@@ -23,7 +23,7 @@ def pictured_prompt(
     """Token ids of the prompt, negative ones at the images' places, and these places.
 
     Raises:
-        InvalidRequestError: there are not as many markers as pictures, or what was asked for needs the
+        InvalidRequestError: there are not as many markers as images, or what was asked for needs the
             prompt's own tokens.
     """
     if request.pictures:

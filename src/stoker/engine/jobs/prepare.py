@@ -50,7 +50,7 @@ class PrepContext:
         cache_mode: what is kept of its finished work.
         grammars: compiles constraints; None: it generates no text.
         scores_pairs: it is a reranker.
-        vision: its projector; None: it takes no pictures.
+        vision: its projector; None: it takes no images.
         decoder_start: as in `Capabilities`; with it a prompt is a source.
         max_text_tokens: of a text that it reads at once; None: `n_ctx`.
         adapters: fingerprints of its LoRA adapters, by name.
@@ -127,7 +127,7 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
 
 
 def prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
-    """Token ids of a request's prompt; negative ones stand for parts of pictures.
+    """Token ids of a request's prompt; negative ones stand for parts of images.
 
     Raises:
         InvalidRequestError: the prompt is empty or holds token ids the model does not have.
@@ -147,7 +147,7 @@ def is_quick(request: GenerateRequest, context: PrepContext) -> bool:
 
 def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> JobChoice:
     request = submit.request
-    words = [token for token in prompt if token >= 0]  # nothing of a picture is ever repeated
+    words = [token for token in prompt if token >= 0]  # nothing of an image is ever repeated
     source: list[int] = []
     if context.decoder_start is not None:
         source, prompt, words = prompt, [context.decoder_start], []

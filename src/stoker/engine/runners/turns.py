@@ -1,4 +1,4 @@
-"""The models in memory, and whose turn it is (SPEC Q13).
+"""The models in memory, and which has its turn (SPEC Q13).
 
 A model with interactive requests steps first. Among other models, one whose background has waited longer than
 its patience gets one turn in ten meanwhile (SPEC Q7). Which models there are is decided by residency.
@@ -42,7 +42,7 @@ FOLLOW = 0.2
 
 
 class ModelTurns:
-    """The virtual times, and whose turn it is."""
+    """The virtual times, and which model has its turn."""
 
     def __init__(self) -> None:
         self._served_s: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """A recurrent model's state as a safetensors file: what is written and what is believed (SPEC K5).
 
-Owns the format; where such files lie is `state_store`'s. The front writes and checks them, and loads no numpy
-for it; only `parse_state`, which the engine calls, computes.
+Owns the format; `store` knows where such files lie. The client writes and checks them without numpy; only
+`parse_state`, which the engine calls, computes.
 
 The file is that of the safetensors library, which reads and checks it here: eight bytes of length, a JSON
 header, the tensors' bytes.
@@ -118,7 +118,7 @@ def _tensors(data: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _converted(name: str, shape: tuple[int, ...], tensor: dict[str, Any]) -> Tensor:
-    import numpy as np  # noqa: PLC0415 - the front checks states and converts none
+    import numpy as np  # noqa: PLC0415 - the client checks states and converts none
 
     if tuple(tensor["shape"]) != tuple(shape):
         raise _bad(

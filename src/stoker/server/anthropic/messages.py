@@ -203,7 +203,7 @@ def _take_rest(
     messages: list[dict[str, Any]],
     origins: OriginRules,
 ) -> None:
-    """Add what is no result as one turn; blocks that are neither text nor pictures go on as they are."""
+    """Add what is no result as one turn; blocks that are neither text nor images go on as they are."""
     place = f"messages.{len(messages)}"
     parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
@@ -231,7 +231,7 @@ def _pictures(content: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _result(content: Any, where: str) -> Any:
-    """Text, or parts where a tool shows pictures."""
+    """Text, or parts where a tool shows images."""
     if not isinstance(content, list) or not any(_pictures(content)):
         return _joined(content, where)
     return [
@@ -247,7 +247,7 @@ def _kind(block: Any) -> Any:
 
 
 def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A picture as chat completions name it."""
+    """An image as chat completions name it."""
     source = block.get("source")
     kind = source.get("type") if isinstance(source, Mapping) else None
     if not isinstance(source, Mapping) or kind not in ("base64", "url"):
@@ -313,7 +313,7 @@ def router(context: ServerContext) -> APIRouter:
         turn = await translated_turn(context, request, body, "msg_")
         head = MessageHead(turn.call.id, turn.request.model, request.state.request_id, turn.request.priority)
         is_stream = body.stream
-        del body  # its pictures are megabytes, and it may wait for long
+        del body  # its images are megabytes, and it may wait for long
         if not is_stream:
             return turn.tell(await collected(turn.call, WholeMessage(head, turn.form), request))
         chunks = MessageChunks(head, turn.form)
@@ -321,7 +321,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post("/v1/messages/count_tokens", openapi_extra=Described(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
-        """The tokens that the prompt of a message has, pictures and tools included; nothing is generated."""
+        """The tokens that the prompt of a message has, images and tools included; nothing is generated."""
         body = await read_body(request, CountTokensRequest)
         return json_response({"input_tokens": await prompt_tokens(context, request, body)})
 

@@ -90,7 +90,7 @@ def _validated(model: type[B], data: bytearray) -> B:
         document = msgspec.json.decode(data) if data else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
-    data.clear()  # a picture is megabytes, and the document has them now
+    data.clear()  # an image is megabytes, and the document has them now
     return validated(model, document)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 RESERVED = 128
-"""For the engine's start, model files, prefix files and pictures; some 40 are in use."""
+"""For the engine's start, model files, prefix files and images; some 40 are in use."""
 _MIN_CONNECTIONS = 16
 _UNLIMITED = 2**20
 
@@ -237,7 +237,7 @@ class Connection(HttpToolsProtocol):
         is_incomplete = not (self.pipeline or self._is_in_head)
         if is_all_answered or is_incomplete:
             self._all.wait(self)
-        if not self._is_in_head:  # the rest of a body that nobody wants
+        if not self._is_in_head:  # the rest of a refused body
             self._arm(self._all.receive_timeout_s, self.give_way)
 
     def pause_writing(self) -> None:

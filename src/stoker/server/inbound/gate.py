@@ -61,7 +61,7 @@ class WorkGate:
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check, pass on, and answer what nobody below answered."""
+        """Check, pass on, and answer what no route answered."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

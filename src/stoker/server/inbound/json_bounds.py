@@ -17,7 +17,7 @@ MAX_ESCAPES = 2**20
 """Each costs a decoder 8 ns; a million Chinese characters written as `\\uXXXX` have as many."""
 MAX_WIDE_BYTES = 4 * 2**20
 """In strings beyond ASCII: one such character makes each of its string take up to four bytes. Over a million
-tokens; what is longer, a picture or a state, comes in base64, which is ASCII."""
+tokens; what is longer, an image or a state, comes in base64, which is ASCII."""
 MAX_LAYOUT_BYTES = 4 * 2**20
 """Outside of strings: numbers and white space."""
 _SLICE_BYTES = 64 * 1024

@@ -25,7 +25,7 @@ _BEARER = b"bearer "
 _KEY_NEEDED = "an operator's key is needed for this: one of the file that --admin-key-file names"
 _TURNED_OFF = (
     "this is for operators, and the server was started with --api-key-file but without --admin-key-file:"
-    " nobody may do it over HTTP"
+    " no client may do it over HTTP"
 )
 _LOCAL_ONLY = (
     "a server without keys lets only programs of its own machine do this; with --admin-key-file an operator's"

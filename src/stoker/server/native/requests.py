@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stoker.server.streaming import ChunkWriter
 
 
-HELD = "held"  # the front has it: it has not reached an engine, or there is none
+HELD = "held"  # the client has it: it has not reached an engine, or there is none
 
 
 def requests_document(

@@ -69,7 +69,7 @@ def engine_document(health: EngineHealth) -> dict[str, Any]:
 
 
 def models_now(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> list[ModelStatus]:
-    """Every served model, the default first: by the engine where it knows it, else by the front."""
+    """Every served model, the default first: by the engine where it knows it, else by the client."""
     known = {model.id: model for model in status.engine.models}
     served = [known.pop(model.id, model) for model in roster]
     return served + list(known.values())
@@ -247,7 +247,7 @@ def router(context: ServerContext) -> APIRouter:
         """Prometheus' text format."""
         try:
             status = await context.runtime.status()
-        except StokerError:  # an engine that restarts has no figures; the front's own still count
+        except StokerError:  # an engine that restarts has no figures; the client's own still count
             status = None
         text = context.metrics.render(status, context.runtime.model_states())
         return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -179,7 +179,7 @@ class ContextShift(msgspec.Struct, frozen=True):
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """A picture of the prompt: pixels as it was given, and as the model saw it where that is less."""
+    """An image of the prompt: pixels as it was given, and as the model saw it where that is less."""
 
     width: int
     height: int
@@ -298,7 +298,7 @@ class Head:
         tier: the `service_tier` it is served with; unset: it is not known.
         has_functions: calls are read in the form that was before tools.
         created: seconds since the epoch.
-        images: what became of the pictures of its prompt.
+        images: what became of the images of its prompt.
     """
 
     id: str

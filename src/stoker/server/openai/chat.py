@@ -195,7 +195,7 @@ def router(context: ServerContext) -> APIRouter:
             images=turn.images,
         )
         is_stream = body.stream
-        del body  # its pictures are megabytes, and it may wait for long
+        del body  # its images are megabytes, and it may wait for long
         if is_stream:
             chunks = ChatChunks(head, turn.form)
             return turn.tell(streamed(turn.call, chunks, context.settings.keepalive_s))
@@ -212,7 +212,7 @@ class ChatTurn:
     Attributes:
         call: its work.
         form: how the text is to be read.
-        images: what became of pictures.
+        images: what became of images.
         left_out: tools that the model was not told of.
     """
 
@@ -227,7 +227,7 @@ class ChatTurn:
         return self.call.requests[0]
 
     def tell(self, answer: Response) -> Response:
-        """The answer with headers that say what became of the pictures and which tools were ignored."""
+        """The answer with headers that say what became of the images and which tools were ignored."""
         if self.images:
             answer.headers[IMAGES_HEADER] = images_header(self.images)
         if self.left_out:
@@ -329,7 +329,7 @@ async def translated_turn(
     origins = asked.origins
     with origins.named():
         chat = await asyncio.to_thread(validated, ChatRequest, asked.body)
-        del asked  # its pictures are megabytes
+        del asked  # its images are megabytes
         return await chat_turn(context, request, chat, prefix, origins)
 
 

@@ -64,7 +64,7 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 
 class ContentPart(Body):
-    """A piece of a message: text or a picture."""
+    """A piece of a message: text or an image."""
 
     type: str
     text: str | None = None
@@ -91,7 +91,7 @@ class Message(Body):
             model: name of the model, for errors.
 
         Raises:
-            UnsupportedError: a part is neither text nor a picture.
+            UnsupportedError: a part is neither text nor an image.
             InvalidRequestError: a text part without text, or a turn without content.
         """
         optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
@@ -132,7 +132,7 @@ def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
 
 
 class ConversationFields(Body):
-    """Messages and what the template is told besides."""
+    """Messages, and the template's other variables."""
 
     messages: Many[Message] = Field(min_length=1)
     model: Name | None = None

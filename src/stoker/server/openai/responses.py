@@ -376,7 +376,7 @@ def router(context: ServerContext) -> APIRouter:
         echo = await asyncio.to_thread(body.echo, turn.request, ignored_header(turn.left_out))
         head = ResponseHead(turn.call.id, turn.request.model, int(time.time()), echo, body.namespaces())
         is_stream = body.stream
-        del body  # its pictures are megabytes, and it may wait for long
+        del body  # its images are megabytes, and it may wait for long
         if not is_stream:
             return turn.tell(await collected(turn.call, WholeResponse(head, turn.form), request))
         chunks = ResponseChunks(head, turn.form)
@@ -384,7 +384,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post("/v1/responses/input_tokens", openapi_extra=Described(InputTokensRequest))
     async def input_tokens(request: Request) -> Response:
-        """The tokens that the prompt of a response has, pictures and tools included; nothing is generated."""
+        """The tokens that the prompt of a response has, images and tools included; nothing is generated."""
         body = await read_body(request, InputTokensRequest)
         num_tokens = await prompt_tokens(context, request, body)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
