@@ -9,7 +9,7 @@ from unittest import mock
 from stoker.backends.fake.backend import load as load_fake
 from stoker.engine.inbox import Inbox, Measured
 from stoker.engine.loop import EngineLoop
-from stoker.engine.threads.timer import StepTimer
+from stoker.engine.threads.timer import Stopwatch
 from stoker.ipc.commands import GetStatus, KnowModel, LoadModel, Submit
 from stoker.ipc.events import (
     Admitted,
@@ -45,7 +45,7 @@ class Clock:
     def __init__(self, monkeypatch, *, is_still=False):
         self.ahead_s = 0.0
         self._still_s = time.monotonic() if is_still else None
-        monkeypatch.setattr(StepTimer, "now", staticmethod(self.now))
+        monkeypatch.setattr(Stopwatch, "now", staticmethod(self.now))
         monkeypatch.setattr(
             "stoker.engine.residency.pending.arrival_of", lambda submit: self.now() - submit.age_s
         )
@@ -232,7 +232,7 @@ class Machine:
         free = max(0, limit - footprint - self.others_mib * MIB)
         told = free if self.part is None else int(limit * (1 - self.part))
         return Sample(
-            at_s=StepTimer.now(),
+            at_s=Stopwatch.now(),
             footprint_bytes=footprint,
             limit_bytes=max(limit, footprint * 2) if self.part is not None and self.loop else limit,
             available_bytes=free,
@@ -367,7 +367,7 @@ class Machine:
         self.loop._store.close()
         self.residency.free_departed()
         self.loop._runners.close(self.loop._workers.preparations.uses)
-        self.loop._pace.close()
+        self.loop._timer.close()
 
     # ------------------------------------------------------------ what was told
 

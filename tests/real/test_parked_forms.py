@@ -11,7 +11,7 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.model import ModelSpec
@@ -49,7 +49,7 @@ def runner(tmp_path_factory):
     spec = ModelSpec(id="smol", path=str(MODEL), num_slots=2, n_ctx=8192, num_threads=2)
     backend = load(spec, lambda _: None, tmp_path_factory.mktemp("cache"))
     cache = PrefixCache(CacheLimits(), Ledger())
-    runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), cache, JobTable())
+    runner = SlotRunner(spec, backend, StepTimer(Stopwatch(60.0)), cache, JobTable())
     yield runner
     runner.close()
 

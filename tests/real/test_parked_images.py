@@ -18,7 +18,7 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.model import ModelSpec, ProjectorSpec
@@ -51,9 +51,9 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlotRunner]:
         num_threads=1,
         projector=ProjectorSpec(path=str(write_projector(folder / "p.gguf"))),
     )
-    pace, run = Pace(StepTimer(60.0)), SlicedEncode.run
+    timer, run = StepTimer(Stopwatch(60.0)), SlicedEncode.run
     cache = PrefixCache(CacheLimits(), Ledger())
-    runner = SlotRunner(spec, load(spec, cache_dir=folder), pace, cache, JobTable())
+    runner = SlotRunner(spec, load(spec, cache_dir=folder), timer, cache, JobTable())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlicedEncode, "run", lambda encode, _: run(encode, NOW))
         yield runner

@@ -11,7 +11,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta
@@ -63,7 +63,7 @@ def runner(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stoker.speculation.speculator.DraftLength", EagerWager)
         cache = PrefixCache(CacheLimits(), Ledger())
-        runner = SlotRunner(spec, backend, Pace(StepTimer(60.0)), cache, JobTable())
+        runner = SlotRunner(spec, backend, StepTimer(Stopwatch(60.0)), cache, JobTable())
     yield runner
     runner.close()
 

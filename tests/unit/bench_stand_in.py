@@ -29,7 +29,7 @@ class StandIn:
             body = await reader.readexactly(length)
             writer.write(b"HTTP/1.1 %d Whatever\r\nTransfer-Encoding: chunked\r\n\r\n" % self.status)
             for index, piece in enumerate(self._pieces(head, body)):
-                await self.pace(body, index)
+                await self.timer(body, index)
                 writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
                 await writer.drain()
             if self.tail != "cut":
@@ -38,7 +38,7 @@ class StandIn:
         finally:
             writer.close()
 
-    async def pace(self, body: bytes, index: int) -> None:
+    async def timer(self, body: bytes, index: int) -> None:
         """Called before each piece; one that holds its answers back waits here."""
 
     def _pieces(self, head: bytes, body: bytes) -> list[bytes]:

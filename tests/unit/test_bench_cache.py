@@ -93,7 +93,7 @@ class Held(Remembering):
     num_others: int = 0
     all_came: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def pace(self, body: bytes, index: int) -> None:
+    async def timer(self, body: bytes, index: int) -> None:
         """At the first piece: the leader waits, the others are counted."""
         asked = json.loads(body) if body else {}
         if index or asked.get("max_tokens") != shared.NUM_TOKENS:

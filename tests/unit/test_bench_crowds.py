@@ -58,7 +58,7 @@ class Silent(StandIn):
 
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def pace(self, body: bytes, index: int) -> None:
+    async def timer(self, body: bytes, index: int) -> None:
         """Stop in the middle of a completion."""
         if body and index == 20:
             await self.released.wait()
@@ -93,7 +93,7 @@ class Crowded(StandIn):
     kinds: list[str] = field(default_factory=list)
     all_came: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def pace(self, body: bytes, index: int) -> None:
+    async def timer(self, body: bytes, index: int) -> None:
         """Note what kind came; hold background in its middle."""
         if not body:
             return

@@ -16,7 +16,7 @@ from stoker.cli.main import app
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Failed, Finished, StateReady
@@ -161,11 +161,11 @@ def test_the_command_prints_what_the_server_answers():
 # ---------------------------------------------------------------- the engine's line
 
 
-class _Ticking(Pace):
+class _Ticking(StepTimer):
     """A pace on whose clock every look takes a target of a step, so that each slice is one call."""
 
     def __init__(self):
-        super().__init__(StepTimer(10.0))
+        super().__init__(Stopwatch(10.0))
         self._ticked_s = 0.0
 
     def now(self):
@@ -181,10 +181,10 @@ class House:
         self.spec = ModelSpec(id="m", path=path, **spec)
         self.backend = FakeBackend(n_batch=64)
         cache = PrefixCache(CacheLimits(ram_bytes=0), Ledger())
-        self.pace = _Ticking()
+        self.timer = _Ticking()
         self.jobs = JobTable()
-        self.runner = SlotRunner(self.spec, self.backend, self.pace, cache, self.jobs)
-        self.now = self.pace.now()
+        self.runner = SlotRunner(self.spec, self.backend, self.timer, cache, self.jobs)
+        self.now = self.timer.now()
 
     def enter(self, name, **fields):
         """A request to choose arrives."""
@@ -199,7 +199,7 @@ class House:
 
     def turn(self):
         """One turn."""
-        self.now = self.pace.now()
+        self.now = self.timer.now()
         self.runner.schedule(self.now)
         self.runner.step(self.now)
 
@@ -271,7 +271,7 @@ def test_background_is_owed_slices_that_are_computed_and_no_others(make_house):
     choosing = house.runner._choices
     house.enter("person", candidates=("x" * 8000,))
     for _ in range(20_000):  # beside somebody who reads: one slice in many turns
-        house.pace.now()
+        house.timer.now()
         choosing.step(0.02, has_readers=True)
         if house.of(Finished):
             break
@@ -352,13 +352,13 @@ def test_a_model_that_steps_and_chooses_learns_both_for_the_threads_in_use():
             """On a CPU."""
             return dataclasses.replace(super().capabilities, computes_on_cpu=True)
 
-    pace, backend = Pace(StepTimer(10.0)), OnCpu()
+    timer, backend = StepTimer(Stopwatch(10.0)), OnCpu()
     backend.set_threads(2)
     costs = StepCost(), StepCost()
-    runners = [pace.join(backend, cost) for cost in costs]
+    runners = [timer.join(backend, cost) for cost in costs]
     try:
-        pace._use(1)
+        timer._use(1)
         assert [backend.num_threads, *(cost.num_threads for cost in costs)] == [1, 1, 1]
     finally:
         for runner in runners:
-            pace.leave(runner)
+            timer.leave(runner)

@@ -13,7 +13,7 @@ from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.turns import SHARE_OF_STEP, ModelTurns, Runners
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
@@ -147,7 +147,7 @@ class House:
 
     def __init__(self, step_s=0.08, token_s=0.0008):
         cache = PrefixCache(CacheLimits(), Ledger())
-        self.runners = Runners(Pace(StepTimer(10.0)), cache, JobTable())
+        self.runners = Runners(StepTimer(Stopwatch(10.0)), cache, JobTable())
         self.now, self.step_s, self.token_s = 0.0, step_s, token_s
         self.order = []
         self.calls = []

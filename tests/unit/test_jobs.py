@@ -9,7 +9,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import PUBLISH_EVERY_S, JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import PoolFullError, UnsupportedError
 from stoker.ipc.commands import Cancel, Pause, Resume, Submit
 from stoker.ipc.events import Admitted, Delta, Failed, Finished, Paused, Queued, Resumed, StateReady
@@ -33,7 +33,7 @@ class Bench:
         cache = PrefixCache(CacheLimits(), Ledger())
         self.jobs = JobTable()
         spec = ModelSpec(id="m", path="fake:", num_slots=3)
-        self.runner = SlotRunner(spec, self.backend, Pace(StepTimer(60.0)), cache, self.jobs)
+        self.runner = SlotRunner(spec, self.backend, StepTimer(Stopwatch(60.0)), cache, self.jobs)
         self.now = 0.0
 
     def submit(self, name, **fields):

@@ -10,7 +10,7 @@ from stoker.engine.jobs.table import JobTable
 from stoker.engine.loop import EngineLoop
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.status import model_info, waiting_status
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -50,7 +50,7 @@ class House:
         spec = ModelSpec(**fields)
         self.encoder = load(spec)
         self.jobs = JobTable()
-        self.runner = OneShotRunner(spec, self.encoder, Pace(StepTimer(10.0)), self.jobs)
+        self.runner = OneShotRunner(spec, self.encoder, StepTimer(Stopwatch(10.0)), self.jobs)
         self.now = 0.0
         self.num_entered, self.entered = 0, set()
 

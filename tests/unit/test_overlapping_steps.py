@@ -7,7 +7,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import StepFailedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
@@ -49,9 +49,9 @@ class Bench:
         )
         self.backend = FakeBackend(**{"num_cells": 1024, "n_ctx": 128, "faults": faults} | options)
         cache = PrefixCache(CacheLimits(), Ledger())
-        self.pace = Pace(StepTimer(60.0))
+        self.timer = StepTimer(Stopwatch(60.0))
         self.jobs = JobTable()
-        self.runner = SlotRunner(spec, self.backend, self.pace, cache, self.jobs)
+        self.runner = SlotRunner(spec, self.backend, self.timer, cache, self.jobs)
         self.now = 0.0
         self.events = []
 
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_go_back_delivers_before_it_launches():
         bench.runner = SlotRunner(
             ModelSpec(id="m", path="fake:"),
             bench.backend,
-            bench.pace,
+            bench.timer,
             PrefixCache(CacheLimits(), Ledger()),
             bench.jobs,
         )
@@ -261,8 +261,8 @@ def test_other_native_work_waits_for_the_step_in_flight():
     bench.submit("r")
     bench.turn()
     assert not bench.backend._in_flight.is_collected
-    bench.pace.begin(1)
+    bench.timer.begin(1)
     assert bench.backend._in_flight.is_collected
-    bench.pace.abandon()
+    bench.timer.abandon()
     bench.finish()
     assert len(bench.answers()["r", 0][0]) == 60

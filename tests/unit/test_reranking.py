@@ -18,7 +18,7 @@ from stoker.cli.main import app
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.oneshot import OneShotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import ContextLengthError, InvalidRequestError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Failed, Finished, StateReady
@@ -143,7 +143,7 @@ def resident_of(**spec):
     spec = ModelSpec(**fields)
     encoder = load(spec)
     jobs = JobTable()
-    return OneShotRunner(spec, encoder, Pace(StepTimer(10.0)), jobs), encoder, jobs
+    return OneShotRunner(spec, encoder, StepTimer(Stopwatch(10.0)), jobs), encoder, jobs
 
 
 def enter(runner, name, document, **fields):

@@ -9,7 +9,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.runners.slots import SlotRunner
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
@@ -63,7 +63,7 @@ class Bench:
         self.backend = options.pop("backend", None) or FakeBackend(**known | options)
         self.cache = PrefixCache(CacheLimits(), Ledger())
         self.jobs = JobTable()
-        self.runner = SlotRunner(spec, self.backend, Pace(StepTimer(60.0)), self.cache, self.jobs)
+        self.runner = SlotRunner(spec, self.backend, StepTimer(Stopwatch(60.0)), self.cache, self.jobs)
         self.now = 0.0
         self.answers = {}
 

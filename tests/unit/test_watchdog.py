@@ -11,7 +11,7 @@ from stoker.client.process.exit import OomCounter, judge
 from stoker.client.process.instance import Backoff, Watchdog
 from stoker.client.process.lifecycle import EngineState, Lifecycle
 from stoker.client.process.transport import ExitReport
-from stoker.engine.threads.timer import UNMEASURED_STEP_S, StepTimer
+from stoker.engine.threads.timer import UNMEASURED_STEP_S, Stopwatch
 from stoker.ipc.events import Heartbeat
 
 FINE = Heartbeat(step_s=0.0, step_limit_s=5.0)
@@ -142,7 +142,7 @@ def test_a_stall_that_ended_before_a_step_is_not_its_own() -> None:
     assert clock.heartbeat().step_s == pytest.approx(0.5)
 
 
-class FakeClock(StepTimer):
+class FakeClock(Stopwatch):
     """A step clock whose time is the test's."""
 
     time_s = 0.0

@@ -39,7 +39,7 @@ from stoker.engine.residency.workers import Workers
 from stoker.engine.runners.runner import ModelRunner
 from stoker.engine.runners.status import waiting_status
 from stoker.engine.runners.turns import Runners
-from stoker.engine.threads.timer import Pace, StepTimer
+from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import NotReadyError, StokerError
 from stoker.ipc.commands import (
     Cancel,
@@ -111,9 +111,9 @@ class EngineLoop:
         self._take_sample = take_sample or (lambda: measure(self._sources))
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
-        self._clock = StepTimer(settings.watchdog_s)
+        self._clock = Stopwatch(settings.watchdog_s)
         self._workers = Workers(inbox, settings.cache_dir, self._devices, settings.max_prepare_s)
-        self._pace = Pace(self._clock)
+        self._timer = StepTimer(self._clock)
         limits = CacheLimits.within(
             sample.limit_bytes,
             mode=CacheMode(settings.cache_mode),
@@ -123,7 +123,7 @@ class EngineLoop:
         self._store = PrefixStore(inbox.put, settings.cache_dir, limits)
         self._jobs = JobTable()
         self._events = self._jobs.events
-        self._runners = Runners(self._pace, self._store.cache, self._jobs)
+        self._runners = Runners(self._timer, self._store.cache, self._jobs)
         self._pending = PendingRequests(self._workers, self._jobs)
         placement = Placement(
             self._take_sample, self._store.ledger, self._store.cache, settings.memory_margin
@@ -165,7 +165,7 @@ class EngineLoop:
             self._store.close()
             self._residency.free_departed()
             self._runners.close(self._workers.preparations.uses)
-            self._pace.close()
+            self._timer.close()
             self._devices.close()
         self._events.append(Goodbye())
         self._flush()
@@ -204,7 +204,7 @@ class EngineLoop:
             self._busy_s, self._is_clean = self._clock.now(), False
             self._runners.served(runner, self._busy_s - now)
             if self._pressure_handler.slows_down:
-                self._pace.collect()  # its time is not the nap's
+                self._timer.collect()  # its time is not the nap's
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
         elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):
             self._rest()
@@ -402,8 +402,8 @@ class EngineLoop:
             queue=[*waiting[SequenceState.QUEUED], *self._pending.waiting_status()],
             parked=waiting[SequenceState.PARKED],
             paused=[*waiting[SequenceState.PAUSED], *self._pending.paused_status()],
-            num_threads=self._pace.num_threads,
-            threads_reason=self._pace.reason,
+            num_threads=self._timer.num_threads,
+            threads_reason=self._timer.reason,
             devices=list(self._devices.names),
             counters=counters,
             cache=self._store.cache.status(),

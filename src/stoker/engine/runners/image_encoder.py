@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.backends.protocol.vision import Encoding, Vision
     from stoker.cache.prefix_cache import PrefixCache
-    from stoker.engine.threads.timer import Pace
+    from stoker.engine.threads.timer import StepTimer
     from stoker.kv.sequence import ImageSpan, Sequence
     from stoker.scheduler.plan import Planned, StepPlan
     from stoker.scheduler.scheduler import Scheduler
@@ -83,7 +83,7 @@ class ImageEncoder:
     """
 
     def __init__(
-        self, backend: Backend, vision: Vision, scheduler: Scheduler, pace: Pace, cache: PrefixCache
+        self, backend: Backend, vision: Vision, scheduler: Scheduler, timer: StepTimer, cache: PrefixCache
     ) -> None:
         self.num_encoded_total = 0
         self.num_reused_total = 0
@@ -91,7 +91,7 @@ class ImageEncoder:
         self._vision = vision
         self._cache = cache
         self._scheduler = scheduler
-        self._pace = pace
+        self._timer = timer
         self._budget = SliceBudget(scheduler.limits.target_step_s)
         self._model = backend.capabilities.fingerprint
         self._namespace = Namespace(vision.fingerprint, adapter=_SPACE).digest
@@ -166,13 +166,13 @@ class ImageEncoder:
         budget_s = self._time_after(plan, took_s)
         if not budget_s:
             return
-        begun_s = self._pace.now()
-        self._pace.begin(1)
+        begun_s = self._timer.now()
+        self._timer.begin(1)
         try:
             self._run(self._job, budget_s, begun_s)
         finally:
-            self._pace.abandon()
-        self._budget.spent(self._pace.now() - begun_s)
+            self._timer.abandon()
+        self._budget.spent(self._timer.now() - begun_s)
 
     def _time_after(self, plan: StepPlan | None, took_s: float) -> float:
         """Seconds for a slice after that step; 0: not now."""

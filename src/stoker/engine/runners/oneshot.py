@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
-    from stoker.engine.threads.timer import Pace
+    from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
@@ -79,16 +79,16 @@ class OneShotRunner:
         allowance_s: what a call may take beside readers of another model's text; None: its own target.
     """
 
-    def __init__(self, spec: ModelSpec, encoder: Encoder, pace: Pace, jobs: JobTable) -> None:
+    def __init__(self, spec: ModelSpec, encoder: Encoder, timer: StepTimer, jobs: JobTable) -> None:
         self.spec = spec
         self.backend = encoder
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
-        self._pace = pace
+        self._timer = timer
         self._jobs = jobs
         self._cost = StepCost()
-        self._runner = pace.join(encoder, self._cost)
+        self._runner = timer.join(encoder, self._cost)
         limits = encoder.capabilities
         self.queue = OneShotQueue(
             spec.max_queue,
@@ -201,7 +201,7 @@ class OneShotRunner:
 
     def close(self) -> None:
         """Free the native model."""
-        self._pace.leave(self._runner)
+        self._timer.leave(self._runner)
         self.backend.close()
 
     # ------------------------------------------------------------ a turn
@@ -232,11 +232,11 @@ class OneShotRunner:
         """One call; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
         different = list(dict.fromkeys(map(shared_text, texts)))
         num_tokens = sum(len(tokens) for _, tokens in different)
-        self._pace.begin(num_tokens)
+        self._timer.begin(num_tokens)
         try:
             found = self.backend.encode([tokens for _, tokens in different])
         except StepFailedError as error:
-            self._pace.abandon()
+            self._timer.abandon()
             if len(texts) == 1:
                 job = self._jobs[texts[0].key.request_id]
                 log.warning("encoding failed for %r: %s", job, error)
@@ -246,10 +246,10 @@ class OneShotRunner:
             self._run(texts[:middle], now)
             self._run(texts[middle:], now)
         else:
-            self._pace.end(self._runner, num_tokens)
+            self._timer.end(self._runner, num_tokens)
             vectors = dict(zip(different, found, strict=True))
             for sequence in texts:
-                self._deliver(sequence, vectors[shared_text(sequence)], self._pace.now())
+                self._deliver(sequence, vectors[shared_text(sequence)], self._timer.now())
 
     def _deliver(self, sequence: Sequence, vector: Rows, now: float) -> None:
         job = self._jobs[sequence.key.request_id]
@@ -274,16 +274,16 @@ class ChoiceSteps:
         jobs: the engine's requests.
     """
 
-    def __init__(self, backend: Backend, scheduler: Scheduler, pace: Pace, jobs: JobTable) -> None:
+    def __init__(self, backend: Backend, scheduler: Scheduler, timer: StepTimer, jobs: JobTable) -> None:
         limits = scheduler.limits
         self._backend = backend
         self._scheduler = scheduler
-        self._pace = pace
+        self._timer = timer
         self._jobs = jobs
         self._budget = SliceBudget(max(limits.target_step_s, MIN_SLICE_S))
         self._has_readers = False
         self._cost = StepCost()
-        self._runner = pace.join(backend, self._cost)
+        self._runner = timer.join(backend, self._cost)
         self.queue = OneShotQueue(
             limits.max_queue,
             limits.background_patience_s,
@@ -328,7 +328,7 @@ class ChoiceSteps:
 
     def close(self) -> None:
         """The model is unloaded."""
-        self._pace.leave(self._runner)
+        self._timer.leave(self._runner)
 
     # ------------------------------------------------------------ a turn
 
@@ -345,44 +345,44 @@ class ChoiceSteps:
         budget_s = self._budget.next_s()
         if not budget_s:  # before one is chosen, which counts as the turn that background is owed
             return
-        chosen = self.queue.first(self._pace.now(), lets_jobs=not self._scheduler.has_people)
+        chosen = self.queue.first(self._timer.now(), lets_jobs=not self._scheduler.has_people)
         if chosen is None:
             return
-        job, begun_s = self._jobs[chosen.key.request_id], self._pace.now()
+        job, begun_s = self._jobs[chosen.key.request_id], self._timer.now()
         if job.admitted_s is None:
             self._jobs.events.append(job.admitted(chosen, begun_s))
         try:
             self._compute(job, budget_s)
         except StokerError as error:
             log.warning("choices failed for %r: %s", job, error)
-            self._jobs.fail(job, error, self._pace.now())
-        self._budget.spent(self._pace.now() - begun_s)
+            self._jobs.fail(job, error, self._timer.now())
+        self._budget.spent(self._timer.now() - begun_s)
 
     def _compute(self, job: Job, budget_s: float) -> None:
         """One native call at least, and more while there is time."""
-        until_s, left_s = self._pace.now() + budget_s, budget_s
+        until_s, left_s = self._timer.now() + budget_s, budget_s
         while current := next((each for each in job.passes if not each.scoring.is_done), None):
             if left_s <= 0:
                 return
             num_tokens = self._cost.tokens_within(left_s, self._backend.capabilities.n_batch)
             self._advance(current, max(LEAST_SLICE, num_tokens))
-            left_s = until_s - self._pace.now()
+            left_s = until_s - self._timer.now()
         found = np.array([each.found.means() for each in job.passes], _FLOATS)
         if np.isnan(found).any():
             raise StepFailedError("the model's logits hold what is no number")
-        _finish(self._jobs, job, Tensor("choices", found.shape, found.tobytes()), self._pace.now())
+        _finish(self._jobs, job, Tensor("choices", found.shape, found.tobytes()), self._timer.now())
 
     def _advance(self, current: ScoringPass, max_tokens: int) -> None:
         num_tokens = current.scoring.num_next(max_tokens)
         if not num_tokens:  # known from an earlier call
             found = current.scoring.advance(max_tokens)
         else:
-            self._pace.begin(num_tokens)
+            self._timer.begin(num_tokens)
             try:
                 found = current.scoring.advance(max_tokens)
             except BaseException:
-                self._pace.abandon()
+                self._timer.abandon()
                 raise
-            self._pace.end(self._runner, num_tokens)
+            self._timer.end(self._runner, num_tokens)
         for each in found:
             current.found.add(each.text, each.rows, each.tokens)

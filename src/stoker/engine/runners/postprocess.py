@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, Rows
     from stoker.engine.jobs.job import Job
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.threads.timer import Pace
+    from stoker.engine.threads.timer import StepTimer
     from stoker.kv.sequence import Sequence
     from stoker.sampling.generation import Drawn
     from stoker.scheduler.plan import Planned, StepPlan
@@ -44,13 +44,13 @@ class Postprocess:
         backend: Backend,
         scheduler: Scheduler,
         jobs: JobTable,
-        pace: Pace,
+        timer: StepTimer,
         end_in_flight: Callable[[Sequence], None],
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler
         self._jobs = jobs
-        self._pace = pace
+        self._timer = timer
         self._end_in_flight = end_in_flight
         self._n_ctx = backend.capabilities.n_ctx
         self._defers = backend.capabilities.is_async and backend.capabilities.can_trim
@@ -69,7 +69,7 @@ class Postprocess:
                 try:
                     self._digest(job, part, rows[at : at + num_rows])
                 except StokerError as error:
-                    self._jobs.fail(job, error, self._pace.now())
+                    self._jobs.fail(job, error, self._timer.now())
             at += num_rows
 
     def _digest(self, job: Job, part: Planned, rows: Rows) -> None:
@@ -79,14 +79,14 @@ class Postprocess:
             if sequence.wants_prompt_logits:
                 self._note_prompt_logprobs(job, start, rows)
             if job.request.return_progress and sequence is job.leader and job.first_token_s is None:
-                self._jobs.events.append(job.progress(sequence, self._pace.now()))
+                self._jobs.events.append(job.progress(sequence, self._timer.now()))
         if sequence.num_pending > sequence.is_to_embed:
             return
         index = sequence.key.index
         if job.request.max_tokens == 0:
             if job.request.state_output is not None:
                 self._jobs.events.append(self._state_of(job, sequence))
-            self._jobs.end_choice(job, index, FinishReason.LENGTH, self._pace.now())
+            self._jobs.end_choice(job, index, FinishReason.LENGTH, self._timer.now())
             return
         self._draw_tokens(job, part, rows)
 
@@ -125,7 +125,7 @@ class Postprocess:
                 self._deliver(job, sequence)
             except StokerError as error:
                 self._end_in_flight(sequence)
-                self._jobs.fail(job, error, self._pace.now())
+                self._jobs.fail(job, error, self._timer.now())
 
     def _deliver(self, job: Job, sequence: Sequence) -> None:
         if job.request_id in self._jobs:  # else another choice has failed, and the request with it
@@ -133,7 +133,7 @@ class Postprocess:
 
     def _publish(self, job: Job, sequence: Sequence, drawn: Drawn) -> None:
         """The event of a token; end the choice if it is its last, or if no further one would fit."""
-        now = self._pace.now()
+        now = self._timer.now()
         index = sequence.key.index
         if job.first_token_s is None:
             job.first_token_s = now

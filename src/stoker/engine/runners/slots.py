@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
-    from stoker.engine.threads.timer import Pace
+    from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
@@ -63,24 +63,24 @@ class SlotRunner:
     """
 
     def __init__(
-        self, spec: ModelSpec, backend: Backend, pace: Pace, cache: PrefixCache, jobs: JobTable
+        self, spec: ModelSpec, backend: Backend, timer: StepTimer, cache: PrefixCache, jobs: JobTable
     ) -> None:
         self.spec = spec
         self.backend = backend
         self.load: Load | None = None
         self.degraded: tuple[str, ...] = ()
         self.allowance_s: float | None = None
-        self._pace = pace
+        self._timer = timer
         self._jobs = jobs
         self._num_stalls_total = 0
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
         vision = backend.extensions.vision
         self._image_encoder = (
-            None if vision is None else ImageEncoder(backend, vision, self.scheduler, pace, cache)
+            None if vision is None else ImageEncoder(backend, vision, self.scheduler, timer, cache)
         )
-        self._speculator = Speculator(backend, self.scheduler, jobs.speculates, spec.speculation, pace.now)
-        self._steps = StepRunner(backend, self.scheduler, jobs, self._speculator, pace, self._carry_out)
+        self._speculator = Speculator(backend, self.scheduler, jobs.speculates, spec.speculation, timer.now)
+        self._steps = StepRunner(backend, self.scheduler, jobs, self._speculator, timer, self._carry_out)
         self._choices: ChoiceSteps | None = None  # until the first request to choose
         self.prep = PrepContext(
             backend.vocabulary,
@@ -170,7 +170,7 @@ class SlotRunner:
         """Put a prepared request in its queue: one-shot work beside the slots, all other into the slots'."""
         if job.to_score is not None and job.choices:
             if self._choices is None:
-                self._choices = ChoiceSteps(self.backend, self.scheduler, self._pace, self._jobs)
+                self._choices = ChoiceSteps(self.backend, self.scheduler, self._timer, self._jobs)
             self._choices.begin(job)
             self._jobs.place(job, self._choices.queue, self, now)
             return
@@ -235,7 +235,7 @@ class SlotRunner:
             self._report_stall(now)
         if (images is not None and images.has_work) or (choices is not None and choices.queue.has_work):
             self._steps.collect()  # they need the device, and how long the step took
-        took_s = self._pace.now() - now
+        took_s = self._timer.now() - now
         self._steps.deliver()
         if images is not None:
             images.encode(plan, took_s)

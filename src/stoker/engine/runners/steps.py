@@ -3,7 +3,7 @@
 Owns the step in flight. Where a backend computes inside `launch` a step is over when `run` returns. Where the
 device computes meanwhile, `run` only launches; `deliver` then digests the step before, and `finish`, at the
 beginning of the next turn, waits for the rows and draws from them. One step is in flight at a time:
-whatever else touches the backend or the sequences calls `settle` first, other native work `Pace.begin`.
+whatever else touches the backend or the sequences calls `settle` first, other native work `StepTimer.begin`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Backend, InFlight, Rows
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.threads.timer import Pace, Runner
+    from stoker.engine.threads.timer import Runner, StepTimer
     from stoker.kv.ops import Schedule
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.plan import Planned
@@ -61,19 +61,19 @@ class StepRunner:
         scheduler: Scheduler,
         jobs: JobTable,
         speculator: Speculator,
-        pace: Pace,
+        timer: StepTimer,
         apply: Callable[[Schedule, float], None],
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler
         self._jobs = jobs
         self._speculator = speculator
-        self._pace = pace
+        self._timer = timer
         self._apply = apply
-        self._runner: Runner = pace.join(backend, scheduler.cost)
+        self._runner: Runner = timer.join(backend, scheduler.cost)
         self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
-        self._postprocess = Postprocess(backend, scheduler, jobs, pace, self._end_in_flight)
+        self._postprocess = Postprocess(backend, scheduler, jobs, timer, self._end_in_flight)
         self._launched: _Launched | None = None
         self._source: tuple[int, ...] = ()
 
@@ -88,7 +88,7 @@ class StepRunner:
     def close(self) -> None:
         """The model is unloaded."""
         self.collect()
-        self._pace.leave(self._runner)
+        self._timer.leave(self._runner)
 
     # ------------------------------------------------------------ a turn
 
@@ -103,15 +103,15 @@ class StepRunner:
         step = self._launched
         if step is None or step.is_collected:
             return
-        self._pace.in_flight = None
+        self._timer.in_flight = None
         try:
             step.rows = step.in_flight.rows()
         except StepFailedError as error:
-            self._pace.abandon()
+            self._timer.abandon()
             step.error = error
             return
-        step.took_s = self._pace.end(self._runner, step.num_tokens)
-        self._scheduler.computed(step.plan, self._pace.now())
+        step.took_s = self._timer.end(self._runner, step.num_tokens)
+        self._scheduler.computed(step.plan, self._timer.now())
         self._apply_late()  # before it moves on
 
     def finish(self, now: float) -> None:
@@ -147,22 +147,22 @@ class StepRunner:
         num_tokens = batch.num_tokens + self._num_unread(plan)
         if self._compaction is not None:
             self._compaction.close_up([item.seq for item in batch.items])  # its time is not the step's
-        self._pace.begin(num_tokens)
+        self._timer.begin(num_tokens)
         try:
             in_flight = self._backend.launch(batch)
         except PoolFullError as error:
-            self._pace.abandon()
+            self._timer.abandon()
             if plan.has_draft:
                 self._launch(plan.without_draft(), now)
             else:
                 self._relieve(plan, error, now)
         except StepFailedError as error:
-            self._pace.abandon()
+            self._timer.abandon()
             self._halve(plan, error, now)
         else:
             self._launched = _Launched(plan, in_flight, num_tokens)
             if self._overlaps:
-                self._pace.in_flight = self.collect
+                self._timer.in_flight = self.collect
 
     def _halve(self, plan: StepPlan, error: StepFailedError, now: float) -> None:
         """A step failed: without its draft, or each half of it, up to the one sequence that is at fault."""

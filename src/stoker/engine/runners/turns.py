@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.loading import Load
     from stoker.engine.runners.runner import ModelRunner
-    from stoker.engine.threads.timer import Pace
+    from stoker.engine.threads.timer import StepTimer
 
 
 SHARE_OF_STEP = 0.15
@@ -112,8 +112,8 @@ class Runners:
         jobs: the engine's requests.
     """
 
-    def __init__(self, pace: Pace, cache: PrefixCache, jobs: JobTable) -> None:
-        self._pace = pace
+    def __init__(self, timer: StepTimer, cache: PrefixCache, jobs: JobTable) -> None:
+        self._timer = timer
         self._cache = cache
         self._jobs = jobs
         self._models: dict[str, ModelRunner] = {}
@@ -147,9 +147,9 @@ class Runners:
         spec = load.fitted.spec
         runner: ModelRunner
         if isinstance(backend, Encoder):
-            runner = OneShotRunner(spec, backend, self._pace, self._jobs)
+            runner = OneShotRunner(spec, backend, self._timer, self._jobs)
         else:
-            runner = SlotRunner(spec, backend, self._pace, self._cache, self._jobs)
+            runner = SlotRunner(spec, backend, self._timer, self._cache, self._jobs)
         runner.load, runner.degraded = load, load.fitted.degraded
         runner.hold_back(self._throttle)
         self._models[runner.spec.id] = runner

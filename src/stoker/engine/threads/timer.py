@@ -1,7 +1,7 @@
 """Native steps: how long each takes and may take (SPEC L3), and with how many threads it runs (SPEC M7).
 
 The limit of a step follows the cost per token that was measured, so that a slow machine is not taken for a
-hung one. Written by the loop thread, read by the heartbeat thread. `Pace` joins the timer with the models'
+hung one. Written by the loop thread, read by the heartbeat thread. `StepTimer` joins it with the models'
 step costs and the one thread controller of the engine; it belongs to the loop thread.
 """
 
@@ -31,7 +31,7 @@ STALL_S = 1.0
 """A reading this late means that the process stood still: it was stopped, or the whole machine was."""
 
 
-class StepTimer:
+class Stopwatch:
     """Times each native step. Time in which the process stood still does not count.
 
     Attributes:
@@ -49,7 +49,7 @@ class StepTimer:
         self._stalled = (0.0, 0.0)  # the start of a step, and how long it has stood still
 
     def __repr__(self) -> str:
-        return f"<StepTimer {self.num_steps} steps, {(self._token_s or 0.0) * 1000:.2f} ms a token at most>"
+        return f"<Stopwatch {self.num_steps} steps, {(self._token_s or 0.0) * 1000:.2f} ms a token at most>"
 
     def begin(self, num_tokens: int) -> None:
         """A native step over `num_tokens` starts."""
@@ -114,21 +114,21 @@ class Runner:
     max_threads: int
 
 
-class Pace:
+class StepTimer:
     """Surrounds every native step of one engine.
 
     Attributes:
         in_flight: waits for the step that a device computes; None: there is none. `begin` calls it.
     """
 
-    def __init__(self, clock: StepTimer) -> None:
+    def __init__(self, clock: Stopwatch) -> None:
         self.in_flight: Callable[[], None] | None = None
         self._clock = clock
         self._runners: list[Runner] = []
         self._controller: ThreadController | None = None
 
     def __repr__(self) -> str:
-        return f"<Pace {self._clock!r} {self._controller!r}>"
+        return f"<StepTimer {self._clock!r} {self._controller!r}>"
 
     @property
     def num_threads(self) -> int:
