@@ -82,7 +82,7 @@ def test_request_ids_are_echoed_if_sane(http):
 def test_the_runtime_shows_engine_slots_queue_and_memory(http):
     """I4: the shape outside checks read."""
     status = http.get("/v1/runtime").json()
-    shown = {"pid", "state", "for_s", "restarts", "label", "threads", "threads_reason"}
+    shown = {"pid", "state", "for_s", "restarts", "label", "devices", "threads", "threads_reason"}
     assert set(status["engine"]) == shown
     assert {"slots", "queue", "parked", "paused", "models", "memory", "cache"} <= set(status)
     for slot in status["slots"]:

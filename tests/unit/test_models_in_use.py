@@ -150,7 +150,7 @@ def test_what_is_cut_down_keeps_the_context_that_is_needed():
     free, bound = weigh(spec, estimate, budget), weigh(spec, estimate, budget, 5000)
     assert (free.spec.n_ctx, free.spec.num_slots) == (4096, 4)
     assert (bound.spec.n_ctx, bound.spec.num_slots) == (8192, 2)
-    assert bound.verdict is Fit.DEGRADED
+    assert bound.fit is Fit.DEGRADED
 
 
 # ---------------------------------------------------------------- from outside
