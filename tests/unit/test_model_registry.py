@@ -135,7 +135,7 @@ def test_a_load_that_kills_the_engine_twice_is_barred_until_it_is_asked_for_agai
         registry.resolve("a")
     assert [info.id for info in registry.infos()] == ["b"]
     assert registry.failure("b") is None
-    registry.ask(spec("a"), registry.info("a"))
+    registry.ask(spec("a"), registry.get("a").info)
     assert registry.resolve("a").id == "a"
     tell(registry, "a", "ready")
     tell(registry, "a", "loading", stage="weights")
@@ -194,7 +194,7 @@ def test_whoever_asks_for_a_barred_model_has_it_tried_once_more() -> None:
     """SPEC L3: as a suspect; one further crash bars it again."""
     registry = registry_of("a")
     barred(registry, "a")
-    assert registry.ask(spec("a"), registry.info("a")).is_suspect
+    assert registry.ask(spec("a"), registry.get("a").info).is_suspect
     tell(registry, "a", "loading", stage="weights")
     registry.charge(CRASH)
     assert registry.failure("a") is not None
@@ -222,7 +222,7 @@ def test_a_model_that_is_loaded_otherwise_and_ends_the_engine_stays_as_it_was() 
     """SPEC L5: the former settings serve on, and whoever asked hears why."""
     registry = registry_of("a")
     tell(registry, "a", "ready")
-    registry.ask(spec("a", n_ctx=64), registry.info("a"))
+    registry.ask(spec("a", n_ctx=64), registry.get("a").info)
     tell(registry, "a", "ready", stage="weights")
     assert registry.charge(CRASH) == ["a"]
     registry.begin_instance()
@@ -274,13 +274,13 @@ def test_a_model_loaded_otherwise_keeps_its_former_settings_where_that_fails() -
     registry = registry_of("a")
     tell(registry, "a", "ready")
     larger = spec("a", n_ctx=32768)
-    registry.ask(larger, registry.info("a"))
-    assert registry.spec("a") == larger
+    registry.ask(larger, registry.get("a").info)
+    assert registry.get("a").to_load == larger
     tell(registry, "a", "ready", error=InsufficientMemoryError("no room"))
-    assert registry.spec("a") == spec("a")
-    registry.ask(larger, registry.info("a"))
+    assert registry.get("a").to_load == spec("a")
+    registry.ask(larger, registry.get("a").info)
     tell(registry, "a", "ready")
-    assert registry.spec("a") == larger
+    assert registry.get("a").to_load == larger
     assert registry.ready_paths() == ["a.gguf"]
 
 
@@ -301,7 +301,7 @@ def test_a_model_on_its_way_out_is_asked_for_again() -> None:
     due(registry)
     for state in ("loading", "ready", "unloading"):
         tell(registry, "a", state)
-    registry.ask(spec("a"), registry.info("a"))
+    registry.ask(spec("a"), registry.get("a").info)
     assert registry.stats() == {"a": "unloading"}
     for state in ("absent", "loading", "ready"):
         tell(registry, "a", state)

@@ -156,7 +156,7 @@ async def test_suspending_in_the_middle_of_a_load_loads_it_anew() -> None:
     """SPEC L2, R4: whoever waits for the model goes on waiting."""
     async with hosting(in_thread) as host:
         spec = ModelSpec(id="s", path="slow")
-        loading = asyncio.create_task(host.loads.load(spec, host.registry.info("m")))
+        loading = asyncio.create_task(host.loads.load(spec, host.registry.get("m").info))
         await turns_until(lambda: host.loads.statuses()[-1].stage == "weights")
         await host.suspend()
         assert [status.state for status in host.loads.statuses()] == ["suspended", "suspended"]
@@ -265,9 +265,9 @@ async def test_twenty_who_ask_for_one_model_share_its_load() -> None:
     """SPEC R4: one load; and who asks for what is there has it at once."""
     async with hosting(in_thread) as host:
         spec = ModelSpec(id="b", path="good")
-        infos = await asyncio.gather(*[host.loads.load(spec, host.registry.info("m")) for _ in range(20)])
+        infos = await asyncio.gather(*[host.loads.load(spec, host.registry.get("m").info) for _ in range(20)])
         assert {info.id for info in infos} == {"b"}
-        assert (await host.loads.load(spec, host.registry.info("m"))).id == "b"
+        assert (await host.loads.load(spec, host.registry.get("m").info)).id == "b"
         assert host.stats()["num_waiting_for_models"] == 0
 
 
@@ -275,7 +275,7 @@ async def test_a_load_cancelled_by_all_who_asked_is_stopped() -> None:
     """SPEC R4: not by the first of them."""
     async with hosting(in_thread) as host:
         spec = ModelSpec(id="s", path="slow")
-        asking = [asyncio.create_task(host.loads.load(spec, host.registry.info("m"))) for _ in range(2)]
+        asking = [asyncio.create_task(host.loads.load(spec, host.registry.get("m").info)) for _ in range(2)]
         await turns_until(lambda: states(host).get("s") == "loading" and len(host.loads) == 2)
         for task in asking:
             assert states(host)["s"] == "loading"
@@ -292,7 +292,7 @@ async def test_a_load_that_waits_for_the_next_engine_ends_when_its_model_is_unlo
         if begun == "meanwhile":
             await host.suspend()
         spec = ModelSpec(id="s", path="slow")
-        loading = asyncio.create_task(host.loads.load(spec, host.registry.info("m")))
+        loading = asyncio.create_task(host.loads.load(spec, host.registry.get("m").info))
         await turns_until(lambda: states(host).get("s") == "loading")
         await host.suspend()
         await asyncio.wait_for(host.loads.unload("s"), 5)
@@ -310,7 +310,7 @@ async def test_a_load_that_fails_raises_its_own_error_and_leaves_the_others(
     """SPEC R4: the model stays known and is tried again at the next request."""
     async with hosting(in_thread) as host:
         with pytest.raises(kind):
-            await host.loads.load(ModelSpec(id="b", path=path), host.registry.info("m"))
+            await host.loads.load(ModelSpec(id="b", path=path), host.registry.get("m").info)
         assert states(host) == {"m": "ready", "b": "failed"}
         assert (await Client(host, "a", request(max_tokens=2)).read_all()).tokens == [0, 1]
 

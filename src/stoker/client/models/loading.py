@@ -128,8 +128,8 @@ class ModelLoading:
             spec, info = entry.to_load, entry.info
         else:
             spec, info = await self._find(name, reach)
-            known = self._registry.spec(spec.id)
-            spec = known if known is not None and known.path == spec.path else spec
+            known = self._registry.get(spec.id)
+            spec = known.to_load if known is not None and known.to_load.path == spec.path else spec
         changes.check(info)
         return await self.load(changes.applied(spec), info)
 

@@ -167,15 +167,6 @@ class ModelRegistry:
         """What a fresh engine has to know: all of them, as the file of one that failed may be replaced."""
         return [KnowModel(entry.spec, entry.is_suspect) for entry in self._entries.values()]
 
-    def spec(self, model: str) -> ModelSpec | None:
-        """How a served model is loaded, or is being loaded now."""
-        entry = self._entries.get(model)
-        return entry.to_load if entry else None
-
-    def info(self, model: str) -> ModelInfo:
-        """The description of a served model, in whatever state it is."""
-        return self._entries[model].info
-
     def ready_paths(self) -> list[str]:
         """Files of the models that are ready, the default first."""
         return [entry.spec.path for entry in self._entries.values() if entry.state is ModelLife.READY]
