@@ -31,7 +31,7 @@ from stoker.ipc.commands import CountTokens, Detokenize, Tokenize
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import GenerateRequest
-from stoker.ipc.status import CallKind, EngineHealth, ModelStatus, RuntimeStatus
+from stoker.ipc.status import CallKind, EngineHealth, GroupStatus, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 from stoker.tasks.chat import ChatPlan, chat_deltas, chat_job, offer_of, planned
 from stoker.tasks.choose import Choices, ChooseKeywords, score_choices
@@ -60,6 +60,8 @@ class Runtime:
 
     Attributes:
         on_load: called with each state a model reports while it loads; set it before `start`.
+        on_call: called with each call of several requests that has ended, and with `finished`, `cancelled`
+            (its caller left) or the code of the error that ended it.
         takes_up: it goes on with what a program that ended while suspended has left; set it before `start`.
         states: saved states of recurrent models, and embeddings by state.
 
@@ -78,6 +80,8 @@ class Runtime:
         self._client = Client(settings, lambda state: self.on_load(state), new_transport)  # noqa: PLW0108 - it may be set later
         self.takes_up = True
         self.states = States(settings.states_dir, self)
+        self._client.on_call = lambda call, outcome: self.on_call(call, outcome)  # noqa: PLW0108 - it may be set later
+        self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
         self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
 
     def __repr__(self) -> str:
@@ -254,6 +258,10 @@ class Runtime:
         They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
         """
         return self._client.table.kept()
+
+    def with_client(self) -> list[KeptRequest | GroupStatus]:
+        """Live requests of this program and calls of several; those that `kept` lists are not among them."""
+        return self._client.table.with_client()
 
     def owner_of(self, request_id: str) -> str:
         """The `owner` that a live or kept request or group was given; empty: none, or there is no such."""

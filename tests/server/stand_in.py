@@ -31,7 +31,7 @@ from stoker.ipc.events import (
 )
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.ipc.status import EngineHealth, EngineStatus, GroupStatus, ModelStatus, SlotStatus, WaitStatus
 from stoker.ipc.usage import Tensor, Timings, TokenLogprob, Usage
 from stoker.tasks.chat import ChatPlan, chat_job, planned
 from stoker.tasks.states import States
@@ -76,6 +76,7 @@ class StandInStatus:
     restarts: int = 3
     label: str = "stand-in"
     threads: int = 1
+    groups: Sequence[GroupStatus] = ()
 
     @property
     def health(self) -> EngineHealth:
@@ -109,6 +110,7 @@ class StandInRuntime(OpensGroups):
     told: list[RuntimeEvent] = field(default_factory=list)
     named: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     owners: dict[str, str] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     reaches: list[Reach] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -279,6 +281,20 @@ class StandInRuntime(OpensGroups):
         """As the test says."""
         return self.kept_requests
 
+    def with_client(self) -> list[KeptRequest]:
+        """What is live."""
+        return [
+            KeptRequest(
+                id=request_id,
+                names=list(self.names[request_id]),
+                is_chat=request.is_chat,
+                model=request.model,
+                owner=self.owners[request_id],
+            )
+            for request_id, request in self.live.items()
+            if request_id in self.names
+        ]
+
     def owner_of(self, request_id: str) -> str:
         """As the test says, or as it was streamed."""
         return self.owners.get(request_id, "")
@@ -310,6 +326,7 @@ class StandInRuntime(OpensGroups):
         self.named.append((tuple(names), owner))
         request_id = request_id or f"req-{len(self.requests)}"
         self.owners[request_id] = owner
+        self.names[request_id] = tuple(names)
         assert request_id not in self.live
         self.requests.append(request)
         self.live[request_id] = request
@@ -342,7 +359,15 @@ class StandInRuntime(OpensGroups):
         self.kept_scripts.clear()
         for record in (self.requests, self.abandoned, self.cancelled, self.steered, self.scripts):
             record.clear()
-        for noted in (self.calls, self.kept_requests, self.told, self.named, self.owners, self.reaches):
+        for noted in (
+            self.calls,
+            self.kept_requests,
+            self.told,
+            self.named,
+            self.owners,
+            self.names,
+            self.reaches,
+        ):
             noted.clear()
 
     def release(self) -> None:

@@ -223,7 +223,7 @@ def test_leaving_before_the_first_byte_frees_the_request(scripted, until, stream
         until(lambda: scripted.call(lambda: len(scripted.runtime.live) == 1))
     until(lambda: scripted.call(lambda: not scripted.runtime.live))
     assert len(scripted.runtime.abandoned) == 1
-    until(lambda: scripted.call(scripted.service.context.live.num_names) == 0)
+    until(lambda: scripted.call(scripted.runtime.with_client) == [])
 
 
 def test_leaving_a_list_of_prompts_frees_them_all(scripted, scripted_http, until):
@@ -257,12 +257,11 @@ def leave_at_random(server, seed):
 
 def test_leaving_in_the_middle_of_the_body_is_no_failure(scripted, until, caplog):
     """S5: half a request is dropped without a word in the log."""
-    served = scripted.service.context.live
     with socket.create_connection(("127.0.0.1", scripted.port)) as raw:
         raw.sendall(request_bytes(scripted, stream=True)[:-5])
         until(lambda: scripted.call(lambda: len(scripted.service.server.server_state.tasks)) > 0)
     until(lambda: scripted.call(lambda: len(scripted.service.server.server_state.tasks)) == 0)
-    assert served.num_names() == 0
+    assert scripted.call(scripted.runtime.with_client) == []
     assert not caplog.records
 
 
@@ -277,6 +276,6 @@ def test_two_hundred_clients_that_leave_at_random_leave_nothing(server, http, un
     for thread in threads:
         thread.join()
     until(lambda: idle(http))
-    until(lambda: server.call(server.service.context.live.num_names) == 0)
+    until(lambda: server.call(server.runtime.with_client) == [])
     answer = http.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
     assert answer.json()["usage"]["completion_tokens"] == 2

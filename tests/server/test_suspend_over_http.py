@@ -159,8 +159,11 @@ def test_the_list_shows_live_and_kept_requests(scripted, scripted_http):
         "id": own,
         "names": ["mine", own],
         "kind": "chat",
+        "class": "interactive",
         "model": "stand-in",
         "state": "decode",
+        "position": None,
+        "eta_s": None,
         "num_tokens": 1,
         "is_kept": False,
     }
@@ -168,8 +171,11 @@ def test_the_list_shows_live_and_kept_requests(scripted, scripted_http):
         "id": "a",
         "names": ["b"],
         "kind": "completion",
+        "class": "interactive",
         "model": "m",
         "state": "ended",
+        "position": None,
+        "eta_s": None,
         "num_tokens": 9,
         "is_kept": True,
     }

@@ -25,7 +25,7 @@ from stoker.client.requests.table import RequestTable
 from stoker.client.supervisor import EngineSupervisor
 from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
-from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutError
+from stoker.errors import InvalidRequestError, NotReadyError, RequestTimeoutError, StokerError
 from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
 from stoker.ipc.constraint import NativeGrammar
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo, Reach
     from stoker.ipc.request import GenerateRequest
-    from stoker.ipc.status import CallKind, ModelStatus
+    from stoker.ipc.status import CallKind, GroupStatus, ModelStatus
     from stoker.settings import EngineSettings
 
 SUSPENDED_DIR = "suspended"
@@ -62,6 +62,7 @@ class Client:
         bus: what happens.
         images: takes in the images of requests.
         workers: run templates and translate grammars.
+        on_call: called with each group that has ended, and with `finished`, `cancelled` or an error's code.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Client:
         self.bus = EventBus(on_load, owner_of=self.table.owner_of)
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
+        self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
         self._settings = settings
         self._new_transport = new_transport
         self._max_tokens: int | None = None
@@ -186,8 +188,16 @@ class Client:
         supervisor = self.running()
         request = msgspec.structs.replace(request, model=supervisor.registry.resolve(request.model).id)
         group = RequestGroup(kind, request, num_members, known_as, self.stream)
-        with self.table.grouped(group):
-            yield group
+        outcome = "cancelled"  # unless it gets to its end
+        try:
+            with self.table.grouped(group):
+                yield group
+            outcome = "finished"
+        except StokerError as error:
+            outcome = error.code
+            raise
+        finally:
+            self.on_call(group.status(), outcome)
 
     def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
         """Render a conversation in a worker process; `owner` is as in `Runtime.prepare_chat`.

@@ -61,6 +61,8 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One call that is several requests of the engine, which are cancelled, paused and resumed by its id.
 
     Attributes:
+        names: what else it is known by.
+        owner: digest of the API key that it came with; empty: none.
         state: queued, running or paused.
         num_members, num_done: requests it is made of, and those that have ended with what they were for.
         position, eta_s: of its foremost request, as in `WaitStatus`; None: one runs, or none waits.
@@ -71,6 +73,8 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
+    names: tuple[str, ...] = ()
+    owner: str = ""
     kind: CallKind
     model: str
     priority: Priority

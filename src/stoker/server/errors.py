@@ -38,6 +38,7 @@ _TYPES = {
     408: "timeout_error",
     409: "conflict_error",
     429: "rate_limit_error",
+    499: "request_cancelled",
 }
 _MESSAGES_PATH = re.compile(r"(/v1)?/messages(/.*)?")
 _MESSAGES_TYPES = {

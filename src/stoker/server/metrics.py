@@ -19,13 +19,14 @@ from stoker.errors import StokerError
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.model import ModelLife
 from stoker.ipc.usage import CacheSource
-from stoker.server.native.runtime import models_now
+from stoker.server.context import models_now
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from stoker.ipc.events import Event
-    from stoker.ipc.status import CacheStatus, MemoryStatus, ModelStatus
+    from stoker.ipc.status import CacheStatus, GroupStatus, MemoryStatus, ModelStatus
+    from stoker.ipc.usage import Timings, Usage
     from stoker.runtime import RuntimeStatus
 
 
@@ -52,8 +53,12 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.outcomes = Counter(
-            "stoker:requests", "Requests by how they ended.", ["outcome"], registry=self._registry
+            "stoker:requests",
+            "Requests that generate, by how they ended.",
+            ["outcome"],
+            registry=self._registry,
         )
+        self.kinds = KindMetrics(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"stoker:{name}", text, buckets=buckets, registry=self._registry)
@@ -62,7 +67,7 @@ class Metrics:
         return Counter(f"stoker:{name}", text, registry=self._registry)
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[StreamMeter]:
+    def request(self, kind: str) -> Iterator[StreamMeter]:
         """Measure one stream while the block runs; how the block ends is its outcome."""
         meter = StreamMeter(self)
         outcome = "cancelled"  # unless it gets to its end
@@ -75,16 +80,62 @@ class Metrics:
         finally:
             self.generation_tokens.inc(meter.num_tokens)
             self.outcomes.labels(outcome).inc()
+            self.kinds.count(kind, outcome, meter.age_s, meter.finished)
 
-    def render(self, status: RuntimeStatus | None, roster: Sequence[ModelStatus] = ()) -> bytes:
+    def count_call(self, call: GroupStatus, outcome: str) -> None:
+        """Count a call of several requests that has ended."""
+        finished = (call.usage, call.timings) if call.num_done else None
+        self.kinds.count(call.kind, outcome, call.age_s, finished)
+
+    def render(self, status: RuntimeStatus | None, models: Sequence[ModelStatus] = ()) -> bytes:
         """The text format; without a status the engine's own figures are left out.
 
         Args:
             status: of the runtime; None: there is none.
-            roster: served models as the client last heard of them.
+            models: served models as the client last heard of them.
         """
-        self._status.status, self._status.roster = status, roster
+        self._status.status, self._status.models = status, models
         return generate_latest(self._registry)
+
+
+class KindMetrics:
+    """The same figures of every kind of request: chat, completion, embed, rerank, choose, state, read."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ended = Counter(
+            "stoker:requests_by_kind",
+            "Requests, or calls of several, by kind and by how they ended.",
+            ["kind", "outcome"],
+            registry=registry,
+        )
+        self._durations = Histogram(
+            "stoker:request_duration_seconds",
+            "From submission to the end.",
+            ["kind"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._queue_times = Histogram(
+            "stoker:queue_time_by_kind_seconds",
+            "From submission to the first work, as the engine saw it.",
+            ["kind"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "stoker:prompt_tokens_by_kind", "Prompt tokens of what finished.", ["kind"], registry=registry
+        )
+
+    def count(
+        self, kind: str, outcome: str, duration_s: float, finished: tuple[Usage, Timings] | None
+    ) -> None:
+        """Count one that has ended; `finished` is of what of it has finished, None: nothing."""
+        self._ended.labels(kind, outcome).inc()
+        self._durations.labels(kind).observe(duration_s)
+        if finished is not None:
+            usage, timings = finished
+            self._queue_times.labels(kind).observe(timings.queue_s)
+            self._prompt_tokens.labels(kind).inc(usage.prompt_tokens)
 
 
 class StreamMeter:
@@ -95,6 +146,12 @@ class StreamMeter:
         self._begun = time.perf_counter()
         self._last: dict[int, float] = {}
         self.num_tokens = 0
+        self.finished: tuple[Usage, Timings] | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it began."""
+        return time.perf_counter() - self._begun
 
     def note(self, event: Event) -> None:
         """Count one event."""
@@ -104,6 +161,7 @@ class StreamMeter:
         elif type(event) is Finished:
             self._metrics.queue_time.observe(event.timings.queue_s)
             self._metrics.prompt_tokens.inc(event.usage.prompt_tokens)
+            self.finished = event.usage, event.timings
 
     def _note_tokens(self, index: int, count: int) -> None:
         now = time.perf_counter()
@@ -127,12 +185,12 @@ class StatusCollector(Collector):
 
     Attributes:
         status: what they are read from; None: there are none.
-        roster: served models as the client last heard of them.
+        models: served models as the client last heard of them.
     """
 
     def __init__(self) -> None:
         self.status: RuntimeStatus | None = None
-        self.roster: Sequence[ModelStatus] = ()
+        self.models: Sequence[ModelStatus] = ()
 
     def collect(self) -> Iterable[Metric]:
         """Every figure, in families; none without a status."""
@@ -151,7 +209,7 @@ class StatusCollector(Collector):
         yield from _counted(engine.counters)
         yield from _cached(engine.counters)
         yield from _stored(engine.cache)
-        yield from _served(models_now(status, self.roster))
+        yield from _served(models_now(status, self.models))
         if engine.memory.limit:  # else it was not measured
             yield from _measured(engine.memory)
         yield CounterMetricFamily("stoker:engine_restarts", "Restarts of the engine.", status.restarts)

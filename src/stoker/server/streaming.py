@@ -9,34 +9,37 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import aclosing, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.responses import Response
 
 from stoker.client.requests.stream import Notice
 from stoker.ipc.events import Admitted, Delta, Finished, Queued
 from stoker.ipc.usage import Usage, total_usage
-from stoker.server.context import OwnedRequest
 from stoker.server.inbound.disconnect import while_connected
 from stoker.server.reply import CACHE_HEADER, ETA_HEADER, POSITION_HEADER
 from stoker.server.sse import GRACE_S, LOADING_GRACE_S, Ending, EventStream, comment
 from stoker.tasks.chat import ChoiceReaders
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 
     from starlette.requests import Request
 
     from stoker.chat.answer import AnswerForm
     from stoker.chat.answer_events import AnswerEvent
     from stoker.client.requests.stream import StreamEvent
+    from stoker.client.store.file import KeptRequest
     from stoker.ipc.request import FinishReason, GenerateRequest
+    from stoker.ipc.status import CallKind
     from stoker.ipc.usage import CacheSource
     from stoker.server.context import ServerContext
     from stoker.server.errors import OriginRules
 
     Numbered = AsyncGenerator[tuple[int, StreamEvent], None]  # with the index of the prompt
     Arrival = tuple[int, StreamEvent] | Exception | None
+
+T = TypeVar("T")
 
 _MERGE_DEPTH = 64  # events waiting for a slow client; then the prompts' streams wait too
 
@@ -126,10 +129,7 @@ class GenerationCall:
         Raises:
             StokerError: of the first prompt that failed; the others are cancelled.
         """
-        with (
-            self._context.live.entered(self._live()),
-            self.origins.named() if self.origins else nullcontext(),
-        ):
+        with nullcontext() if self.origins is None else self.origins.named():
             streams = [self._one(index) for index in range(len(self.requests))]
             async with aclosing(merged(streams)) as events:
                 async for event in events:
@@ -143,24 +143,38 @@ class GenerationCall:
         ready = {status.id for status in runtime.model_states() if status.state == "ready"}
         return needed <= ready
 
-    def _live(self) -> list[OwnedRequest]:
-        return [
-            OwnedRequest(own, self._names, request.model, request.is_chat, self._owner)
-            for own, request in zip(self.runtime_ids, self.requests, strict=True)
-        ]
-
     async def _one(self, index: int) -> Numbered:
+        request = self.requests[index]
         stream = self._context.runtime.stream(
-            self.requests[index],
+            request,
             request_id=self.runtime_ids[index],
             names=self._names,
             owner=self._owner,
         )
-        with self._context.metrics.request() as meter:
+        with self._context.metrics.request(kind_of(request)) as meter:
             async with aclosing(stream) as events:
                 async for event in events:
                     meter.note(event)
                     yield index, event
+
+
+async def in_one_call(request: Request, kind: CallKind, work: Callable[..., Coroutine[Any, Any, T]]) -> T:
+    """What a call of the library gives that may be several requests; it is cancelled when the client leaves.
+
+    Args:
+        request: the HTTP request.
+        kind: of the call.
+        work: begins it; gets as keyword arguments what the call is known by: an id, the `X-Request-Id` and
+            the owner.
+
+    Raises:
+        ClientGoneError: the client left while it ran.
+        RequestCancelledError: it was cancelled by its id.
+        StokerError: what ended it.
+    """
+    call_id, names = f"{kind}-{uuid.uuid4().hex}", (request.state.request_id,)
+    running = work(request_id=call_id, names=names, owner=request.state.key_digest)
+    return await while_connected(running, request.receive)
 
 
 def merged(streams: Sequence[Numbered]) -> Numbered:
@@ -200,6 +214,11 @@ async def _forward(stream: Numbered, arrived: asyncio.Queue[Arrival]) -> None:
         await arrived.put(error)
     else:
         await arrived.put(None)
+
+
+def kind_of(request: GenerateRequest | KeptRequest) -> str:
+    """The kind of a request that generates."""
+    return "chat" if request.is_chat else "completion"
 
 
 class AnswerReading:

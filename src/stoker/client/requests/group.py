@@ -159,14 +159,16 @@ class RequestGroup:
         """The engine was suspended for so long: that time does not count."""
         self._begun_s += min(slept_s, self._age_s())
 
-    def status(self, queue: Iterable[WaitStatus]) -> GroupStatus:
-        """How far it is; `queue` is the engine's."""
+    def status(self, queue: Iterable[WaitStatus] = ()) -> GroupStatus:
+        """How far it is; `queue` is the engine's, which knows its place."""
         is_running = any(member.num_running for member in self.members.values())
         first = next((waiting for waiting in queue if waiting.request_id in self.members), None)
         if is_running or self.is_paused:
             first = None
         return GroupStatus(
             id=self.id,
+            names=tuple(self.known_as.names),
+            owner=self.owner,
             kind=self.kind,
             model=self.request.model,
             priority=self.request.priority,

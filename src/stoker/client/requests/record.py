@@ -216,7 +216,7 @@ class RequestRecord:
         return name == self.request_id or name in self.names
 
     def kept(self) -> KeptRequest:
-        """How it is shown while it has no client."""
+        """How it is shown to others than its client."""
         kept = KeptRequest.of(self.request_id, self.request, self.names, self.owner)
         state = "ended" if self.is_ended else "running"
         return msgspec.structs.replace(kept, state=state, num_tokens=self.num_generated)

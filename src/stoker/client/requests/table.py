@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stoker.client.requests.group import RequestGroup
+    from stoker.ipc.status import GroupStatus
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,11 @@ class RequestTable:
         self._records.pop(record.request_id, None)
         if self._files and record.has_file and not self._is_closing:
             self._files.remove(record.request_id)
+
+    def with_client(self) -> list[KeptRequest | GroupStatus]:
+        """Live requests that have a client, then groups; those of a group are not listed beside it."""
+        alone = [one.kept() for one in self.live() if one.has_client and one.group is None]
+        return [*alone, *(group.status() for group in self.groups.values())]
 
     # ------------------------------------------------------------ requests without a client
 

@@ -25,13 +25,12 @@ import msgspec
 from stoker.errors import StokerError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Failed, Finished, PromptEcho, StateReady
+from stoker.ipc.request import GenerateRequest, Priority
 from stoker.private import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
     from pathlib import Path
-
-    from stoker.ipc.request import GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +52,11 @@ Shown = PromptEcho | StateReady | Delta | Finished | Failed
 
 
 class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that runs, or has ended, without a client.
+    """A request as others are shown it: one that has a client, or one that runs or has ended without.
 
     Attributes:
         names: what else it is known by: X-Request-Id, the answer's id.
+        priority: its class.
         n: completions of its prompt.
         note: as in its request.
         owner: digest of the API key that made it; empty: it came without one.
@@ -68,6 +68,7 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str] = []
     is_chat: bool = False
     model: str = ""
+    priority: Priority = Priority.INTERACTIVE
     n: int = 1
     note: bytes = b""
     owner: str = ""
@@ -82,6 +83,7 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True):
             names=list(names),
             is_chat=request.is_chat,
             model=request.model,
+            priority=request.priority,
             n=request.n,
             note=request.note,
             owner=owner,

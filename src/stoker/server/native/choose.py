@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -16,11 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.ipc.status import CallKind
 from stoker.server.fields import RequestFields, header_fields, keep_alive_seconds, present
 from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, Named, TokenIds, read_body
-from stoker.server.inbound.disconnect import while_connected
 from stoker.server.openai.conversation import Message, turns_of
 from stoker.server.reply import InputUsage, large_json_response
+from stoker.server.streaming import in_one_call
 from stoker.tasks.choose import require_choosing, score_choices
 
 if TYPE_CHECKING:
@@ -105,8 +107,9 @@ def router(context: ServerContext) -> APIRouter:
             **await _prompt(context, body, request, info),
             "model": info.asked_as,
         }
-        work = score_choices(context.runtime, choices=body.choices, **fields)
-        return await large_json_response(answer_of(await while_connected(work, request.receive)))
+        work = partial(score_choices, context.runtime, choices=body.choices, **fields)
+        found = await in_one_call(request, CallKind.CHOOSE, work)
+        return await large_json_response(answer_of(found))
 
     return routes
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import RequestNotFoundError
+from stoker.ipc.status import GroupStatus, SlotStatus, WaitStatus
 from stoker.server.anthropic.writer import MessageChunks, MessageHead
 from stoker.server.context import ServerContext
 from stoker.server.inbound.security import Identity
@@ -21,7 +22,7 @@ from stoker.server.openai.completions import TextChunks
 from stoker.server.openai.responses import default_echo
 from stoker.server.openai.responses_writer import ResponseChunks, ResponseHead
 from stoker.server.reply import json_response
-from stoker.server.streaming import merged, streamed
+from stoker.server.streaming import kind_of, merged, streamed
 from stoker.tasks.chat import form_of
 
 if TYPE_CHECKING:
@@ -29,45 +30,67 @@ if TYPE_CHECKING:
 
     from stoker.client.requests.stream import StreamEvent
     from stoker.client.store.file import KeptRequest
-    from stoker.ipc.status import EngineStatus
-    from stoker.runtime import RuntimeStatus
-    from stoker.server.context import OwnedRequest
+    from stoker.ipc.status import EngineStatus, RuntimeStatus
     from stoker.server.streaming import ChunkWriter
 
 
-HELD = "held"  # the client has it: it has not reached an engine, or there is none
+HELD = "held"  # it has not reached an engine, or there is none
 
 
 def requests_document(
-    live: Sequence[OwnedRequest], kept: Sequence[KeptRequest], status: RuntimeStatus
+    live: Sequence[KeptRequest | GroupStatus], kept: Sequence[KeptRequest], status: RuntimeStatus
 ) -> list[dict[str, object]]:
-    """One entry a request of the runtime; the live ones first, as they came."""
+    """One entry a request or call; the live ones first, as they came."""
     places = _places(status.engine)
-    entries: list[dict[str, object]] = []
-    for request in live:
-        state, num_tokens = places.get(request.id, (HELD, 0))
-        entries.append(_entry(request, state, num_tokens) | {"is_kept": False})
-    return entries + [_entry(found, found.state, found.num_tokens) | {"is_kept": True} for found in kept]
+    groups = {group.id: group for group in status.groups}  # which have their places
+    entries = [
+        _group(groups.get(one.id, one))
+        if isinstance(one, GroupStatus)
+        else _request(one, *places.get(one.id, (HELD, None)))
+        for one in live
+    ]
+    return entries + [_request(one, one.state, None) | {"is_kept": True} for one in kept]
 
 
-def _entry(request: OwnedRequest | KeptRequest, state: str, num_tokens: int) -> dict[str, object]:
+def _request(request: KeptRequest, state: str, place: SlotStatus | WaitStatus | None) -> dict[str, object]:
+    waiting = place if isinstance(place, WaitStatus) else None
     return {
         "id": request.id,
         "names": request.names,
-        "kind": "chat" if request.is_chat else "completion",
+        "kind": kind_of(request),
+        "class": request.priority,
         "model": request.model,
         "state": state,
-        "num_tokens": num_tokens,
+        "position": waiting.position if waiting else None,
+        "eta_s": waiting.eta_s if waiting else None,
+        "num_tokens": place.num_tokens if place else request.num_tokens,
+        "is_kept": False,
     }
 
 
-def _places(engine: EngineStatus) -> dict[str, tuple[str, int]]:
-    """State of each request that the engine has, and its tokens; of several choices the busiest counts."""
-    places: dict[str, tuple[str, int]] = {}
+def _group(group: GroupStatus) -> dict[str, object]:
+    return {
+        "id": group.id,
+        "names": group.names,
+        "kind": group.kind,
+        "class": group.priority,
+        "model": group.model,
+        "state": group.state,
+        "position": group.position,
+        "eta_s": group.eta_s,
+        "num_tokens": group.usage.prompt_tokens,
+        "num_members": group.num_members,
+        "num_done": group.num_done,
+        "is_kept": False,
+    }
+
+
+def _places(engine: EngineStatus) -> dict[str, tuple[str, SlotStatus | WaitStatus]]:
+    """State and place of each request that the engine has; of several choices the busiest counts."""
+    places: dict[str, tuple[str, SlotStatus | WaitStatus]] = {}
     for state, waiting in (("queued", engine.queue), ("parked", engine.parked), ("paused", engine.paused)):
-        places |= {found.request_id: (state, found.num_tokens) for found in waiting}
-    places |= {slot.request_id: (slot.state, slot.num_tokens) for slot in engine.slots if slot.request_id}
-    return places
+        places |= {found.request_id: (state, found) for found in waiting}
+    return places | {slot.request_id: (slot.state, slot) for slot in engine.slots if slot.request_id}
 
 
 class Attachment:
@@ -155,10 +178,10 @@ def router(context: ServerContext) -> APIRouter:
     async def requests(request: Request) -> Response:
         """The caller's requests, an operator's all: those with a client, and those kept without one."""
         caller: Identity = request.state.identity
-        live = [found for found in context.live.requests() if caller.may_see(found.owner)]
+        live = [found for found in context.runtime.with_client() if caller.may_see(found.owner)]
         kept = [found for found in context.runtime.kept() if caller.may_see(found.owner)]
-        status = await context.runtime.status()
-        return json_response({"object": "list", "data": requests_document(live, kept, status)})
+        document = requests_document(live, kept, await context.runtime.status())
+        return json_response({"object": "list", "data": document})
 
     @routes.get("/v1/runtime/requests/{request_id}/stream")
     async def stream(request_id: str, request: Request) -> Response:
@@ -168,7 +191,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post("/v1/runtime/requests/{request_id}/cancel")
     async def cancel(request_id: str, request: Request) -> Response:
-        """End a request; what it has written stands."""
+        """End a request; what it has written stands. A call without a text answers 499, request_cancelled."""
         ended = await _each(context, request, request_id, context.runtime.cancel)
         return json_response({"id": request_id, "cancelled": ended})
 
@@ -204,9 +227,9 @@ async def _each(context: ServerContext, request: Request, name: str, act: Action
 
 
 def _runtime_ids(context: ServerContext, name: str, caller: Identity) -> list[str]:
-    named = [found for found in context.runtime.kept() if name in (found.id, *found.names)]
-    kept = [found.id for found in named if caller.may_steer(found.owner)]
-    found = context.live.runtime_ids(name, caller.may_steer) + kept
+    known = [*context.runtime.with_client(), *context.runtime.kept()]
+    named = [found for found in known if name in (found.id, *found.names)]
+    found = [one.id for one in named if caller.may_steer(one.owner)]
     if not found:
         raise RequestNotFoundError(f"no live request has the id {name!r}", param="id")
     return found

@@ -5,6 +5,7 @@ Body and answer are those of Jina, Cohere and llama-server. What scoring is, is 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,10 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError
+from stoker.ipc.status import CallKind
 from stoker.server.fields import Int, RequestFields, header_fields, keep_alive_seconds, present
 from stoker.server.inbound.body import Body, Described, Many, read_body
-from stoker.server.inbound.disconnect import while_connected
 from stoker.server.reply import InputUsage, large_json_response
+from stoker.server.streaming import in_one_call
 from stoker.tasks.rerank import rank_documents
 
 if TYPE_CHECKING:
@@ -106,7 +108,8 @@ def router(context: ServerContext) -> APIRouter:
             **header_fields(request),
             "model": "default" if body.model is None else body.model,
         }
-        work = rank_documents(context.runtime, body.query, texts, **fields)
-        return await large_json_response(body.answer(await while_connected(work, request.receive)))
+        work = partial(rank_documents, context.runtime, body.query, texts, **fields)
+        found = await in_one_call(request, CallKind.RERANK, work)
+        return await large_json_response(body.answer(found))
 
     return routes

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import StokerError
-from stoker.server.context import ServerContext
+from stoker.server.context import ServerContext, models_now
 from stoker.server.inbound.security import Identity
 from stoker.server.reply import json_response
 from stoker.server.sse import EventStream, frame
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.client.event_bus import RuntimeEvent
-    from stoker.ipc.status import EngineHealth, EngineStatus, ModelStatus, SlotStatus, WaitStatus
+    from stoker.ipc.status import EngineHealth, EngineStatus, GroupStatus, ModelStatus, SlotStatus, WaitStatus
     from stoker.runtime import RuntimeStatus
 
 
-def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dict[str, Any]:
+def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict[str, Any]:
     """Engine, slots, everybody who does not run, models, memory and heat."""
     engine = status.engine
     return {
@@ -48,7 +48,8 @@ def status_document(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> dic
         "queue": [_waiting(waiting) for waiting in engine.queue],
         "parked": [_waiting(waiting) for waiting in engine.parked],
         "paused": [_waiting(waiting) for waiting in engine.paused],
-        "models": [_model(model) for model in models_now(status, roster)],
+        "groups": [_group(group) for group in status.groups],
+        "models": [_model(model) for model in models_now(status, known)],
         "memory": _memory(status),
         "heat": engine.memory.heat,
         "cache": _cache(engine),
@@ -66,13 +67,6 @@ def engine_document(health: EngineHealth) -> dict[str, Any]:
     if health.reason:
         document["reason"] = health.reason
     return document
-
-
-def models_now(status: RuntimeStatus, roster: Sequence[ModelStatus]) -> list[ModelStatus]:
-    """Every served model, the default first: by the engine where it knows it, else by the client."""
-    known = {model.id: model for model in status.engine.models}
-    served = [known.pop(model.id, model) for model in roster]
-    return served + list(known.values())
 
 
 def _model(model: ModelStatus) -> dict[str, Any]:
@@ -114,6 +108,24 @@ def _waiting(waiting: WaitStatus) -> dict[str, Any]:
         "num_tokens": waiting.num_tokens,
         "form": waiting.form,
         "story": waiting.story,
+    }
+
+
+def _group(group: GroupStatus) -> dict[str, Any]:
+    """A call that is several requests: one entry, though each of them may sit in a slot or the queue."""
+    return {
+        "request_id": group.id,
+        "kind": group.kind,
+        "class": group.priority,
+        "model": group.model,
+        "state": group.state,
+        "position": group.position,
+        "eta_s": group.eta_s,
+        "deadline_s": group.deadline_s,
+        "age_s": group.age_s,
+        "num_members": group.num_members,
+        "num_done": group.num_done,
+        "num_tokens": group.usage.prompt_tokens,
     }
 
 
@@ -174,9 +186,12 @@ def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> N
         document: from `status_document`.
         may_see: whether the request of that runtime id is shown.
     """
-    for entry in (each for name in ("slots", "queue", "parked", "paused") for each in document[name]):
-        if entry["request_id"] is None or not may_see(entry["request_id"]):
-            entry |= {"request_id": None, "num_tokens": 0, "story": []}
+    for name in ("slots", "queue", "parked", "paused", "groups"):
+        for entry in document[name]:
+            if entry["request_id"] is None or not may_see(entry["request_id"]):
+                entry.update(
+                    {"request_id": None, "num_tokens": 0} | ({"story": []} if "story" in entry else {})
+                )
     for model in document["models"]:
         model["reason"] = ""  # may name files and requests
     document["cache"]["disk"]["problem"] = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.model import ModelClass
+from stoker.ipc.status import CallKind
 from stoker.server.fields import (
     InlineState,
     RequestFields,
@@ -27,9 +29,9 @@ from stoker.server.fields import (
     state_bytes,
 )
 from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, TokenIds, read_body
-from stoker.server.inbound.disconnect import while_connected
 from stoker.server.openai.conversation import Message, turns_of
 from stoker.server.reply import InputUsage, json_response, large_json_response
+from stoker.server.streaming import in_one_call
 from stoker.tasks.embed import floats_of
 
 if TYPE_CHECKING:
@@ -195,8 +197,8 @@ class _StateRoutes:
             fields["is_chat"] = True
         else:
             prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")
-        work = states.save(prompt, name=body.name, owner=owner, **fields)
-        return json_response(_saved(await while_connected(work, request.receive)))
+        work = partial(states.save, prompt, name=body.name, **fields)
+        return json_response(_saved(await in_one_call(request, CallKind.STATE, work)))
 
     async def _upload(self, request: Request) -> Response:
         async with self._context.bodies.received(request.receive) as received:
@@ -255,17 +257,10 @@ async def embedded_by_state(
         raise UnsupportedError(
             f'{info.id} is an encoder: it has no state; leave "kind" out for vectors of texts', param="kind"
         )
-    owner = request.state.key_digest
-    own = await asyncio.to_thread(body.fields, owner)  # which decodes a state of megabytes
-    fields = {**own, **header_fields(request), "model": info.id, "owner": owner}
-    prompts = body.inputs(info.n_vocab, most)
-
-    async def work() -> list[StateEmbedding]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(context.runtime.states.embed(prompt, **fields)) for prompt in prompts]
-        return [task.result() for task in tasks]
-
-    return await while_connected(_unwrapped(work()), request.receive)
+    own = await asyncio.to_thread(body.fields, request.state.key_digest)  # a state of megabytes is decoded
+    fields = {**own, **header_fields(request), "model": info.id}
+    work = partial(context.runtime.states.embed_all, body.inputs(info.n_vocab, most), **fields)
+    return await in_one_call(request, CallKind.STATE, work)
 
 
 async def initial_state(
@@ -280,14 +275,6 @@ async def initial_state(
     given = state if isinstance(state, str) else await asyncio.to_thread(decoded, state.data, "state")
     states = context.runtime.states
     return {"initial_state": await states.given(given, model=model, owner=request.state.key_digest)}
-
-
-async def _unwrapped(work: Any) -> Any:
-    """What ended the first of several tasks, and not a group of one."""
-    try:
-        return await work
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
 
 
 def _saved(state: SavedState) -> dict[str, Any]:

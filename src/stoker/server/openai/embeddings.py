@@ -6,6 +6,7 @@ What embedding is, is `stoker.tasks.embed`'s; states are `native.states`'.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,11 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import UnsupportedError
+from stoker.ipc.status import CallKind
 from stoker.server.fields import Int, header_fields, keep_alive_seconds, present
 from stoker.server.inbound.body import Described, read_body
-from stoker.server.inbound.disconnect import while_connected
 from stoker.server.native.states import StateEmbeddingRequest, embedded_by_state
 from stoker.server.reply import InputUsage, json_response, large_json_response
+from stoker.server.streaming import in_one_call
 from stoker.tasks.embed import embed_texts, require_embedding
 
 if TYPE_CHECKING:
@@ -114,8 +116,9 @@ def router(context: ServerContext) -> APIRouter:
         info = context.runtime.resolve(body.model)
         require_embedding(info)
         fields = body.text_fields(request.state.key_digest) | header_fields(request)
-        work = embed_texts(context.runtime, body.texts(info.n_vocab), model=info.id, **fields)
-        found = await while_connected(work, request.receive)
+        texts = body.texts(info.n_vocab)
+        work = partial(embed_texts, context.runtime, texts, model=info.id, **fields)
+        found = await in_one_call(request, CallKind.EMBED, work)
         if len(found.vectors) <= FEW_VECTORS:
             return _written(body, found)
         return await asyncio.to_thread(_written, body, found)
