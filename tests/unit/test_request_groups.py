@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from stoker import GenerateRequest, Runtime
+from stoker.client.models.registry import ModelRegistry
+from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.client.requests.record import RequestRecord
+from stoker.client.requests.requests import Requests
+from stoker.client.requests.table import RequestTable
 from stoker.errors import (
     InvalidRequestError,
     RequestCancelledError,
@@ -238,3 +243,30 @@ async def test_a_call_is_cancelled_while_there_is_no_engine() -> None:
         with pytest.raises(RequestCancelledError):
             await work
         assert runtime.stats()["num_live_requests"] == 0
+
+
+class Nowhere:
+    """No engine."""
+
+    def send(self, command: object) -> None:
+        """Nothing hears it."""
+
+    def hand_out(self) -> None:
+        """Nothing is given."""
+
+
+async def test_a_request_that_comes_after_the_cancel_of_its_call_is_refused() -> None:
+    """SPEC S5: its grammar may have been prepared meanwhile; it never reaches an engine."""
+    table = RequestTable()
+    requests = Requests(table, 4, ModelRegistry([]), Nowhere(), lambda _: None)
+    asked = GenerateRequest(prompt="x", model="m")
+
+    def run(*_: object) -> AsyncGenerator[Any, None]:
+        raise AssertionError("nothing is run")
+
+    group = RequestGroup(CallKind.READ, asked, 1, KnownAs("mine"), run)
+    with table.grouped(group):
+        requests.cancel("mine")
+        with pytest.raises(RequestCancelledError, match="mine"):
+            requests.submit(RequestRecord("mine-0", asked, 0.0, group=group))
+    assert len(table) == 0

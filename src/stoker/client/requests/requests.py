@@ -184,15 +184,19 @@ class Requests:
         program had taken it in.
 
         Raises:
+            RequestCancelledError: its group was cancelled.
             QueueFullError: as many requests of its model wait as may for one of its class.
             InvalidRequestError: its id is in use.
         """
         now, model = time.monotonic(), record.request.model
         self.table.check_free(record.request_id)
+        if record.group is not None:
+            if record.group.is_cancelled:
+                raise record.group.cancelled_error()
+            record.is_paused |= record.group.is_paused
         if record.has_client:
             waiting = num_waiting(self.table.live(), model, self._registry.num_slots(model))
             self._admission.check(record.request, waiting, now)
-        record.is_paused |= record.group is not None and record.group.is_paused
         events = self._replay.add(record)
         self._admission.arrived(model, now)
         self._deliver(events)
