@@ -177,7 +177,8 @@ class StderrTail:
 
     def text(self, wait_s: float) -> str:
         """The last lines, for an error message; waits so long for the end of the pipe."""
-        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            self._thread.join(wait_s)
         return native_text(bytes(self._kept))
 
     def _read(self) -> None:
@@ -262,6 +263,7 @@ class ProcessTransport:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
             ours.setblocking(False)
             tail = self._spawn(theirs.fileno())
+        made.callback(tail.text, LAST_READ_S)  # its pipe is closed once the child has gone
         made.callback(self._end_process)
         tail.start()
         exit_ = self._exit = loop.create_future()
