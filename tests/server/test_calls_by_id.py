@@ -16,8 +16,8 @@ import pytest
 
 from stoker.runtime import Runtime
 
-ENCODER = "fake:encoder=1,step_delay_s=0.05"
-RANKER = "fake:encoder=1,pooling=rank,step_delay_s=0.05"
+ENCODER = "fake:encoder=1,step_delay_s=0.02"
+RANKER = "fake:encoder=1,pooling=rank,step_delay_s=0.02"
 DECODER = "fake:eog_period=0,recurrent=1,step_delay_s=0.02"
 CHOOSER = "fake:eog_period=0,step_delay_s=0.02"
 TEXTS = [f"text {at}" for at in range(500)]
