@@ -14,7 +14,7 @@ import pytest
 from scripted_engine import model_info
 
 from stoker import GenerateRequest, Runtime, Sampling
-from stoker.client.requests.resolved import resolved
+from stoker.client.client import resolved
 from stoker.errors import InvalidRequestError, ModelNotFoundError, UnsupportedError
 from stoker.ipc.events import Delta, Parked
 from stoker.ipc.model import AdapterSpec

@@ -12,7 +12,7 @@ import pytest
 
 from encoding_runtime import ENCODER_INFO, EncodingRuntime
 from stoker.backends.fake.encoder import N_EMBD, vector_of
-from stoker.client.requests.resolved import resolved
+from stoker.client.client import resolved
 from stoker.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.request import GenerateRequest, Priority, StateOutput
 from stoker.tasks.embed import embed_texts, require_embedding
