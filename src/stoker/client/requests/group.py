@@ -173,7 +173,7 @@ class RequestGroup:
             model=self.request.model,
             priority=self.request.priority,
             state="paused" if self.is_paused else "running" if is_running else "queued",
-            num_members=max(self.num_members, self._num_begun),
+            num_members=max(self.num_members, self._num_done + len(self.members)),
             num_done=self._num_done,
             position=first.position if first else None,
             eta_s=first.eta_s if first else None,
