@@ -180,8 +180,9 @@ def recorded(start_server, tmp_path):
 
     def runtime():
         made = Runtime(models=models, isolation="thread", cache_dir=tmp_path / "cache", drain_s=0.0)
-        stream = made.stream
-        made.stream = lambda request, *args, **names: found.append(request) or stream(request, *args, **names)
+        client = made._client
+        stream = client.stream
+        client.stream = lambda request, *args, **names: found.append(request) or stream(request, *args, **names)
         return made
 
     server = start_server(runtime, api_key_file=keys)

@@ -37,7 +37,7 @@ try:
 except SystemExit as end:
     assert end.code == 0
 """
-LIBRARY = "import stoker.backends.llama"
+LIBRARY = "import stoker.backends.llama.backend"
 
 
 @pytest.mark.parametrize("program", [ENGINE, TRIAL, LIBRARY], ids=["engine", "trial", "backend"])

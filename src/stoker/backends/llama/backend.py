@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_native`
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
