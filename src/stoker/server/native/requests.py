@@ -16,6 +16,7 @@ from stoker.ipc.status import GroupStatus, SlotStatus, WaitStatus
 from stoker.server.anthropic.writer import MessageChunks, MessageHead
 from stoker.server.context import ServerContext
 from stoker.server.inbound.security import Identity
+from stoker.server.native.runtime import group_progress
 from stoker.server.openai.answers import Head
 from stoker.server.openai.chat import ChatChunks
 from stoker.server.openai.completions import TextChunks
@@ -69,20 +70,7 @@ def _request(request: KeptRequest, state: str, place: SlotStatus | WaitStatus | 
 
 
 def _group(group: GroupStatus) -> dict[str, object]:
-    return {
-        "id": group.id,
-        "names": group.names,
-        "kind": group.kind,
-        "class": group.priority,
-        "model": group.model,
-        "state": group.state,
-        "position": group.position,
-        "eta_s": group.eta_s,
-        "num_tokens": group.usage.prompt_tokens,
-        "num_members": group.num_members,
-        "num_done": group.num_done,
-        "is_kept": False,
-    }
+    return {"id": group.id, "names": group.names, **group_progress(group), "is_kept": False}
 
 
 def _places(engine: EngineStatus) -> dict[str, tuple[str, SlotStatus | WaitStatus]]:

@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from stoker.runtime import RuntimeStatus
 
 
+_SHOWN_AS = {"priority": "class", "is_pinned": "pinned"}
+
+
 def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict[str, Any]:
-    """Engine, slots, everybody who does not run, models, memory and heat."""
+    """Engine, slots, requests that do not run, groups, models, memory and heat."""
     engine = status.engine
     return {
         "engine": {
@@ -44,12 +47,12 @@ def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict
             "devices": engine.devices,
             **engine_document(status.health),
         },
-        "slots": [_slot(slot) for slot in engine.slots],
-        "queue": [_waiting(waiting) for waiting in engine.queue],
-        "parked": [_waiting(waiting) for waiting in engine.parked],
-        "paused": [_waiting(waiting) for waiting in engine.paused],
-        "groups": [_group(group) for group in status.groups],
-        "models": [_model(model) for model in models_now(status, known)],
+        "slots": [_shown(slot) for slot in engine.slots],
+        "queue": [_shown(waiting) for waiting in engine.queue],
+        "parked": [_shown(waiting) for waiting in engine.parked],
+        "paused": [_shown(waiting) for waiting in engine.paused],
+        "groups": [{"request_id": group.id, **group_progress(group)} for group in status.groups],
+        "models": [_shown(model) for model in models_now(status, known)],
         "memory": _memory(status),
         "heat": engine.memory.heat,
         "cache": _cache(engine),
@@ -69,52 +72,15 @@ def engine_document(health: EngineHealth) -> dict[str, Any]:
     return document
 
 
-def _model(model: ModelStatus) -> dict[str, Any]:
+def _shown(status: SlotStatus | WaitStatus | ModelStatus) -> dict[str, Any]:
+    """Its fields, some under the names that bodies have for them."""
+    given = msgspec.structs.asdict(status)
+    return {_SHOWN_AS.get(name, name): value for name, value in given.items()}
+
+
+def group_progress(group: GroupStatus) -> dict[str, Any]:
+    """How far a call of several requests is; each of them may have a slot or a place in the queue besides."""
     return {
-        "id": model.id,
-        "state": model.state,
-        "stage": model.stage,
-        "fraction": model.fraction,
-        "bytes": model.bytes,
-        "pinned": model.is_pinned,
-        "leases": model.leases,
-        "keep_alive_s": model.keep_alive_s,
-        "unload_in_s": model.unload_in_s,
-        "degraded": model.degraded,
-        "reason": model.reason,
-    }
-
-
-def _slot(slot: SlotStatus) -> dict[str, Any]:
-    return {
-        "id": slot.id,
-        "state": slot.state,
-        "request_id": slot.request_id,
-        "class": slot.priority,
-        "model": slot.model,
-        "num_tokens": slot.num_tokens,
-        "story": slot.story,
-    }
-
-
-def _waiting(waiting: WaitStatus) -> dict[str, Any]:
-    return {
-        "request_id": waiting.request_id,
-        "class": waiting.priority,
-        "index": waiting.index,
-        "model": waiting.model,
-        "position": waiting.position,
-        "eta_s": waiting.eta_s,
-        "num_tokens": waiting.num_tokens,
-        "form": waiting.form,
-        "story": waiting.story,
-    }
-
-
-def _group(group: GroupStatus) -> dict[str, Any]:
-    """A call that is several requests: one entry, though each of them may sit in a slot or the queue."""
-    return {
-        "request_id": group.id,
         "kind": group.kind,
         "class": group.priority,
         "model": group.model,
