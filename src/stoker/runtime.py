@@ -128,7 +128,7 @@ class Runtime:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken; while the engine restarts they are, and wait for it."""
-        return (host := self._client.supervisor) is not None and host.is_taking
+        return (found := self._client.supervisor) is not None and found.is_taking
 
     @property
     def models(self) -> list[ModelInfo]:
@@ -226,7 +226,7 @@ class Runtime:
     @property
     def is_suspended(self) -> bool:
         """Whether the engine is away, or leaving, and every request waits for `resume`."""
-        return (host := self._client.supervisor) is not None and host.is_suspended
+        return (found := self._client.supervisor) is not None and found.is_suspended
 
     async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
         """Save what was computed, free everything, keep every request and its stream (SPEC L2).
@@ -255,7 +255,7 @@ class Runtime:
     def kept(self) -> list[KeptRequest]:
         """Requests that a former program left when it ended while suspended; they have no client here.
 
-        They run, and what they deliver is kept for 10 minutes after their end, until somebody reads it.
+        They run, and what they deliver is kept for 10 minutes after their end, until it is read.
         """
         return self._client.table.kept()
 
@@ -275,7 +275,7 @@ class Runtime:
             owner: digest of the caller's API key; it has to be the one that the request came with.
 
         Raises:
-            RequestNotFoundError: there is none, or it is somebody else's.
+            RequestNotFoundError: there is none, or it has another owner.
             StokerError: the request failed.
         """
         async with aclosing(self._client.attach(request_id, owner)) as events:

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.chat.conversation import Conversation, Layout
 from stoker.chat.sandbox import MAX_TEMPLATE_CHARS
-from stoker.chat.template import ChatTemplate, RenderOptions
+from stoker.chat.template import ChatTemplate
 from stoker.client.worker.jobs import RenderChat
 from stoker.client.worker.pool import Bounds, WorkerPool
 from stoker.errors import InvalidRequestError, UnsupportedError, WorkLimitError
@@ -53,7 +53,7 @@ def test_a_model_without_a_template_gets_chatml() -> None:
 
 def test_the_opening_of_the_answer_is_left_out_when_not_wanted() -> None:
     """D10: add_generation_prompt reaches the template."""
-    prompt = ChatTemplate(None).render([USER], RenderOptions(add_generation_prompt=False))
+    prompt = ChatTemplate(None).render([USER], add_generation_prompt=False)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n"
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,20 +30,6 @@ CHATML = (
 )
 MAX_MESSAGES = 10_000
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "raise_exception", "strftime_now"})
-
-
-@dataclass(frozen=True, slots=True)
-class RenderOptions:
-    """How a conversation is laid out.
-
-    Attributes:
-        add_generation_prompt: end with the opening of the assistant's turn, so that the model answers.
-    """
-
-    add_generation_prompt: bool = True
-
-
-ANSWER = RenderOptions()
 
 
 class ChatTemplate:
@@ -69,7 +54,6 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        options: RenderOptions = ANSWER,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
@@ -78,9 +62,9 @@ class ChatTemplate:
 
         Args:
             messages: each with a `role` and a `content`: text, None, or OpenAI content parts.
-            options: the layout.
             tools: function declarations in OpenAI's form, for templates that know them.
-            extra: further variables of the template, such as `enable_thinking`.
+            extra: further variables of the template, such as `enable_thinking`; `add_generation_prompt` is
+                true where they do not have it: the prompt ends with the opening of the assistant's turn.
 
         Raises:
             InvalidRequestError: malformed messages, or the template refused or failed on them; its own
@@ -88,7 +72,7 @@ class ChatTemplate:
             UnsupportedError: the template itself is broken, so this model cannot chat.
         """
         variables = {
-            "add_generation_prompt": options.add_generation_prompt,
+            "add_generation_prompt": True,
             **_checked_extra(extra),
             "messages": _checked_messages(messages),
             "tools": list(tools) if tools else None,

@@ -1,8 +1,8 @@
 """The command `stoker`: which subcommands there are and how an error ends one.
 
 Owns exit codes: 0 done, 1 `doctor` or `cache verify` found something broken or `plan` no room, 2 the input or
-the machine is at fault, 130 Ctrl-C, 141 the reader of a pipe left. What a command does is its own module's
-business; such a module imports what is heavy when it runs, so that `stoker --help` answers at once.
+the machine is at fault, 130 Ctrl-C, 141 the reader of a pipe left. The module of a
+command imports what is heavy when it runs, so that `stoker --help` answers at once.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def format_of(data: bytes, declared: str, param: str) -> str:
     found = _sniffed(data)
     if found is None:
         raise InvalidRequestError(
-            f"{param}: {_stranger(data)} is no picture that is taken: {TAKEN}", param=param
+            f"{param}: {_foreign_name(data)} is no picture that is taken: {TAKEN}", param=param
         )
     mime = declared.partition(";")[0].strip().lower()
     if mime not in _UNTOLD and mime not in _MIME[found]:
@@ -120,7 +120,7 @@ def _sniffed(data: bytes) -> str | None:
     return BMP if data.startswith(b"BM") else None
 
 
-def _stranger(data: bytes) -> str:
+def _foreign_name(data: bytes) -> str:
     """What the bytes seem to be, for people."""
     if not data:
         return "nothing"

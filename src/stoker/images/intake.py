@@ -47,7 +47,7 @@ class Intake:
 
     def __init__(self, limits: ImageLimits = DEFAULT_LIMITS) -> None:
         self.limits = limits
-        self._darkroom = ThreadPoolExecutor(1, "stoker-images")
+        self._decoders = ThreadPoolExecutor(1, "stoker-images")
         self._fetchers = ThreadPoolExecutor(_FETCHES_AT_ONCE, "stoker-fetch")
         self._is_closed = False
 
@@ -71,7 +71,7 @@ class Intake:
             source: Image | str | Encoded = one.source
             if isinstance(source, str) and is_web(source):
                 source = await self._run(self._fetchers, partial(read_reference, source, limits, one.param))
-            taken.append(await self._run(self._darkroom, partial(_taken, source, limits, one.param)))
+            taken.append(await self._run(self._decoders, partial(_taken, source, limits, one.param)))
         return taken
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
@@ -89,7 +89,7 @@ class Intake:
     def close(self) -> None:
         """Start nothing more; what is being decoded ends by itself. Waiters get NotReadyError."""
         self._is_closed = True
-        self._darkroom.shutdown(wait=False, cancel_futures=True)
+        self._decoders.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
 

@@ -234,7 +234,7 @@ async def _told(
         async for delta in deltas:
             parts.append(delta.text)
             is_cut = is_cut or delta.finish_reason is FinishReason.LENGTH
-            if delta.finish_reason in _GIVEN_UP:  # somebody wanted that; nothing is asked again
+            if delta.finish_reason in _GIVEN_UP:  # that was asked for; nothing is asked again
                 told = f"the answer was not finished: {delta.finish_reason}"
                 raise ReadingError(told, text="".join(parts), attempts=1)
     return Told("".join(parts).strip(), images, is_cut)

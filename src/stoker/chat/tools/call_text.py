@@ -1,7 +1,6 @@
 """The text of one tool call, read one character at a time: its name, and its arguments as they come.
 
-Owns the two written forms: a JSON object with a name and arguments, and a name, a marker and arguments. What
-stands around calls is `tool_calls`' business.
+Owns the two written forms: a JSON object with a name and arguments, and a name, a marker and arguments.
 """
 
 from __future__ import annotations

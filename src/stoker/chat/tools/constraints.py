@@ -1,6 +1,6 @@
 """Which texts are nothing but valid tool calls, as a grammar (SPEC D7).
 
-Owns the grammar of a forced answer. Compiling it, and what a schema may hold, is the constraints' business.
+Owns the grammar of a forced answer. `stoker.grammar` compiles it and bounds its schemas.
 """
 
 from __future__ import annotations

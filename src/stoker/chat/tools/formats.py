@@ -1,7 +1,6 @@
 """How a model writes tool calls: the text around and inside them, found from its chat template.
 
-Owns the written form of each family. Reading it back is `tool_calls`' business, laying out a conversation
-`tool_history`'s, forcing a call `tool_constraints`'.
+Owns the written form of each family: `calls` reads it, `history` writes it, `constraints` force it.
 """
 
 from __future__ import annotations

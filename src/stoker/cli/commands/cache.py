@@ -78,19 +78,19 @@ def verify(*, keep: Keep = False, as_json: AsJson = False, config: Config = None
     """Read every file through and remove what is damaged; exit code 1 if something is."""
     folder = _folder(config)
     num_sound, damaged = 0, []
-    for verdict in folder.verify():
-        if not verdict.problem:
+    for found in folder.verify():
+        if not found.problem:
             num_sound += 1
             continue
         if not keep:
-            folder.remove(verdict.name)
-        damaged.append({"name": verdict.name, "problem": verdict.problem, "is_removed": not keep})
+            folder.remove(found.name)
+        damaged.append({"name": found.name, "problem": found.problem, "is_removed": not keep})
     if as_json:
         typer.echo(json.dumps({"num_sound": num_sound, "damaged": damaged}, indent=2))
     else:
-        for found in damaged:
+        for each in damaged:
             fate = "kept" if keep else "removed"
-            typer.echo(f"{found['name']}: {found['problem']}; {fate}")
+            typer.echo(f"{each['name']}: {each['problem']}; {fate}")
         typer.echo(f"{_count(num_sound, 'file', 'files')} sound, {len(damaged)} damaged")
     if damaged:
         raise typer.Exit(1)
