@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from stoker.errors import ErrorInfo, InvalidRequestError, StokerError, error_from_info
-from stoker.server.inbound.disconnect import ClientGoneError
+from stoker.server.inbound.bodies import ClientGoneError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

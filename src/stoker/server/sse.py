@@ -19,7 +19,7 @@ from starlette.responses import Response
 from stoker.errors import ErrorInfo, StokerError
 from stoker.ipc.events import PrefillProgress
 from stoker.server.errors import INTERNAL_ERROR, error_body
-from stoker.server.inbound.disconnect import ClientGoneError, while_connected
+from stoker.server.inbound.bodies import ClientGoneError, while_connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

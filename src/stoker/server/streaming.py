@@ -16,7 +16,7 @@ from starlette.responses import Response
 from stoker.client.requests.stream import Notice
 from stoker.ipc.events import Admitted, Delta, Finished, Queued
 from stoker.ipc.usage import Usage, total_usage
-from stoker.server.inbound.disconnect import while_connected
+from stoker.server.inbound.bodies import while_connected
 from stoker.server.reply import CACHE_HEADER, ETA_HEADER, POSITION_HEADER
 from stoker.server.sse import GRACE_S, LOADING_GRACE_S, Ending, EventStream, comment
 from stoker.tasks.chat import ChoiceReaders

@@ -1,7 +1,8 @@
 """Request bodies on their way in: bounded one by one, over all connections, and in time (SPEC S4).
 
-Owns the bytes from the first one until they are decoded, and the thread in which large bodies are decoded.
-What a body says is `server.body`'s; the head of a request is `connections`'.
+Owns the bytes from the first one until they are decoded, the thread in which large bodies are decoded, and
+the watch on clients that leave before their answer (SPEC S5). What a body says is `body`'s; the head of a
+request is `connections`'.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import asyncio
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 
 from stoker.errors import RequestTimeoutError, RequestTooLargeError, ServerBusyError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 
     from starlette.types import Receive
 
     from stoker.server.inbound.json_bounds import JsonBounds
     from stoker.settings import ServerSettings
+
 
 T = TypeVar("T")
 
@@ -169,3 +171,33 @@ class IncomingBodies:
             f" and has to send {MIN_BYTES_S} bytes a second on average",
             receive_timeout_s=self._pause_s,
         )
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Run `work`; cancel it, and wait for its clean-up, as soon as the client leaves.
+
+    The request's body must have been read.
+
+    Raises:
+        ClientGoneError: the client left first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.server.context import ServerContext
 from stoker.server.fields import keep_alive_seconds
+from stoker.server.inbound.bodies import while_connected
 from stoker.server.inbound.body import Body, Described, Name, read_body
-from stoker.server.inbound.disconnect import while_connected
 from stoker.server.reply import json_response
 from stoker.settings import MAX_SLOTS
 
