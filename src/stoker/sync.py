@@ -224,6 +224,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     suspend = _waited(asynchronous.Runtime.suspend)
     resume = _waited(asynchronous.Runtime.resume)
     kept = _asked(asynchronous.Runtime.kept)
+    with_client = _asked(asynchronous.Runtime.with_client)
     owner_of = _asked(asynchronous.Runtime.owner_of)
     attach = _iterated(asynchronous.Runtime.attach)
     events = _iterated(asynchronous.Runtime.events)

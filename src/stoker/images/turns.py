@@ -87,6 +87,8 @@ def illustrated(
         InvalidRequestError: a part is malformed, an image or a marker is in a turn that may have none, or
             there are more markers than images.
     """
+    if not can_see(info) and not any(isinstance(turn.get("content"), list | tuple) for turn in messages):
+        return [dict(turn) for turn in messages], ()
     turns = [_Turn.of(f"messages.{index}", message, info) for index, message in enumerate(messages)]
     images = tuple(image for turn in turns for image in turn.images)
     if images or can_see(info):
