@@ -9,7 +9,7 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.engine.runners.apply_ops import carry_out
 from stoker.ipc.request import FinishReason
-from stoker.kv.limits import SchedulerLimits
+from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import Sequence, SequenceKey
 from stoker.machine.ledger import Ledger
 from stoker.scheduler.scheduler import Scheduler

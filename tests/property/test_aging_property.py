@@ -11,7 +11,7 @@ from stoker.cache.prefix_cache import CacheLimits
 from stoker.ipc.model import CacheMode, Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.aging import ONE_STEP_IN
+from stoker.scheduler.queue import ONE_STEP_IN
 
 PATIENCE_S = 5.0
 NUM_SLOTS, N_BATCH = 3, 24

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.sampling.detokenize import StopGate
+from stoker.sampling.generation import StopGate
 
 _TEXT = st.text(alphabet="abc", max_size=40)
 _STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)

@@ -19,7 +19,7 @@ from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import GenerateRequest, Sampling
 from stoker.kv.sequence import ParkForm
 from stoker.machine.ledger import Ledger
-from stoker.speculation.draft_length import DraftLength
+from stoker.speculation.speculator import DraftLength
 
 LIST = "- apples, 3 kg\n- pears, 4 kg\n- flour, 1 kg\n- butter, 250 g\n- sugar, 2 kg\n"
 PROMPT = f"The shopping list:\n{LIST}\nThe same list again:\n- apples,"

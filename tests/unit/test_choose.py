@@ -26,7 +26,7 @@ from stoker.machine.ledger import Ledger
 from stoker.runtime import Runtime
 from stoker.sampling.logprobs import Likelihoods, negative_log_likelihood
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.throttle import Throttle
+from stoker.scheduler.queue import Throttle
 from stoker.tasks.choose import ranked, require_choosing
 
 PROMPT = "who waits for whom?"

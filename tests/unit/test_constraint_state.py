@@ -10,8 +10,7 @@ from stoker.grammar.compiler import GrammarCompiler, compile_grammar
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.request import Sampling
-from stoker.sampling.sampler import Sampler
-from stoker.sampling.truncation import Workspace
+from stoker.sampling.sampler import Sampler, Workspace
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
 

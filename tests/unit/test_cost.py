@@ -6,8 +6,7 @@ from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
 from stoker.scheduler.budget import MIN_SLICE_S, SliceBudget, StepBudget
-from stoker.scheduler.cost import StepCost
-from stoker.scheduler.eta import EtaEstimator, waits_s
+from stoker.scheduler.cost import EtaEstimator, StepCost, waits_s
 from stoker.scheduler.plan import Planner
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from stoker.scheduler.cost import StepCost
-from stoker.speculation.draft_length import MAX_CREDIT, MIN_CREDIT, UNMEASURED, Acceptance, DraftLength, Rate
+from stoker.speculation.speculator import MAX_CREDIT, MIN_CREDIT, UNMEASURED, Acceptance, DraftLength, Rate
 
 CURVES = {
     "processor": {1: 0.017, 4: 0.044, 8: 0.078, 32: 0.110, 256: 0.9},

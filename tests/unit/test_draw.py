@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stoker.sampling.rng import Stream, pick, probabilities, uniform
+from stoker.sampling.sampler import Stream, pick, probabilities, uniform
 
 
 def test_the_uniform_number_depends_on_seed_index_and_stream_only():

@@ -34,7 +34,7 @@ from stoker.ipc.events import (
 from stoker.ipc.model import ModelSpec, Policy
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling, StateOutput
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.throttle import Throttle
+from stoker.scheduler.queue import Throttle
 from stoker.settings import EngineSettings
 
 BACKGROUND = Priority.BACKGROUND

@@ -11,7 +11,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.runners import apply_ops as orders
 from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.allocator import KVAllocator
-from stoker.kv.limits import SchedulerLimits
+from stoker.kv.cells import SchedulerLimits
 from stoker.kv.ops import Drop, Export, Fork, Import
 from stoker.kv.sequence import ParkForm, Sequence, SequenceKey, SequenceState
 from stoker.machine.ledger import Ledger

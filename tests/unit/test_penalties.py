@@ -10,8 +10,7 @@ from llama_cpp import llama_cpp
 
 from stoker.errors import InvalidRequestError
 from stoker.ipc.request import Sampling
-from stoker.sampling.dry import BreakerTable, DryPenalty
-from stoker.sampling.logit_edits import RepeatPenalty
+from stoker.sampling.logit_edits import BreakerTable, DryPenalty, RepeatPenalty
 
 
 def _penalised_natively(sampler, ids, logits):

@@ -10,10 +10,15 @@ from llama_cpp import llama_cpp
 from stoker.errors import InvalidRequestError, StepFailedError
 from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import EarlyEndBan, LogitBias
-from stoker.sampling.mirostat import Mirostat, zipf_count
-from stoker.sampling.rng import probabilities
-from stoker.sampling.sampler import Sampler
-from stoker.sampling.truncation import TruncationChain, Workspace, Xtc
+from stoker.sampling.sampler import (
+    Mirostat,
+    Sampler,
+    TruncationChain,
+    Workspace,
+    Xtc,
+    probabilities,
+    zipf_count,
+)
 
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -7,7 +7,7 @@ from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.errors import QueueFullError
 from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason, Priority
-from stoker.kv.limits import SchedulerLimits
+from stoker.kv.cells import SchedulerLimits
 from stoker.kv.ops import Drop, Fork, Trim
 from stoker.kv.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
 from stoker.machine.ledger import Ledger

@@ -18,8 +18,7 @@ from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
 from stoker.kv.sequence import ParkForm, Sequence, SequenceKey
 from stoker.machine.ledger import Ledger
-from stoker.speculation.draft_length import Acceptance, DraftLength
-from stoker.speculation.speculator import MOST_WATCHED, REPEAT_ACCEPTANCE, Subject
+from stoker.speculation.speculator import MOST_WATCHED, REPEAT_ACCEPTANCE, Acceptance, DraftLength, Subject
 
 ROUND = Constraint(kind=ConstraintKind.REGEX, source="(the same again, )+")
 REQUESTS = {

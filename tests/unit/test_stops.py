@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.sampling.detokenize import StopGate
+from stoker.sampling.generation import StopGate
 
 
 def _feed(gate, pieces):

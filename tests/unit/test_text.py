@@ -2,7 +2,7 @@
 
 import pytest
 
-from stoker.sampling.detokenize import TextAssembler
+from stoker.sampling.generation import TextAssembler
 
 
 @pytest.mark.parametrize("text", ["plain", "é", "日本語", "👩‍🚀 ok", "a🙂b"])

@@ -7,7 +7,7 @@ from stoker.backends.fake.backend import FakeBackend
 from stoker.cache.prefix_cache import CacheLimits
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
-from stoker.scheduler.throttle import Throttle
+from stoker.scheduler.queue import Throttle
 
 BACKGROUND = {"priority": Priority.BACKGROUND}
 

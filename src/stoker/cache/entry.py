@@ -1,16 +1,20 @@
-"""One stored prefix: the tokens it stands for, its state as bytes, and where these are (SPEC C7).
+"""Stored prefixes: one entry each, and which there are by namespace and tokens.
 
-Owns the state table of an entry. Which entries there are and which are evicted is the prefix cache's.
+An `Entry` is the tokens it stands for, its state as bytes, and where these are; it owns its state table (SPEC
+C7). `EntryIndex`, a radix tree a namespace, answers what an entry serves and what it adds to the others (SPEC
+C1, C2). The prefix cache decides what is stored and what is evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from stoker.cache.eviction import Candidate
 from stoker.cache.keys import num_tokens
+from stoker.cache.radix import RadixTree
 
 Snapshot: TypeAlias = bytes | bytearray | memoryview
 
@@ -114,3 +118,102 @@ class Entry:
         assert (self.state is EntryState.RAM) == (self.data is not None), repr(self)
         assert self.state is not EntryState.DISK or self.file, repr(self)
         assert self.data is None or memoryview(self.data).nbytes == self.size_bytes, repr(self)
+
+
+MIN_TOKENS = 32
+"""Tokens below which nothing is stored or reused: computing them again is as quick (SPEC C2)."""
+MIN_NEW_PART = 8
+"""A branch is worth storing if it adds an eighth of its tokens: its state repeats those before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A stored prefix that serves the first `num_tokens` of what was asked for."""
+
+    entry: Entry
+    num_tokens: int
+
+
+class EntryIndex:
+    """Every entry that others may use."""
+
+    def __init__(self) -> None:
+        self._trees: dict[bytes, RadixTree[Entry]] = {}
+
+    def __repr__(self) -> str:
+        return f"<EntryIndex {len(self)} entries in {len(self._trees)} namespaces>"
+
+    def __len__(self) -> int:
+        return sum(map(len, self._trees.values()))
+
+    def __iter__(self) -> Iterator[Entry]:
+        for tree in self._trees.values():
+            yield from tree
+
+    def get(self, namespace: bytes, key: bytes) -> Entry | None:
+        """The entry of just these tokens."""
+        tree = self._trees.get(namespace)
+        return None if tree is None else tree.get(key)
+
+    def of(self, namespace: bytes) -> list[Entry]:
+        """Every entry of a namespace."""
+        return list(self._trees.get(namespace, ()))
+
+    def insert(self, entry: Entry) -> None:
+        """Take in an entry whose tokens have none yet."""
+        known = self._trees.setdefault(entry.namespace, RadixTree()).insert(entry.key, entry)
+        assert known is None, f"{entry!r} replaces {known!r}"
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out."""
+        tree = self._trees[entry.namespace]
+        assert tree.remove(entry.key) is entry, f"{entry!r} was not there"
+        if not len(tree):
+            del self._trees[entry.namespace]
+
+    # ------------------------------------------------------------ questions
+
+    def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> list[Hit]:
+        """Entries that save tokens of `key`, all but the last at most, the most first (SPEC C2, C5)."""
+        tree = self._trees.get(namespace)
+        if tree is None:
+            return []
+        most = num_tokens(key) - 1
+        hits = [Hit(entry, length) for length, entry in reversed(tree.on_path(key)) if length <= most]
+        if not is_exact:
+            match = tree.longest_shared(key)
+            nearest = sorted(match.values, key=lambda entry: (not entry.is_in_ram, entry.num_tokens))
+            hits = [Hit(entry, min(match.num_tokens, most)) for entry in nearest] + hits
+        return [hit for hit in hits if hit.num_tokens >= MIN_TOKENS]
+
+    def is_worth_it(self, new: Entry) -> bool:
+        """Whether a new entry adds enough to what is stored; one that goes on from another always does."""
+        tree = self._trees.get(new.namespace)
+        if tree is None or new.is_exact:
+            return True
+        match = tree.longest_shared(new.key)
+        if match.num_tokens == new.num_tokens:
+            return False  # one that is stored goes on from it
+        grows = any(entry.num_tokens == match.num_tokens for entry in match.values)
+        least = 1 if grows else max(MIN_TOKENS, new.num_tokens // MIN_NEW_PART)
+        return new.num_tokens - match.num_tokens >= least
+
+    def superseded_by(self, entry: Entry) -> list[Entry]:
+        """Shorter entries that are superfluous now: a model that can go back takes the longer one."""
+        if entry.is_private or entry.is_exact:
+            return []
+        on_path = self._trees[entry.namespace].on_path(entry.key)
+        return [shorter for _, shorter in on_path if shorter is not entry and shorter.is_free]
+
+    def figures(self, entry: Entry, now: float) -> Candidate:
+        """What eviction weighs an entry by: tokens that only it saves, its bytes, how long it was idle."""
+        tree = self._trees[entry.namespace]
+        own = tree.own_tokens_exact(entry.key) if entry.is_exact else tree.own_tokens(entry.key)
+        idle_s = max(0.0, now - entry.used_s)
+        return Candidate(own, max(1, entry.size_bytes), idle_s, entry.is_background)
+
+    def check(self) -> None:
+        """Assert that every tree is sound and none is empty."""
+        for tree in self._trees.values():
+            tree.check()
+            assert len(tree), "an empty tree"

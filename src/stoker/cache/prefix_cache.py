@@ -12,9 +12,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from stoker.cache.disk.tier import DiskTier
-from stoker.cache.entry import Entry, EntryState, Line, Snapshot
+from stoker.cache.entry import MIN_TOKENS, Entry, EntryIndex, EntryState, Line, Snapshot
 from stoker.cache.eviction import victim
-from stoker.cache.index import MIN_TOKENS, EntryIndex
 from stoker.ipc.model import CacheMode
 from stoker.ipc.status import CacheStatus
 from stoker.machine.ledger import Ledger

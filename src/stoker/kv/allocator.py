@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.cache.entry import Entry, EntryState, Snapshot
-from stoker.cache.index import MIN_TOKENS, Hit
+from stoker.cache.entry import MIN_TOKENS, Entry, EntryState, Hit, Snapshot
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.usage import CacheSource
-from stoker.kv.cells import CellPool
-from stoker.kv.limits import SchedulerLimits
+from stoker.kv.cells import CellPool, SchedulerLimits
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Schedule, Trim
 from stoker.kv.prefix_source import PrefixSource
 from stoker.kv.sequence import ParkForm, Sequence

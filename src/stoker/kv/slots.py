@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stoker.cache.entry import Entry, EntryState
-from stoker.cache.index import MIN_TOKENS
+from stoker.cache.entry import MIN_TOKENS, Entry, EntryState
 from stoker.cache.keys import common_prefix
-from stoker.kv.limits import SchedulerLimits
+from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import ParkForm, Sequence
 
 

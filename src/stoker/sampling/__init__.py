@@ -2,6 +2,6 @@
 
 from stoker.sampling.generation import Drawn, Generation
 from stoker.sampling.logprobs import token_logprob
-from stoker.sampling.truncation import Workspace
+from stoker.sampling.sampler import Workspace
 
 __all__ = ["Drawn", "Generation", "Workspace", "token_logprob"]

@@ -1,21 +1,87 @@
 """Draws the next token of one choice from a row of raw logits (SPEC D1).
 
-Order: edits (bias, penalties, then masks) -> truncation -> temperature -> draw. Each stage is a module of
-its own and absent when the settings leave it nothing to do; greedy without edits is one argmax.
+Order: edits (bias, penalties, then masks) -> truncation -> temperature -> draw. Each stage is absent when
+the settings leave it nothing to do; greedy without edits is one argmax.
+
+The draw takes one token by a counter-based uniform number: u = f(seed, token index, stream) has no state, so
+batch shape, preemption, crash and resume cannot change what a request draws.
+
+top_k, typical_p, top_p and min_p are llama.cpp's own samplers, in its order, over an array of candidates;
+they need no model, so every backend has them. XTC is ours because its randomness must be counter-based.
+Mirostat v1 and v2 replace truncation: they steer the surprise of the text towards a target (Baktash et al.,
+"Mirostat: a neural text decoding algorithm that directly controls perplexity", with the constants of
+llama.cpp, on logits already divided by the temperature); llama.cpp's own draws from a generator of its own.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
+import struct
+import weakref
 from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp
 
 from stoker.backends.protocol.backend import Rows
 from stoker.errors import InvalidRequestError, StepFailedError, StokerError
 from stoker.ipc.request import Sampling
-from stoker.sampling.logit_edits import LogitEdit
-from stoker.sampling.mirostat import Mirostat
-from stoker.sampling.rng import Stream, pick, probabilities, uniform
-from stoker.sampling.truncation import TruncationChain, Workspace, Xtc
+from stoker.sampling.logit_edits import BreakerTable, LogitEdit
+from stoker.sampling.logprobs import largest
+
+Probabilities = npt.NDArray[np.float64]
+
+_COUNTER = struct.Struct("<QQQ")
+_UINT64 = 2**64 - 1
+# Below this a temperature changes nothing: float32 logits that differ at all are further apart than the
+# exponent can bridge, and a smaller divisor would overflow.
+_MIN_TEMPERATURE = 1e-9
+
+
+class Stream(IntEnum):
+    """Independent uniform numbers of one token."""
+
+    TOKEN = 0
+    XTC = 1
+
+
+def uniform(seed: int, index: int, stream: Stream) -> float:
+    """The uniform number in [0, 1), 53 bits, of the token `index` of the generation seeded `seed`."""
+    digest = hashlib.blake2b(_COUNTER.pack(seed & _UINT64, index, stream), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def probabilities(logits: Rows, temperature: float) -> Probabilities:
+    """Softmax of `logits / temperature` in float64.
+
+    Args:
+        logits: float32 (n,), n >= 1; the largest must be finite, the others may be -inf.
+        temperature: above 0.
+    """
+    scaled = logits.astype(np.float64)
+    scaled -= scaled.max()
+    scaled /= max(temperature, _MIN_TEMPERATURE)
+    np.exp(scaled, out=scaled)
+    scaled /= scaled.sum()
+    return scaled
+
+
+def pick(weights: Probabilities, u: float) -> int:
+    """The index at which the running sum of `weights` passes `u` of their total.
+
+    Callers pass weights in ascending token id, not by size: two nearly equal logits that swap ranks between
+    batch shapes then move the boundaries by their difference only.
+    """
+    cumulative = np.cumsum(weights)
+    total = cumulative[-1]
+    index = int(cumulative.searchsorted(u * total, side="right"))
+    if index == len(cumulative):  # u * total was rounded up to the total
+        index = int(cumulative.searchsorted(total, side="left"))
+    return index
 
 
 class Sampler:
@@ -116,3 +182,216 @@ class Sampler:
             f"the model returned logits whose largest is {peak} for token {self._num_drawn}",
             token_index=self._num_drawn,
         )
+
+
+TokenIds = npt.NDArray[np.int32]
+
+# llama_token_data: id, logit, probability
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+# Further below the best logit than this, a float32 probability turns into 0 and typical_p's entropy into NaN.
+_TYPICAL_DEPTH = 70.0
+_XTC_MAX_THRESHOLD = 0.5  # above it no two tokens can both reach the threshold
+
+
+class TruncationChain:
+    """The native chain of one choice, empty if the settings truncate nothing; `close` frees it.
+
+    Args:
+        sampling: the settings.
+        workspace: holds the candidates.
+    """
+
+    def __init__(self, sampling: Sampling, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._is_typical = sampling.typical_p < 1.0
+        samplers = _native_samplers(sampling)
+        self._is_empty = not samplers
+        self._chain: int = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        self._free = weakref.finalize(self, llama_cpp.llama_sampler_free, self._chain)
+        for sampler in samplers:
+            llama_cpp.llama_sampler_chain_add(self._chain, sampler)
+
+    def apply(self, row: Rows) -> tuple[TokenIds, Rows]:
+        """The candidates left of `row`, float32 (n_vocab,): ids, ascending, and their logits."""
+        ids = self._workspace.ids
+        if self._is_empty:
+            return ids, row
+        assert self._free.alive, "applied after close"
+        if self._is_typical:
+            ids = np.flatnonzero(row >= row.max() - np.float32(_TYPICAL_DEPTH)).astype(np.int32)
+            row = row[ids]
+        return self._workspace.truncate(self._chain, ids, row)
+
+    def close(self) -> None:
+        """Free the native chain; idempotent. Nothing may be applied afterwards."""
+        self._free()
+
+
+def _native_samplers(sampling: Sampling) -> list[int]:
+    """Addresses of the samplers that are active, in llama.cpp's order; each keeps one candidate at least."""
+    samplers: list[int] = []
+    if sampling.top_k > 0:
+        samplers.append(llama_cpp.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.typical_p < 1.0:
+        samplers.append(llama_cpp.llama_sampler_init_typical(sampling.typical_p, 1))
+    if sampling.top_p < 1.0:
+        samplers.append(llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1))
+    if sampling.min_p > 0.0:
+        samplers.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1))
+    return samplers
+
+
+class Xtc:
+    """Exclude top choices: now and then all tokens above a threshold but the least likely of them go.
+
+    Args:
+        sampling: `xtc_probability` and `xtc_threshold`; `can_act` tells whether they do anything.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._probability = sampling.xtc_probability
+        self._threshold = sampling.xtc_threshold
+
+    @staticmethod
+    def can_act(sampling: Sampling) -> bool:
+        """Whether the settings can ever exclude a token."""
+        return sampling.xtc_probability > 0.0 and sampling.xtc_threshold <= _XTC_MAX_THRESHOLD
+
+    def apply(self, ids: TokenIds, logits: Rows, u: float) -> tuple[TokenIds, Rows]:
+        """The candidates left; `u` in [0, 1) decides whether the exclusion happens this time."""
+        if u >= self._probability:
+            return ids, logits
+        chances = probabilities(logits, 1.0)
+        above = np.flatnonzero(chances >= self._threshold)
+        if len(above) < 2:  # noqa: PLR2004 - one token above the threshold is the one that stays
+            return ids, logits
+        by_chance = above[np.argsort(-chances[above], kind="stable")]
+        return np.delete(ids, by_chance[:-1]), np.delete(logits, by_chance[:-1])
+
+
+class Workspace:
+    """Buffers and tables that all generations of one model share.
+
+    The buffers are as large as the vocabulary; sharing them keeps a generation small and a draw free of large
+    allocations. They belong to the thread that draws; only `breakers` may be used from other threads.
+
+    Attributes:
+        num_vocab: tokens in the vocabulary.
+        ids: all of them, ascending; read only.
+        breakers: DRY sequence breakers found so far.
+    """
+
+    def __init__(self, num_vocab: int) -> None:
+        self.num_vocab = num_vocab
+        self.breakers = BreakerTable(num_vocab)
+        self.ids: TokenIds = np.arange(num_vocab, dtype=np.int32)
+        self._raw = np.empty(num_vocab, np.float32)
+        self._candidates = np.zeros(num_vocab, _CANDIDATE)
+        self._array = llama_cpp.llama_token_data_array()
+        self._data = ctypes.cast(self._candidates.ctypes.data, llama_cpp.llama_token_data_p)
+
+    def __repr__(self) -> str:
+        return f"Workspace(num_vocab={self.num_vocab})"
+
+    def keep_raw(self, row: Rows) -> Rows:
+        """A copy of `row`, valid until the next call."""
+        np.copyto(self._raw, row)
+        return self._raw
+
+    def truncate(self, chain: int, ids: TokenIds, logits: Rows) -> tuple[TokenIds, Rows]:
+        """Run a native sampler chain over candidates.
+
+        Args:
+            chain: address of a `llama_sampler`.
+            ids: token ids of the candidates, int32 (n,), ascending.
+            logits: their logits, float32 (n,).
+
+        Returns:
+            Ids, ascending, and logits of the candidates that are left, at least one; copies.
+        """
+        count = len(ids)
+        self._candidates["id"][:count] = ids
+        self._candidates["logit"][:count] = logits
+        array = self._array
+        array.data, array.size, array.selected, array.sorted = self._data, count, -1, False
+        llama_cpp.llama_sampler_apply(chain, ctypes.byref(array))
+        # Samplers may move `data` forward; none of ours does, and `size` is what they shorten.
+        left = self._candidates[: array.size]
+        left = left[np.argsort(left["id"])]
+        return left["id"], left["logit"]
+
+
+_NUM_FITTED = 100  # most likely tokens that v1 fits the Zipf exponent to
+_MIN_EPSILON = 1e-9
+_MAX_LOG2 = 1000.0  # 2 ** -mu stays a float
+
+
+class Mirostat:
+    """State of one choice.
+
+    Args:
+        sampling: version (1 or 2), target `tau` in bits, learning rate `eta`, temperature above 0.
+
+    Attributes:
+        mu: the bound of surprise in bits; all there is to save and restore.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._version = sampling.mirostat
+        self._tau = sampling.mirostat_tau
+        self._eta = sampling.mirostat_eta
+        self._temperature = sampling.temperature
+        self.mu = 2.0 * sampling.mirostat_tau
+
+    @staticmethod
+    def can_act(sampling: Sampling) -> bool:
+        """Whether the settings ask for it; a greedy draw has no surprise to steer."""
+        return sampling.mirostat != 0 and sampling.temperature > 0.0
+
+    def draw(self, row: Rows, u: float) -> int:
+        """Draw a token from `row`, float32 (n_vocab,), by `u` in [0, 1), and learn from its surprise."""
+        chances = probabilities(row, self._temperature)
+        kept = self._surprise_kept(chances) if self._version > 1 else self._zipf_kept(chances)
+        weights = chances[kept]
+        weights /= weights.sum()
+        choice = pick(weights, u)
+        surprise = -math.log2(weights[choice])
+        self.mu -= self._eta * (surprise - self._tau)
+        return int(kept[choice])
+
+    def _surprise_kept(self, chances: Probabilities) -> npt.NDArray[np.intp]:
+        bound = 2.0 ** -min(max(self.mu, -_MAX_LOG2), _MAX_LOG2)
+        kept = np.flatnonzero(chances >= bound)
+        return kept if len(kept) else largest(chances, 1)
+
+    def _zipf_kept(self, chances: Probabilities) -> npt.NDArray[np.intp]:
+        best = chances[largest(chances, _NUM_FITTED)]
+        count = zipf_count(best[best > 0.0], self.mu, len(chances))
+        return np.sort(largest(chances, count))
+
+
+def zipf_count(best: Probabilities, mu: float, num_vocab: int) -> int:
+    """How many tokens to keep so that the expected surprise is `mu` bits, by a fitted Zipf law.
+
+    k = (eps * 2**mu / (1 - N**-eps)) ** (1 / s) with eps = s - 1 (equation 30 of the paper), in logarithms.
+
+    Args:
+        best: the largest probabilities, descending, all above 0.
+        mu: bound of surprise in bits.
+        num_vocab: N.
+    """
+    if len(best) < 2:  # noqa: PLR2004 - a slope needs two points
+        return 1
+    ranks = np.arange(1, len(best) + 1)
+    steps = np.diff(np.log(ranks))
+    exponent = float(steps @ -np.diff(np.log(best)) / (steps @ steps))
+    epsilon = exponent - 1.0
+    if abs(epsilon) < _MIN_EPSILON:
+        ratio = 1.0 / math.log(num_vocab)  # the limit of eps / (1 - N**-eps)
+    else:
+        ratio = epsilon / (1.0 - num_vocab**-epsilon)
+    log_base = math.log(ratio) + mu * math.log(2.0)
+    most = math.log(num_vocab)
+    if log_base >= exponent * most:
+        return num_vocab
+    return max(1, int(math.exp(log_base / exponent))) if exponent > 0.0 else 1

@@ -1,13 +1,21 @@
-"""The queue of a model: which sequence is next (SPEC Q2, Q5, Q6, Q11).
+"""The queue of a model: which sequence is next, which may not run, and which has waited too long.
 
-Pure order over sequences without a slot. Parked sequences stand before newcomers of their class, so that
-cells freed for them are not taken by a later arrival. Paused ones are not queued.
+Pure order over sequences without a slot (SPEC Q2, Q5, Q6, Q11). Parked sequences stand before newcomers of
+their class, so that cells freed for them are not taken by a later arrival. Paused ones are not queued.
+
+`Throttle` says what may not run for now, for want of memory or because the machine is hot (SPEC M4, M6): the
+scheduler parks what it holds back at the next step and admits none of it.
+
+`Aging` keeps background work from starving (SPEC Q7). A background sequence that has had no step for
+`patience_s` is owed a token. While any is owed one, one step in ten is for the one that has waited longest,
+until its token is drawn: a long prompt takes several such steps before the next one has its turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from stoker.ipc.request import Priority, check_queue
 from stoker.kv.sequence import Sequence, SequenceState
@@ -64,3 +72,72 @@ class RequestQueue:
     def remove(self, sequence: Sequence) -> None:
         """Leave the queue."""
         self._sequences.remove(sequence)
+
+
+ONE_STEP_IN = 10
+
+
+class Aging:
+    """Counts steps since the last one that was owed.
+
+    Attributes:
+        num_steps_total: steps that were given because they were owed.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.num_steps_total = 0
+        self._steps_since = ONE_STEP_IN
+
+    def __repr__(self) -> str:
+        return f"<Aging {self.patience_s:g} s, {self._steps_since} steps since the last turn>"
+
+    def is_owed(self, sequence: Sequence, now: float) -> bool:
+        """Whether it has waited for `patience_s`, or did so and has not had its token yet."""
+        has_waited = now - sequence.last_step_s >= self.patience_s
+        return sequence.is_background and not sequence.is_held and (sequence.is_owed or has_waited)
+
+    def next_owed(self, sequences: Iterable[Sequence], now: float) -> Sequence | None:
+        """The sequence that the next step is owed to, if one is due; notes which are owed one from now on."""
+        waiting = [sequence for sequence in sequences if self.is_owed(sequence, now)]
+        for sequence in waiting:
+            if sequence.owed_since_s is None:
+                sequence.owed_since_s = sequence.last_step_s
+        return min(waiting, key=_order, default=None) if self._steps_since >= ONE_STEP_IN else None
+
+    def stepped(self, favoured: Sequence | None) -> None:
+        """Count a step; `favoured` is the sequence that it was owed to."""
+        self._steps_since = 1 if favoured is not None else self._steps_since + 1
+        self.num_steps_total += favoured is not None
+
+
+def _order(sequence: Sequence) -> tuple[float, float, int]:
+    assert sequence.owed_since_s is not None, f"{sequence!r} is owed nothing"
+    return sequence.owed_since_s, sequence.arrival_s, sequence.key.index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throttle:
+    """How schedulers are held back; as made: not at all.
+
+    Attributes:
+        holds_background: background does not run.
+        holds_all: nothing runs.
+        is_lowered: newcomers find half the slots and half the cells; those that run are not touched.
+        keeps_nothing: cells of what has ended are not kept.
+        reason: why, for the history of parked sequences.
+    """
+
+    holds_background: bool = False
+    holds_all: bool = False
+    is_lowered: bool = False
+    keeps_nothing: bool = False
+    reason: str = ""
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether this one may not run now."""
+        return self.holds_all or (self.holds_background and sequence.is_background)
+
+    def lowered(self, number: int) -> int:
+        """How many of so many slots or cells a newcomer may find in use, itself included."""
+        return max(1, number // 2) if self.is_lowered else number

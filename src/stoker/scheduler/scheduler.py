@@ -16,19 +16,16 @@ from itertools import islice
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.allocator import KVAllocator
+from stoker.kv.cells import SchedulerLimits
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
-from stoker.kv.limits import SchedulerLimits
 from stoker.kv.ops import Parking, Schedule
 from stoker.kv.prefix_wait import PrefixWait
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
-from stoker.scheduler.aging import Aging
 from stoker.scheduler.budget import StepBudget
-from stoker.scheduler.cost import StepCost
-from stoker.scheduler.eta import EtaEstimator
+from stoker.scheduler.cost import EtaEstimator, StepCost
 from stoker.scheduler.plan import Planner, StepPlan
-from stoker.scheduler.queue import RequestQueue
-from stoker.scheduler.throttle import Throttle
+from stoker.scheduler.queue import Aging, RequestQueue, Throttle
 
 
 class Scheduler:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.candidates import ScoringPass, ToScore
     from stoker.engine.jobs.preparations import Preparation
     from stoker.engine.runners.runner import ModelRunner
-    from stoker.scheduler.throttle import Throttle
+    from stoker.scheduler.queue import Throttle
 
 
 class JobQueue(Protocol):

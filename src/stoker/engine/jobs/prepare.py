@@ -37,7 +37,7 @@ from stoker.kv.context_shift import note_dropped, replayed
 from stoker.kv.sequence import ImageSpan, Sequence, SequenceKey
 from stoker.models.states.file import parse_state
 from stoker.sampling.generation import Generation
-from stoker.sampling.truncation import Workspace
+from stoker.sampling.sampler import Workspace
 
 
 @dataclass(frozen=True, slots=True)

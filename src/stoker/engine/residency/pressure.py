@@ -16,7 +16,7 @@ from stoker.machine import malloc
 from stoker.machine.ladder import Ladder, Rung
 from stoker.machine.pressure import Pressure, PressureMeter, PressureReading, fullest
 from stoker.machine.thermal import Heat, HeatReading
-from stoker.scheduler.throttle import Throttle
+from stoker.scheduler.queue import Throttle
 
 if TYPE_CHECKING:
     from stoker.cache.store import PrefixStore

@@ -30,7 +30,7 @@ from stoker.ipc.model import Policy, Pooling
 from stoker.ipc.request import FinishReason, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.sampling.logprobs import Likelihoods
-from stoker.sampling.truncation import Workspace
+from stoker.sampling.sampler import Workspace
 from stoker.scheduler.budget import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 from stoker.scheduler.cost import StepCost
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
     from stoker.kv.sequence import Sequence
+    from stoker.scheduler.queue import Throttle
     from stoker.scheduler.scheduler import Scheduler
-    from stoker.scheduler.throttle import Throttle
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.aging import Aging
-from stoker.scheduler.queue import RequestQueue
-from stoker.scheduler.throttle import Throttle
+from stoker.scheduler.queue import Aging, RequestQueue, Throttle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

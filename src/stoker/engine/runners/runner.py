@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
     from stoker.ipc.status import SlotStatus
-    from stoker.scheduler.throttle import Throttle
+    from stoker.scheduler.queue import Throttle
 
 
 @dataclass(frozen=True, slots=True)

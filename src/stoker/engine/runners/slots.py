@@ -25,9 +25,9 @@ from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.events import Parked
 from stoker.ipc.model import ModelClass
 from stoker.ipc.request import FinishReason
-from stoker.kv.limits import SchedulerLimits
+from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import ParkForm, SequenceState
-from stoker.sampling.truncation import Workspace
+from stoker.sampling.sampler import Workspace
 from stoker.scheduler.scheduler import Scheduler
 from stoker.speculation.speculator import Speculator
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from stoker.ipc.status import SlotStatus
     from stoker.kv.ops import Parking, Schedule
     from stoker.kv.sequence import Sequence
-    from stoker.scheduler.throttle import Throttle
+    from stoker.scheduler.queue import Throttle
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.slots import SlotRunner
-from stoker.scheduler.aging import ONE_STEP_IN
-from stoker.scheduler.throttle import Throttle
+from stoker.scheduler.queue import ONE_STEP_IN, Throttle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
