@@ -37,8 +37,7 @@ from bench.prompts import random_prompt
 from bench.results import Comparison, Figure, Report
 from bench.target import Target
 from bench.workloads.workload import Better, Metric, Outcome, Workload, require_tokens, trace_of, wall_s
-from stoker.cache.keys import key_of
-from stoker.cache.radix import RadixTree
+from stoker.cache.radix import RadixTree, key_of
 from stoker.ipc.request import Priority
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import numpy as np
 from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import PrefixCache
-from stoker.engine.runners.apply_ops import carry_out
+from stoker.engine.runners.steps import carry_out
 from stoker.ipc.request import FinishReason
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import Sequence, SequenceKey

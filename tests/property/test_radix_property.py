@@ -4,8 +4,7 @@ from random import Random
 
 import pytest
 
-from stoker.cache.keys import key_of, num_tokens
-from stoker.cache.radix import MAX_VALUES, RadixTree
+from stoker.cache.radix import MAX_VALUES, RadixTree, key_of, num_tokens
 
 ALPHABETS = (
     [1, 2],

@@ -16,8 +16,8 @@ from stoker.backends.protocol.backend import PLAIN, BatchPlan, Conditioning, Pla
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
-from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.slots import SlotRunner
+from stoker.engine.runners.steps import carry_out
 from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import Delta, Finished

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grouping import OpensGroups
-from stoker.chat.continuation import continuation_of
-from stoker.chat.conversation import NO_TOOLS, prepared_turn
+from stoker.chat.conversation import NO_TOOLS, continuation_of, prepared_turn
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.store.file import KeptRequest
 from stoker.errors import ModelNotFoundError, RequestNotFoundError

@@ -17,8 +17,8 @@ from stoker.server import app
 from stoker.server.fields import GenerationFields
 from stoker.server.inbound import bodies as incoming
 from stoker.server.inbound import body
+from stoker.server.inbound.bodies import MAX_VALUES
 from stoker.server.inbound.body import MAX_ITEMS, MAX_KEYS, MAX_TOKEN_IDS, VALUES_WITH_TOKENS
-from stoker.server.inbound.json_bounds import MAX_VALUES
 
 POSTS = {
     "/v1/chat/completions": "messages",

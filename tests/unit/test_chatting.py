@@ -15,7 +15,7 @@ from planning import planned_chat
 from stoker import Runtime
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
-from stoker.chat.tools.formats import HERMES
+from stoker.chat.tools.tools import HERMES
 from stoker.client.requests.stream import TextDelta, ToolCall
 from stoker.client.requests.table import RequestTable
 from stoker.client.store.file import KeptFile, KeptFolder

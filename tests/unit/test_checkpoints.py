@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from test_single_flight import STEM, Machine
 
-from stoker.cache.keys import key_of
+from stoker.cache.radix import key_of
 from stoker.ipc.model import CacheMode
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import CacheSource

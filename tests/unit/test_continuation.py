@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from stoker.chat.answer import AnswerForm
-from stoker.chat.continuation import continuation_of
-from stoker.chat.conversation import prepared_turn
+from stoker.chat.conversation import continuation_of, prepared_turn
 from stoker.chat.template import ChatTemplate
 from stoker.errors import InvalidRequestError
 

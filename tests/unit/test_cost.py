@@ -5,9 +5,8 @@ import pytest
 from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
-from stoker.scheduler.budget import MIN_SLICE_S, SliceBudget, StepBudget
 from stoker.scheduler.cost import EtaEstimator, StepCost, waits_s
-from stoker.scheduler.plan import Planner
+from stoker.scheduler.plan import MIN_SLICE_S, Planner, SliceBudget, StepBudget
 
 
 def taught(times=None):

@@ -16,7 +16,7 @@ from stoker.cache.disk import files as disk
 from stoker.cache.disk import prefix_file
 from stoker.cache.disk.files import ABANDONED_S, PrefixFolder
 from stoker.cache.disk.prefix_file import NewPrefix
-from stoker.cache.keys import key_of
+from stoker.cache.radix import key_of
 from stoker.errors import CacheFileError, MachineSetupError
 
 SPACE = bytes(range(32))

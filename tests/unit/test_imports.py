@@ -78,7 +78,6 @@ PURE = (
     "cache.index",
     "cache.radix",
     "cache.entry",
-    "cache.keys",
     "cache.eviction",
     "cache.disk.tier",
     "speculation",

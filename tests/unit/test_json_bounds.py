@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.errors import InvalidRequestError, RequestTooLargeError
-from stoker.server.inbound import json_bounds
-from stoker.server.inbound.json_bounds import (
+from stoker.server.inbound import bodies
+from stoker.server.inbound.bodies import (
     MAX_DEPTH,
     MAX_ESCAPES,
     MAX_LAYOUT_BYTES,
@@ -39,7 +39,7 @@ def num_values(value):
     return 1 + sum(num_values(each) for each in inner)
 
 
-def took(body, cuts=(), max_values=json_bounds.MAX_VALUES):
+def took(body, cuts=(), max_values=bodies.MAX_VALUES):
     """The bounds after a body that comes in parts, and what is to be decoded of it."""
     bounds, places = JsonBounds(max_values), [0, *sorted(cuts), len(body)]
     return bounds, b"".join(bounds.take(body[at:end]) for at, end in pairwise(places))

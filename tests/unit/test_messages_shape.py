@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stoker.chat.answer import AnswerForm
 from stoker.chat.reasoning import THINK
-from stoker.chat.tools.formats import HERMES
+from stoker.chat.tools.tools import HERMES
 from stoker.errors import InvalidRequestError, NotReadyError, QueueFullError, UnsupportedError
 from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress
 from stoker.ipc.request import FinishReason

@@ -8,7 +8,7 @@ from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.fake.history import SEED, tensors_of
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
-from stoker.engine.runners import apply_ops as orders
+from stoker.engine.runners import steps as orders
 from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.allocator import KVAllocator
 from stoker.kv.cells import SchedulerLimits

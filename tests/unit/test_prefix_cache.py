@@ -8,8 +8,8 @@ import pytest
 
 from stoker.cache.disk.tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
 from stoker.cache.entry import Entry, EntryState, Line
-from stoker.cache.keys import Namespace, image_ids, key_of
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
+from stoker.cache.radix import Namespace, image_ids, key_of
 from stoker.machine.ledger import Ledger
 
 SPACE, OTHER = b"a" * 32, b"b" * 32

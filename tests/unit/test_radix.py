@@ -2,8 +2,7 @@
 
 import pytest
 
-from stoker.cache.keys import key_of
-from stoker.cache.radix import MAX_VALUES, PrefixMatch, RadixTree
+from stoker.cache.radix import MAX_VALUES, PrefixMatch, RadixTree, key_of
 
 
 def _tree(*prefixes):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stoker.cache.keys import common_prefix
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.cache.radix import common_prefix
 from stoker.errors import QueueFullError
 from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason, Priority
@@ -11,9 +11,8 @@ from stoker.kv.cells import SchedulerLimits
 from stoker.kv.ops import Drop, Fork, Trim
 from stoker.kv.sequence import IllegalMoveError, ParkForm, Sequence, SequenceKey, SequenceState
 from stoker.machine.ledger import Ledger
-from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import StepCost
-from stoker.scheduler.plan import Planner, fair_shares
+from stoker.scheduler.plan import Planner, StepBudget, fair_shares
 from stoker.scheduler.queue import insert_position
 from stoker.scheduler.scheduler import Scheduler
 

@@ -8,8 +8,8 @@ import stepping
 from stepping import alone
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.cache.disk.tier import Read, Write
-from stoker.cache.keys import key_of
 from stoker.cache.prefix_cache import CacheLimits
+from stoker.cache.radix import key_of
 from stoker.errors import InvalidRequestError
 from stoker.ipc.model import CacheMode
 from stoker.ipc.request import FinishReason, Priority

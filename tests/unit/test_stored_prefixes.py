@@ -19,8 +19,8 @@ from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.disk.files import FOLDER_NAME, SUFFIX, PrefixFolder
 from stoker.cache.disk.tier import DiskFound, Remove
 from stoker.cache.entry import Entry
-from stoker.cache.keys import key_of
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits
+from stoker.cache.radix import key_of
 from stoker.cache.store import PrefixStore
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from stoker.chat.conversation import Conversation, Layout
-from stoker.chat.sandbox import MAX_TEMPLATE_CHARS
-from stoker.chat.template import ChatTemplate
+from stoker.chat.template import MAX_TEMPLATE_CHARS, ChatTemplate
 from stoker.client.worker.jobs import RenderChat
 from stoker.client.worker.pool import Bounds, WorkerPool
 from stoker.errors import InvalidRequestError, UnsupportedError, WorkLimitError

@@ -21,7 +21,7 @@ from stoker.chat.answer_events import (
 from stoker.chat.json_scan import MAX_DEPTH
 from stoker.chat.reasoning import THINK
 from stoker.chat.tools.calls import ToolCallParser, call_id
-from stoker.chat.tools.formats import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolSyntax
+from stoker.chat.tools.tools import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolSyntax
 
 F = '{"name": "f", "arguments": {"a": 1}}'
 

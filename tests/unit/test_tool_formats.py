@@ -12,20 +12,25 @@ from stoker.chat.conversation import NO_TOOLS, ToolOffer, prepared_turn
 from stoker.chat.template import CHATML, ChatTemplate
 from stoker.chat.tools.calls import ToolCallParser
 from stoker.chat.tools.constraints import forced_calls
-from stoker.chat.tools.formats import GENERIC, HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, tool_syntax_of
 from stoker.chat.tools.history import template_input
 from stoker.chat.tools.tools import (
+    GENERIC,
+    HERMES,
+    LLAMA3,
     MAX_NAME_CHARS,
     MAX_SCHEMA_CHARS,
     MAX_SCHEMA_DEPTH,
     MAX_SCHEMAS_CHARS,
     MAX_TOOLS,
+    MISTRAL,
+    MISTRAL_ARGS,
     ChoiceMode,
     LeftOut,
     Tool,
     ToolChoice,
     checked_choice,
     checked_toolset,
+    tool_syntax_of,
 )
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.tasks.chat import offer_of, offer_of_functions

@@ -13,8 +13,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from stoker.cache.eviction import Candidate
-from stoker.cache.keys import num_tokens
-from stoker.cache.radix import RadixTree
+from stoker.cache.radix import RadixTree, num_tokens
 
 Snapshot: TypeAlias = bytes | bytearray | memoryview
 

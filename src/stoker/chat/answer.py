@@ -21,7 +21,7 @@ from stoker.chat.answer_events import (
 )
 from stoker.chat.reasoning import ReasoningSplitter, ReasoningTags
 from stoker.chat.tools.calls import ToolCallParser
-from stoker.chat.tools.formats import ToolSyntax
+from stoker.chat.tools.tools import ToolSyntax
 
 
 @dataclass(frozen=True, slots=True)

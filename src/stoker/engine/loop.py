@@ -31,8 +31,8 @@ from stoker.engine.inbox import (
 )
 from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.table import JobTable
+from stoker.engine.residency.catalogue import Placement
 from stoker.engine.residency.pending import PendingRequests
-from stoker.engine.residency.placement import Placement
 from stoker.engine.residency.pressure import PressureHandler
 from stoker.engine.residency.residency import Residency
 from stoker.engine.residency.workers import Workers

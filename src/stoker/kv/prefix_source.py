@@ -7,8 +7,8 @@ for it or put into its slot. Which entries there are and which are evicted is th
 from __future__ import annotations
 
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryState, Hit
-from stoker.cache.keys import key_of
 from stoker.cache.prefix_cache import PrefixCache
+from stoker.cache.radix import key_of
 from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.checkpoints import Checkpoints

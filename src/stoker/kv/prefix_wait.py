@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stoker.cache.entry import MIN_TOKENS
-from stoker.cache.keys import common_prefix
+from stoker.cache.radix import common_prefix
 from stoker.kv.allocator import KVAllocator
 from stoker.kv.sequence import ParkForm, PrefixFollow, Sequence, SequenceState
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryState
-from stoker.cache.keys import common_prefix
+from stoker.cache.radix import common_prefix
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import ParkForm, Sequence
 

@@ -22,9 +22,8 @@ from stoker.kv.ops import Parking, Schedule
 from stoker.kv.prefix_wait import PrefixWait
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
-from stoker.scheduler.budget import StepBudget
 from stoker.scheduler.cost import EtaEstimator, StepCost
-from stoker.scheduler.plan import Planner, StepPlan
+from stoker.scheduler.plan import Planner, StepBudget, StepPlan
 from stoker.scheduler.queue import Aging, RequestQueue, Throttle
 
 

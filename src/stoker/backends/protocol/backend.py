@@ -255,7 +255,7 @@ class Backend(Protocol):
     def launch(self, plan: BatchPlan) -> InFlight:
         """Begin one forward pass; it may be over when this returns (`Capabilities.is_async` is false).
 
-        Tokens of an item at an image's place are the numbers that stand for it (`cache.keys.picture_ids`);
+        Tokens of an item at an image's place are the numbers that stand for it (`cache.radix.image_ids`);
         an item is all of one image or all of tokens, and embeddings are computed in the tokens' place.
 
         Raises:

@@ -1,7 +1,7 @@
 """One file of the disk tier: its layout, and what is checked before it is used (SPEC C9).
 
 Numbers are little-endian. A fixed head, then the model's fingerprint and its path as text, then the token
-ids (`cache.keys`), then the state as the native library gave it out:
+ids (`cache.radix`), then the state as the native library gave it out:
 
     magic 8, byte-order mark 4, version 2, flags 2, size of head and texts 4, namespace 32,
     length of fingerprint 2, length of path 2, number of tokens 4, size of state 8, SHA-256 of state 32,
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from stoker.cache.keys import DIGEST_BYTES, TOKEN_BYTES, num_tokens
+from stoker.cache.radix import DIGEST_BYTES, TOKEN_BYTES, num_tokens
 
 MAGIC = b"STKPREFX"
 VERSION = 1

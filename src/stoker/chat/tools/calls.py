@@ -23,7 +23,7 @@ from stoker.chat.answer_events import (
 )
 from stoker.chat.json_scan import WHITE, Step
 from stoker.chat.tools.call_text import CallObject, CallText, MarkedCall
-from stoker.chat.tools.formats import ToolSyntax
+from stoker.chat.tools.tools import ToolSyntax
 
 _ID_DIGITS = 24
 _FENCE, _FENCE_END = "```json", "```"  # what many models write in place of their own tags

@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.chat.tools.formats import ToolSyntax
-from stoker.chat.tools.tools import ChoiceMode, Tool, ToolChoice
+from stoker.chat.tools.tools import ChoiceMode, Tool, ToolChoice, ToolSyntax
 from stoker.errors import InvalidRequestError
 
 MAX_FORCED_CALLS = 8  # a small model that is not made to stop would call until max_tokens cuts it short

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.chat.template import text_of
-from stoker.chat.tools.formats import LLAMA3, MISTRAL, MISTRAL_ARGS, ToolSyntax
-from stoker.chat.tools.tools import Tool
+from stoker.chat.tools.tools import LLAMA3, MISTRAL, MISTRAL_ARGS, Tool, ToolSyntax
 from stoker.errors import InvalidRequestError
 
 MAX_CALLS = 128

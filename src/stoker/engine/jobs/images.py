@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from stoker.cache.keys import image_ids, key_of
+from stoker.cache.radix import image_ids, key_of
 from stoker.engine.jobs.sources import text_tokens
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.request import IMAGE_MARKER

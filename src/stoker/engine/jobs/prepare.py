@@ -15,7 +15,7 @@ import msgspec
 from stoker.backends.protocol.backend import Conditioning, Vocabulary
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.backends.protocol.vision import Vision
-from stoker.cache.keys import DIGEST_BYTES, Namespace
+from stoker.cache.radix import DIGEST_BYTES, Namespace
 from stoker.engine.jobs.candidates import ToScore, candidates_of, check_candidates
 from stoker.engine.jobs.images import pictured_prompt
 from stoker.engine.jobs.job import Job, JobChoice

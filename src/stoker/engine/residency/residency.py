@@ -12,9 +12,8 @@ import math
 from typing import TYPE_CHECKING
 
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
-from stoker.engine.residency.catalogue import Catalogue, ServedModel, Swaps
+from stoker.engine.residency.catalogue import Catalogue, MemoryShare, Placement, ServedModel, Swaps
 from stoker.engine.residency.loading import Load
-from stoker.engine.residency.placement import MemoryShare, Placement
 from stoker.engine.runners import status as report
 from stoker.errors import ModelInUseError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel

@@ -16,10 +16,10 @@ import numpy as np
 
 from stoker.backends.protocol.backend import Placed
 from stoker.cache.entry import Entry, EntryState
-from stoker.cache.keys import Namespace, num_tokens
+from stoker.cache.radix import Namespace, num_tokens
 from stoker.errors import StepFailedError, StokerError
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.budget import SliceBudget
+from stoker.scheduler.plan import SliceBudget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

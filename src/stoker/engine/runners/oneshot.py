@@ -31,8 +31,8 @@ from stoker.ipc.request import FinishReason, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.sampling.logprobs import Likelihoods
 from stoker.sampling.sampler import Workspace
-from stoker.scheduler.budget import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 from stoker.scheduler.cost import StepCost
+from stoker.scheduler.plan import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Several

@@ -10,12 +10,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from stoker.engine.jobs.prepare import PrepContext
-from stoker.engine.runners.apply_ops import carry_out
 from stoker.engine.runners.image_encoder import ImageEncoder
 from stoker.engine.runners.oneshot import ChoiceSteps
 from stoker.engine.runners.runner import Contender
 from stoker.engine.runners.status import slot_status
-from stoker.engine.runners.steps import StepRunner
+from stoker.engine.runners.steps import StepRunner, carry_out
 from stoker.errors import (
     SchedulerStalledError,
     StokerError,

@@ -1,9 +1,12 @@
 """The steps of one model: launches each, waits for its rows, and delivers what the rows became.
 
-Owns the step in flight. Where a backend computes inside `launch` a step is over when `run` returns. Where the
-device computes meanwhile, `run` only launches; `deliver` then digests the step before, and `finish`, at the
-beginning of the next turn, waits for the rows and draws from them. One step is in flight at a time:
+Owns the step in flight. Where a backend computes inside `launch` a step is over when `run` returns. Where
+the device computes meanwhile, `run` only launches; `deliver` then digests the step before, and `finish`, at
+the beginning of the next turn, waits for the rows and draws from them. One step is in flight at a time:
 whatever else touches the backend or the sequences calls `settle` first, other native work `StepTimer.begin`.
+
+`carry_out` applies the scheduler's KV ops to the backend, and reports to the allocator how exports and
+imports ended.
 """
 
 from __future__ import annotations
@@ -12,22 +15,117 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.engine.runners.apply_ops import carry_out
+from stoker.cache.entry import EntryState
 from stoker.engine.runners.postprocess import Postprocess
-from stoker.errors import ContextLengthError, PoolFullError, StepFailedError
+from stoker.errors import ContextLengthError, InvalidRequestError, PoolFullError, StepFailedError, StokerError
+from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Trim
 from stoker.scheduler.plan import StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from stoker.backends.protocol.backend import Backend, InFlight, Rows
+    from stoker.cache.entry import Entry
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.threads.timer import Runner, StepTimer
+    from stoker.kv.allocator import KVAllocator
     from stoker.kv.ops import Schedule
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.plan import Planned
     from stoker.scheduler.scheduler import Scheduler
     from stoker.speculation.speculator import Speculator
+
+
+def carry_out(
+    ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator
+) -> list[tuple[Sequence, StokerError]]:
+    """Apply ops in op. A snapshot that cannot be had costs its sequence time, not its tokens.
+
+    Returns:
+        Sequences whose initial state the backend did not take; the caller ends them.
+    """
+    failed: list[tuple[Sequence, StokerError]] = []
+    for op in ops:
+        match op:
+            case Fork(src, dst, length):
+                backend.fork(src, dst, length)
+            case Trim(seq, length):
+                backend.trim(seq, length)
+            case Drop(seq):
+                backend.drop(seq)
+            case Export():
+                _export(op, backend, allocator)
+            case Import():
+                failed += _import(op, backend, allocator)
+            case Begin(seq, sequence):
+                failed += _begin(seq, sequence, backend)
+    return failed
+
+
+def _export(op: Export, backend: Backend, allocator: KVAllocator) -> None:
+    entry = op.entry
+    if entry.state is EntryState.RAM:
+        return  # another op of this turn has brought it
+    states = backend.extensions.states
+    if states is None or entry.state is not EntryState.PENDING:  # another op of this turn has failed
+        allocator.not_exported(entry, op.sequence)
+        return
+    try:
+        data = states.export_state(op.seq)
+    except (StokerError, MemoryError) as error:
+        log.warning("no snapshot of %d tokens, they will be computed again: %s", entry.num_tokens, error)
+        allocator.not_exported(entry, op.sequence)
+    else:
+        allocator.exported(entry, data)
+
+
+def _import(op: Import, backend: Backend, allocator: KVAllocator) -> list[tuple[Sequence, StokerError]]:
+    entry, sequence = op.entry, op.sequence
+    if not sequence.is_importing:
+        return []  # it ended in the turn that admitted it
+    if entry.data is None:  # its export has failed in this very turn
+        return _start_anew(op, backend, allocator)
+    states = backend.extensions.states
+    assert states is not None, f"{backend!r} has exported nothing"
+    try:
+        states.import_state(op.seq, entry.data)
+        _check_length(backend.length(op.seq), entry)
+        if op.length < entry.num_tokens:
+            backend.trim(op.seq, op.length)
+    except (StokerError, MemoryError) as error:
+        log.warning("the state of %r was not taken, its tokens are computed again: %s", sequence, error)
+        failed = _start_anew(op, backend, allocator)
+        if isinstance(error, InvalidRequestError):
+            allocator.cache.damaged(entry)
+        return failed
+    allocator.imported(sequence)
+    return []
+
+
+def _check_length(length: int, entry: Entry) -> None:
+    if length != entry.num_tokens:
+        raise InvalidRequestError(f"a state of {length} tokens was kept as one of {entry.num_tokens}")
+
+
+def _start_anew(op: Import, backend: Backend, allocator: KVAllocator) -> list[tuple[Sequence, StokerError]]:
+    """The state could not be had: the sequence begins with its first token, here if it still runs here."""
+    sequence = op.sequence
+    backend.drop(op.seq)
+    allocator.lost(sequence)
+    if sequence.slot == op.seq and sequence.initial_state is not None:
+        return _begin(op.seq, sequence, backend)
+    return []
+
+
+def _begin(seq: int, sequence: Sequence, backend: Backend) -> list[tuple[Sequence, StokerError]]:
+    recurrent = backend.extensions.recurrent
+    assert recurrent is not None, f"{sequence!r} begins from a state that {backend!r} has not"
+    try:
+        recurrent.write_state(seq, sequence.initial_state or [])
+    except StokerError as error:
+        return [(sequence, error)]
+    return []
+
 
 log = logging.getLogger(__name__)
 

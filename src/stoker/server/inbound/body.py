@@ -1,7 +1,7 @@
 """Request bodies: bytes to a validated pydantic model, and what OpenAPI says of them.
 
 Any content type is read as JSON (`curl -d` declares a form); pages of other origins are kept out by `gate`.
-What decoding may cost is bounded before (`json_bounds`); how much validation may cost is bounded here, by a
+What decoding may cost is bounded before (`bodies`); how much validation may cost is bounded here, by a
 length for every list and object, and by ending at the first error.
 """
 
@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 
 from stoker.errors import InvalidRequestError
 from stoker.server.errors import invalid_body
-from stoker.server.inbound.json_bounds import MAX_VALUES, JsonBounds
+from stoker.server.inbound.bodies import MAX_VALUES, JsonBounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
