@@ -396,7 +396,7 @@ class Runtime:
         """End a live request; its stream finishes with `cancelled`.
 
         The id of a call of several (`embed`, `rerank`, `choose`, `read`, `states`) ends all of it: the call
-        raises RequestCancelledError.
+        raises RequestCancelledError (`read`: ReadingError, with what there is of the answer).
 
         Raises:
             RequestNotFoundError: no live request or call has that id.

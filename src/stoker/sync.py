@@ -42,7 +42,7 @@ class _Loop:
     def start(self) -> None:
         """Start the thread."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="stoker-front", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stoker-runtime", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -10,10 +10,10 @@ import json
 import sys
 from pathlib import Path
 
+from stoker.backends.llama import seq2seq
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import device_names, label, start
 from stoker.backends.llama.oneshot import encoder
-from stoker.backends.llama.seq2seq import seq2seq
 from stoker.backends.llama.smoke.smoke import verdict_of
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.ipc.model import ModelClass, ModelSpec

@@ -1,9 +1,6 @@
 """What the engine does about a shortage of memory, rung by rung, and that it ends."""
 
-from dataclasses import replace
-
 from memory_stand_in import MIB, Clock, Gate
-from stoker.engine.inbox import Measured
 from stoker.ipc.events import Delta, Failed, Finished, Parked, PressureMoved, RungTaken
 from stoker.ipc.request import Priority
 from stoker.machine import malloc
@@ -46,23 +43,6 @@ def test_a_warning_costs_nobody_a_place(make, clock):
     machine.run("r", "b")
     assert machine.of(Parked) == []
     assert machine.status().memory.rungs == list(LADDER[:3])
-
-
-def test_what_our_own_models_hold_of_a_device_is_no_pressure_what_others_take_is(make):
-    """SPEC M3: their pools are taken whole at the load, and need no more later."""
-    machine = make()
-    machine.have("a", order=ORDER)
-    own = sum(machine.runner("a").backend.memory().values())
-    assert own >= 100 * MIB
-    for total, others, expected in (
-        (own + own // 9, own // 10, []),
-        (10 * own, 8 * own, [("warning", "device")]),
-    ):
-        free = total - own - others
-        sample = replace(machine.sample(), device_free_bytes=free, device_total_bytes=total)
-        machine.inbox.put(Measured(sample))
-        machine.turn()
-        assert [(event.level, event.source) for event in machine.of(PressureMoved)] == expected
 
 
 def test_an_event_of_the_system_counts_as_critical_and_alone_parks_nobody(make, clock):

@@ -270,3 +270,22 @@ async def test_a_request_that_comes_after_the_cancel_of_its_call_is_refused() ->
         with pytest.raises(RequestCancelledError, match="mine"):
             requests.submit(RequestRecord("mine-0", asked, 0.0, group=group))
     assert len(table) == 0
+
+
+async def test_an_id_may_be_used_again_as_soon_as_its_call_has_ended() -> None:
+    """SPEC I4: requests of the call before that the engine still has do not block it."""
+    async with running("fake:encoder=1,step_delay_s=0.2") as runtime:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await runtime.embed(TEXTS[:20], request_id="mine")
+        found = await runtime.embed(TEXTS[:2], request_id="mine")
+        assert len(found.vectors) == 2
+
+
+async def test_counters_may_be_read_from_another_thread() -> None:
+    """SPEC O1: `stoker.sync` reads them in the caller's thread while requests come and go."""
+    async with running(ENCODER) as runtime:
+        work = asyncio.ensure_future(runtime.embed(TEXTS))
+        while not work.done():
+            await asyncio.to_thread(runtime.stats)
+        await work

@@ -37,9 +37,13 @@ class HeldDevices:
 
     Args:
         folder: of the lock files.
+
+    Attributes:
+        own_bytes: what the engine's models hold of accelerators; None: a model is half loaded or half freed.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.own_bytes: int | None = 0
         self._folder = folder
         self._devices: tuple[Device, ...] = ()
         self._leases: list[DeviceLease] = []
@@ -65,9 +69,17 @@ class HeldDevices:
         self._devices = (*self._devices, *fresh)
 
     def memory(self) -> tuple[int, int] | None:
-        """Free and total bytes of the fullest accelerator; None: none says."""
+        """Free and total bytes of the accelerators together; None: none says, or a model is on its way.
+
+        What the engine's own models hold counts as free: they take it at their load and need no more later.
+        So only what other processes take is pressure (SPEC M3).
+        """
+        own_bytes = self.own_bytes
         found = [memory for device in self._devices if (memory := device.memory()) and memory[1] > 0]
-        return min(found, key=lambda memory: memory[0] / memory[1], default=None)
+        if own_bytes is None or not found:
+            return None
+        total = sum(memory[1] for memory in found)
+        return min(total, sum(memory[0] for memory in found) + own_bytes), total
 
     def close(self) -> None:
         """Let others have them; idempotent."""

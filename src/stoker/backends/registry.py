@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class OpenModels:
 
     def __init__(self) -> None:
         self._known: dict[str, ModelReader] = {}
+        self._lock = Lock()  # one thread sizes models, another loads them
 
     def __repr__(self) -> str:
         return f"<OpenModels {len(self._known)}>"
@@ -76,10 +78,11 @@ class OpenModels:
         """
         fresh = open_model(path)
         mark = fresh.fingerprint  # before anything else of it is read
-        known = self._known.pop(path, fresh)
-        if known.fingerprint != mark:
-            known = fresh
-        self._known[path] = known
-        if len(self._known) > MAX_OPEN:
-            del self._known[next(iter(self._known))]
+        with self._lock:
+            known = self._known.pop(path, fresh)
+            if known.fingerprint != mark:
+                known = fresh
+            self._known[path] = known
+            if len(self._known) > MAX_OPEN:
+                del self._known[next(iter(self._known))]
         return known

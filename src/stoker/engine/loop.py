@@ -137,6 +137,7 @@ class EngineLoop:
         self._nap_until_s = 0.0
         self._is_clean = True
         self._num_turns = 0
+        self._holders: tuple[ModelRunner, ...] | None = ()
 
     def __repr__(self) -> str:
         return f"<EngineLoop {self._phase.value} {self._num_turns} turns, {self._runners!r}>"
@@ -185,11 +186,23 @@ class EngineLoop:
             else:
                 self._handle(item)
         self._residency.tend(self._clock.now())
+        self._count_own()
         self._step()
         self._store.tend(self._clock.now(), is_busy=self._runners.has_work)
         if self._phase is _LoopPhase.DRAINING:
             self._drain()
         self._flush()
+
+    def _count_own(self) -> None:
+        """Have the devices know what of their memory is ours, which changes with the models in memory."""
+        holders = self._residency.holders
+        if holders == self._holders:
+            return
+        self._holders = holders
+        backends = [runner.backend for runner in holders or ()]
+        on_devices = [each for each in backends if not each.capabilities.computes_on_cpu]
+        own_bytes = sum(sum(each.memory().values()) for each in on_devices)
+        self._devices.own_bytes = None if holders is None else own_bytes
 
     def _step(self) -> None:
         """Give one model a turn; with nothing to compute, store what is only in cells."""

@@ -69,7 +69,7 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
         deadline_s: seconds left of its `timeout_s`; None: it has none.
         age_s: seconds since it began.
         usage: of those that have ended.
-        timings: of the same: the least time in the queue, and the sum of the others.
+        timings: of the same: the time in the queue of the first of them, and the sum of the others.
     """
 
     id: str

@@ -1,1 +1,1 @@
-"""KV cells and slots of one model: who holds what, and what moves (pure)."""
+"""KV cells and slots of one model: what holds what, and what moves (pure)."""

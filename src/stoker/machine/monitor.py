@@ -249,7 +249,7 @@ class MemoryMonitor:
 
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "stopped"
-        return f"<Gauge {state}, {self._trigger!r}>"
+        return f"<MemoryMonitor {state}, {self._trigger!r}>"
 
     def start(self) -> None:
         """Begin; the first sample is posted as soon as it is taken."""

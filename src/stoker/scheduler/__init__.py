@@ -1,1 +1,1 @@
-"""Who runs when: pure policy over sequences, slots and cells."""
+"""What runs when: pure policy over sequences, slots and cells."""

@@ -139,7 +139,7 @@ def waits_s(running: SequenceOf[float], waiting: SequenceOf[float], num_slots: i
 TYPICAL_TOKENS = 128.0
 """Length of an answer, until some have ended."""
 MIN_RETRY_AFTER_S = 1.0
-FOLLOW = 0.2
+FOLLOW_ANSWERS = 0.2
 
 CLOSE_POSITIONS = 32
 """Positions whose waits are simulated one by one at each arrival."""
@@ -160,8 +160,8 @@ class EtaEstimator:
     def note_end(self, sequence: Sequence, now: float) -> None:
         """A sequence that ran has ended."""
         started_s = sequence.arrival_s if sequence.started_s is None else sequence.started_s
-        self._answer_tokens += FOLLOW * (sequence.num_generated - self._answer_tokens)
-        self._service_s += FOLLOW * ((now - started_s) / self._num_slots - self._service_s)
+        self._answer_tokens += FOLLOW_ANSWERS * (sequence.num_generated - self._answer_tokens)
+        self._service_s += FOLLOW_ANSWERS * ((now - started_s) / self._num_slots - self._service_s)
 
     def wait_s(self, running: SequenceOf[Sequence], waiting: SequenceOf[Sequence], position: int) -> float:
         """Seconds until one position runs; far back roughly, as arrivals must not cost much."""

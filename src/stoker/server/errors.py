@@ -165,7 +165,7 @@ class OriginRules:
         self._own = dict(fields)
 
     def __repr__(self) -> str:
-        return f"Origins({len(self._own)} paths)"
+        return f"OriginRules({len(self._own)} paths)"
 
     def add(self, path: str, own: str) -> None:
         """`path` of the chat completion was made of `own`; what is below the one is below the other."""

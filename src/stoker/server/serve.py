@@ -230,9 +230,6 @@ def _print_line(line: dict[str, Any]) -> None:
     print(json.dumps(line), flush=True)  # noqa: T201 - the one thing this program says on stdout
 
 
-log = logging.getLogger(__name__)
-
-
 class SleepSwitch:
     """Suspends and resumes one runtime when told to; errors go to the log.
 

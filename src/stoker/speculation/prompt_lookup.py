@@ -1,6 +1,6 @@
 """Guesses what comes next from what was there before: the continuation of the longest earlier repeat.
 
-Owns the index over one sequence's tokens. `draft_length` says whether a guess is worth its step;
+Owns the index over one sequence's tokens. `DraftLength` says whether a guess is worth its step;
 a token is drawn as ever, a guess only says what is computed beside it.
 """
 

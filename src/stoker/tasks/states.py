@@ -1,7 +1,7 @@
 """States of recurrent models for callers (SPEC K5, D8): made of a prompt, uploaded, kept, and begun from.
 
-Owns what an id, a path or bytes mean and which model may begin from them. Files are `models.state_store`'s,
-their format `models.state_file`'s; whether names and shapes fit the model is the engine's to check.
+Owns what an id, a path or bytes mean and which model may begin from them. Files are `models.states.store`'s,
+their format `models.states.file`'s; whether names and shapes fit the model is the engine's to check.
 """
 
 from __future__ import annotations

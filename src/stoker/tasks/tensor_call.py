@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.errors import EngineError, QueueFullError
 from stoker.images.intake import Intake
-from stoker.ipc.events import Delta, Finished, StateReady
+from stoker.ipc.events import Finished, StateReady
 from stoker.ipc.model import ModelInfo
-from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind
 from stoker.tasks.chat import ChatPlan
 
@@ -108,16 +108,13 @@ class _TensorCall:
 
     async def _ask(self, request: GenerateRequest) -> Answered:
         ready: StateReady | None = None
-        is_cancelled = False
         async with aclosing(self._group.stream(request)) as events:
             async for event in events:
                 match event:
                     case StateReady():
                         ready = event
-                    case Delta():
-                        is_cancelled |= event.finish_reason is FinishReason.CANCELLED
                     case Finished() if ready is not None:
                         return ready, event
-        if is_cancelled:
+        if self._group.is_cancelled:
             raise self._group.cancelled_error()
         raise EngineError("the request ended without what it asked for")

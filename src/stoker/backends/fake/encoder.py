@@ -153,8 +153,8 @@ def _orders(path: str) -> tuple[str, FakeFaults]:
         raise ModelFileError(f"{path!r} is not of the form fake:encoder=1[,fault=value,...]")
     orders = [order for order in path.partition(":")[2].split(",") if order != _MARK]
     poolings = [order.partition("=")[2] for order in orders if order.startswith("pooling=")] or ["mean"]
-    if poolings[0] not in set(Pooling):
-        raise ModelFileError(f"the fake encoder pools by {', '.join(set(Pooling))}, not by {poolings[0]!r}")
+    if poolings[0] not in tuple(Pooling):
+        raise ModelFileError(f"the fake encoder pools by {', '.join(Pooling)}, not by {poolings[0]!r}")
     faults = ",".join(order for order in orders if not order.startswith("pooling="))
     return poolings[0], FakeFaults.parse(faults)
 

@@ -1,7 +1,7 @@
 """LoRA adapters in a loaded model, and which of them a context computes with (SPEC K6).
 
 Owns the native handles, which llama.cpp frees with the model. Files were checked by `stoker.models.adapters`
-before they get here; how a plan is cut by adapters is `passes`'.
+before they get here; how a plan is cut by adapters is `batch`'s.
 """
 
 from __future__ import annotations

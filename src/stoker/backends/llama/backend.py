@@ -189,7 +189,7 @@ class LlamaBackend:
         namespace: bytes = b"",
         lane: ScoringLane = ScoringLane.CHOICES,
     ) -> ChoiceScoring:
-        """How likely texts are after a prompt, as llama.cpp computes it by its defaults; see `choices`."""
+        """How likely texts are after a prompt, by llama.cpp's defaults; see `oneshot.scoring`."""
         return ChoiceScoring(self._scorers[lane], prompt, texts, namespace, lambda: self.num_threads)
 
     def condition(self, seq: int, conditioning: Conditioning) -> None:

@@ -7,6 +7,7 @@ come included. The requests themselves are the table's.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class RequestGroup:
     members: dict[str, RequestRecord] = field(default_factory=dict)
     is_paused: bool = False
     is_cancelled: bool = False
+    _tag: str = field(default_factory=lambda: secrets.token_hex(3))  # an id may be used again at once
     _num_begun: int = 0
     _num_done: int = 0
     _usage: Usage = field(default_factory=Usage)
@@ -106,7 +108,7 @@ class RequestGroup:
         if self.is_cancelled:
             raise self.cancelled_error()
         request = self._with_time_left(request)
-        request_id = f"{self.id}-{self._num_begun}"
+        request_id = f"{self.id}-{self._tag}-{self._num_begun}"
         self._num_begun += 1
         run = self.run(request, request_id, (self.id, *self.known_as.names), self.owner, self)
         async with aclosing(run) as events:
@@ -148,7 +150,7 @@ class RequestGroup:
             new
             if before is None
             else Timings(
-                queue_s=min(before.queue_s, new.queue_s),
+                queue_s=before.queue_s,
                 prefill_s=before.prefill_s + new.prefill_s,
                 decode_s=before.decode_s + new.decode_s,
                 num_preemptions=before.num_preemptions + new.num_preemptions,

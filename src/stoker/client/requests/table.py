@@ -83,7 +83,7 @@ class RequestTable:
 
     def live(self) -> Iterator[RequestRecord]:
         """Those that have not ended, in order of submission."""
-        return (record for record in self._records.values() if not record.is_ended)
+        return (record for record in list(self._records.values()) if not record.is_ended)
 
     def find(self, request_id: str) -> RequestRecord | None:
         """The live request of that id."""
@@ -182,6 +182,8 @@ class RequestTable:
             return
         kept = []
         for record in self.live():
+            if record.group is not None:  # only its caller could read it, and ends with this program
+                continue
             record.has_file = True
             kept.append(record.file(self._now()))
         await _in_thread(lambda: files.write_all(kept))

@@ -37,8 +37,10 @@ class Place(NamedTuple):
 
 def places(queue: JobQueue) -> list[Place]:
     """Every sequence of a queue with its place, next first."""
-    etas = enumerate(zip(queue.queue, queue.etas_s(), strict=True))
-    return [Place(sequence, position, eta_s) for position, (sequence, eta_s) in etas]
+    sequences = list(queue.queue)
+    etas_s = queue.etas_s() if sequences else []
+    found = enumerate(zip(sequences, etas_s, strict=True))
+    return [Place(sequence, position, eta_s) for position, (sequence, eta_s) in found]
 
 
 class JobTable:
@@ -137,8 +139,8 @@ class JobTable:
             for sequence, position, eta_s in places(queue):
                 self._published_s[model] = now
                 job = self._jobs[sequence.key.request_id]
-                is_first = sequence.state is SequenceState.QUEUED and sequence is job.leader
-                if is_first and job.position != position:
+                has_begun = sequence.state is not SequenceState.QUEUED or job.admitted_s is not None
+                if not has_begun and sequence is job.leader and job.position != position:
                     job.position = position
                     self.events.append(Queued(job.request_id, position, eta_s))
 

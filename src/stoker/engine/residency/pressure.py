@@ -1,13 +1,12 @@
 """What is done about a shortage of memory and about heat (SPEC M3, M4, M6, M8).
 
 Owns the meters and the ladder of one engine. How much is too much and what comes first is policy
-(`stoker.machine.pressure`, `policy`, `heat`); this does it between two steps, and undoes it when it is over.
+(`stoker.machine.pressure`, `ladder`, `thermal`); this does it between two steps, and undoes it.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stoker.errors import TooHotError
@@ -67,7 +66,7 @@ class PressureHandler:
         Returns:
             Whether a rung was taken, so that the next sample should come soon.
         """
-        self._note_pressure(self._without_own_pools(sample))
+        self._note_pressure(sample)
         self._note_heat(sample.heat)
         move = self._ladder.decide(self._reading.level if self._reading else Pressure.NORMAL, now)
         if move is not None:
@@ -100,18 +99,6 @@ class PressureHandler:
                     level=reading.level, fraction=round(reading.fraction, 3), source=reading.source
                 )
                 self._events.append(moved)
-
-    def _without_own_pools(self, sample: Sample) -> Sample:
-        """The sample with the device's memory that our models hold counted as free.
-
-        They take it at their load and need no more later: on the device only what others take is pressure.
-        """
-        free, total = sample.device_free_bytes, sample.device_total_bytes
-        if free is None or total is None:
-            return sample
-        backends = [runner.backend for runner in self._runners]
-        own = sum(sum(each.memory().values()) for each in backends if not each.capabilities.computes_on_cpu)
-        return replace(sample, device_free_bytes=min(total, free + own))
 
     def _note_heat(self, heat: HeatReading) -> None:
         before, self._heat = self._heat, heat

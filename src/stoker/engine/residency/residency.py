@@ -207,6 +207,12 @@ class Residency:
         """A new request waits for it: it is tried at once, though it could not be loaded a moment ago."""
         self._retry_s.pop(model, None)
 
+    @property
+    def holders(self) -> tuple[ModelRunner, ...] | None:
+        """The models in memory; None: one is half loaded or half freed."""
+        is_loading = self._load is not None and self._load.fitted is not None
+        return None if is_loading or self._departed else tuple(self._runners)
+
     # ------------------------------------------------------------ a turn
 
     def tend(self, now: float) -> None:

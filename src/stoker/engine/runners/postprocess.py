@@ -7,6 +7,7 @@ of them after that step was launched.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from stoker.errors import StokerError, UnsupportedError
@@ -61,16 +62,18 @@ class Postprocess:
 
     def draw(self, plan: StepPlan, rows: Rows) -> None:
         """Take what the step computed to the requests it was computed for."""
-        at = 0
-        for part in plan.parts:
-            num_rows = part.item.num_logits
+        ends = accumulate(part.item.num_logits for part in plan.parts)
+        # Those to embed come last: their last state may take a step, and the rows end there.
+        for part, end in sorted(
+            zip(plan.parts, ends, strict=True), key=lambda each: each[0].sequence.is_to_embed
+        ):
+            own = rows[end - part.item.num_logits : end]
             job = self._jobs.get(part.sequence.key.request_id)
             if job is not None and part.sequence.is_running:
                 try:
-                    self._digest(job, part, rows[at : at + num_rows])
+                    self._digest(job, part, own)
                 except StokerError as error:
                     self._jobs.fail(job, error, self._timer.now())
-            at += num_rows
 
     def _digest(self, job: Job, part: Planned, rows: Rows) -> None:
         """What one sequence's rows mean for its request."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def carry_out(
     ops: Iterable[KVOp], backend: Backend, allocator: KVAllocator
 ) -> list[tuple[Sequence, StokerError]]:
-    """Apply ops in op. A snapshot that cannot be had costs its sequence time, not its tokens.
+    """Apply ops in order. A snapshot that cannot be had costs its sequence time, not its tokens.
 
     Returns:
         Sequences whose initial state the backend did not take; the caller ends them.

@@ -1,8 +1,8 @@
 """How much memory a model will take, told from its header alone (SPEC R1).
 
 Owns the estimate by line: weights, what the CPU lays out anew of them, cells and states, compute buffers,
-and what no buffer shows. What a layer keeps is in `layers`, how wide a step's tensors
-get in `widths`; whether there is room in `fit`. Nothing native is loaded.
+and what no buffer shows. What a layer keeps, and how wide a step's tensors get, is in `layers`; whether there
+is room in `fit`. Nothing native is loaded.
 Constants were fitted to the bundled llama.cpp; tests/real/test_estimates.py measures them again.
 """
 

@@ -1,6 +1,6 @@
 """States that callers saved (SPEC K5): one safetensors file each, in a folder an owner.
 
-Owns names, bounds and files; what a state is made of is `state_file`'s. Several processes may share a folder:
+Owns names, bounds and files; what a state is made of is `file`'s. Several processes may share a folder:
 a file appears whole or not at all, and one that is damaged is never handed out.
 """
 

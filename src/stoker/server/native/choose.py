@@ -50,7 +50,7 @@ class ChooseRequest(RequestFields):
             raise InvalidRequestError("either prompt or messages is needed, not both", param="prompt")
 
     def fields(self, key_digest: str) -> dict[str, Any]:
-        """Keyword arguments of `Choosing.choose`, but for prompt, choices and model."""
+        """Keyword arguments of `Runtime.choose`, but for prompt, choices and model."""
         given = present(cache=self.cache, keep_alive_s=keep_alive_seconds(self.keep_alive))
         return super().fields(key_digest) | given | {"calibrate": self.calibrate}
 

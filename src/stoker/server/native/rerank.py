@@ -55,7 +55,7 @@ class RerankRequest(RequestFields):
         return [given if isinstance(given, str) else given.text for given in self.documents]
 
     def fields(self, key_digest: str) -> dict[str, Any]:
-        """Keyword arguments of `Reranking.rerank`, but for query, documents and model."""
+        """Keyword arguments of `Runtime.rerank`, but for query, documents and model."""
         seconds = keep_alive_seconds(self.keep_alive)
         given = present(top_n=self.top_n, output=self.output, keep_alive_s=seconds)
         return super().fields(key_digest) | given

@@ -143,6 +143,15 @@ def _cache(engine: EngineStatus) -> dict[str, Any]:
 
 
 _WITHHELD = "told to operators only"
+_BLANK: dict[str, Any] = {
+    "request_id": None,
+    "num_tokens": 0,
+    "story": [],
+    "num_members": 0,
+    "num_done": 0,
+    "deadline_s": None,
+}
+"""What is shown of another caller's request or call."""
 
 
 def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> None:
@@ -155,9 +164,7 @@ def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> N
     for name in ("slots", "queue", "parked", "paused", "groups"):
         for entry in document[name]:
             if entry["request_id"] is None or not may_see(entry["request_id"]):
-                entry.update(
-                    {"request_id": None, "num_tokens": 0} | ({"story": []} if "story" in entry else {})
-                )
+                entry.update({name: value for name, value in _BLANK.items() if name in entry})
     for model in document["models"]:
         model["reason"] = ""  # may name files and requests
     document["cache"]["disk"]["problem"] = ""

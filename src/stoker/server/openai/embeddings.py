@@ -62,7 +62,7 @@ class EmbeddingRequest(StateEmbeddingRequest):
         return super().fields(key_digest) | present(keep_alive_s=keep_alive_seconds(self.keep_alive))
 
     def text_fields(self, key_digest: str) -> dict[str, Any]:
-        """Keyword arguments of `Embeddings.embed`, but for the texts.
+        """Keyword arguments of `Runtime.embed`, but for the texts.
 
         Raises:
             UnsupportedError: a text is to begin from a state.
