@@ -454,7 +454,7 @@ def test_a_closed_gauge_posts_nothing_and_can_be_closed_and_poked_again(tmp_path
     bench.monitor.poke()
     bench.monitor.close()
     assert bench.drain() == []
-    assert repr(bench.monitor).startswith("<Gauge stopped")
+    assert repr(bench.monitor).startswith("<MemoryMonitor stopped")
     Bench(tmp_path, 1.0).monitor.close()  # never started
 
 

@@ -186,7 +186,8 @@ async def test_a_calls_deadline_is_one_for_all_of_it_while_it_is_paused_too() ->
         await runtime.pause_request("mine")
         with pytest.raises(RequestTimeoutError):
             await work
-        assert runtime.stats()["num_live_requests"] == 0
+        while runtime.stats()["num_live_requests"]:  # the engine confirms the end of those it had
+            await asyncio.sleep(0)
 
 
 async def test_ids_are_unique_over_requests_and_calls() -> None:
