@@ -186,7 +186,7 @@ async def test_a_calls_deadline_is_one_for_all_of_it_while_it_is_paused_too() ->
         await runtime.pause_request("mine")
         with pytest.raises(RequestTimeoutError):
             await work
-        while runtime.stats()["num_live_requests"]:  # the engine confirms the end of those it had
+        while runtime.stats()["num_live_requests"]:  # noqa: ASYNC110 - the engine confirms the end of those it had
             await asyncio.sleep(0)
 
 
