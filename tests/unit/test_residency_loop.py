@@ -6,7 +6,7 @@ import pytest
 from memory_stand_in import MIB, OWN_MIB
 from stoker.errors import ModelLoadError
 from stoker.ipc.commands import Cancel, LoadModel, Pause, PinModel, Resume, Submit, UnloadModel
-from stoker.ipc.events import Failed, Finished, ModelState, Paused, Queued
+from stoker.ipc.events import Admitted, Failed, Finished, ModelState, Paused, Queued
 from stoker.ipc.request import FinishReason, GenerateRequest
 
 BIG = "eog_period=0,weights_mib=400"
@@ -261,6 +261,27 @@ def test_a_failing_load_tells_its_requests_and_leaves_the_others_as_they_were(ma
     machine.run("long")
     assert len(machine.tokens("long")) == 1000
     assert machine.states("a") == ["loading", "ready"]
+
+
+def test_a_deadline_ends_a_request_that_runs_waits_or_stands_still(make, clock):
+    """SPEC Q6: at once, with the tokens it has; one that waits never starts, the others go on."""
+    machine = make()
+    machine.have("a", num_slots=1)
+    machine.submit("paused", "a", max_tokens=1500, timeout_s=30.0)
+    machine.until_tokens("paused", 5)
+    machine.send(Pause("paused"))
+    machine.submit("runs", "a", max_tokens=1500, timeout_s=30.0)
+    machine.until_tokens("runs", 5)
+    machine.submit("waits", "a", max_tokens=4, timeout_s=30.0)
+    machine.submit("on", "a", max_tokens=4, timeout_s=300.0)
+    machine.until(lambda: machine.of(Queued, "on"))
+    clock.pass_(31)
+    machine.run("paused", "runs", "waits", "on")
+    codes = {name: machine.error(name).code for name in ("paused", "runs", "waits")}
+    assert set(codes.values()) == {"request_timeout"}
+    assert machine.of(Admitted, "waits") == []
+    assert machine.of(Finished, "on")
+    machine.runner("a").scheduler.check()
 
 
 @pytest.mark.parametrize("how", ["cancel", "pause", "deadline"])

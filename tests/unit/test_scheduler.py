@@ -90,20 +90,6 @@ def test_the_queue_is_bounded_and_background_has_half_the_room():
         machine.check_queue(INTERACTIVE, 2)
 
 
-def test_a_waiter_past_its_deadline_leaves_without_ever_starting():
-    """Q6."""
-    machine = scheduler(num_slots=1)
-    running, late = sequence("a", 4), sequence("b", 4, deadline_s=5.0)
-    machine.enqueue(running, 0.0)
-    machine.enqueue(late, 0.0)
-    assert step(machine, 4.9)[0].expired == []
-    turn, _ = step(machine, 5.0)
-    assert turn.expired == [late]
-    assert late.state is SequenceState.DONE
-    assert late.num_computed == 0
-    assert list(machine.queue) == []
-
-
 def test_decode_rows_come_first_and_take_turns_at_the_front():
     """Q9: the lowest slot must not be the only one that decodes while a prefill is pending."""
     machine = scheduler(num_slots=4, n_batch=8)

@@ -50,6 +50,8 @@ class PrefixStore:
         match outcome:
             case DiskFound(entries, problem):
                 self.cache.found(entries, now)
+                if problem:
+                    self.cache.disk.disable(problem)
             case DiskLost(files):
                 self.cache.files_lost(files)
                 return
@@ -68,7 +70,6 @@ class PrefixStore:
                 return
         if problem:
             log.warning("prefixes are kept in memory only: %s", problem)
-            self.cache.disk.disable(problem)
 
     def tend(self, now: float, *, is_busy: bool = False) -> None:
         """Begin what is due; called each turn, costs next to nothing."""

@@ -81,11 +81,9 @@ class Schedule:
         admitted: got a slot, for the first time or again.
         parked: gave theirs up and wait.
         preempted: ended, as they asked not to be parked.
-        expired: ended at their deadline.
     """
 
     ops: list[KVOp] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     parked: list[Parking] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    expired: list[Sequence] = field(default_factory=list)

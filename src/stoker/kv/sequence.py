@@ -101,7 +101,7 @@ class Sequence:
         num_computed: how many the backend holds.
         wants_prompt_logits: every prompt position asks for its row (prompt logprobs), so nothing is reused.
         leader: the choice of the same request that prefills the shared prompt first (SPEC Q16).
-        arrival_s, deadline_s: on the engine's clock.
+        arrival_s: on the engine's clock.
         num_cached: prompt tokens that were not computed for this sequence at its first admission.
         num_wanted: tokens it may generate at most; None: as many as fit.
         ends_if_preempted: it is ended rather than parked (SPEC Q4).
@@ -136,7 +136,6 @@ class Sequence:
     num_prompt: int
     priority: Priority = Priority.INTERACTIVE
     arrival_s: float = 0.0
-    deadline_s: float | None = None
     wants_prompt_logits: bool = False
     leader: Sequence | None = None
     num_computed: int = 0

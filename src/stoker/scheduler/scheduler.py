@@ -170,9 +170,8 @@ class Scheduler:
     # ------------------------------------------------------------ a turn
 
     def schedule(self, now: float) -> Schedule:
-        """Expire sequences, make room for the next step, admit from the queue."""
+        """Make room for the next step, admit from the queue."""
         turn = self._begin(now)
-        self._expire(turn, now)
         self._prefix_wait.raise_leaders(self.queue)
         self._hold_back(turn, now)
         self._return_favoured(turn, now)
@@ -271,11 +270,6 @@ class Scheduler:
             entry = sequence.entry
             assert entry is None or sequence.key in entry.leases, f"{sequence!r} has no lease"
             assert sequence.form is not ParkForm.SNAPSHOT or entry is not None, repr(sequence)
-
-    def _expire(self, turn: Schedule, now: float) -> None:
-        turn.expired += [s for s in self._all() if s.deadline_s is not None and s.deadline_s <= now]
-        for sequence in turn.expired:
-            self.retire(sequence, FinishReason.ERROR, now)
 
     # ------------------------------------------------------------ giving way
 

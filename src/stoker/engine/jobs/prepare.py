@@ -108,8 +108,6 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
         choice.sequence.conditioning = msgspec.structs.replace(
             choice.sequence.conditioning, namespace=scoring_namespace
         )
-        if request.timeout_s is not None:
-            choice.sequence.deadline_s = arrival_s + request.timeout_s
         choice.sequence.leader, leader = leader, leader or choice.sequence
         choices[index] = choice
     return Job(

@@ -243,11 +243,8 @@ class SlotRunner:
 
     def _carry_out(self, schedule: Schedule, now: float) -> None:
         failed = carry_out(schedule.ops, self.backend, self.scheduler.allocator)
-        if failed or schedule.expired or schedule.preempted or schedule.parked:
+        if failed or schedule.preempted or schedule.parked:
             self._steps.deliver()  # what was drawn before comes first
-        for sequence in schedule.expired:
-            if (job := self._jobs.get(sequence.key.request_id)) is not None:
-                self._jobs.time_out(job, now)
         for sequence in schedule.preempted:
             job = self._jobs.get(sequence.key.request_id)
             if job is not None and sequence.key.index in job.choices:
