@@ -290,3 +290,17 @@ async def test_counters_may_be_read_from_another_thread() -> None:
         while not work.done():
             await asyncio.to_thread(runtime.stats)
         await work
+
+
+async def test_a_calls_deadline_stands_still_while_the_engine_is_suspended() -> None:
+    """SPEC Q6, L2: what is shown of it too."""
+    async with running(ENCODER) as runtime:
+        work = asyncio.ensure_future(runtime.embed(TEXTS, request_id="mine", timeout_s=300.0))
+        await until(runtime, work, lambda group: group.num_done > 0)
+        await runtime.suspend(grace_s=0.0)
+        (before,) = (await runtime.status()).groups
+        await asyncio.sleep(0.02)  # time that must not count
+        (after,) = (await runtime.status()).groups
+        assert (after.deadline_s, after.age_s) == (before.deadline_s, before.age_s)
+        await runtime.resume()
+        assert len((await work).vectors) == len(TEXTS)

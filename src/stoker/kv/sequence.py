@@ -30,7 +30,7 @@ class ImageSpan:
 
     start: int
     num_tokens: int
-    picture: Picture
+    image: Picture
     key: bytes
     offset: int = 0
 

@@ -145,12 +145,12 @@ def tier_of(effective_bytes: int) -> Tier:
     return next((tier for bound, tier in _UP_TO if effective_bytes <= bound), Tier.HIGH)
 
 
-def effective_limit(profile: MemoryLimits) -> int:
+def effective_limit(limits: MemoryLimits) -> int:
     """Bytes for the engine and the client's process together: the effective limit.
 
     Where the user set no limit of their own, that of the tier counts too.
     """
-    limit = DEFAULTS[tier_of(profile.effective_bytes)].memory_limit_bytes
-    if profile.user_bytes is not None or limit is None:
-        return profile.effective_bytes
-    return min(profile.effective_bytes, limit)
+    limit = DEFAULTS[tier_of(limits.effective_bytes)].memory_limit_bytes
+    if limits.user_bytes is not None or limit is None:
+        return limits.effective_bytes
+    return min(limits.effective_bytes, limit)

@@ -102,18 +102,15 @@ def measure(sources: Sources) -> Sample:
 def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
     system = psutil.virtual_memory()
     footprint = footprint_of(sources.pids)
-    profile = replace(
-        limits_of(system.total, system.available, groups),
-        user_bytes=sources.memory_limit,
-    )
-    limit = effective_limit(profile)
+    limits = replace(limits_of(system.total, system.available, groups), user_bytes=sources.memory_limit)
+    limit = effective_limit(limits)
     fullest = max(groups, key=lambda group: group.fraction, default=None)
     device = sources.device() if sources.device is not None else None
     return Sample(
         at_s=time.monotonic(),
         footprint_bytes=footprint,
         limit_bytes=limit,
-        available_bytes=min(profile.available_bytes, max(0, limit - footprint)),
+        available_bytes=min(limits.available_bytes, max(0, limit - footprint)),
         total_bytes=system.total,
         system_available_bytes=system.available,
         cgroup_used_bytes=fullest.used_bytes if fullest else None,
@@ -121,7 +118,7 @@ def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
         psi_some_avg10=_read_psi(sources.root),
         device_free_bytes=device[0] if device else None,
         device_total_bytes=device[1] if device else None,
-        tier=tier_of(profile.effective_bytes),
+        tier=tier_of(limits.effective_bytes),
         heat=sources.heat(),
     )
 

@@ -85,6 +85,7 @@ class RequestGroup:
     _usage: Usage = field(default_factory=Usage)
     _timings: Timings | None = None
     _begun_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    _stopped_s: float | None = None
 
     def __post_init__(self) -> None:
         self.id = self.known_as.request_id or new_request_id()
@@ -129,7 +130,8 @@ class RequestGroup:
         return None if timeout_s is None else timeout_s - self._age_s()
 
     def _age_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._begun_s
+        now = asyncio.get_running_loop().time() if self._stopped_s is None else self._stopped_s
+        return now - self._begun_s
 
     def cancelled_error(self) -> RequestCancelledError:
         """What its call ends with once it was cancelled."""
@@ -157,8 +159,13 @@ class RequestGroup:
             )
         )
 
+    def stop(self) -> None:
+        """The engine is suspended: its time stands still until `postpone`."""
+        self._stopped_s = asyncio.get_running_loop().time()
+
     def postpone(self, slept_s: float) -> None:
         """The engine was suspended for so long: that time does not count."""
+        self._stopped_s = None
         self._begun_s += min(slept_s, self._age_s())
 
     def status(self, queue: Iterable[WaitStatus] = ()) -> GroupStatus:

@@ -262,6 +262,8 @@ class Requests:
 
     def sleep(self) -> None:
         """The engine has left as it was asked to: hold all of them, and their time."""
+        for group in self.table.groups.values():
+            group.stop()
         self._deliver(self._replay.sleep(time.monotonic()))
 
     def wake(self) -> None:

@@ -296,7 +296,7 @@ class ImageEncoder:
                 missing.append(image)
         if missing:
             image = min(missing, key=lambda each: each.rank)
-            self._job = _EncodeJob(image, self._vision.begin(image.span.picture))
+            self._job = _EncodeJob(image, self._vision.begin(image.span.image))
 
     def _fetch(self, entry: Entry, image: _Wanted, now: float) -> bool:
         """Whether its embeddings are on their way."""

@@ -88,7 +88,7 @@ class OneShotRunner:
         self._timer = timer
         self._jobs = jobs
         self._cost = StepCost()
-        self._runner = timer.join(encoder, self._cost)
+        self._timed = timer.join(encoder, self._cost)
         limits = encoder.capabilities
         self.queue = OneShotQueue(
             spec.max_queue,
@@ -201,7 +201,7 @@ class OneShotRunner:
 
     def close(self) -> None:
         """Free the native model."""
-        self._timer.leave(self._runner)
+        self._timer.leave(self._timed)
         self.backend.close()
 
     # ------------------------------------------------------------ a turn
@@ -246,7 +246,7 @@ class OneShotRunner:
             self._run(texts[:middle], now)
             self._run(texts[middle:], now)
         else:
-            self._timer.end(self._runner, num_tokens)
+            self._timer.end(self._timed, num_tokens)
             vectors = dict(zip(different, found, strict=True))
             for sequence in texts:
                 self._deliver(sequence, vectors[shared_text(sequence)], self._timer.now())
@@ -283,7 +283,7 @@ class ChoiceSteps:
         self._budget = SliceBudget(max(limits.target_step_s, MIN_SLICE_S))
         self._has_readers = False
         self._cost = StepCost()
-        self._runner = timer.join(backend, self._cost)
+        self._timed = timer.join(backend, self._cost)
         self.queue = OneShotQueue(
             limits.max_queue,
             limits.background_patience_s,
@@ -328,7 +328,7 @@ class ChoiceSteps:
 
     def close(self) -> None:
         """The model is unloaded."""
-        self._timer.leave(self._runner)
+        self._timer.leave(self._timed)
 
     # ------------------------------------------------------------ a turn
 
@@ -345,7 +345,7 @@ class ChoiceSteps:
         budget_s = self._budget.next_s()
         if not budget_s:  # before one is chosen, which counts as the turn that background is owed
             return
-        chosen = self.queue.first(self._timer.now(), lets_jobs=not self._scheduler.has_people)
+        chosen = self.queue.first(self._timer.now(), lets_background=not self._scheduler.has_people)
         if chosen is None:
             return
         job, begun_s = self._jobs[chosen.key.request_id], self._timer.now()
@@ -383,6 +383,6 @@ class ChoiceSteps:
             except BaseException:
                 self._timer.abandon()
                 raise
-            self._timer.end(self._runner, num_tokens)
+            self._timer.end(self._timed, num_tokens)
         for each in found:
             current.found.add(each.text, each.rows, each.tokens)

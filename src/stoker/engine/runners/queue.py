@@ -140,17 +140,17 @@ class OneShotQueue:
 
     # ------------------------------------------------------------ a turn
 
-    def first(self, now: float, *, lets_jobs: bool) -> Sequence | None:
+    def first(self, now: float, *, lets_background: bool) -> Sequence | None:
         """Whose slice it is; it keeps its place.
 
-        Background that waited longer than its patience has one slice in ten (SPEC Q7); with `lets_jobs` false
-        it has none but those.
+        Background that waited longer than its patience has one slice in ten (SPEC Q7); with `lets_background`
+        false it has none but those.
         """
         allowed = self._allowed()
         favoured = self._aging.next_owed(allowed, now)
         if allowed:
             self._aging.stepped(favoured)
-        if favoured is None and allowed and (lets_jobs or not allowed[0].is_background):
+        if favoured is None and allowed and (lets_background or not allowed[0].is_background):
             favoured = allowed[0]
         if favoured is not None:
             favoured.last_step_s, favoured.owed_since_s = now, None

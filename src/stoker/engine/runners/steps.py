@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend, InFlight, Rows
     from stoker.cache.entry import Entry
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.threads.timer import Runner, StepTimer
+    from stoker.engine.threads.timer import StepTimer, TimedModel
     from stoker.kv.allocator import KVAllocator
     from stoker.kv.ops import Schedule
     from stoker.kv.sequence import Sequence
     from stoker.scheduler.plan import Planned
     from stoker.scheduler.scheduler import Scheduler
     from stoker.speculation.speculator import Speculator
+
+log = logging.getLogger(__name__)
 
 
 def carry_out(
@@ -127,9 +129,6 @@ def _begin(seq: int, sequence: Sequence, backend: Backend) -> list[tuple[Sequenc
     return []
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(slots=True)
 class _Launched:
     """A step that was launched; `rows` or `error` once the backend has been waited for."""
@@ -168,7 +167,7 @@ class StepRunner:
         self._speculator = speculator
         self._timer = timer
         self._apply = apply
-        self._runner: Runner = timer.join(backend, scheduler.cost)
+        self._timed: TimedModel = timer.join(backend, scheduler.cost)
         self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
         self._postprocess = Postprocess(backend, scheduler, jobs, timer, self._end_in_flight)
@@ -186,7 +185,7 @@ class StepRunner:
     def close(self) -> None:
         """The model is unloaded."""
         self.collect()
-        self._timer.leave(self._runner)
+        self._timer.leave(self._timed)
 
     # ------------------------------------------------------------ a turn
 
@@ -208,7 +207,7 @@ class StepRunner:
             self._timer.abandon()
             step.error = error
             return
-        step.took_s = self._timer.end(self._runner, step.num_tokens)
+        step.took_s = self._timer.end(self._timed, step.num_tokens)
         self._scheduler.computed(step.plan, self._timer.now())
         self._apply_late()  # before it moves on
 

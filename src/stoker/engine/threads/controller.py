@@ -26,6 +26,8 @@ from stoker.machine.cores import SPARE_CORES, CoreWatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+log = logging.getLogger(__name__)
+
 _TASKS = Path("/proc/self/task")
 _CPUS = Path("/sys/devices/system/cpu")
 # /proc/PID/task/TID/stat after the name in brackets, proc_pid_stat(5): 14 utime, 15 stime, 39 processor
@@ -168,8 +170,6 @@ def _siblings(core: int) -> str:
     except OSError:
         return str(core)
 
-
-log = logging.getLogger(__name__)
 
 SHARED_S = 0.6
 """Step time with threads on one core after which they are moved apart: by then, what is known of others is

@@ -106,7 +106,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Runner:
+class TimedModel:
     """A model that steps: its threads, if the machine's load moves them, and what its steps cost."""
 
     threads: Threads | None
@@ -124,7 +124,7 @@ class StepTimer:
     def __init__(self, clock: Stopwatch) -> None:
         self.in_flight: Callable[[], None] | None = None
         self._clock = clock
-        self._runners: list[Runner] = []
+        self._models: list[TimedModel] = []
         self._controller: ThreadController | None = None
 
     def __repr__(self) -> str:
@@ -146,26 +146,26 @@ class StepTimer:
 
     # ------------------------------------------------------------ models
 
-    def join(self, backend: Backend | Encoder, cost: StepCost) -> Runner:
+    def join(self, backend: Backend | Encoder, cost: StepCost) -> TimedModel:
         """A model was loaded; on a CPU its threads follow the machine from now on."""
         threads = backend.extensions.threads
         num_threads = threads.num_threads if threads is not None else 0
         cost.use_threads(num_threads)
-        runner = Runner(threads if backend.capabilities.computes_on_cpu else None, cost, num_threads)
-        if runner.threads is not None:
-            self._runners.append(runner)
+        model = TimedModel(threads if backend.capabilities.computes_on_cpu else None, cost, num_threads)
+        if model.threads is not None:
+            self._models.append(model)
             self._renew()
-        return runner
+        return model
 
-    def leave(self, runner: Runner) -> None:
+    def leave(self, model: TimedModel) -> None:
         """A model goes."""
-        if runner in self._runners:
-            self._runners.remove(runner)
+        if model in self._models:
+            self._models.remove(model)
             self._renew()
 
     def _renew(self) -> None:
         """The most threads may have changed: a controller for that number, beginning with all of them."""
-        most = max((runner.max_threads for runner in self._runners), default=0)
+        most = max((model.max_threads for model in self._models), default=0)
         if self._controller is not None and self._controller.governor.max_threads == most:
             self._use(self._controller.governor.num_threads)
             return
@@ -194,17 +194,17 @@ class StepTimer:
         if self.in_flight is not None:
             self.in_flight()
 
-    def end(self, runner: Runner, num_tokens: int) -> float:
+    def end(self, model: TimedModel, num_tokens: int) -> float:
         """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""
         took_s = self._clock.end(num_tokens)
         controller = self._controller
-        if controller is None or runner.threads is None:
-            runner.cost.learn(num_tokens, took_s)
+        if controller is None or model.threads is None:
+            model.cost.learn(num_tokens, took_s)
             return took_s
-        predicted_s = runner.cost.predict(num_tokens)
-        decision = controller.end(runner.threads.num_threads, predicted_s)
+        predicted_s = model.cost.predict(num_tokens)
+        decision = controller.end(model.threads.num_threads, predicted_s)
         if predicted_s is None or not controller.governor.is_disturbed:
-            runner.cost.learn(num_tokens, took_s)
+            model.cost.learn(num_tokens, took_s)
         self._follow(decision)
         return took_s
 
@@ -219,9 +219,9 @@ class StepTimer:
             self._use(decision.num_threads)
 
     def _use(self, num_threads: int) -> None:
-        for runner in self._runners:
-            own = min(runner.max_threads, num_threads)
-            if runner.threads is not None and own != runner.threads.num_threads:
-                runner.threads.set_threads(own)
-            if own != runner.cost.num_threads:  # of several runners of one backend, each has its own
-                runner.cost.use_threads(own)
+        for model in self._models:
+            own = min(model.max_threads, num_threads)
+            if model.threads is not None and own != model.threads.num_threads:
+                model.threads.set_threads(own)
+            if own != model.cost.num_threads:  # of several runners of one backend, each has its own
+                model.cost.use_threads(own)
