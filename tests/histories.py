@@ -187,9 +187,9 @@ class Machine(stepping.Machine):
             self.scheduler.retire(sequence, FinishReason.ERROR, self.now)
 
     def expire(self, at):
-        """A deadline passes."""
+        """A deadline passes, which the table of requests sees."""
         if sequence := self.pick(at, *SequenceState):
-            sequence.deadline_s = self.now
+            self.scheduler.retire(sequence, FinishReason.ERROR, self.now)
 
     def pause(self, at):
         """Stand still."""
