@@ -1,7 +1,8 @@
 """Stoker's models for Simon Willison's `llm`: `llm -m stoker/NAME "..."`, in the environment they share.
 
-Every model that `stoker models` lists is offered under `stoker/NAME`. The engine starts with the first prompt
-and lives as long as the program. What is heavy is imported when it is needed: `llm` loads this each time.
+Every model that `stoker models` lists and that writes text is offered under `stoker/NAME`; the settings of
+the engine, such as `STOKER_MODELS_DIR`, count. The engine starts with the first prompt and lives as long as
+the program. What is heavy is imported when it is needed: `llm` loads this each time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from stoker.ipc.usage import Usage
+    from stoker.models.store import ModelFile
+    from stoker.settings import EngineSettings
     from stoker.sync import Runtime
 
 PREFIX = "stoker/"
@@ -23,18 +26,40 @@ PREFIX = "stoker/"
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Offer every model there is."""
+    """Offer every model here that answers a conversation."""
     from stoker.models.store import ModelStore  # noqa: PLC0415 - see above
     from stoker.settings import load_settings  # noqa: PLC0415 - see above
 
     engine, _ = load_settings({}, None)
     for file in ModelStore(engine.models_dir).list():
-        if file.error is None:
-            register(StokerModel(file.id))
+        if _answers(file):
+            register(StokerModel(file.id, engine))
+
+
+def _answers(file: ModelFile) -> bool:
+    """Whether a model writes text; encoders do not, nor what was made to read images and has no projector.
+
+    One that brings a chat template answers questions without images too.
+    """
+    from stoker.ipc.model import ModelClass, Pairing  # noqa: PLC0415 - see above
+
+    described = file.description
+    if described is None or described.model_class is ModelClass.ENCODER:
+        return False
+    needs_template = described.model_class is ModelClass.ENCODER_DECODER or described.pairing in {
+        Pairing.NEEDS_PROJECTOR,
+        Pairing.BROKEN,
+    }
+    return described.chat_template is not None or not needs_template
 
 
 class StokerModel(llm.Model):
-    """One model; its runtime is started by the first prompt."""
+    """One model; its runtime is started by the first prompt.
+
+    Args:
+        name: of the model, as `stoker models` lists it.
+        settings: of the engine it runs in.
+    """
 
     can_stream = True
     supports_schema = True
@@ -48,9 +73,10 @@ class StokerModel(llm.Model):
         top_k: int | None = Field(default=None, description="So many of the likeliest tokens.")
         seed: int | None = Field(default=None, description="Same seed, same answer.")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, settings: EngineSettings) -> None:
         self.model_id = f"{PREFIX}{name}"
         self._name = name
+        self._settings = settings
         self._runtime: Runtime | None = None
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:  # noqa: ARG002, FBT001 - the library's signature
@@ -70,7 +96,7 @@ class StokerModel(llm.Model):
         if self._runtime is None:
             from stoker.sync import Runtime  # noqa: PLC0415 - see above
 
-            runtime = Runtime(self._name)
+            runtime = Runtime(settings=self._settings.replace(models=(self._name,)))
             runtime.start()
             atexit.register(runtime.close)
             self._runtime = runtime

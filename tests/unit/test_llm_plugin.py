@@ -6,6 +6,11 @@ from importlib.metadata import entry_points
 import jsonschema
 import pytest
 
+import tiny_models
+from stoker.ipc.model import ModelClass, Pairing
+from stoker.models.reader import ModelDescription
+from stoker.models.store import ModelFile
+
 llm = pytest.importorskip("llm")
 from stoker import llm_plugin  # noqa: E402 - it needs the library
 
@@ -26,6 +31,41 @@ def model(monkeypatch):
 def test_the_library_finds_the_plugin():
     """An entry point of its group, so that `llm -m stoker/NAME` works."""
     assert "stoker.llm_plugin" in {entry.value for entry in entry_points(group="llm")}
+
+
+def test_what_writes_no_text_is_not_offered_and_the_folder_of_the_settings_counts(tmp_path, monkeypatch):
+    """D26: STOKER_MODELS_DIR names the folder that is listed and the one the engine loads from."""
+    tiny_models.write_llama(tmp_path / "decoder.gguf")
+    tiny_models.write_mamba(tmp_path / "recurrent.gguf")
+    tiny_models.write_bert(tmp_path / "encoder.gguf")
+    tiny_models.write_t5(tmp_path / "translator.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("STOKER_MODELS_DIR", str(tmp_path))
+    offered = {}
+    llm_plugin.register_models(lambda model: offered.update({model.model_id: model}))
+    assert offered.keys() - {"stoker/smollm2-135m-instruct"} == {"stoker/decoder", "stoker/recurrent"}
+    decoder = offered["stoker/decoder"]
+    try:
+        assert decoder.prompt("a", max_tokens=1).usage().output == 1
+    finally:
+        decoder.close()
+
+
+@pytest.mark.parametrize(
+    ("pairing", "template", "is_offered"),
+    [(Pairing.NEEDS_PROJECTOR, None, False), (Pairing.NEEDS_PROJECTOR, "{{ messages }}", True)],
+)
+def test_a_reader_without_its_projector_is_offered_only_where_it_also_chats(pairing, template, is_offered):
+    """D26: without a chat template there is nothing that it answers."""
+    described = ModelDescription(
+        model_class=ModelClass.DECODER,
+        architecture="llama",
+        n_ctx_train=64,
+        pairing=pairing,
+        chat_template=template,
+    )
+    file = ModelFile(id="reader", path="reader.gguf", size_bytes=1, description=described)
+    assert llm_plugin._answers(file) is is_offered
 
 
 def test_a_conversation_goes_on_and_schemas_are_kept_to(model):
