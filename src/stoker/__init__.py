@@ -8,9 +8,11 @@ from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.ipc.usage import Timings, TokenLogprob, Usage
 from stoker.runtime import Runtime, RuntimeStatus, TextDelta
 from stoker.settings import EngineSettings
+from stoker.tasks.ask import Answer
 from stoker.tasks.read_images import Reading
 
 __all__ = [
+    "Answer",
     "EngineSettings",
     "FinishReason",
     "GenerateRequest",

@@ -33,10 +33,19 @@ from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind, EngineHealth, GroupStatus, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
+from stoker.tasks.ask import Answer, AskKeywords, ask
 from stoker.tasks.chat import ChatPlan, chat_deltas, chat_job, offer_of, planned
 from stoker.tasks.choose import Choices, ChooseKeywords, score_choices
 from stoker.tasks.embed import EmbedKeywords, TextEmbeddings, embed_texts
-from stoker.tasks.fields import CallKeywords, ChatKeywords, GivenState, Prompt, RequestKeywords
+from stoker.tasks.fields import (
+    CallKeywords,
+    ChatKeywords,
+    GivenState,
+    Message,
+    Prompt,
+    RequestKeywords,
+    turns_of,
+)
 from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, Schema, read_images
 from stoker.tasks.rerank import Ranking, RerankKeywords, rank_documents
 from stoker.tasks.states import States
@@ -45,9 +54,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["KeptRequest", "Message", "Runtime", "RuntimeEvent", "RuntimeStatus", "TextDelta"]
-
-Message = Mapping[str, Any]
+__all__ = ["Answer", "KeptRequest", "Message", "Runtime", "RuntimeEvent", "RuntimeStatus", "TextDelta"]
 
 
 class Runtime:
@@ -338,6 +345,7 @@ class Runtime:
         prompt: Prompt | GenerateRequest,
         *,
         state: GivenState | None = None,
+        request_id: str | None = None,
         **fields: Unpack[RequestKeywords],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt.
@@ -345,33 +353,39 @@ class Runtime:
         Args:
             prompt: text, token ids or a whole request.
             state: what a recurrent model begins from: the id of a saved state, a file or its bytes.
+            request_id: unique among live requests; None: one is made up. Each delta carries it.
             fields: of `GenerateRequest` and `Sampling`, by name.
 
         Raises:
             StokerError: the request was refused or failed.
         """
         request = await self.states.request(prompt, state=state, **fields)
-        async with aclosing(self.stream(request)) as events, aclosing(text_deltas(request, events)) as deltas:
+        async with (
+            aclosing(self.stream(request, request_id)) as events,
+            aclosing(text_deltas(request, events)) as deltas,
+        ):
             async for delta in deltas:
                 yield delta
 
     async def chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         *,
         template_args: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         tool_choice: Any = None,
+        request_id: str | None = None,
         **fields: Unpack[ChatKeywords],
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation; reasoning and calls come apart from the text, each call whole.
 
         Args:
             messages: each with `role` and `content`, in OpenAI's form; a list as content may hold texts and
-                `Image`s.
+                `Image`s. A text is one turn, the user's.
             template_args: further variables for the model's chat template.
             tools: functions that the model may call, in OpenAI's form.
             tool_choice: "auto" (None), "none", "required", or the form that names one of them.
+            request_id: unique among live requests; None: one is made up. Each delta carries it.
             fields: as for `generate`; `parallel_tool_calls` False: at most one call; `images`: whatever
                 `Image` takes, or a list of such, for the front of the last user turn.
 
@@ -379,18 +393,22 @@ class Runtime:
             StokerError: the messages or the request were refused, or it failed.
         """
         offer = offer_of(tools, tool_choice, is_parallel=fields.pop("parallel_tool_calls", True))
-        shown = with_images(messages, fields.pop("images", ()))
+        shown = with_images(turns_of(messages), fields.pop("images", ()))
         model = fields.get("model", "default")
         plan = await self.prepare_chat(shown, offer, model=model, template_args=template_args)
         asked = plan.fields(fields)
         if plan.images:
             asked["pictures"] = tuple(taken.picture for taken in await self.images.take(plan.images))
         async with (
-            aclosing(self.generate(plan.prompt, **asked)) as texts_only,
+            aclosing(self.generate(plan.prompt, request_id=request_id, **asked)) as texts_only,
             aclosing(chat_deltas(texts_only, plan.form)) as deltas,
         ):
             async for delta in deltas:
                 yield delta
+
+    async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]) -> Answer:
+        """The whole answer to a text or a conversation; see `tasks.ask.ask`."""
+        return await ask(self, prompt, **fields)
 
     async def cancel(self, request_id: str) -> None:
         """End a live request; its stream finishes with `cancelled`.
@@ -490,7 +508,7 @@ class Runtime:
 
     def plan_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         offer: ToolOffer = NO_TOOLS,
         *,
         model: str = "default",
@@ -505,7 +523,7 @@ class Runtime:
 
     async def prepare_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         offer: ToolOffer = NO_TOOLS,
         *,
         model: str = "default",
@@ -533,7 +551,7 @@ class Runtime:
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         model: str = "default",
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,

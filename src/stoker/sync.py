@@ -232,6 +232,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     stream = _iterated(asynchronous.Runtime.stream)
     generate = _iterated(asynchronous.Runtime.generate)
     chat = _iterated(asynchronous.Runtime.chat)
+    ask = _waited(asynchronous.Runtime.ask)
     cancel = _waited(asynchronous.Runtime.cancel)
     pause_request = _waited(asynchronous.Runtime.pause_request)
     resume_request = _waited(asynchronous.Runtime.resume_request)
@@ -247,7 +248,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
 
     def render_chat(
         self,
-        messages: Sequence[asynchronous.Message],
+        messages: str | Sequence[asynchronous.Message],
         model: str = "default",
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,

@@ -45,7 +45,7 @@ async def test_required_and_named_calls_always_validate(runtime):
             max_tokens=200,
         )
         deltas = [delta async for delta in chat]
-        calls = [call for delta in deltas for call in delta.calls]
+        calls = [call for delta in deltas for call in delta.tool_calls]
         assert len(calls) == 1, deltas[-1]
         jsonschema.validate(json.loads(calls[0].arguments), SCHEMAS[calls[0].name])
         assert deltas[-1].finish_reason is FinishReason.TOOL_CALLS

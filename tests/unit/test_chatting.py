@@ -53,11 +53,12 @@ async def test_calls_come_whole_and_reasoning_apart(pieces: list[str]) -> None:
     deltas = [delta async for delta in chat_deltas(spoken(*pieces), FORM)]
     assert "".join(delta.text for delta in deltas) == "So:"
     assert "".join(delta.reasoning for delta in deltas) == "Hm."
-    (call,) = [call for delta in deltas for call in delta.calls]
+    (call,) = [call for delta in deltas for call in delta.tool_calls]
     assert (call.name, json.loads(call.arguments)) == ("f", {"a": 1})
     assert deltas[-1].finish_reason is FinishReason.TOOL_CALLS
     assert deltas[-1].usage is not None
-    assert len(deltas) == len(pieces)
+    assert sum(len(delta.token_ids) for delta in deltas) == len(pieces) - 1
+    assert all(delta.text or delta.reasoning or delta.tool_calls for delta in deltas[:-1])
 
 
 async def test_what_began_as_a_call_and_was_none_is_text() -> None:
@@ -65,7 +66,7 @@ async def test_what_began_as_a_call_and_was_none_is_text() -> None:
     broken = 'x <tool_call>{"name": "f", "arguments": {"a": '
     deltas = [delta async for delta in chat_deltas(spoken(*broken, ""), FORM)]
     assert "".join(delta.text for delta in deltas) == broken
-    assert not any(delta.calls for delta in deltas)
+    assert not any(delta.tool_calls for delta in deltas)
     assert deltas[-1].finish_reason is FinishReason.STOP
 
 
@@ -78,7 +79,7 @@ async def test_a_forced_call_validates(choice: object) -> None:
                 HELLO, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, seed=seed, max_tokens=300
             )
             deltas = [delta async for delta in chat]
-            (call,) = [call for delta in deltas for call in delta.calls]
+            (call,) = [call for delta in deltas for call in delta.tool_calls]
             assert isinstance(call, ToolCall)
             jsonschema.validate(json.loads(call.arguments), SCHEMA)
             assert (call.name, deltas[-1].finish_reason) == ("look", FinishReason.TOOL_CALLS)
@@ -109,7 +110,7 @@ def test_a_script_offers_tools_too() -> None:
     """I9: stoker.sync mirrors it."""
     with stoker.sync.Runtime(FAKE, isolation="thread") as runtime:
         deltas = list(runtime.chat(HELLO, tools=TOOLS, tool_choice=NAMED, max_tokens=300, seed=1))
-        assert [call.name for delta in deltas for call in delta.calls] == ["look"]
+        assert [call.name for delta in deltas for call in delta.tool_calls] == ["look"]
         assert "look" in runtime.render_chat(HELLO, tools=TOOLS)
 
 

@@ -57,6 +57,13 @@ async def test_a_text_or_token_ids_alone_are_one_input(embeddings):
     assert (await embeddings([])).vectors == []
 
 
+@pytest.mark.parametrize("texts", [3, None, [None], ["a", 3], b"a"])
+async def test_what_is_no_text_is_refused_by_a_typed_error(embeddings, texts):
+    """D17: not by a TypeError of ours."""
+    with pytest.raises(InvalidRequestError, match="prompt is"):
+        await embeddings(texts)
+
+
 async def test_normalising_can_be_left_out_and_zeros_stay(embeddings, runtime):
     """SPEC K2: on request only; a vector of zeros has no length to be scaled to."""
     (vector,) = (await embeddings("x", normalize=False)).vectors

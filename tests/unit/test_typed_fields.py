@@ -50,7 +50,7 @@ async def right(rt: stoker.Runtime) -> None:
     async for delta in rt.generate("x", max_tokens=1, temperature=0.5, stop="a", priority="background"):
         print(delta.text)
     async for delta in rt.chat([{"role": "user", "content": "x"}], top_k=1, images=[Path("a.png")], tools=[]):
-        print(delta.calls)
+        print(delta.tool_calls)
     print((await rt.embed(["x"], dimensions=3, timeout_s=1.0, request_id="r")).floats())
     print((await rt.rerank("x", ["y"], top_n=1)).results, (await rt.choose("x", ["y"], calibrate=True)).best)
     print((await rt.read("a.png", ask="what?", max_tokens=9)).value)

@@ -38,10 +38,10 @@ from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import IMAGE_MARKER, FinishReason
+from stoker.ipc.usage import TokenLogprob
+from stoker.tasks.fields import Message, turns_of
 
 log = logging.getLogger(__name__)
-
-Messages = Sequence[Mapping[str, Any]]
 
 PLAIN = AnswerForm()
 """Nothing is looked for in the text; it is content as it comes."""
@@ -108,7 +108,7 @@ class ChatPlan:
 
 def chat_job(
     info: ModelInfo,
-    messages: Messages,
+    messages: str | Sequence[Message],
     offer: ToolOffer = NO_TOOLS,
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[RenderChat, tuple[Given, ...]]:
@@ -116,17 +116,17 @@ def chat_job(
 
     Args:
         info: of the model.
-        messages: in OpenAI's form; contents as text or parts.
+        messages: in OpenAI's form; contents as text or parts. A text is one turn, the user's.
         offer: of tools.
         template_args: further variables of the model's chat template; with `continue_final_message` true the
             last turn, which has to be the assistant's, is continued, with false it is not (None: it is).
 
     Raises:
-        InvalidRequestError: an image in the messages is malformed.
+        InvalidRequestError: they are no messages, or an image in them is malformed.
         UnsupportedError: there are images and the model reads none, or what an encoder-decoder without a
             template would read is no conversation.
     """
-    turns, images = illustrated(messages, info)
+    turns, images = illustrated(turns_of(messages), info)
     if not info.takes_conversations:
         text = f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt"
         raise UnsupportedError(text, param="messages")
@@ -230,9 +230,13 @@ class ChoiceReaders:
 
 
 async def chat_deltas(deltas: AsyncIterator[TextDelta], form: AnswerForm) -> AsyncGenerator[TextDelta, None]:
-    """The deltas of an answer with reasoning and calls told apart from its text; calls come whole."""
+    """The deltas of an answer with reasoning and calls told apart from its text; calls come whole.
+
+    None but the last is empty: the tokens of a call come with the call.
+    """
     readers = ChoiceReaders(form, secrets.token_hex(8))
     begun: dict[int, WholeCall] = {}  # the call that each choice is writing
+    held: dict[int, list[TextDelta]] = {}  # of each choice, deltas that show nothing yet
     async for delta in deltas:
         text, reasoning, calls = "", "", []
         for event in readers.read(delta):
@@ -251,6 +255,23 @@ async def chat_deltas(deltas: AsyncIterator[TextDelta], form: AnswerForm) -> Asy
                 case CallBroken(_, source) | CallCut(_, source):
                     begun.pop(delta.index, None)
                     text += source
+        if not (text or reasoning or calls or delta.finish_reason or delta.usage):
+            held.setdefault(delta.index, []).append(delta)
+            continue
+        tokens = [*held.pop(delta.index, ()), delta]
         yield msgspec.structs.replace(
-            delta, text=text, reasoning=reasoning, calls=calls, finish_reason=readers.finish_reason(delta)
+            delta,
+            text=text,
+            reasoning=reasoning,
+            tool_calls=calls,
+            token_ids=[token for each in tokens for token in each.token_ids],
+            logprobs=_joined(tokens),
+            finish_reason=readers.finish_reason(delta),
         )
+
+
+def _joined(deltas: Sequence[TextDelta]) -> list[TokenLogprob] | None:
+    """The logprobs of deltas that are given out as one; None: none has any."""
+    if all(delta.logprobs is None for delta in deltas):
+        return None
+    return [one for delta in deltas for one in delta.logprobs or ()]

@@ -20,7 +20,7 @@ from stoker.ipc.model import ModelClass, ModelInfo, Pooling
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Tensor, Usage
-from stoker.tasks.fields import CallKeywords, Prompt, request_of
+from stoker.tasks.fields import CallKeywords, Prompt, checked_prompt, request_of
 from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
 __all__ = ["EmbedKeywords", "TextEmbeddings", "embed_texts", "require_embedding"]
@@ -118,9 +118,9 @@ def floats_of(vector: bytes) -> array.array[float]:
 
 
 def _several(texts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(texts, str) or (texts and isinstance(texts[0], int)):
-        return [texts]  # type: ignore[list-item] # one list of token ids
-    return list(texts)  # type: ignore[arg-type] # several
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or (texts and isinstance(texts[0], int)):
+        return [checked_prompt(texts)]  # one text, one list of token ids, or what is refused
+    return [checked_prompt(text) for text in texts]
 
 
 def _request(text: Prompt, fields: Mapping[str, Any]) -> GenerateRequest:

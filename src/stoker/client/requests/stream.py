@@ -9,6 +9,7 @@ the request's own tokens. Owns also how the events of a generation read as piece
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,18 +59,26 @@ class ToolCall(msgspec.Struct, frozen=True):
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of one choice's text; the last of all carries `finish_reason`, `usage` and `timings`.
 
-    Of a conversation's answer, `text` is without `reasoning`, and without the `calls` that it makes.
+    Of a conversation's answer, `text` is without `reasoning`, and without the `tool_calls` that it makes.
+    `index` is the choice's, `request_id` the one by which the request is cancelled, paused and resumed.
     """
 
     text: str = ""
     index: int = 0
+    request_id: str = ""
     reasoning: str = ""
-    calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = []
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The former name of `tool_calls`."""
+        warnings.warn("calls is tool_calls now", DeprecationWarning, stacklevel=2)
+        return self.tool_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,19 +197,22 @@ async def text_deltas(
         match event:
             case PromptEcho() if request.echo:
                 for index in range(request.n):
-                    yield TextDelta(text=event.text, index=index, logprobs=event.logprobs)
+                    yield TextDelta(
+                        text=event.text, index=index, request_id=event.request_id, logprobs=event.logprobs
+                    )
             case Delta():
                 num_open -= event.finish_reason is not None
                 if num_open == 0:
                     last = event  # it waits for the usage
                 else:
-                    yield _piece(event, None)
+                    yield _piece(event.request_id, event, None)
             case Finished():
-                yield _piece(last, event)
+                yield _piece(event.request_id, last, event)
 
 
-def _piece(delta: Delta | None, finished: Finished | None) -> TextDelta:
+def _piece(request_id: str, delta: Delta | None, finished: Finished | None) -> TextDelta:
     return TextDelta(
+        request_id=request_id,
         text=delta.text if delta else "",
         index=delta.index if delta else 0,
         token_ids=delta.token_ids if delta else [],

@@ -1,0 +1,129 @@
+"""Whole answers: the deltas of a generation or a chat gathered into one value.
+
+Owns `Answer`, and which of the two calls a prompt goes to. `Runtime` and the runtime of a server elsewhere
+have both calls, so these functions take either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, Unpack
+
+import msgspec
+
+from stoker.client.requests.stream import TextDelta, ToolCall
+from stoker.errors import InvalidRequestError
+from stoker.ipc.model import ModelInfo
+from stoker.ipc.request import FinishReason
+from stoker.ipc.usage import Timings, TokenLogprob, Usage
+from stoker.tasks.fields import (
+    ConversationKeywords,
+    GenerateKeywords,
+    Message,
+    Prompt,
+    checked_prompt,
+    is_conversation,
+)
+
+__all__ = ["Answer", "AnsweringRuntime", "AskKeywords", "ask"]
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer.
+
+    Attributes:
+        text: without the reasoning and without the calls.
+        reasoning: what the model wrote before its answer; empty: none.
+        tool_calls: functions that it wants called.
+        finish_reason: why it ended; `cancelled` and `preempted` ones have the text that there was.
+        request_id: its own.
+        model: id of the model that answered.
+        usage: tokens of prompt and answer, and how many came from the cache.
+        timings: seconds in the queue, for the prompt, for the answer.
+        token_ids: of the whole answer, reasoning and calls included; empty where a server did not tell.
+        logprobs: of the same tokens, where `logprobs` was asked for.
+    """
+
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason
+    request_id: str
+    model: str
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class AskKeywords(ConversationKeywords, total=False):
+    """Those of `chat`; `raw`: a text is continued as it is, not laid out as a user's turn."""
+
+    raw: bool
+
+
+class AnsweringRuntime(Protocol):
+    """What a runtime has that answers."""
+
+    def resolve(self, model: str | None) -> ModelInfo:
+        """The served model of that name."""
+        ...
+
+    def generate(self, prompt: Prompt, **fields: Unpack[GenerateKeywords]) -> AsyncGenerator[TextDelta, None]:
+        """Continue a prompt."""
+        ...
+
+    def chat(
+        self, messages: str | Sequence[Message], **fields: Unpack[ConversationKeywords]
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Answer a conversation."""
+        ...
+
+
+async def ask(
+    runtime: AnsweringRuntime, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]
+) -> Answer:
+    """The whole answer to a text or a conversation.
+
+    A text is a user's turn where the model takes conversations, else it is continued.
+
+    Args:
+        runtime: that has the model.
+        prompt: text, messages as for `chat`, or token ids, which are continued.
+        fields: as for `chat`; `raw` True: a text is continued as it is, with the fields of `generate`.
+
+    Raises:
+        InvalidRequestError: `n` is not 1, or a field is wrong.
+        StokerError: the request was refused or failed.
+    """
+    given: dict[str, Any] = {**fields}
+    if given.get("n", 1) != 1:
+        raise InvalidRequestError("ask gives one answer; for several, n is a field of generate", param="n")
+    raw = given.pop("raw", False)
+    info = runtime.resolve(given.get("model"))
+    if is_conversation(prompt) or (isinstance(prompt, str) and info.takes_conversations and not raw):
+        deltas = runtime.chat(prompt, **given)
+    else:
+        deltas = runtime.generate(checked_prompt(prompt), **given)
+    async with aclosing(deltas):
+        return await _gathered(deltas, info.id)
+
+
+async def _gathered(deltas: AsyncGenerator[TextDelta, None], model: str) -> Answer:
+    parts = [delta async for delta in deltas]
+    last = parts[-1]
+    assert last.finish_reason is not None, "the last delta says why the answer ended"
+    logprobs = tuple(one for part in parts for one in part.logprobs or ())
+    return Answer(
+        text="".join(part.text for part in parts),
+        reasoning="".join(part.reasoning for part in parts),
+        tool_calls=tuple(call for part in parts for call in part.tool_calls),
+        finish_reason=last.finish_reason,
+        request_id=last.request_id,
+        model=model,
+        usage=last.usage or Usage(),
+        timings=last.timings or Timings(),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=logprobs or None,
+    )
