@@ -1,5 +1,7 @@
 """Stoker: one process owns a machine's accelerator and memory, and shares them between its users."""
 
+import logging
+
 from stoker import sync
 from stoker.errors import StokerError
 from stoker.images import Image
@@ -30,3 +32,5 @@ __all__ = [
     "Usage",
     "sync",
 ]
+
+logging.getLogger("stoker").addHandler(logging.NullHandler())  # who shows the log is up to the application

@@ -1,6 +1,6 @@
 """A stand-in engine that speaks the real messages and does what each prompt's script says.
 
-Runs in a thread or, as `python -m scripted_engine FD SETTINGS`, as a real child process.
+Runs in a thread or, as `python -m scripted_engine FD SETTINGS LOG_LEVEL`, as a real child process.
 Token i of choice c is `100 * c + i` and reads "c:i "; a script is JSON in the prompt, see `Script`.
 """
 

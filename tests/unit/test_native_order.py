@@ -27,7 +27,7 @@ from stoker.settings import EngineSettings
 
 ours, theirs = socket.socketpair()
 ours.close()  # the front is gone: the engine comes up, and leaves
-assert serve([str(theirs.detach()), EngineSettings().model_dump_json()]) == 0
+assert serve([str(theirs.detach()), EngineSettings().model_dump_json(), "30"]) == 0
 """
 TRIAL = """
 import runpy

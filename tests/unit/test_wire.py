@@ -10,7 +10,7 @@ from stoker.errors import QueueFullError, error_from_info
 from stoker.ipc import codec as wire
 from stoker.ipc.codec import WireError, command_decoder, encode_command, encode_events, event_decoder
 from stoker.ipc.commands import Cancel, Command, LoadModel, Submit
-from stoker.ipc.events import Delta, Event, Failed, Hello, Reply
+from stoker.ipc.events import Delta, Event, Failed, Hello, Logged, Reply
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
 from stoker.ipc.usage import TokenLogprob
@@ -20,6 +20,7 @@ EVENTS: list[Event] = [
     Delta(request_id="a", index=1, text="é🙂", token_ids=[1, 2**31], finish_reason=FinishReason.STOP),
     Delta(request_id="a", index=0, logprobs=[TokenLogprob(3, b"\xff", -0.5, [(4, b"\x00", -1.0)])]),
     Reply(call_id=3, value={"tokens": [1], "pieces": [b"\xff\xfe"]}),
+    Logged(logger="stoker.engine", level=30, at=1.5, text="é"),
     Failed("b", QueueFullError("full", retry_after_s=2.0, bound=5).info()),
 ]
 

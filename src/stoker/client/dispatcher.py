@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from stoker.client.models.loading import ModelLoading
 from stoker.client.process.exit import EngineExit
+from stoker.client.process.log_relay import relay
 from stoker.client.requests.calls import Calls, Question
 from stoker.client.requests.requests import Requests
 from stoker.ipc.codec import WireError
@@ -22,6 +23,7 @@ from stoker.ipc.events import (
     Heartbeat,
     HeatMoved,
     Hello,
+    Logged,
     ModelState,
     PressureMoved,
     Reply,
@@ -201,6 +203,8 @@ class Dispatcher:
                 self.calls.settle(event)
             case PressureMoved() | RungTaken() | HeatMoved():
                 self._bus.machine_moved(event)
+            case Logged():
+                relay(event, instance.pid)
             case Goodbye():
                 pass
             case _:

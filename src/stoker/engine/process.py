@@ -1,4 +1,4 @@
-"""The engine process, from inside: `python -m stoker.engine FD SETTINGS_JSON` runs `serve`.
+"""The engine process, from inside: `python -m stoker.engine FD SETTINGS_JSON LOG_LEVEL` runs `serve`.
 
 Owns the socket's engine end, the thread that reads it and the heartbeat; everything else is the loop's.
 The process lives exactly as long as its client: at the end of the socket it exits, however busy it is.
@@ -11,6 +11,7 @@ buffer is full.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from stoker.engine.threads.timer import READ_EVERY_S
 from stoker.ipc.codec import command_decoder, encode_events
+from stoker.ipc.events import Logged
 from stoker.native_crash import prepare_to_crash
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = READ_EVERY_S
 ORPHAN_GRACE_S = 2.0
 READ_BYTES = 256 * 1024
+ROOT_LOGGER = "stoker"
 
 Publish = Callable[[list["Event"]], None]
 MakeEngine = Callable[["Inbox", Publish, "EngineSettings"], "RunsEngine"]
@@ -53,13 +56,42 @@ class EventWriter:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may log, which writes, while its thread writes
 
     def write(self, events: list[Event]) -> None:
         """Send one frame; blocks while the client does not read. Its end ends this process by EOF."""
         frame = encode_events(events)
         with self._lock, contextlib.suppress(ConnectionError):
             self._socket.sendall(frame)
+
+
+class LogToClient(logging.Handler):
+    """Sends the log of this process to the client, which decides what becomes of it.
+
+    Args:
+        publish: called with each record as an event, in whichever thread logs.
+    """
+
+    def __init__(self, publish: Publish) -> None:
+        super().__init__()
+        self._publish = publish
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one record; other packages' loggers appear below `stoker.engine`."""
+        is_ours = record.name == ROOT_LOGGER or record.name.startswith(f"{ROOT_LOGGER}.")
+        name = record.name if is_ours else f"{ROOT_LOGGER}.engine.{record.name}"
+        try:
+            event = Logged(logger=name, level=record.levelno, at=record.created, text=self.format(record))
+            self._publish([event])
+        except Exception:  # noqa: BLE001 - a call to the log never fails, as with every handler
+            self.handleError(record)
+
+    @classmethod
+    def set_up(cls, publish: Publish, level: int) -> None:
+        """Send all of this process's log from that level on, warnings of Python included."""
+        logging.basicConfig(handlers=[cls(publish)], format="%(message)s", level=max(level, logging.WARNING))
+        logging.getLogger(ROOT_LOGGER).setLevel(level)
+        logging.captureWarnings(capture=True)
 
 
 class ClientLink:
@@ -180,7 +212,8 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     """Run an engine in this process until a command ends it.
 
     Args:
-        arguments: number of the inherited socket; an `EngineSettings` as JSON.
+        arguments: number of the inherited socket; an `EngineSettings` as JSON; the level that its log is
+            wanted from, as in `logging`.
         make_engine: builds the engine.
 
     Returns:
@@ -193,11 +226,12 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     from stoker.engine.inbox import Inbox  # noqa: PLC0415 - imports numpy
     from stoker.settings import EngineSettings  # noqa: PLC0415 - takes a while: signals come first
 
-    descriptor, settings_json = arguments
+    descriptor, settings_json, log_level = arguments
     sock = open_client(int(descriptor))
     inbox, writer, is_done = Inbox(), EventWriter(sock), threading.Event()
     link = ClientLink(sock, inbox)
     link.start()
+    LogToClient.set_up(writer.write, int(log_level))
     settings = EngineSettings.model_validate_json(settings_json)
     limit_allocator(settings.memory_limit)
     engine = make_engine(inbox, writer.write, settings)

@@ -217,6 +217,22 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     step_limit_s: float
 
 
+class Logged(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A record of the engine process's log, on its way to the client's.
+
+    Attributes:
+        logger: name of the logger, always one below "stoker".
+        level: as in `logging`.
+        at: seconds since the epoch.
+        text: the message, with the traceback if there is one.
+    """
+
+    logger: str
+    level: int
+    at: float
+    text: str
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
     """The last event of an orderly shutdown."""
 
@@ -237,4 +253,4 @@ RequestEvent = (
 )
 """About one request; each carries its `request_id`."""
 
-Event = Hello | ModelState | MachineEvent | RequestEvent | Reply | Heartbeat | Goodbye
+Event = Hello | ModelState | MachineEvent | RequestEvent | Reply | Heartbeat | Logged | Goodbye

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from stoker.client.process.log_relay import wanted_level
 from stoker.errors import MachineSetupError
 from stoker.ipc.codec import encode_command, event_decoder
 from stoker.native_crash import native_text
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from stoker.settings import EngineSettings
 
 log = logging.getLogger(__name__)
+output_log = logging.getLogger("stoker.engine.output")
+"""What an engine and native libraries in it print; in order they print nothing."""
 
 ENGINE_MODULE = "stoker.engine"
 SOCKET_BUFFER_BYTES = 4 * 1024**2
@@ -43,8 +46,7 @@ START_DESCRIPTORS = 8
 reports that it could not be executed. One is for a library that opens a file meanwhile."""
 KEPT_BYTES = 32 * 1024
 """Holds the dump of every thread's stack that Python writes at a crash, and what was said before it."""
-_READ_BYTES = 8192
-_STDERR = 2
+MAX_LINE_BYTES = 8192
 
 EventSink = Callable[[list["Event"]], None]
 
@@ -146,7 +148,7 @@ class DescriptorReserve:
 
 
 class StderrTail:
-    """Passes an engine's stdout and stderr on to this program's stderr, and keeps the end for error messages.
+    """Logs each line that an engine writes to its stdout and stderr, and keeps the end for error messages.
 
     Native code says only there why it gives up: a failed assertion, an exception that was not caught. Reads
     in a thread, until the engine closes the pipe.
@@ -182,12 +184,11 @@ class StderrTail:
         return native_text(bytes(self._kept))
 
     def _read(self) -> None:
-        with contextlib.closing(os.fdopen(self._source, "rb", buffering=0)) as pipe:
-            while data := pipe.read(_READ_BYTES):
-                self._kept += data
+        with os.fdopen(self._source, "rb") as pipe:
+            while line := pipe.readline(MAX_LINE_BYTES):
+                self._kept += line
                 del self._kept[:-KEPT_BYTES]
-                with contextlib.suppress(OSError):  # this program's stderr may be closed or full
-                    os.write(_STDERR, data)
+                output_log.warning("%s", line.decode(errors="replace").rstrip())
 
 
 class _Frames(asyncio.Protocol):
@@ -276,8 +277,9 @@ class ProcessTransport:
     def _spawn(self, descriptor: int) -> StderrTail:
         source, sink = os.pipe()
         try:
+            arguments = (str(descriptor), self._settings.model_dump_json(), str(wanted_level()))
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, str(descriptor), self._settings.model_dump_json()],
+                [sys.executable, "-P", "-m", self._module, *arguments],
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,  # native libraries print; our stdout belongs to the application
