@@ -65,6 +65,20 @@ def test_a_saved_state_is_begun_from_by_its_id_and_inline(recurrent: httpx.Clien
     assert recurrent.get("/v1/states/first").json() == saved
 
 
+def test_a_state_is_saved_again_under_its_name_with_replace(recurrent: httpx.Client) -> None:
+    """SPEC K5: made and uploaded alike; without `replace` the name is taken."""
+    recurrent.post("/v1/states", json={"prompt": FIRST, "name": "mine"})
+    data = base64.b64encode(recurrent.get("/v1/states/mine/content").content).decode()
+    again = {"prompt": [*FIRST, *REST], "name": "mine"}
+    assert error(recurrent.post("/v1/states", json=again))[::2] == (400, "name")
+    saved = recurrent.post("/v1/states", json={**again, "replace": True}).json()
+    assert saved["num_tokens"] == len([*FIRST, *REST])
+    assert (
+        recurrent.post("/v1/states", json={"data": data, "name": "mine", "replace": True}).status_code == 200
+    )
+    assert recurrent.get("/v1/states").json()["data"][0]["num_tokens"] == 0
+
+
 def test_a_state_made_on_a_state_has_seen_both_prompts(recurrent: httpx.Client) -> None:
     """SPEC K5: saving begins from a state as any request does."""
     first = recurrent.post("/v1/states", json={"prompt": FIRST}).json()["id"]

@@ -159,6 +159,16 @@ def test_names_are_made_up_or_checked(store: StateStore) -> None:
         store.save(saved(), model="m", name=first)
 
 
+def test_a_state_is_replaced_if_that_is_asked_for(tmp_path: Path) -> None:
+    """SPEC K5: the second run of a script; the one that goes leaves its room to the one that comes."""
+    store = StateStore(tmp_path, max_states=1)
+    store.save(saved(), model="m", name="mine")
+    assert store.save(saved(), model="m", name="mine", num_tokens=5, replace=True).num_tokens == 5
+    assert store.get("mine").num_tokens == 5
+    with pytest.raises(InvalidRequestError, match="say replace"):
+        store.save(saved(), model="m", name="mine")
+
+
 def test_an_owner_sees_no_state_of_another(store: StateStore) -> None:
     """SPEC C1, K5: names of two owners do not meet."""
     store.save(saved(), model="m", name="a", owner="one")

@@ -78,6 +78,7 @@ class States:
         prompt: Prompt | GenerateRequest,
         *,
         name: str | None = None,
+        replace: bool = False,
         **fields: Unpack[StateKeywords],
     ) -> SavedState:
         """Let a recurrent model read a prompt and keep its state.
@@ -85,6 +86,7 @@ class States:
         Args:
             prompt: text, token ids or a whole request; `state` among its fields begins from another state.
             name: what to call it; None: it gets a name.
+            replace: a state of that name is replaced; else that is an error.
             fields: of `GenerateRequest` and `KnownAs`, by name, and `state`; for `owner` see the class.
 
         Raises:
@@ -104,7 +106,13 @@ class States:
         ((ready, _),) = await answers_of(self._runtime, CallKind.STATE, wanted, known_as)
         data = dump_state(ready.tensors, {})
         return await asyncio.to_thread(
-            self._store.save, data, model=info.id, num_tokens=ready.num_tokens, name=name, owner=owner
+            self._store.save,
+            data,
+            model=info.id,
+            num_tokens=ready.num_tokens,
+            name=name,
+            owner=owner,
+            replace=replace,
         )
 
     async def embed(
@@ -136,9 +144,15 @@ class States:
         ]
 
     async def put(
-        self, state: Path | bytes, *, model: str = "default", name: str | None = None, owner: str = ""
+        self,
+        state: Path | bytes,
+        *,
+        model: str = "default",
+        name: str | None = None,
+        owner: str = "",
+        replace: bool = False,
     ) -> SavedState:
-        """Keep a safetensors file for a recurrent model.
+        """Keep a safetensors file for a recurrent model; `replace` as for `save`.
 
         Raises:
             UnsupportedError: the model has no recurrent state.
@@ -146,7 +160,9 @@ class States:
         """
         info = self.recurrent(model)
         data = await self.given(state, model=info.id)
-        return await asyncio.to_thread(self._store.save, data, model=info.id, name=name, owner=owner)
+        return await asyncio.to_thread(
+            self._store.save, data, model=info.id, name=name, owner=owner, replace=replace
+        )
 
     async def list(self, owner: str = "") -> list[SavedState]:
         """Every saved state, the newest first."""

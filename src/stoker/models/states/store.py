@@ -83,10 +83,17 @@ class StateStore:
     def __repr__(self) -> str:
         return f"StateStore({str(self._folder)!r})"
 
-    def save(
-        self, data: bytes, *, model: str, num_tokens: int = 0, name: str | None = None, owner: str = ""
+    def save(  # noqa: PLR0913 - what a state's head says, by name
+        self,
+        data: bytes,
+        *,
+        model: str,
+        num_tokens: int = 0,
+        name: str | None = None,
+        owner: str = "",
+        replace: bool = False,
     ) -> SavedState:
-        """Keep a safetensors file; without a name it gets one.
+        """Keep a safetensors file; without a name it gets one, with `replace` the place of one of that name.
 
         Raises:
             InvalidRequestError: the name or the file is no good, the name is taken or there are too many.
@@ -106,8 +113,8 @@ class StateStore:
         whole = with_metadata(data, metadata)
         try:
             with self._lock:  # what is checked stays so until the file is there
-                self._check_room(name, len(whole), owner)
-                _write(self._path(name, owner), whole)
+                self._check_room(name, len(whole), owner, replace=replace)
+                _write(self._path(name, owner), whole, replace=replace)
         except FileExistsError:  # another server was quicker
             _taken(name)
         except OSError as error:
@@ -158,8 +165,10 @@ class StateStore:
         except OSError as error:
             raise MachineSetupError(f"cannot delete the state {name!r}: {error.strerror}") from None
 
-    def _check_room(self, name: str, size_bytes: int, owner: str) -> None:
+    def _check_room(self, name: str, size_bytes: int, owner: str, *, replace: bool) -> None:
         sizes = {path.stem: _size(path) for path in self._files(owner)}
+        if replace:
+            sizes.pop(name, None)
         if name in sizes:
             _taken(name)
         if len(sizes) >= self._max_states:
@@ -207,10 +216,12 @@ def check_name(name: str) -> None:
 
 
 def _taken(name: str) -> NoReturn:
-    raise InvalidRequestError(f"there is a state {name!r} already; delete it first", param="name")
+    raise InvalidRequestError(
+        f"there is a state {name!r} already; say replace, or delete it first", param="name"
+    )
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes, *, replace: bool) -> None:
     """Whole or not at all, for this user only."""
     make_folder(path.parent)
     partial = path.with_name(f".{path.stem}-{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
@@ -220,7 +231,10 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.link(partial, path)  # fails where the name is taken, as a move would not
+        if replace:
+            partial.replace(path)
+        else:
+            os.link(partial, path)  # fails where the name is taken, as a move would not
     finally:
         partial.unlink(missing_ok=True)
 

@@ -63,6 +63,7 @@ class SaveStateRequest(StateWork):
     """A state to keep: of `prompt` or `messages`, uploaded as `data` (base64), or laid ready as `file`."""
 
     name: str | None = None
+    replace: bool = False
     prompt: str | TokenIds | None = Field(None, validation_alias=AliasChoices("prompt", "input"))
     messages: Many[Message] | None = Field(None, min_length=1)
     data: str | None = None
@@ -185,7 +186,7 @@ class _StateRoutes:
         if source in {"data", "file"}:
             sent, file = body.data, body.file or ""
             given = states.dropped(file) if sent is None else await asyncio.to_thread(decoded, sent, "data")
-            saved = await states.put(given, model=info.id, name=body.name, owner=owner)
+            saved = await states.put(given, model=info.id, name=body.name, owner=owner, replace=body.replace)
             return json_response(_saved(saved))
         own = await asyncio.to_thread(body.fields, owner)
         fields = {**own, **header_fields(request), "model": info.id}
@@ -197,7 +198,7 @@ class _StateRoutes:
             fields["is_chat"] = True
         else:
             prompt = prompt_of(body.prompt or "", info.n_vocab, "prompt")
-        work = partial(states.save, prompt, name=body.name, **fields)
+        work = partial(states.save, prompt, name=body.name, replace=body.replace, **fields)
         return json_response(_saved(await in_one_call(request, CallKind.STATE, work)))
 
     async def _upload(self, request: Request) -> Response:
