@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 
 import pytest
@@ -13,6 +14,8 @@ from stoker.cli.main import app
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.request import Priority
 from stoker.ipc.status import EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.server.run_file import RunFile, registered
+from stoker.settings import EngineSettings
 
 
 @pytest.fixture
@@ -156,6 +159,19 @@ def test_an_error_of_the_server_is_one_line_with_its_numbers(call, scripted):
     scripted.runtime.load_error = InsufficientMemoryError("needs 5 GiB, free 3 GiB")
     done = call("load", "m")
     assert (done.exit_code, done.stderr.strip()) == (2, "stoker: needs 5 GiB, free 3 GiB")
+
+
+def test_a_running_server_is_found_without_its_url(call, scripted, monkeypatch):
+    """D29: by its run file, if it answers; one that is named wins."""
+    monkeypatch.delenv("STOKER_URL")
+    run_dir = EngineSettings().run_dir
+    deaf = RunFile(url="http://127.0.0.1:9", pid=os.getpid(), version="1", started_at=2.0)
+    ours = RunFile(url=scripted.url, pid=os.getppid(), version="1", started_at=1.0)
+    with registered(run_dir, deaf), registered(run_dir, ours):
+        found = json.loads(call("ps", "--json").stdout)
+        assert found["models"][0]["id"] == "stand-in"
+        assert "http://127.0.0.1:9" in call("ps", "--url", "http://127.0.0.1:9").stderr
+    assert call("ps", "--url", scripted.url).exit_code == 0
 
 
 def test_a_server_that_is_not_there_or_not_ours_is_one_line(call, start_server):

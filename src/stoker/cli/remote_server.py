@@ -1,13 +1,12 @@
 """A running server as the commands see it: ask, get an answer or a typed error.
 
-Owns addresses, the API key and how errors come back. Each command decides what is asked.
+Owns the connection, the API key and how errors come back. `stoker.cli.target` finds the server; each command
+decides what is asked.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Self
-
-import typer
+from typing import TYPE_CHECKING, Any, Self
 
 from stoker.errors import (
     AuthenticationError,
@@ -23,22 +22,11 @@ if TYPE_CHECKING:
 
     import httpx
 
-DEFAULT_URL = "http://127.0.0.1:8686"
 _GIVE_KEY = " (a command takes a key from --api-key or STOKER_API_KEY)"
 _HINTS = {AuthenticationError.code: _GIVE_KEY, OperatorOnlyError.code: _GIVE_KEY}
 """What a command adds to what the server says, by the error's code."""
 CONNECT_S = 5.0
 ANSWER_S = 10.0
-
-Url = Annotated[
-    str, typer.Option("--url", envvar="STOKER_URL", help="Where the server listens.", metavar="URL")
-]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key", envvar="STOKER_API_KEY", help="Its API key, where it asks for one.", metavar="KEY"
-    ),
-]
 
 
 class RemoteServer:

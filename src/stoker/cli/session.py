@@ -7,14 +7,13 @@ an interruption means, is the command's.
 
 from __future__ import annotations
 
-import asyncio
 import select
 import stat
 import sys
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from os import fstat
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 from rich.console import Console
@@ -25,7 +24,7 @@ from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.usage import Timings, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
     from types import TracebackType
 
     from stoker.cli.options import RuntimeFactory
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from stoker.ipc.request import FinishReason, GenerateRequest
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
-
-T = TypeVar("T")
 
 LONG_PROMPT_TOKENS = 64  # a shorter one is read before a bar can be
 FIRST_BYTE_S = 2.0
@@ -160,22 +157,6 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
         yield runtime
     finally:
         await runtime.close()
-
-
-def answered(
-    settings: EngineSettings, factory: RuntimeFactory | None, question: Callable[[Runtime], Awaitable[T]]
-) -> T:
-    """What one question to a runtime comes to.
-
-    Raises:
-        StokerError: the model cannot be served, or what the question raised.
-    """
-
-    async def ask() -> T:
-        async with opened(settings, factory) as runtime:
-            return await question(runtime)
-
-    return asyncio.run(ask())
 
 
 async def write_answer(runtime: Runtime, request: GenerateRequest, answer: ReplyText) -> None:

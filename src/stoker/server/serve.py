@@ -15,7 +15,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
@@ -31,6 +33,7 @@ from stoker.server.inbound.connections import (
     descriptor_limit,
     raise_limit,
 )
+from stoker.server.run_file import RunFile, registered, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
@@ -217,13 +220,30 @@ async def _serve(
 ) -> None:
     from stoker.runtime import Runtime  # noqa: PLC0415 - after the port is known to be free
 
-    service = Service(Runtime(settings=engine_settings), server_settings, listener)
+    runtime = Runtime(settings=engine_settings)
+    service = Service(runtime, server_settings, listener)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, service.stop)
     loop.add_signal_handler(signal.SIGUSR1, service.sleep.suspend)
     loop.add_signal_handler(signal.SIGUSR2, service.sleep.resume)
-    await service.run(_print_line)
+    with contextlib.ExitStack() as stack:
+
+        def announce(line: dict[str, Any]) -> None:
+            stack.enter_context(registered(engine_settings.run_dir, _run_file(line, runtime)))
+            _print_line(line)
+
+        await service.run(announce)
+
+
+def _run_file(ready: dict[str, Any], runtime: Runtime) -> RunFile:
+    return RunFile(
+        url=url_of(ready["host"], ready["port"]),
+        pid=ready["pid"],
+        version=version("stoker"),
+        started_at=time.time(),
+        models={info.id: info.path for info in runtime.models},
+    )
 
 
 def _print_line(line: dict[str, Any]) -> None:

@@ -11,32 +11,30 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
-from stoker.cli.session import answered, piped_text
+from stoker.cli.fitting_model import GENERATE
+from stoker.cli.options import AsJson
+from stoker.cli.session import piped_text
+from stoker.cli.target import Target, asks_model
 from stoker.tasks.choose import Choices, score_choices
 
 
+@asks_model
 def choose(
+    target: Target,
     *,
-    ctx: typer.Context,
     choices: Annotated[list[str], typer.Option("--choice", help="A text that may follow; give several.")],
     prompt: Annotated[
         str | None, typer.Argument(help="What they follow; without one, standard input.")
     ] = None,
-    model: Model = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Subtract how likely each is without the prompt.")
     ] = False,
     as_json: AsJson = False,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    config: Config = None,
 ) -> None:
     """Print the choices, the likeliest first, each after its probability among them and its score in nats."""
     given = (piped_text() if prompt is None else prompt) or ""
-    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
-    found = answered(
-        settings, ctx.obj, lambda runtime: score_choices(runtime, given, choices, calibrate=calibrate)
+    found = target.answered(
+        GENERATE, lambda runtime: score_choices(runtime, given, choices, calibrate=calibrate)
     )
     if as_json:
         typer.echo(json.dumps(_record(found)))

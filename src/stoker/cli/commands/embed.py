@@ -11,27 +11,25 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
-from stoker.cli.session import answered, lines_of, piped_text
+from stoker.cli.fitting_model import EMBED
+from stoker.cli.options import AsJson
+from stoker.cli.session import lines_of, piped_text
+from stoker.cli.target import Target, asks_model
 from stoker.tasks.embed import TextEmbeddings, embed_texts
 
 
+@asks_model
 def embed(
+    target: Target,
     *,
-    ctx: typer.Context,
     texts: Annotated[
         list[str] | None, typer.Argument(help="What to embed; without any, each line of standard input.")
     ] = None,
-    model: Model = None,
     as_json: AsJson = False,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    config: Config = None,
 ) -> None:
     """Print the vector of each text, of length 1: as a JSON array a line, or with --json as one document."""
     given = texts or lines_of(piped_text(), "texts")
-    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
-    found = answered(settings, ctx.obj, lambda runtime: embed_texts(runtime, given))
+    found = target.answered(EMBED, lambda runtime: embed_texts(runtime, given))
     if as_json:
         typer.echo(json.dumps(_document(found)))
         return

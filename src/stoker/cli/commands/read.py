@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.cli.options import Config, CtxSize, Model, Threads, engine_settings
-from stoker.cli.remote_server import ApiKey, RemoteServer
-from stoker.cli.session import opened
+from stoker.cli.fitting_model import READ
+from stoker.cli.remote_server import RemoteServer
+from stoker.cli.target import Target, asks_model
 from stoker.errors import CallerError, InvalidRequestError, ReadingError, StokerError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from stoker.cli.options import RuntimeFactory
     from stoker.images import ImageReport
-    from stoker.settings import EngineSettings
     from stoker.tasks.read_images import Attempt, Question, Reading, Told
 
     Read = Callable[[Path], Awaitable[Reading]]
@@ -33,9 +31,10 @@ EXIT_UNREAD = 2
 _MAX_TOKENS = 1024  # as in `stoker.tasks.read_images`, which is too heavy for --help
 
 
+@asks_model
 def read(
+    target: Target,
     *,
-    ctx: typer.Context,
     images: Annotated[list[Path], typer.Argument(help="Pictures to read, one after the other.")],
     schema: Annotated[
         Path | None, typer.Option("--schema", help="File with a JSON Schema that the answers have to match.")
@@ -43,7 +42,6 @@ def read(
     ask: Annotated[
         str | None, typer.Option("--ask", help="What to ask. \\[Read this report as JSON.]", metavar="TEXT")
     ] = None,
-    model: Model = None,
     mmproj: Annotated[
         Path | None, typer.Option("--mmproj", help="The model's projector, a GGUF file.")
     ] = None,
@@ -53,27 +51,17 @@ def read(
     json_lines: Annotated[
         bool, typer.Option("--json-lines", help="Print the file and how it went beside each answer.")
     ] = False,
-    url: Annotated[
-        str | None, typer.Option("--url", help="Let the server that listens there read.", metavar="URL")
-    ] = None,
-    api_key: ApiKey = None,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    config: Config = None,
 ) -> None:
     """Print what is on each image as a line of JSON; how far it is goes to stderr."""
     from stoker.tasks.read_images import Question
 
     question = Question(ask, _schema_of(schema), max_tokens)
     lines = _Lines(len(images), is_long=json_lines)
-    if url is not None:
-        with RemoteServer(url, api_key) as server:
-            asyncio.run(_each(images, _remote(server, question, model), lines))
+    if target.url is not None and not target.no_server:
+        with RemoteServer(target.url, target.api_key) as server:
+            asyncio.run(_each(images, _remote(server, question, target.model), lines))
     else:
-        settings = engine_settings(
-            config, model=model, mmproj=mmproj, ctx_size=ctx_size, threads=threads, slots=1
-        )
-        asyncio.run(_local(settings, images, question, lines, ctx.obj))
+        asyncio.run(_local(target, mmproj, images, question, lines))
     if lines.num_unread:
         raise typer.Exit(EXIT_UNREAD)
 
@@ -88,15 +76,11 @@ def _schema_of(path: Path | None) -> Any:
 
 
 async def _local(
-    settings: EngineSettings,
-    images: list[Path],
-    question: Question,
-    lines: _Lines,
-    factory: RuntimeFactory | None,
+    target: Target, mmproj: Path | None, images: list[Path], question: Question, lines: _Lines
 ) -> None:
     from stoker.tasks.read_images import read_images
 
-    async with opened(settings, factory) as runtime:
+    async with target.opened(READ, mmproj=mmproj, slots=1) as runtime:
 
         async def read_one(path: Path) -> Reading:
             return await read_images(runtime, path, question)

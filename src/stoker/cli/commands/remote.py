@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from stoker.cli.options import AsJson
-from stoker.cli.remote_server import DEFAULT_URL, ApiKey, RemoteServer, Url
+from stoker.cli.remote_server import RemoteServer
+from stoker.cli.target import ApiKey, Url, server_url
 
 _MODELS = "/v1/runtime/models"
 
@@ -40,7 +41,7 @@ def load(
     ] = None,
     slots: Annotated[int | None, typer.Option("--slots", help="Requests that run on it at once.")] = None,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Load a model into the running server; Ctrl-C gives it up."""
@@ -52,7 +53,7 @@ def load(
     _say(loaded, f"{loaded['id']} is ready: {size}, context {loaded['n_ctx']}{less}", as_json=as_json)
 
 
-def unload(model: Named, *, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+def unload(model: Named, *, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> None:
     """Free a model; it stays served and is loaded again when a request needs it."""
     answer = _post(url, api_key, f"{_MODELS}/unload", {"model": model}, f"unloading {model}")
     _say(answer, f"{answer['id']} is not in memory any more", as_json=as_json)
@@ -63,7 +64,7 @@ def pin(
     *,
     off: Annotated[bool, typer.Option("--off", help="It may be unloaded again.")] = False,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Never unload a model to make room for another."""
@@ -79,7 +80,7 @@ def suspend(
         typer.Option("--grace-s", help="Seconds before it begins; `stoker resume` meanwhile prevents it."),
     ] = None,
     as_json: AsJson = False,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     api_key: ApiKey = None,
 ) -> None:
     """Save every request of the running server and free its memory, until `stoker resume`."""
@@ -88,15 +89,17 @@ def suspend(
     _say(answer, "suspended" if answer["suspended"] else "resumed before it was suspended", as_json=as_json)
 
 
-def resume(*, as_json: AsJson = False, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+def resume(*, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> None:
     """Load what was loaded and let every request of the suspended server go on."""
     answer = _post(url, api_key, "/v1/runtime/resume", {}, "resuming")
     _say(answer, "suspended again meanwhile" if answer["suspended"] else "serving", as_json=as_json)
 
 
-def _post(url: str, api_key: str | None, path: str, body: dict[str, Any], doing: str) -> dict[str, Any]:
+def _post(
+    url: str | None, api_key: str | None, path: str, body: dict[str, Any], doing: str
+) -> dict[str, Any]:
     """The server's answer; on a terminal it shows what is being waited for."""
-    with RemoteServer(url, api_key) as server, Console(stderr=True).status(doing):
+    with RemoteServer(server_url(url), api_key) as server, Console(stderr=True).status(doing):
         return server.post(path, body)
 
 

@@ -8,33 +8,31 @@ from typing import Annotated
 
 import typer
 
-from stoker.cli.options import AsJson, Config, CtxSize, Model, Threads, engine_settings
-from stoker.cli.session import answered, lines_of, piped_text
+from stoker.cli.fitting_model import RERANK
+from stoker.cli.options import AsJson
+from stoker.cli.session import lines_of, piped_text
+from stoker.cli.target import Target, asks_model
 from stoker.tasks.rerank import Ranking, rank_documents
 
 
+@asks_model
 def rerank(
+    target: Target,
     *,
-    ctx: typer.Context,
     query: Annotated[str, typer.Argument(help="What is asked.")],
     documents: Annotated[
         list[str] | None, typer.Argument(help="What to score; without any, each line of standard input.")
     ] = None,
-    model: Model = None,
     top_n: Annotated[int | None, typer.Option("--top-n", help="Print so many, the best.", min=1)] = None,
     output: Annotated[
         int, typer.Option(help="Which output of the classifier is the score, from 0.", min=0)
     ] = 0,
     as_json: AsJson = False,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    config: Config = None,
 ) -> None:
     """Print the documents, the best first, each after its score: the model's own number, no probability."""
     given = documents or lines_of(piped_text(), "documents")
-    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads)
-    found = answered(
-        settings, ctx.obj, lambda runtime: rank_documents(runtime, query, given, top_n=top_n, output=output)
+    found = target.answered(
+        RERANK, lambda runtime: rank_documents(runtime, query, given, top_n=top_n, output=output)
     )
     if as_json:
         typer.echo(json.dumps(_record(found, given)))

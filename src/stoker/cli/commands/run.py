@@ -9,52 +9,43 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stoker.cli.fitting_model import GENERATE
 from stoker.cli.options import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_TEMPERATURE,
-    Config,
-    CtxSize,
     MaxTokens,
-    Model,
     Seed,
     Temperature,
-    Threads,
-    engine_settings,
 )
-from stoker.cli.session import ReplyText, opened, piped_beside_a_prompt, piped_text, write_answer
+from stoker.cli.session import ReplyText, piped_beside_a_prompt, piped_text, write_answer
+from stoker.cli.target import Target, asks_model
 from stoker.errors import InvalidRequestError
 from stoker.ipc.request import GenerateRequest, Sampling
 
 if TYPE_CHECKING:
-    from stoker.cli.options import RuntimeFactory
     from stoker.runtime import Runtime
-    from stoker.settings import EngineSettings
 
 DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence."
 
 
+@asks_model
 def run(
+    target: Target,
     *,
-    ctx: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(help="What to ask; - reads standard input. Piped input is added to it.")
     ] = None,
-    model: Model = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = DEFAULT_TEMPERATURE,
     seed: Seed = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")
     ] = False,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    config: Config = None,
 ) -> None:
     """Answer a prompt and stream the answer to the terminal."""
     text = _prompt_text(prompt)
-    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads, slots=1)
     ask = _Ask(text, Sampling(temperature=temperature, seed=seed), max_tokens, is_raw=raw)
-    asyncio.run(_run(settings, ask, ctx.obj))
+    asyncio.run(_run(target, ask))
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -91,8 +82,8 @@ class _Ask:
         )
 
 
-async def _run(settings: EngineSettings, ask: _Ask, factory: RuntimeFactory | None) -> None:
-    async with opened(settings, factory) as runtime:
+async def _run(target: Target, ask: _Ask) -> None:
+    async with target.opened(GENERATE, slots=1) as runtime:
         answer = ReplyText()
         await write_answer(runtime, ask.request(runtime), answer)
         if sys.stderr.isatty():
