@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stoker.settings import EngineSettings
 
 
-class Described(Protocol):
+class Classified(Protocol):
     """What is known of a model, served or on disk."""
 
     @property
@@ -47,7 +47,7 @@ class Work:
 
     does: str
     remedy: str
-    is_done_by: Callable[[Described], bool]
+    is_done_by: Callable[[Classified], bool]
 
 
 _PULL = "put its GGUF file into {folder}, or get one, such as: stoker pull"

@@ -1,4 +1,7 @@
-"""`stoker rerank`: documents in the order of what they have to say to a query."""
+"""`stoker rerank`: documents in the order of what they have to say to a query.
+
+Apart because each command has its module.
+"""
 
 from __future__ import annotations
 
