@@ -304,6 +304,7 @@ class Runtime:
         *,
         names: Sequence[str] = (),
         owner: str = "",
+        route: str = "library",
     ) -> AsyncGenerator[StreamEvent, None]:
         """The events of a request; the last is `Finished`. Closing the iterator cancels the request.
 
@@ -315,11 +316,13 @@ class Runtime:
             request_id: unique among live requests; None: one is made up.
             names: what else it is known by, should it outlive this program (see `attach`).
             owner: digest of the API key it came with; only the same one may attach to it.
+            route: what it came by, as status and events show it: the path of an HTTP route.
 
         Raises:
             StokerError: the request was refused or failed.
         """
-        async with aclosing(self._client.stream(request, request_id, names, owner)) as events:
+        known_as = KnownAs(request_id, tuple(names), owner, route)
+        async with aclosing(self._client.stream(request, known_as)) as events:
             async for event in events:
                 yield event
 

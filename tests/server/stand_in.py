@@ -30,7 +30,15 @@ from stoker.ipc.events import (
 )
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import FinishReason, GenerateRequest
-from stoker.ipc.status import EngineHealth, EngineStatus, GroupStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.ipc.status import (
+    EngineHealth,
+    EngineStatus,
+    GroupStatus,
+    ModelStatus,
+    RequestStatus,
+    SlotStatus,
+    WaitStatus,
+)
 from stoker.ipc.usage import Tensor, Timings, TokenLogprob, Usage
 from stoker.tasks.chat import ChatPlan, chat_job, planned
 from stoker.tasks.states import States
@@ -76,6 +84,7 @@ class StandInStatus:
     label: str = "stand-in"
     threads: int = 1
     groups: Sequence[GroupStatus] = ()
+    recent: Sequence[RequestStatus] = ()
 
     @property
     def health(self) -> EngineHealth:
@@ -111,6 +120,7 @@ class StandInRuntime(OpensGroups):
     owners: dict[str, str] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     reaches: list[Reach] = field(default_factory=list)
+    routes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.states = States(Path("no-such-folder"), self)
@@ -320,8 +330,10 @@ class StandInRuntime(OpensGroups):
         *,
         names: Sequence[str] = (),
         owner: str = "",
+        route: str = "library",
     ) -> AsyncGenerator[Any]:
         """Play the next script."""
+        self.routes.append(route)
         self.named.append((tuple(names), owner))
         request_id = request_id or f"req-{len(self.requests)}"
         self.owners[request_id] = owner

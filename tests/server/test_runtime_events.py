@@ -66,7 +66,20 @@ def test_what_a_request_goes_through_is_told_without_its_text(start_server):
     assert steps[0] == "queued"
     assert "admitted" in steps
     assert told[-1]["usage"]["completion_tokens"] == 8
+    assert (told[-1]["completion_tokens"], told[-1]["route"]) == (8, "/v1/completions")
     said = json.dumps(told)
     assert "secret" not in said
     assert text.removeprefix("secret prompt") not in said
     assert not any({"text", "token_ids", "logprobs"} & event.keys() for event in told)
+
+
+def test_calls_of_every_route_are_told_of_by_their_route(start_server):
+    """SPEC O3: what came by which route, and whether it was a call of several requests."""
+    server = start_server(lambda: Runtime(model="fake:encoder=1", isolation="thread"))
+    server.ready.result(60)
+    with httpx.Client(base_url=server.url, timeout=60) as http, http.stream("GET", EVENTS) as answer:
+        found = data_of(answer.iter_lines())
+        next(found)
+        http.post("/v1/embeddings", json={"input": ["a", "b"]}).raise_for_status()
+        end = next(event for event in found if event.get("what") == "finished")
+    assert (end["kind"], end["route"], end["finish_reason"]) == ("embed", "/v1/embeddings", "stop")

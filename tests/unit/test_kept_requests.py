@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from stoker import GenerateRequest, Runtime, Sampling
+from stoker.client.event_bus import EventBus
 from stoker.client.models.registry import ModelRegistry
+from stoker.client.requests.history import RequestHistory
 from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.requests import Requests
 from stoker.client.requests.stream import StreamEvent
@@ -254,7 +256,8 @@ async def test_requests_are_kept_where_no_thread_can_be_started(
 async def test_an_id_that_is_in_use_is_refused_and_a_refused_request_leaves_nothing(tmp_path: Path) -> None:
     """SPEC L6: two requests of one id would be told apart by nobody."""
     table = RequestTable(tmp_path)
-    requests = Requests(table, 2, ModelRegistry([]), Nowhere(), lambda _: None)
+    history = RequestHistory(table, EventBus(), lambda _: True)
+    requests = Requests(table, 2, ModelRegistry([]), Nowhere(), history)
     requests.submit(RequestRecord("a", ASKED, 0.0))
     with pytest.raises(InvalidRequestError, match="in use"):
         requests.submit(RequestRecord("a", ASKED, 0.0))

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from stoker import GenerateRequest, Runtime
+from stoker.client.event_bus import EventBus
 from stoker.client.models.registry import ModelRegistry
 from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.client.requests.history import RequestHistory
 from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.requests import Requests
 from stoker.client.requests.table import RequestTable
@@ -259,7 +261,8 @@ class Nowhere:
 async def test_a_request_that_comes_after_the_cancel_of_its_call_is_refused() -> None:
     """SPEC S5: its grammar may have been prepared meanwhile; it never reaches an engine."""
     table = RequestTable()
-    requests = Requests(table, 4, ModelRegistry([]), Nowhere(), lambda _: None)
+    history = RequestHistory(table, EventBus(), lambda _: True)
+    requests = Requests(table, 4, ModelRegistry([]), Nowhere(), history)
     asked = GenerateRequest(prompt="x", model="m")
 
     def run(*_: object) -> AsyncGenerator[Any, None]:

@@ -28,6 +28,7 @@ from stoker.client.worker.pool import WorkerPool
 from stoker.errors import (
     InvalidRequestError,
     NotReadyError,
+    RequestCancelledError,
     RequestTimeoutError,
     StokerError,
     UnsupportedError,
@@ -36,16 +37,17 @@ from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
 from stoker.ipc.constraint import NativeGrammar
 from stoker.ipc.model import AdapterSpec, ModelClass, ModelInfo
-from stoker.ipc.request import GenerateRequest, StateOutput
+from stoker.ipc.request import FinishReason, GenerateRequest, StateOutput
 from stoker.ipc.status import EngineHealth
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterator
     from concurrent.futures import Future
 
     from stoker.client.models.loading import SpecChanges
     from stoker.client.process.transport import NewTransport
     from stoker.client.worker.jobs import RenderChat
+    from stoker.errors import ErrorInfo
     from stoker.ipc.constraint import Constraint
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import Reach
@@ -167,25 +169,34 @@ class Client:
     async def stream(
         self,
         request: GenerateRequest,
-        request_id: str | None,
-        names: Sequence[str],
-        owner: str,
+        known_as: KnownAs,
         group: RequestGroup | None = None,
     ) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.stream`; one of a group is steered by the group's id too."""
         supervisor = self.running()
-        info = supervisor.registry.resolve(request.model)
-        request = resolved(request, info, self._max_tokens)
-        if request.constraint is not None:
-            request = await self._translated(request, request.constraint, owner)
-        request_id = request_id or new_request_id()
-        record = RequestRecord(request_id, request, time.monotonic(), names, owner, group)
+        request_id = known_as.request_id or new_request_id()
+        record = RequestRecord(
+            request_id, request, time.monotonic(), known_as.names, known_as.owner, group, known_as.route
+        )
         events = RequestStream(request_id, supervisor.requests.cancel)
         record.sinks.append(events.push)
-        supervisor.submit(record)
+        try:
+            record.request = await self._ready(request, known_as.owner)
+            supervisor.submit(record)
+        except StokerError as error:
+            supervisor.requests.history.refused(record, error.info())
+            raise
         async with aclosing(events):
             async for event in events:
                 yield event
+
+    async def _ready(self, request: GenerateRequest, owner: str) -> GenerateRequest:
+        """The request as an engine gets it."""
+        info = self.running().registry.resolve(request.model)
+        request = resolved(request, info, self._max_tokens)
+        if request.constraint is not None:
+            request = await self._translated(request, request.constraint, owner)
+        return request
 
     @contextmanager
     def group(
@@ -193,18 +204,22 @@ class Client:
     ) -> Iterator[RequestGroup]:
         """See `Runtime.group`."""
         supervisor = self.running()
-        request = msgspec.structs.replace(request, model=supervisor.registry.resolve(request.model).id)
         group = RequestGroup(kind, request, num_members, known_as, self.stream)
-        outcome = "cancelled"  # unless it gets to its end
+        outcome: str = "cancelled"  # unless it gets to its end
+        end: FinishReason | ErrorInfo = FinishReason.CANCELLED
         try:
+            model = supervisor.registry.resolve(request.model).id
+            group.request = msgspec.structs.replace(request, model=model)
             with self.table.grouped(group):
                 yield group
-            outcome = "finished"
+            outcome, end = "finished", FinishReason.STOP
         except StokerError as error:
             outcome = error.code
+            end = FinishReason.CANCELLED if isinstance(error, RequestCancelledError) else error.info()
             raise
         finally:
             self.on_call(group.status(), outcome)
+            supervisor.requests.history.call_ended(group, end)
 
     def lay_out(self, job: RenderChat, owner: str = "") -> Future[Layout]:
         """Render a conversation in a worker process; `owner` is as in `Runtime.prepare_chat`.

@@ -13,6 +13,7 @@ from stoker.client.models.loading import ModelLoading
 from stoker.client.process.exit import EngineExit
 from stoker.client.process.log_relay import relay
 from stoker.client.requests.calls import Calls, Question
+from stoker.client.requests.history import RequestHistory
 from stoker.client.requests.requests import Requests
 from stoker.ipc.codec import WireError
 from stoker.ipc.commands import Command, LoadModel, PinModel, Submit, UnloadModel
@@ -29,6 +30,7 @@ from stoker.ipc.events import (
     Reply,
     RungTaken,
 )
+from stoker.ipc.model import ModelLife
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +71,8 @@ class Dispatcher:
         self._instance: EngineInstance | None = None
         self._is_serving = False
         self.has_delivered = False
-        self.requests = Requests(table, source.settings.max_queue, registry, self, bus.request_moved)
+        history = RequestHistory(table, bus, lambda model: registry.stats().get(model) == ModelLife.READY)
+        self.requests = Requests(table, source.settings.max_queue, registry, self, history)
         self.calls = Calls()
         self.loads = ModelLoading(registry, source, self._tell, self.requests, bus)
 

@@ -30,6 +30,9 @@ from stoker.ipc.events import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stoker.errors import ErrorInfo
+    from stoker.ipc.status import RequestStatus
+
 MAX_WAITING = 512
 """Events that wait for one subscriber; past this the oldest go, and `lagged` says how many."""
 
@@ -152,7 +155,7 @@ class EventBus:
         if event.reason:
             fields["reason"] = event.reason
         if event.error:
-            fields["error"] = {"code": event.error.code, "message": event.error.message}
+            fields["error"] = _error_fields(event.error)
         self.publish("model", fields)
         asyncio.get_running_loop().call_soon(self._on_model, event)  # its errors are its own
 
@@ -160,10 +163,30 @@ class EventBus:
         """Pressure, a rung or heat."""
         self.publish(_MACHINE[type(event)], msgspec.structs.asdict(event))
 
-    def request_moved(self, event: RequestEvent) -> None:
-        """A request moved: its id, what happened, and the figures of that; never its text."""
+    def request_moved(self, event: RequestEvent, group_id: str | None = None) -> None:
+        """A request moved: its id, what happened, and the figures of that; never its text.
+
+        `group_id` is of the call that it is one of.
+        """
         if self._subscribers and not isinstance(event, _SILENT):
-            self.publish("request", _request_fields(event), self._owner_of(event.request_id))
+            group = {} if group_id is None else {"group": group_id}
+            self.publish("request", _request_fields(event) | group, self._owner_of(event.request_id))
+
+    def request_ended(self, status: RequestStatus, event: RequestEvent | None = None) -> None:
+        """A request or a call has ended: what it was, what it took and how it ended."""
+        if self._subscribers:
+            fields = msgspec.to_builtins(status)
+            del fields["owner"], fields["error" if status.error is None else "finish_reason"]
+            fields["what"] = "failed" if status.error else "finished"
+            if status.error:
+                fields["error"] = _error_fields(status.error)
+            if isinstance(event, Finished):
+                fields |= _request_fields(event)
+            self.publish("request", fields, status.owner)
+
+
+def _error_fields(error: ErrorInfo) -> dict[str, str]:
+    return {"code": error.code, "message": error.message}
 
 
 def _request_fields(event: RequestEvent) -> dict[str, Any]:
@@ -173,7 +196,7 @@ def _request_fields(event: RequestEvent) -> dict[str, Any]:
             figures = {"usage": event.usage, "timings": event.timings}
             fields = {name: msgspec.to_builtins(value) for name, value in figures.items()}
         case Failed():
-            fields = {"error": {"code": event.error.code, "message": event.error.message}}
+            fields = {"error": _error_fields(event.error)}
         case _:
             fields = msgspec.to_builtins(event)
             fields.pop("type", None)

@@ -162,6 +162,7 @@ class EngineSupervisor:
             engine=engine,
             health=self.health(),
             groups=[group.status(engine.queue) for group in self._table.groups.values()],
+            recent=list(self.requests.history.recent),
         )
 
     async def _engine_status(self) -> EngineStatus:

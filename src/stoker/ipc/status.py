@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from stoker.errors import ErrorInfo
 from stoker.ipc.request import Priority
 from stoker.ipc.usage import Timings, Usage
 
@@ -87,6 +88,48 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = 0.0
     usage: Usage = Usage()
     timings: Timings = Timings()
+
+
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, or call of several, as its client's side of the engine knows it; no text of it.
+
+    Attributes:
+        owner: digest of the API key that it came with; empty: none.
+        kind: chat, completion, or a `CallKind`.
+        route: path of the HTTP route that it came by, or "library".
+        arrived_at: seconds since the epoch.
+        prompt_tokens, cached_tokens, completion_tokens: over all its requests or choices.
+        max_tokens: what each choice may have; None: until the context is full.
+        queue_s: from arrival to the first slot; of one that got none, to its end.
+        first_token_s: from arrival to the first token; None: there was none.
+        decode_s: from the first token to the end; of a call the sum of its requests.
+        tokens_per_second: of those after the first, without time spent parked; None: there are none.
+        num_parks, parked_s: how often others got its slot, and how long it waited then.
+        waited_for: what it waited for longest; empty: nothing to speak of.
+        finish_reason: of its choices; of a call "stop" or "cancelled"; None: it failed.
+        error: why it failed.
+    """
+
+    request_id: str
+    owner: str = ""
+    model: str
+    priority: Priority
+    kind: str
+    route: str
+    arrived_at: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    max_tokens: int | None = None
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    decode_s: float = 0.0
+    tokens_per_second: float | None = None
+    num_parks: int = 0
+    parked_s: float = 0.0
+    waited_for: str = ""
+    finish_reason: str | None = None
+    error: ErrorInfo | None = None
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +266,7 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
         threads: CPU threads its steps use now; `engine.threads_reason` says why not as many as set.
         health: why it does not serve, and when the next start is.
         groups: calls that are several requests, the oldest first.
+        recent: the last requests and calls that ended, the oldest first.
     """
 
     pid: int
@@ -233,3 +277,4 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineStatus
     health: EngineHealth
     groups: list[GroupStatus] = []
+    recent: list[RequestStatus] = []

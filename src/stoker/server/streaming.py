@@ -117,6 +117,7 @@ class GenerationCall:
         self._context = context
         self._names = (request.state.request_id, self.id)
         self._owner = request.state.key_digest
+        self._route = request.scope["route"].path
         several = len(requests) > 1
         self.runtime_ids = [f"{self.id}-{i}" if several else self.id for i in range(len(requests))]
 
@@ -150,6 +151,7 @@ class GenerationCall:
             request_id=self.runtime_ids[index],
             names=self._names,
             owner=self._owner,
+            route=self._route,
         )
         with self._context.metrics.request(kind_of(request)) as meter:
             async with aclosing(stream) as events:
@@ -164,8 +166,8 @@ async def in_one_call(request: Request, kind: CallKind, work: Callable[..., Coro
     Args:
         request: the HTTP request.
         kind: of the call.
-        work: begins it; gets as keyword arguments what the call is known by: an id, the `X-Request-Id` and
-            the owner.
+        work: begins it; gets as keyword arguments what the call is known by: an id, the `X-Request-Id`, the
+            owner and the route.
 
     Raises:
         ClientGoneError: the client left while it ran.
@@ -173,7 +175,8 @@ async def in_one_call(request: Request, kind: CallKind, work: Callable[..., Coro
         StokerError: what ended it.
     """
     call_id, names = f"{kind}-{uuid.uuid4().hex}", (request.state.request_id,)
-    running = work(request_id=call_id, names=names, owner=request.state.key_digest)
+    route = request.scope["route"].path
+    running = work(request_id=call_id, names=names, owner=request.state.key_digest, route=route)
     return await while_connected(running, request.receive)
 
 

@@ -95,6 +95,7 @@ class CallKeywords(RequestKeywords, total=False):
     request_id: str | None
     names: Sequence[str]
     owner: str
+    route: str
 
 
 class GenerateKeywords(RequestKeywords, total=False):

@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stoker.client.requests.meter import tokens_per_second
 from stoker.client.requests.record import new_request_id
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished
-from stoker.ipc.status import CallKind, GroupStatus
+from stoker.ipc.request import FinishReason
+from stoker.ipc.status import CallKind, GroupStatus, RequestStatus
 from stoker.ipc.usage import Timings, Usage, total_usage
 
 if TYPE_CHECKING:
     from stoker.client.requests.record import RequestRecord
     from stoker.client.requests.stream import StreamEvent
+    from stoker.errors import ErrorInfo
     from stoker.ipc.request import GenerateRequest
     from stoker.ipc.status import WaitStatus
+
+
+_KNOWN_AS = ("request_id", "names", "owner", "route")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,23 +43,23 @@ class KnownAs:
         request_id: unique among live requests and groups; None: one is made up.
         names: what else it is known by.
         owner: digest of the API key that it came with; empty: none.
+        route: path of the HTTP route that it came by, or "library".
     """
 
     request_id: str | None = None
     names: tuple[str, ...] = ()
     owner: str = ""
+    route: str = "library"
 
     @classmethod
     def taken_from(cls, fields: dict[str, Any]) -> KnownAs:
         """What of it is among the keyword arguments of a call; taken out of them."""
-        own = {name: fields.pop(name) for name in ("request_id", "names", "owner") if name in fields}
+        own = {name: fields.pop(name) for name in _KNOWN_AS if name in fields}
         return cls(**(own | {"names": tuple(own.get("names", ()))}))
 
 
-Run = Callable[
-    ["GenerateRequest", str, Sequence[str], str, "RequestGroup"], AsyncGenerator["StreamEvent", None]
-]
-"""Runs a request under an id, names and owner, as one of a group."""
+Run = Callable[["GenerateRequest", KnownAs, "RequestGroup"], AsyncGenerator["StreamEvent", None]]
+"""Runs a request as one of a group."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -86,6 +93,11 @@ class RequestGroup:
     _timings: Timings | None = None
     _begun_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     _stopped_s: float | None = None
+    _arrived_at: float = field(default_factory=time.time)
+    _first_token_s: float | None = None
+    _num_parks: int = 0
+    _parked_s: float = 0.0
+    _waited_for: str = ""
 
     def __post_init__(self) -> None:
         self.id = self.known_as.request_id or new_request_id()
@@ -111,7 +123,8 @@ class RequestGroup:
         request = self._with_time_left(request)
         request_id = f"{self.id}-{self._tag}-{self._num_begun}"
         self._num_begun += 1
-        run = self.run(request, request_id, (self.id, *self.known_as.names), self.owner, self)
+        names = (self.id, *self.known_as.names)
+        run = self.run(request, replace(self.known_as, request_id=request_id, names=names), self)
         async with aclosing(run) as events:
             async for event in events:
                 yield event
@@ -142,7 +155,7 @@ class RequestGroup:
 
     def ended(self, request_id: str, end: Finished | None) -> None:
         """One of its requests has ended; None: it failed."""
-        del self.members[request_id]
+        self._note(self.members.pop(request_id).status(time.monotonic()))
         if end is None or self.is_cancelled:
             return
         self._num_done += 1
@@ -157,6 +170,41 @@ class RequestGroup:
                 decode_s=before.decode_s + new.decode_s,
                 num_preemptions=before.num_preemptions + new.num_preemptions,
             )
+        )
+
+    def _note(self, ended: RequestStatus) -> None:
+        """Add what a request of it went through."""
+        self._num_parks += ended.num_parks
+        self._parked_s += ended.parked_s
+        self._waited_for = self._waited_for or ended.waited_for
+        if self._first_token_s is None and ended.first_token_s is not None:
+            self._first_token_s = ended.arrived_at + ended.first_token_s - self._arrived_at
+
+    def ended_as(self, end: FinishReason | ErrorInfo) -> RequestStatus:
+        """What the call was and what it took, now that it has ended so."""
+        timings = self._timings or Timings(queue_s=self._age_s())
+        decode_s = 0.0 if self._first_token_s is None else timings.decode_s
+        return RequestStatus(
+            request_id=self.id,
+            owner=self.owner,
+            model=self.request.model,
+            priority=self.request.priority,
+            kind=self.kind,
+            route=self.known_as.route,
+            arrived_at=self._arrived_at,
+            prompt_tokens=self._usage.prompt_tokens,
+            cached_tokens=self._usage.cached_tokens,
+            completion_tokens=self._usage.completion_tokens,
+            max_tokens=self.request.max_tokens,
+            queue_s=timings.queue_s,
+            first_token_s=self._first_token_s,
+            decode_s=decode_s,
+            tokens_per_second=tokens_per_second(self._usage.completion_tokens, 1, decode_s - self._parked_s),
+            num_parks=self._num_parks,
+            parked_s=self._parked_s,
+            waited_for=self._waited_for,
+            finish_reason=end if isinstance(end, FinishReason) else None,
+            error=None if isinstance(end, FinishReason) else end,
         )
 
     def stop(self) -> None:

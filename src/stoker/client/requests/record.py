@@ -6,6 +6,7 @@ Owns what is known of it. Which requests an engine is given is `replay`'s, where
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
 from stoker.client.store.file import KeptFile, KeptRequest, Shown
 from stoker.errors import QueueFullError
 from stoker.ipc.commands import Submit
@@ -32,6 +34,7 @@ from stoker.ipc.events import (
     StateReady,
 )
 from stoker.ipc.request import FinishReason, GenerateRequest
+from stoker.ipc.status import RequestStatus
 from stoker.ipc.usage import Timings, Usage
 
 if TYPE_CHECKING:
@@ -115,6 +118,7 @@ class RequestRecord:
         names: what else it is known by.
         owner: digest of the API key that it came with; empty: none.
         group: the call that it belongs to, if that has several requests.
+        route: path of the HTTP route that it came by, or "library".
         choices: what was delivered of each choice: the only place in the client that keeps its tokens.
         sinks: called with each of its events, last the terminal one.
         has_client: its caller reads it from its beginning; else it was taken up from a former program.
@@ -129,6 +133,7 @@ class RequestRecord:
         num_context: as in `Admitted`; 0: it was not admitted yet.
         charges: engines that ended while they computed it, since its last token.
         preparation_crashes: engines that ended while they may have prepared it; 0 once one has.
+        meter: its times.
     """
 
     request_id: str
@@ -137,6 +142,7 @@ class RequestRecord:
     names: Sequence[str] = ()
     owner: str = ""
     group: RequestGroup | None = None
+    route: str = "library"
     choices: dict[int, MergedDelta] = field(default_factory=dict)
     sinks: list[EventSink] = field(default_factory=list)
     has_client: bool = True
@@ -154,8 +160,13 @@ class RequestRecord:
     num_prompt_tokens: int = 0
     charges: int = 0
     preparation_crashes: int = 0
+    meter: RequestMeter = field(init=False)
     _before: list[PromptEcho | StateReady] = field(default_factory=list)
     _end: Finished | Failed | None = None
+
+    def __post_init__(self) -> None:
+        arrived_at = time.time() - (time.monotonic() - self.since)
+        self.meter = RequestMeter(arrived_at=arrived_at, arrived_s=self.since)
 
     def __repr__(self) -> str:
         return (
@@ -220,6 +231,36 @@ class RequestRecord:
         kept = KeptRequest.of(self.request_id, self.request, self.names, self.owner)
         state = "ended" if self.is_ended else "running"
         return msgspec.structs.replace(kept, state=state, num_tokens=self.num_generated)
+
+    def status(self, now: float) -> RequestStatus:
+        """What it is and how far it has come, without its text; `now` is on the clock of `since`."""
+        meter, end = self.meter, self._end
+        usage = end.usage if isinstance(end, Finished) else Usage()
+        num_generated = max(usage.completion_tokens, self.num_generated)
+        parked_s, decode_s = meter.waited_s(Wait.PARKED, now), meter.decode_s(now)
+        reasons = dict.fromkeys(choice.finish_reason for _, choice in sorted(self.choices.items()))
+        return RequestStatus(
+            request_id=self.request_id,
+            owner=self.owner,
+            model=self.request.model,
+            priority=self.request.priority,
+            kind=self.group.kind if self.group else "chat" if self.request.is_chat else "completion",
+            route=self.route,
+            arrived_at=meter.arrived_at,
+            prompt_tokens=usage.prompt_tokens or meter.prompt_tokens,
+            cached_tokens=usage.cached_tokens or meter.cached_tokens,
+            completion_tokens=num_generated,
+            max_tokens=self.request.max_tokens,
+            queue_s=meter.queue_s(now),
+            first_token_s=meter.to_first_token_s(),
+            decode_s=decode_s,
+            tokens_per_second=tokens_per_second(num_generated, len(self.choices), decode_s - parked_s),
+            num_parks=meter.num_parks,
+            parked_s=parked_s,
+            waited_for=meter.longest_wait(now)[1],
+            finish_reason=", ".join(reason for reason in reasons if reason) or None,
+            error=end.error if isinstance(end, Failed) else None,
+        )
 
     # ------------------------------------------------------------ to an engine, or another program
 

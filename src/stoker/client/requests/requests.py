@@ -14,16 +14,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from stoker.client.requests.meter import Wait
 from stoker.client.requests.replay import Replay
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
 from stoker.ipc.commands import Cancel, Pause, Resume
-from stoker.ipc.events import Delta, Failed, Finished, RequestEvent
+from stoker.ipc.events import Failed, Finished, RequestEvent
 from stoker.ipc.request import check_queue, queue_bound
 
 if TYPE_CHECKING:
     from stoker.client.models.registry import ModelRegistry
     from stoker.client.process.exit import EngineExit
-    from stoker.client.requests.record import EventSink, RequestRecord
+    from stoker.client.requests.history import RequestHistory
+    from stoker.client.requests.record import RequestRecord
     from stoker.client.requests.table import RequestTable
     from stoker.errors import ErrorInfo, StokerError
     from stoker.ipc.commands import Submit
@@ -135,7 +137,7 @@ class Requests:
         max_queue: requests of one model that may wait.
         registry: knows how many slots a model has.
         engine: the way to it.
-        watch: is shown every event but deltas.
+        history: is shown every event.
     """
 
     def __init__(
@@ -144,12 +146,12 @@ class Requests:
         max_queue: int,
         registry: ModelRegistry,
         engine: ToEngine,
-        watch: EventSink,
+        history: RequestHistory,
     ) -> None:
         self.table = table
         self._registry = registry
         self._engine = engine
-        self._watch = watch
+        self.history = history
         self._replay = Replay(table)
         self._admission = Admission(max_queue)
 
@@ -199,6 +201,7 @@ class Requests:
             self._admission.check(record.request, waiting, now)
         events = self._replay.add(record)
         self._admission.arrived(model, now)
+        self.history.arrived(record)
         self._deliver(events)
         self._engine.hand_out()
 
@@ -253,17 +256,20 @@ class Requests:
 
     def take(self, event: RequestEvent) -> None:
         """The engine reports: note it, and show the client what it has not seen."""
+        self.history.took(event)
         if self._replay.record(event):
             self._deliver([event])
 
     def engine_exited(self, end: EngineExit) -> None:
         """The engine has ended unasked: end whom that convicts, hold the others for the next one."""
+        self.history.waits(Wait.RESTART)
         self._deliver(self._replay.engine_exited(end))
 
     def sleep(self) -> None:
         """The engine has left as it was asked to: hold all of them, and their time."""
         for group in self.table.groups.values():
             group.stop()
+        self.history.waits(Wait.SUSPENDED)
         self._deliver(self._replay.sleep(time.monotonic()))
 
     def wake(self) -> None:
@@ -317,8 +323,7 @@ class Requests:
     def _deliver(self, events: list[RequestEvent]) -> None:
         """Give events to their requests' sinks."""
         for event in events:
-            if not isinstance(event, Delta):
-                self._watch(event)  # first: with its terminal event a request is forgotten
+            self.history.shown(event)  # first: with its terminal event a request is forgotten
             record = self.table.deliver(event)
             if record is not None and isinstance(event, Finished | Failed):
                 self._replay.ended()

@@ -90,6 +90,10 @@ class RequestTable:
         record = self._records.get(request_id)
         return None if record is None or record.is_ended else record
 
+    def record(self, request_id: str) -> RequestRecord | None:
+        """The request of that id, also one that has just ended or is kept."""
+        return self._records.get(request_id)
+
     def owner_of(self, request_id: str) -> str:
         """Digest of the API key that a request or a group came with; empty: none, or there is no such one."""
         found = self._records.get(request_id) or self.groups.get(request_id)
