@@ -22,7 +22,7 @@ from stoker.client.models.loading import SpecChanges
 from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
+from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta, text_deltas
 from stoker.client.store.file import KeptRequest
 from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
@@ -349,6 +349,7 @@ class Runtime:
         *,
         state: GivenState | None = None,
         request_id: str | None = None,
+        on_notice: OnNotice | None = None,
         **fields: Unpack[RequestKeywords],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt.
@@ -357,6 +358,8 @@ class Runtime:
             prompt: text, token ids or a whole request.
             state: what a recurrent model begins from: the id of a saved state, a file or its bytes.
             request_id: unique among live requests; None: one is made up. Each delta carries it.
+            on_notice: called with what comes before and between the deltas: the place in the queue, with
+                `return_progress` how much of the prompt is computed, interruptions and their end.
             fields: of `GenerateRequest` and `Sampling`, by name.
 
         Raises:
@@ -365,7 +368,7 @@ class Runtime:
         request = await self.states.request(prompt, state=state, **fields)
         async with (
             aclosing(self.stream(request, request_id)) as events,
-            aclosing(text_deltas(request, events)) as deltas,
+            aclosing(text_deltas(request, events, on_notice)) as deltas,
         ):
             async for delta in deltas:
                 yield delta
@@ -396,6 +399,7 @@ class Runtime:
             StokerError: the messages or the request were refused, or it failed.
         """
         offer = offer_of(tools, tool_choice, is_parallel=fields.pop("parallel_tool_calls", True))
+        on_notice = fields.pop("on_notice", None)
         shown = with_images(turns_of(messages), fields.pop("images", ()))
         model = fields.get("model", "default")
         plan = await self.prepare_chat(shown, offer, model=model, template_args=template_args)
@@ -403,7 +407,9 @@ class Runtime:
         if plan.images:
             asked["pictures"] = tuple(taken.picture for taken in await self.images.take(plan.images))
         async with (
-            aclosing(self.generate(plan.prompt, request_id=request_id, **asked)) as texts_only,
+            aclosing(
+                self.generate(plan.prompt, request_id=request_id, on_notice=on_notice, **asked)
+            ) as texts_only,
             aclosing(chat_deltas(texts_only, plan.form)) as deltas,
         ):
             async for delta in deltas:

@@ -13,6 +13,7 @@ import stoker.sync
 from stoker import Answer, FinishReason, Runtime, TextDelta
 from stoker.client.requests.stream import ToolCall
 from stoker.errors import InvalidRequestError, ModelNotFoundError, RequestNotFoundError
+from stoker.ipc.events import Admitted, PrefillProgress, Queued
 
 FAKE = "fake:eog_period=0"
 TOOLS = [
@@ -97,6 +98,22 @@ async def test_every_call_takes_an_id_and_its_deltas_carry_it(runtime: Runtime):
     assert only.request_id == "other"
     with pytest.raises(RequestNotFoundError):
         await runtime.cancel("mine")
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_place_and_progress_are_told_beside_the_text(runtime: Runtime, is_chat):
+    """FOUND library, S2: who reads deltas hears of the queue and of the prompt too."""
+    told: list[Any] = []
+    call = runtime.chat if is_chat else runtime.generate
+    text = await text_of(call("hi " * 700, max_tokens=2, return_progress=True, on_notice=told.append))
+    assert len(text) == 2
+    kinds = [type(notice) for notice in told]
+    assert kinds[0] is Queued
+    assert kinds.count(Admitted) == 1
+    progress = [notice.processed for notice in told if isinstance(notice, PrefillProgress)]
+    assert progress == sorted(progress)
+    assert len(progress) > 1
+    assert progress[-1] >= len("hi " * 700)
 
 
 async def test_an_answer_that_is_cancelled_has_the_text_that_there_was(runtime: Runtime):

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict, TypeGuard
 
 import msgspec
 
+from stoker.client.requests.stream import OnNotice
 from stoker.errors import InvalidRequestError
 from stoker.images.image import ImageLike
 from stoker.ipc.constraint import Constraint
@@ -103,6 +104,7 @@ class GenerateKeywords(RequestKeywords, total=False):
 
     state: GivenState | None
     request_id: str | None
+    on_notice: OnNotice | None
 
 
 class ChatKeywords(RequestKeywords, total=False):
@@ -111,6 +113,7 @@ class ChatKeywords(RequestKeywords, total=False):
     images: ImageLike | Sequence[ImageLike]
     parallel_tool_calls: bool
     state: GivenState | None
+    on_notice: OnNotice | None
 
 
 class ConversationKeywords(ChatKeywords, total=False):

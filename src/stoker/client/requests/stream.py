@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, TokenLogprob, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from stoker.ipc.events import Event
     from stoker.ipc.request import GenerateRequest
@@ -46,6 +47,9 @@ Notice = Queued | Admitted | Parked | Paused | Resumed
 """How a request stands between its tokens; true when it was sent."""
 
 StreamEvent = Notice | PrefillProgress | PromptEcho | StateReady | Delta | Finished
+
+OnNotice = Callable[[Notice | PrefillProgress], None]
+"""Called with what a request waits for: its place, its prompt's progress, interruptions and their end."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -188,9 +192,9 @@ class RequestStream:
 
 
 async def text_deltas(
-    request: GenerateRequest, events: AsyncIterator[StreamEvent]
+    request: GenerateRequest, events: AsyncIterator[StreamEvent], on_notice: OnNotice | None = None
 ) -> AsyncGenerator[TextDelta, None]:
-    """The text of a request's stream."""
+    """The text of a request's stream; what is no text goes to `on_notice`."""
     num_open = request.n
     last: Delta | None = None
     async for event in events:
@@ -208,6 +212,8 @@ async def text_deltas(
                     yield _piece(event.request_id, event, None)
             case Finished():
                 yield _piece(event.request_id, last, event)
+            case Queued() | Admitted() | Parked() | Paused() | Resumed() | PrefillProgress() if on_notice:
+                on_notice(event)
 
 
 def _piece(request_id: str, delta: Delta | None, finished: Finished | None) -> TextDelta:
