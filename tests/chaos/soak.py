@@ -79,10 +79,10 @@ def alone(prompt: tuple[int, ...], sampling: Sampling, index: int) -> list[int]:
     backend = FakeBackend(faults=FakeFaults(eog_period=0))
     request = GenerateRequest(prompt=prompt, sampling=sampling)
     workspace = Workspace(backend.capabilities.n_vocab)
-    generation = Generation(request, index, backend.vocabulary, list(prompt), workspace)
+    generation = Generation(request, ("r", index), backend.vocabulary, list(prompt), workspace)
     row, tokens = backend.launch(_plan(prompt, 0)).rows()[-1], []
     while len(tokens) < MOST_TOKENS:
-        tokens.append(generation.advance(row).token_id)
+        tokens += generation.advance(row).token_ids
         row = backend.launch(_plan(tokens[-1:], len(prompt) + len(tokens) - 1)).rows()[-1]
     return tokens
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stoker.chat.answer_events import CallArguments, CallEnded, Content, Reasoning
+from stoker.chat.answer_events import CallArguments, CallEnded, Reasoning
 from stoker.chat.json_scan import JsonScanner, Step
 from stoker.chat.reasoning import THINK, ReasoningSplitter
 from stoker.chat.tools.calls import ToolCallParser
@@ -36,8 +36,8 @@ def _merged(events):
     merged = []
     for event in events:
         last = merged[-1] if merged else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            merged[-1] = Content(last.text + event.text)
+        if isinstance(event, str) and isinstance(last, str):
+            merged[-1] = last + event
         elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
             merged[-1] = CallArguments(event.index, last.fragment + event.fragment)
         else:
@@ -78,7 +78,7 @@ def test_a_text_without_a_whole_call_is_content_to_the_last_character(syntax, te
     events = _read(syntax, _cut(text, cuts))
     if any(isinstance(event, CallEnded) for event in events):
         return
-    shown = [event.text if isinstance(event, Content) else getattr(event, "source", "") for event in events]
+    shown = [event if isinstance(event, str) else getattr(event, "source", "") for event in events]
     assert "".join(shown) == text
 
 
@@ -89,8 +89,8 @@ def test_reasoning_ends_at_the_same_place_however_the_text_is_cut(text, cuts, is
     def read(pieces):
         splitter = ReasoningSplitter(THINK, is_open=is_open)
         events = [event for piece in pieces for event in splitter.feed(piece)] + splitter.finish()
-        kinds = (Reasoning, Content)
-        return ["".join(event.text for event in events if isinstance(event, kind)) for kind in kinds]
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        return reasoning, "".join(event for event in events if isinstance(event, str))
 
     assert read(_cut(text, cuts)) == read([text])
 

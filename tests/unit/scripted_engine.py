@@ -49,7 +49,6 @@ from stoker.ipc.events import (
     Hello,
     ModelState,
     Paused,
-    Preparing,
     PromptEcho,
     Queued,
     Reply,
@@ -235,7 +234,6 @@ class ScriptedEngine:
             self._publish([Failed(submit.request_id, QueueFullError("the line is full").info())])
             return
         self._live[submit.request_id] = live
-        self._publish([Preparing(submit.request_id)])
         if not live.script.is_silent:
             self._publish([Queued(submit.request_id, 0)])
             if live.is_paused:

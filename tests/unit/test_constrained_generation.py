@@ -20,7 +20,7 @@ def made(constraint=DATE, **fields):
     """A generation under a constraint."""
     known = {"sampling": Sampling(temperature=1.0, seed=7), "constraint": constraint, "max_tokens": 40}
     request = GenerateRequest(prompt="", **known | fields)
-    generation = Generation(request, 0, VOCABULARY, (), WORKSPACE)
+    generation = Generation(request, ("r", 0), VOCABULARY, (), WORKSPACE)
     if constraint is not None:
         generation.constrain(GRAMMARS.state(constraint))
     return generation

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.errors import InvalidRequestError, StepFailedError
+from stoker.ipc.events import Delta
 from stoker.ipc.request import FinishReason, GenerateRequest, Sampling
-from stoker.sampling import Drawn, Generation, Workspace
+from stoker.sampling import Generation, Workspace
 
 EMOJI = "🙂".encode()
 PIECES = (
@@ -50,7 +51,11 @@ WORKSPACE = Workspace(len(PIECES))
 
 def _generation(prompt=(), index=0, **fields):
     request = GenerateRequest(prompt="", **{"sampling": GREEDY} | fields)
-    return Generation(request, index, VOCABULARY, prompt, WORKSPACE)
+    return Generation(request, ("r", index), VOCABULARY, prompt, WORKSPACE)
+
+
+def _delta(token, text="", **ending):
+    return Delta(request_id="r", index=0, text=text, token_ids=[token], **ending)
 
 
 def _row(token):
@@ -80,7 +85,7 @@ def _spell(text):
 def test_a_step_reports_its_token_and_text():
     """SPEC D1: greedy takes the best token and delivers its text."""
     generation = _generation()
-    assert generation.advance(_row(14)) == Drawn(14, " the", None, None, None, None)
+    assert generation.advance(_row(14)) == _delta(14, " the")
     assert generation.tokens == [14]
 
 
@@ -88,7 +93,7 @@ def test_an_end_token_stops_and_adds_no_text():
     """SPEC D4: end of sequence is `stop`; the token counts, its piece is not text."""
     generation = _generation()
     drawn = _force(generation, [0, 9])
-    assert drawn[-1] == Drawn(9, "", None, FinishReason.STOP, None, None)
+    assert drawn[-1] == _delta(9, finish_reason=FinishReason.STOP)
     assert generation.tokens == [0, 9]
     assert _text(drawn) == "a"
 
@@ -104,7 +109,7 @@ def test_held_text_comes_out_at_the_end_of_sequence():
 def test_a_stop_string_ends_the_text_before_it():
     """SPEC D3, D4: `stop` with the string that matched; the token that completed it is reported."""
     drawn = _force(_generation(stop=("bcd", "zz")), [4, 0, 20, 3, 7])
-    assert drawn[-1] == Drawn(3, "", None, FinishReason.STOP, "bcd", None)
+    assert drawn[-1] == _delta(3, finish_reason=FinishReason.STOP, stop_text="bcd")
     assert _text(drawn) == "ea"
 
 
@@ -168,7 +173,7 @@ def test_ignore_eos_never_draws_an_end_token():
     row = _row(END)
     row[9], row[2] = 4.0, 3.0
     generation = _generation(ignore_eos=True, sampling=Sampling(temperature=0.0, logit_bias={END: 100.0}))
-    assert generation.advance(row).token_id == 2
+    assert generation.advance(row).token_ids == [2]
 
 
 def test_min_tokens_puts_off_end_tokens_and_stop_strings():
@@ -177,7 +182,7 @@ def test_min_tokens_puts_off_end_tokens_and_stop_strings():
     row = _row(END)
     row[19] = 4.0
     drawn = [generation.advance(row.copy()) for _ in range(3)]
-    assert [(step.token_id, step.text, step.finish_reason) for step in drawn] == [(19, "ab", None)] * 3
+    assert [(step.token_ids, step.text, step.finish_reason) for step in drawn] == [([19], "ab", None)] * 3
     assert generation.advance(_row(19)).stop_text == "ab"
     generation = _generation(min_tokens=1)
     assert _force(generation, [0, END])[-1].finish_reason is FinishReason.STOP
@@ -195,12 +200,12 @@ def test_logprobs_are_of_the_raw_logits():
     exact = row - np.log(np.exp(row.astype(np.float64)).sum())
     bias = Sampling(temperature=0.0, logit_bias={3: 100.0, 20: -np.inf})
     drawn = _generation(sampling=bias, logprobs=2).advance(row.copy())
-    assert drawn.token_id == 3
-    assert drawn.logprob.logprob == pytest.approx(exact[3], abs=1e-6)
-    assert [(token, text) for token, text, _ in drawn.logprob.top] == [(20, b"bc"), (19, b"ab")]
-    assert drawn.logprob.top[0][2] == pytest.approx(exact[20], abs=1e-6)
-    assert _generation(logprobs=0).advance(_row(END)).logprob.token_bytes == b"<eos>"
-    assert _generation().advance(row).logprob is None
+    assert drawn.token_ids == [3]
+    assert drawn.logprobs[0].logprob == pytest.approx(exact[3], abs=1e-6)
+    assert [(token, text) for token, text, _ in drawn.logprobs[0].top] == [(20, b"bc"), (19, b"ab")]
+    assert drawn.logprobs[0].top[0][2] == pytest.approx(exact[20], abs=1e-6)
+    assert _generation(logprobs=0).advance(_row(END)).logprobs[0].token_bytes == b"<eos>"
+    assert _generation().advance(row).logprobs is None
 
 
 def test_penalties_look_back_over_the_prompt_and_the_generation():
@@ -208,15 +213,15 @@ def test_penalties_look_back_over_the_prompt_and_the_generation():
     row = np.zeros(len(PIECES), np.float32)
     row[[4, 5, 6]] = [3.0, 2.9, 2.8]
     generation = _generation(prompt=[4], sampling=Sampling(temperature=0.0, presence_penalty=1.0))
-    assert [generation.advance(row.copy()).token_id for _ in range(2)] == [5, 6]
+    assert [generation.advance(row.copy()).token_ids[0] for _ in range(2)] == [5, 6]
 
 
 def test_dry_breaks_a_repetition():
     """SPEC D1: after "a b c ... a b" the c is penalised, but not across a breaker."""
     sampling = Sampling(temperature=0.0, dry_multiplier=9.0, dry_sequence_breakers=("\n",))
     row = _row(2)
-    assert _generation(prompt=[0, 1, 2, 5, 0, 1], sampling=sampling).advance(row.copy()).token_id != 2
-    assert _generation(prompt=[0, 1, 2, 5, 0, 17, 1], sampling=sampling).advance(row.copy()).token_id == 2
+    assert _generation(prompt=[0, 1, 2, 5, 0, 1], sampling=sampling).advance(row.copy()).token_ids != [2]
+    assert _generation(prompt=[0, 1, 2, 5, 0, 17, 1], sampling=sampling).advance(row.copy()).token_ids == [2]
 
 
 def test_a_bias_outside_the_vocabulary_is_refused():
@@ -314,10 +319,12 @@ def _run(generation, num_steps):
 )
 def test_a_replayed_generation_goes_on_as_the_unbroken_one(request, prompt, cut, index):
     """SPEC D1, L3: after a crash every later step is identical: tokens, text, logprobs, end and mu."""
-    whole = _run(Generation(request, index, VOCABULARY, prompt, WORKSPACE), 25)
+    whole = _run(Generation(request, ("r", index), VOCABULARY, prompt, WORKSPACE), 25)
     delivered = whole[: min(cut, len(whole) - 1)]
-    resumed = Generation(request, index, VOCABULARY, prompt, WORKSPACE)
-    resumed.replay([step.token_id for step in delivered], delivered[-1].mirostat_mu if delivered else None)
+    resumed = Generation(request, ("r", index), VOCABULARY, prompt, WORKSPACE)
+    resumed.replay(
+        [step.token_ids[0] for step in delivered], delivered[-1].mirostat_mu if delivered else None
+    )
     assert _run(resumed, 25 - len(delivered)) == whole[len(delivered) :]
 
 
@@ -325,7 +332,7 @@ def test_a_replayed_generation_goes_on_as_the_unbroken_one(request, prompt, cut,
 @given(_REQUESTS, st.integers(0, 3))
 def test_delivered_text_is_the_decoded_tokens_up_to_the_stop(request, index):
     """SPEC D3: whatever was held and flushed, the text adds up and is valid UTF-8."""
-    generation = Generation(request, index, VOCABULARY, [], WORKSPACE)
+    generation = Generation(request, ("r", index), VOCABULARY, [], WORKSPACE)
     text = _text(_run(generation, 25)) + generation.flush()
     data = b"".join(VOCABULARY.piece(token) for token in generation.tokens)
     full = data.decode(errors="replace")

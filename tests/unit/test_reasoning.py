@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stoker.chat.answer_events import Content, Reasoning
+from stoker.chat.answer_events import Reasoning
 from stoker.chat.conversation import prepared_turn
 from stoker.chat.reasoning import (
     BRACKETS,
@@ -23,10 +23,8 @@ def split(text: str, tags: ReasoningTags = THINK, *, is_open: bool = False) -> t
     """Reasoning and answer of a text that comes a character at a time."""
     splitter = ReasoningSplitter(tags, is_open=is_open)
     events = [event for char in text for event in splitter.feed(char)] + splitter.finish()
-    texts = [
-        "".join(event.text for event in events if isinstance(event, kind)) for kind in (Reasoning, Content)
-    ]
-    return texts[0], texts[1]
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    return reasoning, "".join(event for event in events if isinstance(event, str))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_a_tag_is_held_while_it_is_partial() -> None:
     assert splitter.feed("at c") == [Reasoning(" </that c")]
     assert splitter.feed("\n</think>\n") == []
     assert not splitter.is_reasoning
-    assert splitter.feed("\nd ") == [Content("d ")]
+    assert splitter.feed("\nd ") == ["d "]
     assert splitter.finish() == []
 
 

@@ -514,7 +514,7 @@ def test_waiting_for_a_model_clears_nobody() -> None:
     replay = added(replay_of("running"), "bad")
     replay.engine_exited(CRASH)
     assert given(replay) == ["bad"]
-    replay.record(Queued("bad", 0))  # in the line for its model
+    replay.record(Queued("bad", 0, awaits_model=True))
     assert given(replay) == []
     replay.record(Preparing("bad"))
     assert failed(replay.engine_exited(CRASH)) == ["bad"]

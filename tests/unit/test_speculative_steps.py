@@ -360,7 +360,7 @@ def test_a_repeat_that_nobody_bets_on_is_followed_to_its_first_miss():
     told = [*list(range(10, 30)), 10, 11, 12]
     odds = (*tuple(Acceptance(*rates) for rates in REPEAT_ACCEPTANCE), Acceptance(0.5, 0.5))
     subject = Subject(Sequence(key=SequenceKey("r", 0), tokens=told, num_prompt=len(told)), odds)
-    match = subject.index.match()
+    match = subject.index.match(told)
     subject.watch(0, match)
     assert [subject.watched(token) for token in (13, 14, 99)] == [[], [], [(0, 2, True)]]
     subject.watch(0, match)

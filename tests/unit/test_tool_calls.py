@@ -15,7 +15,6 @@ from stoker.chat.answer_events import (
     CallCut,
     CallEnded,
     CallEvent,
-    Content,
     Reasoning,
 )
 from stoker.chat.json_scan import MAX_DEPTH
@@ -199,17 +198,17 @@ def test_arguments_stream_as_they_come() -> None:
 def test_text_that_may_begin_a_tag_is_held_and_flushed() -> None:
     """SPEC D7: held while partial, not a character more, and delivered at the end."""
     parser = ToolCallParser(HERMES, ["f"], "seed")
-    assert parser.feed("a <tool") == [Content("a")]
-    assert parser.feed("s> b") == [Content(" <tools> b")]
+    assert parser.feed("a <tool") == ["a"]
+    assert parser.feed("s> b") == [" <tools> b"]
     assert parser.feed(" <") == []
-    assert parser.finish() == [Content(" <")]
+    assert parser.finish() == [" <"]
 
 
 def test_plain_json_is_let_go_as_soon_as_it_cannot_be_a_call() -> None:
     """SPEC D7: an answer in JSON is held for its first key only."""
     events = events_by_character(LLAMA3, '{"title": "x')
-    assert events[0] == Content('{"title"')
-    assert "".join(event.text for event in events if isinstance(event, Content)) == '{"title": "x'
+    assert events[0] == '{"title"'
+    assert "".join(event for event in events if isinstance(event, str)) == '{"title": "x'
 
 
 def test_a_call_that_the_text_ends_within_is_said_to_be_cut() -> None:
@@ -225,7 +224,7 @@ def test_what_breaks_within_a_text_is_said_to_be_no_call() -> None:
     """SPEC D7: a whole answer shows its text as content."""
     text = '<tool_call>{"name": "f", "arguments": {"a": '
     parser = ToolCallParser(HERMES, ["f"], "seed")
-    assert parser.feed(f"{text}]")[2:] == [CallBroken(0, text), Content("]")]
+    assert parser.feed(f"{text}]")[2:] == [CallBroken(0, text), "]"]
 
 
 @pytest.mark.parametrize("end", ["", "}", "}\n", "}\n</tool"])
@@ -261,7 +260,7 @@ def test_an_answer_is_reasoning_then_content_then_calls() -> None:
     assert answer == WholeAnswer("Yes.", "Shall I <tool_call>?", [call])
     assert [type(event) for event in answer.events()] == [
         Reasoning,
-        Content,
+        str,
         CallBegan,
         CallArguments,
         CallEnded,
@@ -272,5 +271,5 @@ def test_an_answer_is_reasoning_then_content_then_calls() -> None:
 def test_without_tools_or_tags_text_passes_as_it_is() -> None:
     """SPEC D7: nothing is looked for, nothing is held."""
     reader = AnswerReader(AnswerForm(), "seed")
-    assert reader.feed("<think>a<tool_call>") == [Content("<think>a<tool_call>")]
+    assert reader.feed("<think>a<tool_call>") == ["<think>a<tool_call>"]
     assert reader.feed("") == reader.finish() == []

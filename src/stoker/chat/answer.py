@@ -16,7 +16,6 @@ from stoker.chat.answer_events import (
     CallBroken,
     CallCut,
     CallEnded,
-    Content,
     Reasoning,
 )
 from stoker.chat.reasoning import ReasoningSplitter, ReasoningTags
@@ -78,19 +77,19 @@ class AnswerReader:
         events = self._passed_on(self._splitter.finish()) if self._splitter else []
         return [*events, *(self._parser.finish() if self._parser else ())]
 
-    def _passed_on(self, parts: Iterable[Reasoning | Content]) -> list[AnswerEvent]:
+    def _passed_on(self, parts: Iterable[Reasoning | str]) -> list[AnswerEvent]:
         events: list[AnswerEvent] = []
         for part in parts:
             if isinstance(part, Reasoning):
                 events.append(part)
             else:
-                events += self._parsed(part.text)
+                events += self._parsed(part)
         return events
 
     def _parsed(self, text: str) -> list[AnswerEvent]:
         if self._parser is not None:
             return list(self._parser.feed(text))
-        return [Content(text)] if text else []
+        return [text] if text else []
 
 
 @dataclass(slots=True)
@@ -118,8 +117,8 @@ class WholeAnswer:
         """Take in what came next."""
         for event in events:
             match event:
-                case Content(text):
-                    self.content += text
+                case str():
+                    self.content += event
                 case Reasoning(text):
                     self.reasoning += text
                 case CallBegan(_, own_id, name):
@@ -137,7 +136,7 @@ class WholeAnswer:
     def events(self) -> list[AnswerEvent]:
         """The same answer as events in the order that answers are shown in."""
         events: list[AnswerEvent] = [Reasoning(self.reasoning)] if self.reasoning else []
-        events += [Content(self.content)] if self.content else []
+        events += [self.content] if self.content else []
         for index, call in enumerate(self.calls):
             events += [
                 CallBegan(index, call.id, call.name),

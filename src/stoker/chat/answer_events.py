@@ -1,18 +1,12 @@
 """What a model's text is made of, piece by piece as it comes (SPEC D7).
 
-Pieces of one kind that follow one another are one thing, however they are cut.
+Text of the answer itself is a `str`. Pieces of one kind that follow one another are one thing, however they
+are cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text of the answer itself."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class CallCut:
     source: str
 
 
-CallEvent = Content | CallBegan | CallArguments | CallEnded | CallBroken | CallCut
+CallEvent = str | CallBegan | CallArguments | CallEnded | CallBroken | CallCut
 """What a text is made of when its calls are told apart."""
 
 AnswerEvent = Reasoning | CallEvent

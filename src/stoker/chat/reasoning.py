@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from stoker.chat.answer_events import Content, Reasoning
+from stoker.chat.answer_events import Reasoning
 
 WHITE = " \t\r\n"
 
@@ -71,12 +71,12 @@ class ReasoningSplitter:
         """Whether the text stands inside reasoning."""
         return self._place is _Place.REASONING
 
-    def feed(self, text: str) -> list[Reasoning | Content]:
+    def feed(self, text: str) -> list[Reasoning | str]:
         """What `text` adds."""
         if self._place is _Place.ANSWER:
-            return [Content(text)] if text else []
+            return [text] if text else []
         self._held += text
-        events: list[Reasoning | Content] = []
+        events: list[Reasoning | str] = []
         if self._place is _Place.START:
             self._start()
         if self._place is _Place.REASONING:
@@ -86,17 +86,17 @@ class ReasoningSplitter:
             if self._held:
                 self._place = _Place.ANSWER
         if self._place is _Place.ANSWER and self._held:
-            events.append(Content(self._held))
+            events.append(self._held)
             self._held = ""
         return events
 
-    def finish(self) -> list[Reasoning | Content]:
+    def finish(self) -> list[Reasoning | str]:
         """What was held back, when nothing can follow any more."""
         held, self._held = self._held, ""
         if self._place is _Place.REASONING:
             held = held.rstrip(WHITE)
             return [Reasoning(held)] if held else []
-        return [Content(held)] if held else []
+        return [held] if held else []
 
     def _start(self) -> None:
         begun = self._held.lstrip(WHITE)
@@ -107,7 +107,7 @@ class ReasoningSplitter:
         elif not opener.startswith(begun):
             self._place = _Place.ANSWER
 
-    def _reason(self, events: list[Reasoning | Content]) -> None:
+    def _reason(self, events: list[Reasoning | str]) -> None:
         if not self._has_reasoned:
             self._held = self._held.lstrip(WHITE)
         closer = self._tags.closer

@@ -87,16 +87,21 @@ MachineEvent = PressureMoved | RungTaken | HeatMoved
 class Queued(msgspec.Struct, frozen=True, tag=True):
     """A request is in the queue at `position` (0 is next) and may run in about `eta_s` seconds (SPEC Q14).
 
-    Sent when it enters, and when its position has changed, at most once a second.
+    Sent when it enters, and when its position has changed, at most once a second. `awaits_model`: it waits
+    for its model, and is prepared once that is loaded; else it was prepared.
     """
 
     request_id: str
     position: int
     eta_s: float | None = None
+    awaits_model: bool = False
 
 
 class Preparing(msgspec.Struct, frozen=True, tag=True):
-    """A worker tokenises the request, until `Queued` or `Failed`. For charging crashes; not passed on."""
+    """A worker tokenises a request that has waited for its model, until `Queued` or `Failed`.
+
+    One that is new is tokenised as soon as it comes, without this. For charging crashes; not passed on.
+    """
 
     request_id: str
 

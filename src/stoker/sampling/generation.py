@@ -9,10 +9,9 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-import msgspec
-
 from stoker.backends.protocol.backend import Rows, Vocabulary
 from stoker.grammar.matcher import ConstraintState
+from stoker.ipc.events import Delta
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import TokenLogprob
 from stoker.sampling.logit_edits import DryPenalty, EarlyEndBan, LogitBias, LogitEdit, RepeatPenalty
@@ -98,32 +97,12 @@ class StopGate:
         return longest
 
 
-class Drawn(msgspec.Struct, frozen=True):
-    """One token and what it changed.
-
-    Attributes:
-        token_id: the token; one that ends the generation is reported but adds no text.
-        text: what may be delivered now, often less or more than the token's own text.
-        logprob: under the raw logits, if the request asks.
-        finish_reason: set on the last token.
-        stop_text: the stop string that ended the generation.
-        mirostat_mu: sampler state after the token, if mirostat is on.
-    """
-
-    token_id: int
-    text: str
-    logprob: TokenLogprob | None
-    finish_reason: FinishReason | None
-    stop_text: str | None
-    mirostat_mu: float | None
-
-
 class Generation:
     """One choice of a request. Built on any thread, used by one thread at a time.
 
     Args:
         request: what the caller asked for.
-        index: which of its `n` choices.
+        key: the request's id, and which of its `n` choices this is.
         vocabulary: the model's tokenizer.
         prompt: token ids of the prompt, which penalties look back over.
         workspace: buffers of the model, used by `advance`.
@@ -140,7 +119,7 @@ class Generation:
     def __init__(
         self,
         request: GenerateRequest,
-        index: int,
+        key: tuple[str, int],
         vocabulary: Vocabulary,
         prompt: Sequence[int],
         workspace: Workspace,
@@ -149,7 +128,7 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.stop_text: str | None = None
         self._request = request
-        self._index = index
+        self._request_id, self._index = key
         self._vocabulary = vocabulary
         self._workspace = workspace
         self._ends = frozenset(vocabulary.eog_tokens)
@@ -159,7 +138,7 @@ class Generation:
         self._constraint: ConstraintState | None = None
         self._spelled = frozenset(text.encode() for text in request.spelled)
         edits = _bans(request, vocabulary, workspace) + _penalties(request, vocabulary, prompt, workspace)
-        self._sampler = Sampler(request.sampling, index, edits, workspace)
+        self._sampler = Sampler(request.sampling, self._index, edits, workspace)
 
     def __repr__(self) -> str:
         return (
@@ -173,8 +152,8 @@ class Generation:
         self._constraint = constraint
         self._sampler.add_edit(constraint)
 
-    def advance(self, row: Rows) -> Drawn:
-        """Draw the next token.
+    def advance(self, row: Rows) -> Delta:
+        """Draw the next token; returns what it adds.
 
         Args:
             row: raw logits, float32 (n_vocab,); may be overwritten.
@@ -189,8 +168,7 @@ class Generation:
         raw = self._workspace.keep_raw(row) if is_raw_kept else row
         token = self._sampler.draw(row)
         logprob = None if num_top is None else token_logprob(raw, token, num_top, self._vocabulary)
-        text = self._accept(token)
-        return Drawn(token, text, logprob, self.finish_reason, self.stop_text, self._sampler.mirostat_mu)
+        return self._delta(token, logprob)
 
     def draw(self, row: Rows) -> int:
         """Draw the next token only; `deliver` has to follow before the next draw.
@@ -212,23 +190,36 @@ class Generation:
         """Whether it ends the generation whatever its text is, if it is drawn next."""
         return token in self._ends or len(self.tokens) + 1 == self._request.max_tokens
 
-    def deliver(self) -> Drawn:
-        """What the token of `draw` changed."""
+    def deliver(self) -> Delta:
+        """What the token of `draw` adds."""
         assert self._drawn is not None, f"nothing was drawn: {self!r}"
         (token, raw), self._drawn = self._drawn, None
         num_top = self._request.logprobs
         logprob = (
             None if num_top is None or raw is None else token_logprob(raw, token, num_top, self._vocabulary)
         )
+        return self._delta(token, logprob)
+
+    def _delta(self, token: int, logprob: TokenLogprob | None) -> Delta:
+        """Move on by one token; one that ends the generation is reported but adds no text of its own."""
         text = self._accept(token)
-        return Drawn(token, text, logprob, self.finish_reason, self.stop_text, self._sampler.mirostat_mu)
+        return Delta(
+            request_id=self._request_id,
+            index=self._index,
+            text=text,
+            token_ids=[token],
+            logprobs=None if logprob is None else [logprob],
+            finish_reason=self.finish_reason,
+            stop_text=self.stop_text,
+            mirostat_mu=self._sampler.mirostat_mu,
+        )
 
     def replay(self, tokens: Sequence[int], mirostat_mu: float | None) -> None:
         """Take over tokens that an interrupted run has delivered; the state is as if they were drawn here.
 
         Args:
             tokens: all ids delivered, from the first.
-            mirostat_mu: `Drawn.mirostat_mu` of the last of them.
+            mirostat_mu: `Delta.mirostat_mu` of the last of them.
         """
         for token in tokens:
             self._accept(token)

@@ -1,7 +1,7 @@
 """Guesses what comes next from what was there before: the continuation of the longest earlier repeat.
 
-Owns the index over one sequence's tokens. `DraftLength` says whether a guess is worth its step;
-a token is drawn as ever, a guess only says what is computed beside it.
+Owns an index over the tokens of one sequence, which stay the sequence's. `DraftLength` says whether a guess
+is worth its step; a token is drawn as ever, a guess only says what is computed beside it.
 """
 
 from __future__ import annotations
@@ -31,76 +31,75 @@ class LookupMatch(NamedTuple):
 
 
 class SuffixIndex:
-    """Where each GRAM of `tokens` was before. Grows with the list, which only ever gets longer.
+    """Where each GRAM of one list of tokens was before. The list is given each time and only gets longer.
 
     Costs about a microsecond a token to grow, and some ten to match; about 150 bytes a token.
     """
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
+    def __init__(self) -> None:
         self._latest: dict[int, int] = {}
         self._before = [0] * GRAM  # of each place the one before it with the same GRAM; 0: there is none
         self._match: tuple[int, LookupMatch] | None = None
 
     def __repr__(self) -> str:
-        return f"<SuffixIndex of {len(self._before)} of {len(self.tokens)} tokens>"
+        return f"<SuffixIndex of {len(self._before)} tokens>"
 
-    def match(self) -> LookupMatch | None:
+    def match(self, tokens: list[int]) -> LookupMatch | None:
         """The longest repeat of the last tokens; None: there is none, or the index has not grown that far."""
-        num_tokens = len(self.tokens)
-        self._grow(num_tokens)
-        if len(self._before) < num_tokens:
+        self._grow(tokens)
+        if len(self._before) < len(tokens):
             return None
-        found = self._followed(num_tokens) or self._longest(num_tokens)
-        self._match = None if found is None else (num_tokens, found)
+        found = self._followed(tokens) or self._longest(tokens)
+        self._match = None if found is None else (len(tokens), found)
         return found
 
-    def continuation(self, match: LookupMatch, count: int) -> list[int]:
-        """`count` tokens from the match on; one that reaches the end repeats what it guesses itself."""
-        place, period = match.place, len(self.tokens) - match.place
-        known = self.tokens[place : place + count]
-        while len(known) < count:
-            known += known[len(known) - period :][: count - len(known)]
-        return known
-
-    def _grow(self, num_tokens: int) -> None:
+    def _grow(self, tokens: list[int]) -> None:
         """Note every place but the end itself, of which nothing is known yet."""
-        tokens, latest, before = self.tokens, self._latest, self._before
-        for place in range(len(before), min(num_tokens, len(before) + GROWTH)):
+        latest, before = self._latest, self._before
+        for place in range(len(before), min(len(tokens), len(before) + GROWTH)):
             key = _key(tokens, place)
             before.append(latest.get(key, 0))
             latest[key] = place
 
-    def _followed(self, num_tokens: int) -> LookupMatch | None:
+    def _followed(self, tokens: list[int]) -> LookupMatch | None:
         """The match of before, if all that came since continues it: no other can be longer then."""
         if self._match is None:
             return None
         seen, match = self._match
-        count = num_tokens - seen
-        if self.tokens[match.place : match.place + count] != self.tokens[seen:]:
+        count = len(tokens) - seen
+        if tokens[match.place : match.place + count] != tokens[seen:]:
             return None
         return LookupMatch(match.place + count, match.length + count)
 
-    def _longest(self, num_tokens: int) -> LookupMatch | None:
-        if num_tokens < GRAM:
+    def _longest(self, tokens: list[int]) -> LookupMatch | None:
+        if len(tokens) < GRAM:
             return None
         best: LookupMatch | None = None
-        place = self._latest.get(_key(self.tokens, num_tokens), 0)
+        place = self._latest.get(_key(tokens, len(tokens)), 0)
         for _ in range(MAX_PLACES):
             if not place:
                 break
-            length = self._common(place, num_tokens)
+            length = _common(tokens, place)
             if length >= GRAM and (best is None or length > best.length):
                 best = LookupMatch(place, length)
             place = self._before[place]
         return best
 
-    def _common(self, place: int, end: int) -> int:
-        tokens, most = self.tokens, min(MAX_MATCH, place)
-        length = 0
-        while length < most and tokens[place - 1 - length] == tokens[end - 1 - length]:
-            length += 1
-        return length
+
+def continuation(tokens: list[int], match: LookupMatch, count: int) -> list[int]:
+    """`count` tokens from the match on; one that reaches the end repeats what it guesses itself."""
+    place, period = match.place, len(tokens) - match.place
+    known = tokens[place : place + count]
+    while len(known) < count:
+        known += known[len(known) - period :][: count - len(known)]
+    return known
+
+
+def _common(tokens: list[int], place: int) -> int:
+    most, length = min(MAX_MATCH, place), 0
+    while length < most and tokens[place - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
 
 
 def _key(tokens: list[int], end: int) -> int:

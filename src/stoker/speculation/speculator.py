@@ -20,7 +20,7 @@ from stoker.kv.sequence import Sequence, SequenceState
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.plan import Planned, StepPlan
 from stoker.scheduler.scheduler import Scheduler
-from stoker.speculation.prompt_lookup import LookupMatch, SuffixIndex
+from stoker.speculation.prompt_lookup import LookupMatch, SuffixIndex, continuation
 
 COUNTS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Guesses that a step may carry; matrix products grow in steps of eight rows."""
@@ -191,7 +191,8 @@ class Subject:
 
     def __init__(self, sequence: Sequence, acceptance: tuple[Acceptance, ...]) -> None:
         self.sequence = sequence
-        self.index = SuffixIndex(sequence.tokens)
+        self.index = SuffixIndex()
+        self._dropped = sequence.num_prompt, sequence.num_forgotten
         *repeats, of_model = [each.copy() for each in acceptance]
         self.repeats, self.of_model = tuple(repeats), of_model
         self._watched: dict[int, tuple[list[int], int]] = {}
@@ -199,10 +200,16 @@ class Subject:
     def __repr__(self) -> str:
         return f"<Subject {self.sequence.key} {self.index!r} {self.repeats} {self.of_model}>"
 
+    def is_of(self, sequence: Sequence) -> bool:
+        """Whether it is that sequence, with the tokens that the index has seen."""
+        # A shift of the context drops tokens of the prompt, or generated ones: those that follow move.
+        dropped = sequence.num_prompt, sequence.num_forgotten
+        return self.sequence is sequence and self._dropped == dropped
+
     def watch(self, kind: int, match: LookupMatch) -> None:
         """Compare a repeat that is in no draft with what is drawn, unless one of its kind is watched."""
         if kind not in self._watched:
-            self._watched[kind] = self.index.continuation(match, MOST_WATCHED), 0
+            self._watched[kind] = continuation(self.sequence.tokens, match, MOST_WATCHED), 0
 
     def watched(self, token: int) -> list[tuple[int, int, bool]]:
         """A token was drawn: kind, right guesses and whether it missed, of each watched repeat that ends."""
@@ -293,13 +300,13 @@ class Speculator:
         if sequence.state is not SequenceState.DECODE or not self._may_draft(sequence.key.request_id):
             return None
         subject = self._subject
-        if subject is None or subject.index.tokens is not sequence.tokens:
+        if subject is None or not subject.is_of(sequence):
             subject = self._subject = Subject(sequence, self._acceptance)
         return subject
 
     def _repeated(self, subject: Subject) -> list[int]:
         """What followed an earlier repeat of the last tokens."""
-        match = subject.index.match() if self._looks_up else None
+        match = subject.index.match(subject.sequence.tokens) if self._looks_up else None
         if match is None:
             return []
         kind = min(max((match.length - 1).bit_length() - 2, 0), len(REPEAT_ACCEPTANCE) - 1)
@@ -310,7 +317,7 @@ class Speculator:
             return []
         subject.watch_none()
         self._drafted_by = acceptance, self._acceptance[kind]
-        return self._drawable(subject.index.continuation(match, count))
+        return self._drawable(continuation(subject.sequence.tokens, match, count))
 
     def _modelled(self, subject: Subject) -> list[int]:
         """What the draft model guesses."""

@@ -24,7 +24,6 @@ from stoker.chat.answer_events import (
     CallBroken,
     CallCut,
     CallEnded,
-    Content,
     Reasoning,
 )
 from stoker.chat.conversation import NO_TOOLS, Conversation, Layout, ToolOffer
@@ -241,7 +240,7 @@ async def chat_deltas(deltas: AsyncIterator[TextDelta], form: AnswerForm) -> Asy
         text, reasoning, calls = "", "", []
         for event in readers.read(delta):
             match event:
-                case Content(piece):
+                case str(piece):
                     text += piece
                 case Reasoning(piece):
                     reasoning += piece

@@ -19,7 +19,6 @@ from stoker.chat.answer_events import (
     CallCut,
     CallEnded,
     CallEvent,
-    Content,
 )
 from stoker.chat.json_scan import WHITE, Step
 from stoker.chat.tools.call_text import CallObject, CallText, MarkedCall
@@ -265,10 +264,10 @@ class ToolCallParser:
         if not text:
             return
         self._is_in_gap, self._gap = False, WHITE
-        if self._events and isinstance(last := self._events[-1], Content):
-            self._events[-1] = Content(last.text + text)
+        if self._events and isinstance(last := self._events[-1], str):
+            self._events[-1] = last + text
         else:
-            self._events.append(Content(text))
+            self._events.append(text)
 
     # ------------------------------------------------------------ calls
 

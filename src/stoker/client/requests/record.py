@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,7 +41,6 @@ from stoker.ipc.usage import Timings, Usage
 if TYPE_CHECKING:
     from stoker.client.requests.group import RequestGroup
     from stoker.errors import ErrorInfo
-    from stoker.ipc.usage import TokenLogprob
 
 MAX_CHARGES = 3
 """So many crashes are charged to a request before it fails."""
@@ -64,47 +64,26 @@ class Stage(StrEnum):
     PAUSED = "paused"
 
 
-class MergedDelta:
-    """Deltas of one choice as one. `mirostat_mu` is the sampler's state after the last token."""
+MAX_DELTAS = 128
+"""A choice's deltas are joined when they are so many: an answer is to take little more than its tokens."""
 
-    __slots__ = ("finish_reason", "logprobs", "mirostat_mu", "stop_text", "texts", "token_ids")
 
-    def __init__(self, deltas: Iterable[Delta] = ()) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] | None = None
-        self.finish_reason: FinishReason | None = None
-        self.stop_text: str | None = None
-        self.mirostat_mu: float | None = None
-        for delta in deltas:
-            self.add(delta)
-
-    def add(self, delta: Delta) -> None:
-        """Another one, which comes after those before."""
-        if delta.text:
-            self.texts.append(delta.text)
-        if delta.token_ids:
-            self.token_ids += delta.token_ids
-            self.mirostat_mu = delta.mirostat_mu
-        if delta.logprobs is not None:
-            self.logprobs = self.logprobs or []
-            self.logprobs += delta.logprobs
-        self.finish_reason = delta.finish_reason
-        self.stop_text = delta.stop_text
-
-    def whole(self, request_id: str, index: int) -> Delta:
-        """All of them; later ones do not change it."""
-        self.texts = ["".join(self.texts)]  # what grew piece by piece need not be joined again
-        return Delta(
-            request_id=request_id,
-            index=index,
-            text=self.texts[0],
-            token_ids=list(self.token_ids),
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_text=self.stop_text,
-            mirostat_mu=self.mirostat_mu,
-        )
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Deltas of one choice, at least one, as one. `mirostat_mu` is that of the last token."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    logprobs = [each.logprobs for each in deltas if each.logprobs is not None]
+    return Delta(
+        request_id=last.request_id,
+        index=last.index,
+        text="".join([each.text for each in deltas]),
+        token_ids=[token for each in deltas for token in each.token_ids],
+        logprobs=list(chain.from_iterable(logprobs)) if logprobs else None,
+        finish_reason=last.finish_reason,
+        stop_text=last.stop_text,
+        mirostat_mu=next((each.mirostat_mu for each in reversed(deltas) if each.token_ids), None),
+    )
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -119,7 +98,8 @@ class RequestRecord:
         owner: digest of the API key that it came with; empty: none.
         group: the call that it belongs to, if that has several requests.
         route: path of the HTTP route that it came by, or "library".
-        choices: what was delivered of each choice: the only place in the client that keeps its tokens.
+        choices: the deltas delivered of each choice: the only place in the client that keeps its tokens.
+        num_generated: tokens delivered, over all choices.
         sinks: called with each of its events, last the terminal one.
         has_client: its caller reads it from its beginning; else it was taken up from a former program.
         has_file: it was written down when the engine was suspended, or by a former program.
@@ -143,7 +123,8 @@ class RequestRecord:
     owner: str = ""
     group: RequestGroup | None = None
     route: str = "library"
-    choices: dict[int, MergedDelta] = field(default_factory=dict)
+    choices: dict[int, list[Delta]] = field(default_factory=dict)
+    num_generated: int = 0
     sinks: list[EventSink] = field(default_factory=list)
     has_client: bool = True
     has_file: bool = False
@@ -175,11 +156,6 @@ class RequestRecord:
         )
 
     # ------------------------------------------------------------ questions
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens delivered, over all choices."""
-        return sum(len(choice.token_ids) for choice in self.choices.values())
 
     @property
     def is_ended(self) -> bool:
@@ -238,7 +214,7 @@ class RequestRecord:
         usage = end.usage if isinstance(end, Finished) else Usage()
         num_generated = max(usage.completion_tokens, self.num_generated)
         parked_s, decode_s = meter.waited_s(Wait.PARKED, now), meter.decode_s(now)
-        reasons = dict.fromkeys(choice.finish_reason for _, choice in sorted(self.choices.items()))
+        reasons = dict.fromkeys(deltas[-1].finish_reason for _, deltas in sorted(self.choices.items()))
         return RequestStatus(
             request_id=self.request_id,
             owner=self.owner,
@@ -269,7 +245,8 @@ class RequestRecord:
 
         One that was accepted before carries its (perhaps empty) tokens, which keeps its place in the queue.
         """
-        choices = [self.choices.get(i) or MergedDelta() for i in range(self.request.n)]
+        none = Delta(request_id=self.request_id, index=0)
+        choices = [joined(self.choices.get(i) or [none]) for i in range(self.request.n)]
         if not self.was_accepted:
             choices = []
         return Submit(
@@ -290,7 +267,7 @@ class RequestRecord:
 
     def shown(self) -> list[Shown]:
         """All that was delivered in few events: what comes before the text, one delta a choice, the end."""
-        deltas = [choice.whole(self.request_id, index) for index, choice in sorted(self.choices.items())]
+        deltas = [joined(deltas) for _, deltas in sorted(self.choices.items())]
         return [*self._before, *deltas, *([self._end] if self._end else [])]
 
     @classmethod
@@ -343,7 +320,11 @@ class RequestRecord:
         """Keep what is delivered; False where it repeats what was: an echo and a state are there once."""
         match event:
             case Delta():
-                self.choices.setdefault(event.index, MergedDelta()).add(event)
+                deltas = self.choices.setdefault(event.index, [])
+                deltas.append(event)
+                if len(deltas) == MAX_DELTAS:
+                    deltas[:] = [joined(deltas)]
+                self.num_generated += len(event.token_ids)
             case PromptEcho() | StateReady():
                 if any(type(before) is type(event) for before in self._before):
                     return False
@@ -353,14 +334,15 @@ class RequestRecord:
         return True
 
     def _is_finished(self, index: int) -> bool:
-        return index in self.choices and self.choices[index].finish_reason is not None
+        deltas = self.choices.get(index)
+        return deltas is not None and deltas[-1].finish_reason is not None
 
     def _take_move(self, event: Queued | Admitted | Parked | Paused | Resumed) -> bool:
         is_shown = False
         match event:
             case Queued():
                 self.was_accepted = True
-                if self.stage is Stage.PREPARING:
+                if not event.awaits_model:
                     self.preparation_crashes = 0
                 if self.may_be_in_preparation:
                     self.stage = Stage.QUEUED

@@ -12,12 +12,11 @@ import asyncio
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.requests.record import MergedDelta
+from stoker.client.requests.record import joined
 from stoker.errors import error_from_info
 from stoker.ipc.events import (
     Admitted,
@@ -85,19 +84,6 @@ class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
         return self.tool_calls
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Deltas of one choice that will be read as one; joined only then, so that merging costs nothing."""
-
-    deltas: list[Delta]
-
-    def join(self) -> Delta:
-        first = self.deltas[0]
-        if len(self.deltas) == 1:
-            return first
-        return MergedDelta(self.deltas).whole(first.request_id, first.index)
-
-
 class RequestStream:
     """Async iterator over a request's events; the last is `Finished`, a `Failed` is raised.
 
@@ -109,8 +95,9 @@ class RequestStream:
     def __init__(self, request_id: str, on_abandon: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._on_abandon = on_abandon
-        self._waiting: deque[_Run | StreamEvent | Failed] = deque()
-        self._runs: dict[int, _Run] = {}  # the last waiting run of each choice
+        # Deltas that will be read as one wait as a list: joined only then, merging costs nothing.
+        self._waiting: deque[list[Delta] | StreamEvent | Failed] = deque()
+        self._runs: dict[int, list[Delta]] = {}  # the last that waits of each choice
         self._has_news = asyncio.Event()
         self._is_admitted = False
         self._is_ended = False  # the terminal event was pushed
@@ -154,9 +141,9 @@ class RequestStream:
     def _push_delta(self, delta: Delta) -> None:
         run = self._runs.get(delta.index)
         if run is not None and len(self._waiting) >= MAX_WAITING:
-            run.deltas.append(delta)
+            run.append(delta)
         else:
-            run = self._runs[delta.index] = _Run([delta])
+            run = self._runs[delta.index] = [delta]
             self._waiting.append(run)
 
     def __aiter__(self) -> RequestStream:
@@ -170,10 +157,10 @@ class RequestStream:
             await self._has_news.wait()
         event = self._waiting.popleft()
         match event:
-            case _Run():
-                if self._runs.get(event.deltas[0].index) is event:
-                    del self._runs[event.deltas[0].index]
-                return event.join()
+            case list():
+                if self._runs.get(event[0].index) is event:
+                    del self._runs[event[0].index]
+                return joined(event)
             case Failed():
                 self._is_over = True
                 raise error_from_info(event.error)

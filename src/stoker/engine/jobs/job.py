@@ -17,7 +17,7 @@ from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress, Prompt
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority
 from stoker.ipc.usage import CacheSource, Timings, TokenLogprob, Usage
 from stoker.kv.sequence import Sequence
-from stoker.sampling.generation import Drawn, Generation
+from stoker.sampling.generation import Generation
 
 if TYPE_CHECKING:
     from stoker.engine.jobs.candidates import ScoringPass, ToScore
@@ -228,22 +228,12 @@ class Job:
             self.request_id, self.num_cached, self.cache_source, len(self.prompt), self.num_context
         )
 
-    def delta(self, index: int, drawn: Drawn) -> Delta:
-        """The event for one drawn token; ends the choice when it carries a finish reason."""
+    def note(self, delta: Delta) -> None:
+        """Count a drawn token; one with a finish reason ends its choice."""
         self.num_generated += 1
-        self.mirostat_mu[index] = drawn.mirostat_mu
-        if drawn.finish_reason is not None:
-            self._close_choice(index).close()
-        return Delta(
-            request_id=self.request_id,
-            index=index,
-            text=drawn.text,
-            token_ids=[drawn.token_id],
-            logprobs=None if drawn.logprob is None else [drawn.logprob],
-            finish_reason=drawn.finish_reason,
-            stop_text=drawn.stop_text,
-            mirostat_mu=drawn.mirostat_mu,
-        )
+        self.mirostat_mu[delta.index] = delta.mirostat_mu
+        if delta.finish_reason is not None:
+            self._close_choice(delta.index).close()
 
     def ended(self, index: int, reason: FinishReason) -> Delta:
         """The event for a choice that ends without a further token; held text comes with it."""

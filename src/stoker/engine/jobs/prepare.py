@@ -149,7 +149,8 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
     source: list[int] = []
     if context.decoder_start is not None:
         source, prompt, words = prompt, [context.decoder_start], []
-    generation = Generation(request, index, context.vocabulary, words, context.workspace)
+    key = (submit.request_id, index)
+    generation = Generation(request, key, context.vocabulary, words, context.workspace)
     if request.constraint is not None and context.grammars is not None:
         generation.constrain(context.grammars.state(request.constraint, request.cache_salt))
     delivered = submit.generated[index] if submit.generated else []
@@ -157,7 +158,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
     if delivered:
         generation.replay(delivered, submit.mirostat_mu[index] if submit.mirostat_mu else None)
     sequence = Sequence(
-        key=SequenceKey(submit.request_id, index),
+        key=SequenceKey(*key),
         tokens=[*prompt, *delivered],
         num_prompt=len(prompt),
         shares=request.cache and context.cache_mode is not CacheMode.OFF and not source,

@@ -88,7 +88,8 @@ class PendingRequests:
         if runner is not None:
             self._prepare(job, runner)
         else:
-            self._jobs.events.append(Queued(job.request_id, len(self.of(job.model)) - 1))
+            place = len(self.of(job.model)) - 1
+            self._jobs.events.append(Queued(job.request_id, place, awaits_model=True))
 
     def ask(self, ask: TextQuestion, runner: ModelRunner | None) -> None:
         """A question that needs a model's vocabulary; without a runner it waits for the model."""
@@ -101,12 +102,12 @@ class PendingRequests:
         """A model is in memory: what waited for it is tokenised and answered."""
         for job in tuple(self.of(runner.spec.id)):
             if job.preparation is None:
+                self._jobs.events.append(Preparing(job.request_id))
                 self._prepare(job, runner)
         for ask in self._asks.pop(runner.spec.id, []):
             self._workers.answer(ask, runner.prep)
 
     def _prepare(self, job: Job, runner: ModelRunner) -> None:
-        self._jobs.events.append(Preparing(job.request_id))
         job.preparation = self._workers.prepare(job.submit, runner.prep, job.arrival_s)
 
     def prepared_in_vain(self, job: Job, runner: ModelRunner | None) -> None:

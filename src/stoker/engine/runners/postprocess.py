@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.job import Job
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.threads.timer import StepTimer
+    from stoker.ipc.events import Delta
     from stoker.kv.sequence import Sequence
-    from stoker.sampling.generation import Drawn
     from stoker.scheduler.plan import Planned, StepPlan
     from stoker.scheduler.scheduler import Scheduler
 
@@ -109,14 +109,15 @@ class Postprocess:
             return
         draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
         for row, guess in zip(rows[len(rows) - num_ahead - 1 :], (*draft, None), strict=True):
-            drawn = generation.advance(row)
-            is_guessed = drawn.finish_reason is None and drawn.token_id == guess
+            delta = generation.advance(row)
+            token = delta.token_ids[0]
+            is_guessed = delta.finish_reason is None and token == guess
             if is_guessed:
                 sequence.draw_ahead()
             else:
                 self._scheduler.take_back(sequence)
-            sequence.tokens.append(drawn.token_id)
-            self._publish(job, sequence, drawn)
+            sequence.tokens.append(token)
+            self._publish(job, sequence, delta)
             if not is_guessed:
                 return
 
@@ -134,24 +135,23 @@ class Postprocess:
         if job.request_id in self._jobs:  # else another choice has failed, and the request with it
             self._publish(job, sequence, job.choices[sequence.key.index].generation.deliver())
 
-    def _publish(self, job: Job, sequence: Sequence, drawn: Drawn) -> None:
+    def _publish(self, job: Job, sequence: Sequence, delta: Delta) -> None:
         """The event of a token; end the choice if it is its last, or if no further one would fit."""
         now = self._timer.now()
-        index = sequence.key.index
         if job.first_token_s is None:
             job.first_token_s = now
-        event = job.delta(index, drawn)
-        self._jobs.events.append(event)
-        if drawn.finish_reason is not None:
+        job.note(delta)
+        self._jobs.events.append(delta)
+        if delta.finish_reason is not None:
             self._end_in_flight(sequence)
             if sequence.state is not SequenceState.DONE:  # DONE: the turn that drew it has ended it
-                self._scheduler.retire(sequence, drawn.finish_reason, now)
+                self._scheduler.retire(sequence, delta.finish_reason, now)
             self._jobs.finish_if_done(job, now)
         elif len(sequence.tokens) >= self._n_ctx:
             if job.request.context_shift:
                 job.num_dropped += self._scheduler.shift(sequence, self._n_ctx, now)
             else:
-                self._jobs.end_choice(job, index, FinishReason.LENGTH, now)
+                self._jobs.end_choice(job, delta.index, FinishReason.LENGTH, now)
 
     def _state_of(self, job: Job, sequence: Sequence) -> StateReady:
         """What the model has made of the prompt (SPEC K5, D8)."""

@@ -17,7 +17,6 @@ from stoker.chat.answer_events import (
     CallBroken,
     CallCut,
     CallEnded,
-    Content,
     Reasoning,
 )
 from stoker.ipc.events import Admitted, PrefillProgress
@@ -91,7 +90,7 @@ class MessageBuilder:
         written: list[Json] = []
         for event in events:
             match event:
-                case Content(text):
+                case str(text):
                     written += self._ensure({"type": "text", "text": ""})
                     written.append(self._delta({"type": "text_delta", "text": text}))
                 case Reasoning(text):

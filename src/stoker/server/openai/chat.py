@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.chat.answer import AnswerForm, WholeAnswer
-from stoker.chat.answer_events import CallArguments, CallBegan, Content, Reasoning
+from stoker.chat.answer_events import CallArguments, CallBegan, Reasoning
 from stoker.ipc.events import Delta, Finished, PrefillProgress
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
@@ -147,7 +147,7 @@ def _reason(reason: FinishReason, head: Head) -> str:
 def _delta_of(event: AnswerEvent, head: Head) -> ChatDelta:
     """What a piece of the answer adds; an end of a call adds nothing."""
     match event:
-        case Content(text):
+        case str(text):
             return ChatDelta(content=text)
         case Reasoning(text):
             return ChatDelta(reasoning_content=text)

@@ -19,7 +19,6 @@ from stoker.chat.answer_events import (
     CallBroken,
     CallCut,
     CallEnded,
-    Content,
     Reasoning,
 )
 from stoker.ipc.events import PrefillProgress
@@ -98,7 +97,7 @@ class ResponseBuilder:
         written: list[Json] = []
         for event in events:
             match event:
-                case Content(text):
+                case str(text):
                     written += self._text("message", "output_text", text)
                 case Reasoning(text):
                     written += self._text("reasoning", "reasoning_text", text)
