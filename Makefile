@@ -1,5 +1,6 @@
 # Every target makes its own environment first: python3, make and a C++ compiler are all it needs.
 # `make run` answers a question, `make run PROMPT="..."` answers yours, `make test` checks everything.
+# CMAKE_ARGS, CXX, CXXFLAGS, ... build llama.cpp otherwise and are remembered: CMAKE_ARGS="-DGGML_CUDA=on" make run
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,12 +9,13 @@ ARGS ?=
 # Tests that run beside each other: most of them wait for processes to start.
 JOBS ?= 3
 BIN := $(VENV)/bin
-INPUTS := pyproject.toml constraints.txt tools/install.py
+# It compares what is there with what is wanted, and does nothing where they are the same.
+INSTALL := @$(PYTHON) tools/install.py --venv $(VENV)
 
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat serve test test-slow check format bench clean
+.PHONY: help run chat serve test test-slow check format bench rebuild clean demo dev peer
 
 help:
 	@echo 'make run [PROMPT="..."]   install, then answer from the embedded model'
@@ -22,47 +24,49 @@ help:
 	@echo 'make test                 the tests        make test-slow   those that take minutes'
 	@echo 'make check                lint, format, types, shape of the code'
 	@echo 'make bench                compare with llama-server on this machine'
+	@echo 'make rebuild              build llama.cpp again'
 	@echo 'make clean                remove the environment and caches'
 
-# One stamp an extra: newer than its inputs means there is nothing to install.
-$(VENV)/.demo: $(INPUTS)
-	@$(PYTHON) tools/install.py --venv $(VENV) demo
-	@touch $@
+demo:
+	$(INSTALL) demo
 
-$(VENV)/.dev: $(INPUTS)
-	@$(PYTHON) tools/install.py --venv $(VENV) demo dev
-	@touch $(VENV)/.demo $@
+dev:
+	$(INSTALL) demo dev
 
-$(VENV)/.bench: $(INPUTS)
-	@$(PYTHON) tools/install.py --venv $(VENV) demo bench
-	@touch $(VENV)/.demo $@
+peer:
+	$(INSTALL) demo bench
 
-run: $(VENV)/.demo
-	@$(BIN)/stoker run $(ARGS) -- "$$PROMPT" < /dev/null
+rebuild:
+	$(INSTALL) --again demo
 
-chat: $(VENV)/.demo
+# The demo answers what the model finds likeliest; ARGS may say otherwise.
+run: demo
+	@$(BIN)/stoker run --temperature 0 $(ARGS) -- "$$PROMPT" < /dev/null
+	$(INSTALL) --say
+
+chat: demo
 	@$(BIN)/stoker chat $(ARGS)
 
-serve: $(VENV)/.demo
+serve: demo
 	@$(BIN)/stoker serve $(ARGS)
 
-test: $(VENV)/.dev
+test: dev
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-test-slow: $(VENV)/.dev
+test-slow: dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-check: $(VENV)/.dev
+check: dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py tests/unit/test_shape.py
 
-format: $(VENV)/.dev
+format: dev
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.bench
+bench: peer
 	$(BIN)/python -m bench $(ARGS)
 
 clean:

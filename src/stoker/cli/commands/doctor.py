@@ -48,7 +48,7 @@ WHEN_OTHERS_COMPUTE = (
     "the threads of a step wait for each other, so one core shared with another program slows all of them; "
     "then fewer threads are used, within a second, until the cores are free again"
 )
-REBUILD = "rebuild it: make clean, then make run"
+REBUILD = "rebuild it: make rebuild"
 
 
 class Level(StrEnum):
