@@ -22,7 +22,6 @@ import platformdirs
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
-    EnvSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -31,7 +30,7 @@ from pydantic_settings import (
 from stoker.errors import InvalidRequestError, MachineSetupError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 APP = "stoker"
 ENV_PREFIX = "STOKER_"
@@ -49,6 +48,28 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _DURATION = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*", re.IGNORECASE)
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_OTHER_VARIABLES = frozenset({"STOKER_DEBUG", "STOKER_URL", "STOKER_API_KEY"})
+_MISSPELT = 0.75
+"""Of `difflib`: a variable so like that of a setting is a misspelt one."""
+_METAVARS = {int: "N", float: "NUMBER", Path: "PATH", bool: ""}
+_WANTED = {
+    "greater_than_equal": "it is at least {ge}",
+    "greater_than": "it is more than {gt}",
+    "less_than_equal": "it is at most {le}",
+    "less_than": "it is less than {lt}",
+    "literal_error": "it is {expected}",
+    "int_parsing": "it is a whole number",
+    "int_type": "it is a whole number",
+    "int_from_float": "it is a whole number",
+    "float_parsing": "it is a number",
+    "float_type": "it is a number",
+    "bool_parsing": "it is true or false",
+    "bool_type": "it is true or false",
+    "string_type": "it is a text",
+    "path_type": "it is a path",
+    "tuple_type": "it is a list of texts",
+}
+"""What a setting takes, by pydantic's type of error, with what pydantic calls the limits."""
 _SINGULAR = {
     "model": "models",
     "allowed_host": "allowed_hosts",
@@ -80,7 +101,11 @@ def _split(value: object) -> object:
 
 
 def _threads(value: object) -> object:
-    return 0 if isinstance(value, str) and value.strip().lower() == "auto" else value
+    if not isinstance(value, str) or value.strip().isdigit():
+        return value
+    if value.strip().lower() != "auto":
+        raise ValueError(f"it is a whole number or auto, not {value!r}")
+    return 0
 
 
 def _expand(value: object) -> object:
@@ -127,14 +152,14 @@ class Flag:
         names: of the option; a flag's two are parted by a slash.
         text: what it means, without its default.
         shown: the default in words; empty: it is not shown.
-        metavar: form of the value, which is taken as text then; None: that of its type.
-        kind: type of the value; a list is of texts.
+        metavar: form of the value; empty: it takes none.
+        kind: bool, a list of texts, or text, which the settings read.
     """
 
     names: tuple[str, ...]
     text: str
     shown: str
-    metavar: str | None
+    metavar: str
     kind: Any
 
 
@@ -218,7 +243,11 @@ class EngineSettings(_Frozen):
     """
 
     models: Names = _setting(
-        (), "Model to serve; repeat for more.", flags=("--model", "-m"), shown="embedded default"
+        (),
+        "Model to serve; repeat for more.",
+        flags=("--model", "-m"),
+        shown="embedded default",
+        metavar="NAME|FILE",
     )
     slots: int = _setting(8, "Requests that run at once.", ge=1, le=MAX_SLOTS)
     ctx_size: int = _setting(
@@ -288,7 +317,9 @@ class EngineSettings(_Frozen):
     mmproj: Location | None = _setting(
         None, "Projector with which the first model that it fits reads pictures."
     )
-    image_roots: Names = _setting((), "Folder that pictures may be read from by path; repeat for more.")
+    image_roots: Names = _setting(
+        (), "Folder that pictures may be read from by path; repeat for more.", metavar="PATH"
+    )
     allow_http_images: bool = _setting(
         default=False,
         text="Fetch pictures from public addresses.",
@@ -328,6 +359,12 @@ class ServerSettings(_Frozen):
         cors_origins: such as https://chat.example; "*": all, "null": files.
         max_connections: past it one that waits for its client gives way, else new ones get a 503.
         follow_sleep: of the machine (logind).
+        insecure: `host` may be one that others reach although `api_key_file` is not set.
+        log_level: commands other than `serve` show their log only where this or `log_file` is given.
+        log_format: "json": one object a line; "text": lines for people, for journald or for a file, by where
+            they go.
+        log_file: gets the log instead of stderr; it may be renamed meanwhile (logrotate).
+        quiet: nothing but warnings and errors.
     """
 
     host: str = _setting("127.0.0.1", "Address to bind.")
@@ -339,7 +376,9 @@ class ServerSettings(_Frozen):
         text="Let `load` download without an operator's key.",
         flags=("--allow-downloads/--no-downloads",),
     )
-    allowed_hosts: Names = _setting((), "Further name accepted in the Host header; repeat for more.")
+    allowed_hosts: Names = _setting(
+        (), "Further name accepted in the Host header; repeat for more.", metavar="NAME"
+    )
     cors_origins: Origins = _setting(
         (),
         "Origin whose pages may call the server; repeat for more, * for all.",
@@ -356,6 +395,13 @@ class ServerSettings(_Frozen):
     )
     keepalive_s: float = _setting(10.0, "Seconds between comments on a stream that has nothing to say.", gt=0)
     follow_sleep: bool = _setting(default=True, text="Suspend and resume with the machine.")
+    insecure: bool = _setting(
+        default=False, text="Serve other machines without a key.", flags=("--insecure",)
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "What the log shows.")
+    log_format: Literal["text", "json"] = _setting("text", "Form of the log's lines.")
+    log_file: Location | None = _setting(None, "File of the log.", shown="stderr")
+    quiet: bool = _setting(default=False, text="Show warnings and errors only.", flags=("--quiet", "-q"))
 
 
 def flag_of(name: str) -> Flag:
@@ -363,21 +409,24 @@ def flag_of(name: str) -> Flag:
     field = (EngineSettings.model_fields | ServerSettings.model_fields)[name]
     option = next((singular for singular, plural in _SINGULAR.items() if plural == name), name)
     option = f"--{option.replace('_', '-')}"
-    kind, default, metavar = _plain(field.annotation), field.default, None
-    if get_origin(kind) is Literal:
-        metavar = "|".join(get_args(kind))
+    kind, default = _plain(field.annotation), field.default
+    metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else _METAVARS.get(kind, "TEXT")
+    if kind is float and name.endswith("_s"):
+        metavar = "SECONDS"
     if kind is bool:
         option = f"{option}/--no-{option[2:]}"
         default = "yes" if default else "no"
     is_shown = field.default_factory is None and default not in {None, ()}
     shown = f"{default:g}" if isinstance(default, float) else str(default) if is_shown else ""
     own: Any = field.json_schema_extra
-    metavar = own.get("metavar", metavar)
-    if get_origin(kind) is tuple:
-        kind = list[str]
-    elif metavar is not None:
-        kind = str
-    return Flag(own.get("flags", (option,)), field.description or "", own.get("shown", shown), metavar, kind)
+    is_list = get_origin(kind) is tuple
+    return Flag(
+        own.get("flags", (option,)),
+        field.description or "",
+        own.get("shown", shown),
+        own.get("metavar", metavar),
+        kind if kind is bool else list[str] if is_list else str,
+    )
 
 
 def _plain(kind: Any) -> Any:
@@ -385,6 +434,14 @@ def _plain(kind: Any) -> Any:
     if isinstance(kind, UnionType) or get_origin(kind) is Union:
         kind = next(part for part in get_args(kind) if part is not NoneType)
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Settings of one source: their values, and how each is spelled there, for messages; both by name."""
+
+    values: Mapping[str, Any]
+    spelled: Mapping[str, str]
 
 
 def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[EngineSettings, ServerSettings]:
@@ -395,26 +452,31 @@ def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[Engine
         config: TOML file, or None.
 
     Raises:
-        InvalidRequestError: unknown name, wrong type or value out of range; `param` names the setting and
-            the message its source.
+        InvalidRequestError: unknown name, wrong type or value out of range; `param` names the setting, the
+            message the flag, the variable or the key and its file.
         MachineSetupError: the file cannot be read.
     """
-    layers = [
-        ("flag", _canonical({name: value for name, value in flags.items() if value is not None})),
-        ("environment", _read_environment()),
-        (str(config), _read_toml(config) if config is not None else {}),
-    ]
+    layers = [_given(flags), _read_environment()]
+    if config is not None:
+        layers.append(_read_toml(config))
     merged: dict[str, Any] = {}
-    for _, layer in reversed(layers):
-        merged |= layer
+    for layer in reversed(layers):
+        merged |= layer.values
     try:
         return (
             EngineSettings(**{k: v for k, v in merged.items() if k in EngineSettings.model_fields}),
             ServerSettings(**{k: v for k, v in merged.items() if k in ServerSettings.model_fields}),
         )
     except InvalidRequestError as error:
-        source = next((title for title, layer in layers if error.param in layer), "default")
-        raise InvalidRequestError(f"{error.message} (from {source})", param=error.param) from None
+        name = error.param or ""
+        spelled = next((layer.spelled[name] for layer in layers if name in layer.values), name)
+        text = error.message.removeprefix(f"{name}: ")
+        raise InvalidRequestError(f"{spelled}: {text}", param=name) from None
+
+
+def strange_variables() -> list[str]:
+    """Variables of the environment that begin as ours do and name no setting; misspelt ones are refused."""
+    return sorted(_environment().keys() - _variables().keys() - _OTHER_VARIABLES)
 
 
 def is_debug() -> bool:
@@ -426,55 +488,72 @@ def _known_names() -> list[str]:
     return [*EngineSettings.model_fields, *ServerSettings.model_fields]
 
 
-def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Names as the fields spell them; an unknown one is refused with the nearest known."""
-    named: dict[str, Any] = {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        name = _SINGULAR.get(name, name)
-        if name not in _known_names():
-            near = difflib.get_close_matches(name, _known_names(), n=2)
-            hint = f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(_known_names())}"
-            raise InvalidRequestError(f"there is no setting {key!r}{hint}", param=key)
-        named[name] = value
-    return named
+def _known(key: str) -> str:
+    """The setting that a key names; raises InvalidRequestError with those that may have been meant."""
+    name = key.replace("-", "_")
+    name = _SINGULAR.get(name, name)
+    if name not in _known_names():
+        raise InvalidRequestError(f"there is no setting {key!r}{_nearest(name, _known_names())}", param=key)
+    return name
 
 
-def _read_environment() -> dict[str, Any]:
-    """What `STOKER_*` sets; a variable that names no setting is some other program's or a later version's."""
-    found: dict[str, Any] = {}
-    for cls in (EngineSettings, ServerSettings):
-        source = EnvSettingsSource(cls)
-        found |= source()
-        for singular, name in _SINGULAR.items():
-            value = source.env_vars.get(f"{ENV_PREFIX}{singular}".lower())
-            if name in cls.model_fields and value is not None:
-                found.setdefault(name, value)
-    return found
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=2)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _given(flags: Mapping[str, Any]) -> _Layer:
+    values = {_known(key): value for key, value in flags.items() if value is not None}
+    return _Layer(values, {name: flag_of(name).names[0].partition("/")[0] for name in values})
+
+
+def _environment() -> dict[str, str]:
+    return {name.upper(): value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
+
+
+def _variables() -> dict[str, str]:
+    """The setting of each variable; one of a list may be in the singular too."""
+    plural = {f"{ENV_PREFIX}{name.upper()}": name for name in _known_names()}
+    return {f"{ENV_PREFIX}{one.upper()}": name for one, name in _SINGULAR.items()} | plural
+
+
+def _read_environment() -> _Layer:
+    """What `STOKER_*` sets; a variable that nearly names a setting is refused."""
+    known, given = _variables(), _environment()
+    short = [variable.removeprefix(ENV_PREFIX) for variable in known]
+    for variable in strange_variables():
+        if near := difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), short, 1, _MISSPELT):
+            text = f"there is no setting {variable}; did you mean {ENV_PREFIX}{near[0]}?"
+            raise InvalidRequestError(text, param=variable)
+    spelled = {name: variable for variable, name in known.items() if variable in given}
+    return _Layer({name: given[variable] for name, variable in spelled.items()}, spelled)
+
+
+def _read_toml(path: Path) -> _Layer:
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise MachineSetupError(f"cannot read the settings file {path}: {reason}", param="config") from None
     try:
-        return _canonical(tomllib.loads(text))
+        found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidRequestError(f"{path} is not valid TOML: {error}", param="config") from None
+    try:
+        spelled = {_known(key): f"{key} in {path}" for key in found}
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{error.message} (from {path})", param=error.param) from None
+        raise InvalidRequestError(f"{path}: {error.message}", param=error.param) from None
+    return _Layer({_known(key): value for key, value in found.items()}, spelled)
 
 
 def _first_problem(error: ValidationError) -> InvalidRequestError:
     problem = error.errors(include_url=False)[0]
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
-    text = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, _known_names(), n=2)
-        text = "there is no such setting" + (f"; did you mean {' or '.join(near)}?" if near else "")
-        return InvalidRequestError(f"{name}: {text}", param=name)
-    if problem["type"] != "value_error":  # ours say what they got
-        text = f"{text}, got {problem['input']!r}"
+        text = f"there is no such setting{_nearest(name, _known_names())}"
+    elif problem["type"] == "value_error":  # ours say what they got
+        text = problem["msg"].removeprefix("Value error, ")
+    else:
+        wanted = _WANTED.get(problem["type"], problem["msg"]).format_map(problem.get("ctx", {}))
+        text = f"{wanted}, not {problem['input']!r}"
     return InvalidRequestError(f"{name}: {text}", param=name)

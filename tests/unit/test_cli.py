@@ -249,7 +249,7 @@ def test_a_wrong_setting_is_named_before_anything_starts(runtime: RuntimeStandIn
     """What bad input gets: the option and what it may be."""
     result = invoke("run", "Hi", "--threads", "many", runtime=runtime)
     assert result.exit_code == 2
-    assert result.stderr.startswith("stoker: threads: ")
+    assert result.stderr.startswith("stoker: --threads: ")
 
 
 def test_run_answers_through_a_real_engine() -> None:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     RuntimeFactory = Callable[[EngineSettings], Runtime]
 
 
-def option_of(name: str) -> Any:
-    """The option of a setting, for `Annotated`."""
+def option_of(name: str, panel: str | None = None) -> Any:
+    """The option of a setting, for `Annotated`, in that panel of `--help`."""
     flag = flag_of(name)
     text = f"{flag.text} \\[{flag.shown}]" if flag.shown else flag.text
-    return typer.Option(*flag.names, help=text, metavar=flag.metavar)
+    return typer.Option(*flag.names, help=text, metavar=flag.metavar or None, rich_help_panel=panel)
 
 
 Config = Annotated[Path | None, typer.Option("--config", help="TOML file with any of the settings.")]

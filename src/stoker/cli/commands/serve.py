@@ -14,14 +14,20 @@ import typer
 from stoker.cli.options import Config, option_of
 from stoker.settings import flag_of, load_settings
 
-OFFERED = """
-    models host port slots ctx_size threads kv_cells memory_limit memory_margin keep_alive speculation
-    draft_model lora default_max_tokens suspend_grace_s restore follow_sleep heat_trace mmproj image_roots
-    allow_http_images max_images max_image_bytes max_image_pixels image_edge run_dir cache_dir api_key_file
-    admin_key_file allow_downloads isolation watchdog_s max_queue max_prepare_s policy target_step_ms
-    background_patience_s park_bytes cache_mode cache_ram_bytes cache_disk_bytes allowed_hosts cors_origins
-"""
-"""The settings that have an option, in the order in which `--help` shows them; all others are set by file."""
+PANELS = {
+    "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
+        restore models_dir allow_downloads""",
+    "Computing": "threads n_batch isolation watchdog_s heat_trace",
+    "Memory": "memory_limit memory_margin park_bytes",
+    "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",
+    "Images": "mmproj image_roots allow_http_images max_images max_image_bytes max_image_pixels image_edge",
+    "Network": """host port api_key_file admin_key_file insecure allowed_hosts cors_origins max_connections
+        max_body_bytes max_receiving_bytes receive_timeout_s keepalive_s""",
+    "Scheduling": "policy target_step_ms background_patience_s max_queue max_prepare_s",
+    "Starting, stopping, sleep": "drain_s suspend_grace_s follow_sleep run_dir",
+    "Logging": "log_level log_format log_file quiet",
+}
+"""The options, which are the settings, as `--help` shows them."""
 
 
 def serve(*, config: Config = None, **flags: Any) -> None:
@@ -36,7 +42,9 @@ def serve(*, config: Config = None, **flags: Any) -> None:
 def _signature() -> inspect.Signature:
     """What typer reads the options from."""
     offered: dict[str, Any] = {
-        name: Annotated[flag_of(name).kind | None, option_of(name)] for name in OFFERED.split()
+        name: Annotated[flag_of(name).kind | None, option_of(name, panel)]
+        for panel, names in PANELS.items()
+        for name in names.split()
     }
     offered["config"] = Config
     return inspect.Signature(
