@@ -15,7 +15,7 @@ INSTALL := @$(PYTHON) tools/install.py --venv $(VENV)
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help run chat serve test test-slow check format bench rebuild clean demo dev peer
+.PHONY: help run chat serve test test-slow check format reference bench rebuild clean demo dev peer
 
 help:
 	@echo 'make run [PROMPT="..."]   install, then answer from the embedded model'
@@ -23,6 +23,7 @@ help:
 	@echo 'make serve [ARGS="..."]   OpenAI-compatible server on 127.0.0.1:8686'
 	@echo 'make test                 the tests        make test-slow   those that take minutes'
 	@echo 'make check                lint, format, types, shape of the code'
+	@echo 'make reference            write the pages of docs/ that follow from the code'
 	@echo 'make bench                compare with llama-server on this machine'
 	@echo 'make rebuild              build llama.cpp again'
 	@echo 'make clean                remove the environment and caches'
@@ -61,6 +62,9 @@ check: dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py tests/unit/test_shape.py
+
+reference: dev
+	$(BIN)/python -m tools.reference
 
 format: dev
 	$(BIN)/ruff check --fix
