@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 MADE = "<!-- Made by `make reference` from the code; changes belong there. -->\n"
@@ -39,7 +40,7 @@ def docstring_of(thing: object, own: str | None = None) -> str:
 
 
 def _fenced(found: re.Match[str]) -> str:
-    code = inspect.cleandoc(found[0])
+    code = textwrap.dedent(found[0]).strip()
     return f"<!-- not run: an excerpt -->\n```python\n{code}\n```\n"
 
 

@@ -112,8 +112,8 @@ async def _metrics_text() -> str:
                     ("/v1/choose", {"prompt": "a", "choices": ["b", "c"]}),
                 ):
                     (await client.post(path, json=body)).raise_for_status()
-                while MEASURED not in (text := (await client.get("/metrics")).text):
-                    await asyncio.sleep(0.1)  # noqa: ASYNC110 - it is measured once a second
+                while MEASURED not in (text := (await client.get("/metrics")).text):  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.1)
                 return text
 
 
