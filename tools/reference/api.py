@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any, is_typeddict
@@ -119,21 +120,16 @@ def _member(name: str, member: Any) -> str:
 def _signature(name: str, thing: Any) -> str:
     """As code; one parameter a line where it is long."""
     found = inspect.signature(thing)
-    parameters = [each for each in found.parameters.values() if each.name not in {"self", "cls"}]
+    words = _with_stars([each for each in found.parameters.values() if each.name not in {"self", "cls"}])
     returned = "" if isinstance(thing, type) else f" -> {_plain(_written(found.return_annotation))}"
-    prefix = (
-        "async def "
-        if inspect.iscoroutinefunction(thing)
-        else "class "
-        if isinstance(thing, type)
-        else "def "
-    )
-    words = _with_stars(parameters)
-    end = "): ..." if isinstance(thing, type) else f"){returned}: ..."
-    line = f"{prefix}{name}({', '.join(words)}{end}"
-    if len(line) > LINE:
-        line = "\n".join([f"{prefix}{name}(", *(f"    {word}," for word in words), end])
-    return f"<!-- not run: a signature -->\n```python\n{line}\n```\n"
+    prefix = "async def " if inspect.iscoroutinefunction(thing) else "def "
+    begin, end = f"{prefix}{'__init__' if isinstance(thing, type) else name}(", f"){returned}: ..."
+    code = f"{begin}{', '.join(words)}{end}"
+    if len(code) > LINE:
+        code = "\n".join([begin, *(f"    {word}," for word in words), end])
+    if isinstance(thing, type):
+        code = f"class {name}:\n{textwrap.indent(code, '    ')}"
+    return f"<!-- not run: a signature -->\n```python\n{code}\n```\n"
 
 
 def _with_stars(parameters: list[inspect.Parameter]) -> list[str]:
