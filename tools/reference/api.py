@@ -151,7 +151,7 @@ def _parameter(each: inspect.Parameter) -> str:
     if default is each.empty:
         return f"{stars}{each.name}{kind}"
     shown = f"{type(default).__name__}.{default.name}" if isinstance(default, enum.Enum) else repr(default)
-    return f"{stars}{each.name}{kind} = {shown}"
+    return f"{stars}{each.name}{kind} = {'...' if len(shown) > LINE // 2 else shown}"
 
 
 def _plain(text: str) -> str:
