@@ -64,7 +64,7 @@ check: dev
 	$(BIN)/python -m pytest -q tests/unit/test_imports.py tests/unit/test_shape.py
 
 reference: dev
-	$(BIN)/python -m tools.reference
+	$(BIN)/python -m tools.reference_pages
 
 format: dev
 	$(BIN)/ruff check --fix

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that follow from the code: `python -m tools.reference` (make reference).
+"""Writes the pages of docs/ that follow from the code: `python -m tools.reference_pages` (make reference).
 
 `--check` writes nothing and ends with 1 where a page is not what the code says; a test does the same.
 """
@@ -9,9 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.reference.api import api_page
-from tools.reference.service import errors_page, metrics_page, routes_page
-from tools.reference.settings_page import settings_page
+from tools.reference_pages.api import api_page
+from tools.reference_pages.service import errors_page, metrics_page, routes_page
+from tools.reference_pages.settings_page import settings_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {
@@ -24,7 +24,7 @@ PAGES = {
 
 
 def main() -> int:
-    """Entry of `python -m tools.reference`."""
+    """Entry of `python -m tools.reference_pages`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say which pages are not current")
     is_check = parser.parse_args().check

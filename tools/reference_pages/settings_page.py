@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
-from tools.reference.markdown import MADE, table
+from tools.reference_pages.markdown import MADE, table
 
 from stoker.cli.commands.serve import PANELS
 from stoker.settings import ENV_PREFIX, EngineSettings, ServerSettings, flag_of

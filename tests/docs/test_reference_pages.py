@@ -1,8 +1,8 @@
 """Pages that follow from the code are what the code says now; `make reference` writes them."""
 
 import pytest
-from tools.reference.__main__ import DOCS, PAGES
-from tools.reference.markdown import docstring_of, sentence, table
+from tools.reference_pages.__main__ import DOCS, PAGES
+from tools.reference_pages.markdown import docstring_of, sentence, table
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -12,7 +12,7 @@ from typing import Any, is_typeddict
 
 import msgspec
 import pydantic
-from tools.reference.markdown import MADE, docstring_of, sentence, table
+from tools.reference_pages.markdown import MADE, docstring_of, sentence, table
 
 import stoker
 from stoker import errors, sync

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
-from tools.reference.markdown import MADE, sentence, table
+from tools.reference_pages.markdown import MADE, sentence, table
 
 from stoker import Runtime, StokerError
 from stoker.errors import CallerError, EngineError, MachineError, ModelError
