@@ -173,6 +173,10 @@ class ServerBusyError(MachineError, code="server_busy"):
     """The server holds as many connections, or bytes of unfinished bodies, as it may; details carry which."""
 
 
+class ServerLostError(MachineError, code="server_lost"):
+    """No server answers where one was asked, or it went away during a call; details carry `url`."""
+
+
 class ModelInUseError(MachineError, code="model_in_use", http_status=409):
     """Live requests need a model as it is loaded now, so it is not loaded otherwise.
 

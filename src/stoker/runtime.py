@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from stoker.remote.runtime import RemoteRuntime
+
 __all__ = ["Answer", "KeptRequest", "Message", "Runtime", "RuntimeEvent", "RuntimeStatus", "TextDelta"]
 
 
@@ -93,6 +95,21 @@ class Runtime:
 
     def __repr__(self) -> str:
         return f"<Runtime {self._client.supervisor!r}>"
+
+    @staticmethod
+    def connect(url: str | None = None, *, api_key: str | None = None) -> RemoteRuntime:
+        """The runtime of a running server, by the same methods; to be entered as this one is.
+
+        Args:
+            url: of the server; None: `STOKER_URL`, else http://127.0.0.1:8686.
+            api_key: None: `STOKER_API_KEY`, else none is sent.
+
+        Raises:
+            InvalidRequestError: the URL or the key is none.
+        """
+        from stoker.remote.runtime import RemoteRuntime  # noqa: PLC0415 - HTTP is for those who ask for it
+
+        return RemoteRuntime(url, api_key=api_key)
 
     # ------------------------------------------------------------ life
 

@@ -36,6 +36,8 @@ APP = "stoker"
 ENV_PREFIX = "STOKER_"
 MAX_SLOTS = 256  # llama_max_parallel_sequences()
 MAX_PIXELS = 89_478_485  # what Pillow takes without a warning
+DEFAULT_URL = "http://127.0.0.1:8686"
+"""Where a server listens that was started without options."""
 BY_MEMORY = "by the machine's memory"
 """A default that the machine's tier decides."""
 
@@ -477,6 +479,15 @@ def load_settings(flags: Mapping[str, Any], config: Path | None) -> tuple[Engine
 def strange_variables() -> list[str]:
     """Variables of the environment that begin as ours do and name no setting; misspelt ones are refused."""
     return sorted(_environment().keys() - _variables().keys() - _OTHER_VARIABLES)
+
+
+def server_to_ask(url: str | None, api_key: str | None) -> tuple[str, str | None]:
+    """URL and API key of a running server; what is None comes from `STOKER_URL` and `STOKER_API_KEY`."""
+    environ = os.environ
+    return (
+        url or environ.get(f"{ENV_PREFIX}URL") or DEFAULT_URL,
+        api_key or environ.get(f"{ENV_PREFIX}API_KEY") or None,
+    )
 
 
 def is_debug() -> bool:

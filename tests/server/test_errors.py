@@ -44,7 +44,10 @@ def test_every_error_becomes_the_clients_exception(scripted, scripted_client, ca
         scripted_client.chat.completions.create(model="default", messages=HELLO, stream=stream)
     assert caught.value.status_code == error.http_status
     body = caught.value.response.json()["error"]
-    assert body == {"message": error.message, "type": kind, "code": error.code, "param": error.param}
+    details = {"details": error.details} if error.details else {}
+    assert (
+        body == {"message": error.message, "type": kind, "code": error.code, "param": error.param} | details
+    )
     assert caught.value.response.headers["x-request-id"]
     if error.http_status in (429, 503):
         assert int(caught.value.response.headers["retry-after"]) == (3 if error.retry_after_s else 1)

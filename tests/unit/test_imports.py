@@ -51,6 +51,7 @@ ALLOWED = {
     | {"ipc", "settings", "chat", "images", "machine", "models", "models.store", "backends.registry"}
     | {"client.worker"},
     "tasks": {"errors", "ipc", "chat", "images", "models", "client", "client.worker"},
+    "remote": {"errors", "ipc", "settings", "chat", "images", "models", "client", "tasks"},
     "runtime": {
         "errors",
         "ipc",
@@ -59,11 +60,13 @@ ALLOWED = {
         "images",
         "client",
         "tasks",
+        "remote",
         "engine",
     },  # brings them together
     "sync": {"errors", "ipc", "settings", "client", "runtime", "tasks"},
     "llm_plugin": {"errors", "ipc", "settings", "models.store", "sync"},
-    "server": BASE | {"", "ipc", "settings", "chat", "images", "power", "client", "tasks", "runtime"},
+    "server": BASE
+    | {"", "ipc", "settings", "chat", "images", "power", "client", "tasks", "remote", "runtime"},
     "cli": BASE
     | {"", "ipc", "settings", "cache", "chat", "images", "machine", "models", "models.store", "backends"}
     | {"backends.registry", "client", "tasks", "runtime", "server"},

@@ -21,7 +21,7 @@ APART = "Apart because"
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 MIRRORS = "src/stoker/sync.py"
 
-FACADE = "src/stoker/runtime.py:Runtime"
+FACADES = {"src/stoker/runtime.py:Runtime", "src/stoker/remote/runtime.py:RemoteRuntime"}
 """What an application may call is its public names; it holds no state but the client's."""
 
 
@@ -129,7 +129,7 @@ RULES: dict[str, Callable[[], set[str]]] = {
 @pytest.mark.parametrize("rule", RULES)
 def test_the_gate(rule: str) -> None:
     """Everything keeps to the rule; the façade alone has more methods than a class may."""
-    assert sorted(RULES[rule]() - {FACADE}) == []
+    assert sorted(RULES[rule]() - FACADES) == []
 
 
 def test_no_module_has_a_vague_name() -> None:

@@ -19,7 +19,7 @@ from stoker.server.inbound.body import Body, body_schemas, described_bodies
 from stoker.server.inbound.gate import WorkGate
 from stoker.server.inbound.security import Access, HostList, KeyRing, Origins
 from stoker.server.metrics import Metrics
-from stoker.server.native import choose, requests, rerank, runtime, states, tokens
+from stoker.server.native import choose, library, requests, rerank, runtime, states, tokens
 from stoker.server.native import models as residency
 from stoker.server.openai import chat, completions, embeddings, models, responses
 
@@ -43,6 +43,7 @@ _APIS = (
     runtime,
     residency,
     requests,
+    library,
 )
 _VERSION = "/v1"
 _KNOWN_ELSEWHERE = frozenset({"generate", "embeddings", "rerank", "models"})  # tags of routes

@@ -72,14 +72,16 @@ def error_type(status: int) -> str:
 
 
 def error_body(info: ErrorInfo) -> bytes:
-    """`{"error": {"message", "type", "code", "param"}}` as JSON."""
-    error = {
+    """`{"error": {"message", "type", "code", "param"}}` as JSON, and `details` where the error has some."""
+    error: dict[str, Any] = {
         "message": info.message,
         "type": error_type(info.http_status),
         "code": info.code,
         "param": info.param,
     }
-    return msgspec.json.encode({"error": error})
+    if info.details:
+        error["details"] = info.details
+    return msgspec.json.encode({"error": error}, enc_hook=str)
 
 
 def messages_error(info: ErrorInfo, request_id: str) -> dict[str, Any]:

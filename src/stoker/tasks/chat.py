@@ -54,23 +54,24 @@ class ChatPlan:
     """A conversation ready to be run.
 
     Attributes:
+        layout: the conversation as text, and what holds for the answer.
         images: what the prompt's markers stand for, in their order.
         left_out: tools that the model is not told of.
     """
 
-    _layout: Layout
+    layout: Layout
     images: tuple[Given, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
 
     @property
     def prompt(self) -> str:
         """For the model."""
-        return self._layout.prompt
+        return self.layout.prompt
 
     @property
     def form(self) -> AnswerForm:
         """How the answer's text is to be read."""
-        return self._layout.form
+        return self.layout.form
 
     def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a `GenerateRequest`: `given`, by their names, with what the conversation adds.
@@ -82,8 +83,8 @@ class ChatPlan:
         return {
             **given,
             "is_chat": True,
-            "stop": ((stop,) if isinstance(stop, str) else tuple(stop)) + self._layout.stops,
-            "spelled": self._layout.control_tokens,
+            "stop": ((stop,) if isinstance(stop, str) else tuple(stop)) + self.layout.stops,
+            "spelled": self.layout.control_tokens,
             "constraint": self._constraint(given.get("constraint")),
             "note": b"" if self.form == PLAIN else _encode(self.form),
         }
@@ -93,11 +94,11 @@ class ChatPlan:
 
         A format is that of a text, and an answer that is a call has none: clients send both together.
         """
-        if self._layout.constraint is not None:
+        if self.layout.constraint is not None:
             if asked is not None and not asked.is_format:
                 text = f"tool_choice forces a call: {asked.param} cannot be asked for with it"
                 raise InvalidRequestError(text, param="tool_choice")
-            kind, source = self._layout.constraint
+            kind, source = self.layout.constraint
             asked = Constraint(kind=ConstraintKind(kind), source=source, asked_as="tools")
         if asked is None or self.form.tags is None:
             return asked

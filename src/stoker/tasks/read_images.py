@@ -8,7 +8,7 @@ here, a server for the command line.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Unpack
@@ -19,7 +19,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from stoker.client.requests.group import KnownAs
-from stoker.client.requests.stream import StreamEvent, text_deltas
+from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
 from stoker.errors import InvalidRequestError, ReadingError
 from stoker.images.image import ImageLike, ImageReport, images_of
 from stoker.ipc.constraint import Constraint, ConstraintKind
@@ -29,7 +29,17 @@ from stoker.tasks.chat import ChatPlan, chat_deltas
 from stoker.tasks.fields import CallKeywords, request_of
 from stoker.tasks.tensor_call import TaskRuntime
 
-__all__ = ["DEFAULT_ASK", "MAX_TOKENS", "Attempt", "Question", "Reading", "Told", "read_images", "read_with"]
+__all__ = [
+    "DEFAULT_ASK",
+    "MAX_TOKENS",
+    "Attempt",
+    "Question",
+    "Reading",
+    "Told",
+    "read_images",
+    "read_with",
+    "told_by",
+]
 
 DEFAULT_ASK = "Read this report as JSON."
 MAX_TOKENS = 1024
@@ -225,16 +235,26 @@ async def _told(
     plan: ChatPlan,
     images: tuple[ImageReport, ...],
 ) -> Told:
-    parts, is_cut = [], False
     async with (
         aclosing(stream(request)) as events,
         aclosing(text_deltas(request, events)) as pieces,
         aclosing(chat_deltas(pieces, plan.form)) as deltas,
     ):
-        async for delta in deltas:
-            parts.append(delta.text)
-            is_cut = is_cut or delta.finish_reason is FinishReason.LENGTH
-            if delta.finish_reason in _GIVEN_UP:  # that was asked for; nothing is asked again
-                told = f"the answer was not finished: {delta.finish_reason}"
-                raise ReadingError(told, text="".join(parts), attempts=1)
+        return await told_by(deltas, images)
+
+
+async def told_by(deltas: AsyncIterator[TextDelta], images: tuple[ImageReport, ...]) -> Told:
+    """The answer that comes in pieces.
+
+    Raises:
+        ReadingError: it was cancelled or preempted.
+        StokerError: the request failed.
+    """
+    parts, is_cut = [], False
+    async for delta in deltas:
+        parts.append(delta.text)
+        is_cut = is_cut or delta.finish_reason is FinishReason.LENGTH
+        if delta.finish_reason in _GIVEN_UP:  # that was asked for; nothing is asked again
+            told = f"the answer was not finished: {delta.finish_reason}"
+            raise ReadingError(told, text="".join(parts), attempts=1)
     return Told("".join(parts).strip(), images, is_cut)

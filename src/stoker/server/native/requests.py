@@ -116,6 +116,11 @@ class Attachment:
         """It was taken in before; there is nothing to wait for."""
         return True
 
+    @property
+    def note(self) -> bytes:
+        """How its answer is to be read, as the request has it."""
+        return self._kept[0].note
+
     def writer(self) -> ChunkWriter:
         """Writes chunks as the request's own route does, with usage at the end.
 

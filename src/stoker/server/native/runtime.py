@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from stoker.errors import StokerError
+from stoker.ipc.usage import Usage
 from stoker.server.context import ServerContext, models_now
 from stoker.server.inbound.security import Identity
 from stoker.server.reply import json_response
@@ -168,6 +169,48 @@ def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> N
     for model in document["models"]:
         model["reason"] = ""  # may name files and requests
     document["cache"]["disk"]["problem"] = ""
+
+
+def redacted_status(status: RuntimeStatus, may_see: Callable[[str], bool]) -> RuntimeStatus:
+    """The same of the status as it is: an id that is not shown is empty, or None in a slot.
+
+    Args:
+        status: of the runtime.
+        may_see: as in `redact_status`.
+    """
+    replace = msgspec.structs.replace
+    engine, cache = status.engine, status.engine.cache
+
+    def waiting(entries: Sequence[WaitStatus]) -> list[WaitStatus]:
+        return [
+            one if may_see(one.request_id) else replace(one, request_id="", num_tokens=0, story=[])
+            for one in entries
+        ]
+
+    slots = [
+        one
+        if one.request_id is not None and may_see(one.request_id)
+        else replace(one, request_id=None, num_tokens=0, story=[])
+        for one in engine.slots
+    ]
+    groups = [
+        one
+        if may_see(one.id)
+        else replace(
+            one, id="", names=(), owner="", num_members=0, num_done=0, deadline_s=None, usage=Usage()
+        )
+        for one in status.groups
+    ]
+    shown = replace(
+        engine,
+        slots=slots,
+        queue=waiting(engine.queue),
+        parked=waiting(engine.parked),
+        paused=waiting(engine.paused),
+        models=[replace(model, reason="") for model in engine.models],
+        cache=replace(cache, disk_problem=""),
+    )
+    return replace(status, engine=shown, groups=groups)
 
 
 def redacted_event(event: RuntimeEvent, may_see: Callable[[str], bool]) -> RuntimeEvent | None:

@@ -40,6 +40,12 @@ class DetokenizeRequest(Body):
     model: Name | None = None
 
 
+class TemplateRequest(ConversationFields):
+    """A conversation to lay out; `with_plan` tells how the answer is to be constrained and read as well."""
+
+    with_plan: bool = False
+
+
 def router(context: ServerContext) -> APIRouter:
     """Text, tokens and templates of the served models."""
     routes = APIRouter(tags=["tokens"])
@@ -65,14 +71,14 @@ def router(context: ServerContext) -> APIRouter:
             check_tokens(body.tokens, info.n_vocab, "tokens")
         return json_response({"content": await context.runtime.detokenize(body.tokens, model=info.id)})
 
-    @routes.post("/apply-template", openapi_extra=Described(ConversationFields))
+    @routes.post("/apply-template", openapi_extra=Described(TemplateRequest))
     async def apply_template(request: Request) -> Response:
         """The prompt that a conversation becomes."""
-        body = await read_body(request, ConversationFields)
+        body = await read_body(request, TemplateRequest)
         context.require_ready()
         info = context.runtime.resolve(body.model)
         plan = await prepared_chat(context, request, body, info)
-        return json_response({"prompt": plan.prompt})
+        return json_response({"prompt": plan.prompt} | ({"plan": plan.layout} if body.with_plan else {}))
 
     return routes
 

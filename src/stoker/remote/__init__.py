@@ -1,0 +1,1 @@
+"""A running server as a runtime: the library's methods over HTTP."""

@@ -1,0 +1,174 @@
+"""From the library's arguments to bodies of HTTP: requests, conversations with images, calls of several.
+
+Owns the names that HTTP has for them, and the errors for what HTTP does not carry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from stoker.chat.conversation import ToolOffer
+from stoker.errors import InvalidRequestError, RequestNotFoundError, UnsupportedError
+from stoker.images.image import Image
+from stoker.ipc.request import GenerateRequest
+from stoker.models.states.file import MAX_STATE_BYTES
+from stoker.tasks.fields import GivenState, request_of
+
+_DEFAULTS = msgspec.to_builtins(GenerateRequest(prompt=""))
+_NOT_CARRIED = {
+    "owner": "the server knows callers by their API keys",
+    "route": "it is the server's own",
+    "names": "a request has the name that request_id gives it",
+    "state_output": "embed, choose, rerank and states deliver what it asks for",
+}
+_SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_CALL_NAMES = {"keep_alive_s": "keep_alive"}
+_CALL_FIELDS = frozenset(
+    {"model", "timeout_s", "cache_salt", "cache", "priority", "keep_alive", "keep_alive_s"}
+)
+
+
+def refuse(given: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for the first of these arguments that is set: no server takes it."""
+    for name, value in given.items():
+        if value:
+            why = _NOT_CARRIED.get(name, "only a runtime of this process has it")
+            raise UnsupportedError(f"{name} does not travel to a server: {why}", param=name)
+
+
+def request_body(request: GenerateRequest) -> dict[str, Any]:
+    """A request as JSON values, without what is as by default.
+
+    Raises:
+        UnsupportedError: it asks for a state to be delivered.
+    """
+    refuse({"state_output": request.state_output})
+    given = msgspec.to_builtins(request, str_keys=True)
+    return {name: value for name, value in given.items() if value != _DEFAULTS[name] or name == "prompt"}
+
+
+def state_fields(state: GivenState | None) -> dict[str, Any]:
+    """The fields of a request's body that say what a recurrent model begins from.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or is too large.
+    """
+    match state:
+        case None:
+            return {}
+        case str():
+            return {"state": state}
+        case Path():
+            return {"state": {"data": _bytes_of(state)}}
+    return {"state": {"data": bytes(state)}}
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_STATE_BYTES + 1)
+    except OSError as error:
+        text = f"cannot read the state file {path}: {error.strerror}"
+        raise InvalidRequestError(text, param="state") from None
+
+
+def messages_body(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with their images as `data:` URIs.
+
+    Raises:
+        InvalidRequestError: a message is none, or an image cannot be read.
+    """
+    return [_turn(message, f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _turn(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{where} is no message with a role and content", param=where)
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = [_part(part, f"{where}.content.{index}") for index, part in enumerate(content)]
+    return {**message, "content": content}
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    match part:
+        case str():
+            return {"type": "text", "text": part}
+        case Image():
+            return image_part(part)
+        case {"type": "image", "image": source}:
+            return image_part(source if isinstance(source, Image) else Image(source))
+        case Mapping():
+            return dict(part)
+    raise InvalidRequestError(f"{where} is no part of a message", param=where)
+
+
+def image_part(image: Image) -> dict[str, Any]:
+    """The part of a message that shows it. Raises InvalidRequestError where it cannot be read."""
+    return {"type": "image_url", "image_url": {"url": image.data_uri()}}
+
+
+def call_body(fields: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of a call without a text: those that the routes of calls have.
+
+    Args:
+        fields: keyword arguments of the library's call.
+        defaults: further ones, as they are.
+
+    Raises:
+        InvalidRequestError: a name is unknown, a type wrong or a value out of range.
+        UnsupportedError: the route has no place for a field.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    refuse({name: given.pop(name) for name in ("owner", "names", "route") if name in given})
+    given.pop("request_id", None)
+    request_of("", given)  # the errors of the library
+    if strange := sorted(given.keys() - _CALL_FIELDS):
+        text = f"{strange[0]} does not travel with such a call: it generates nothing"
+        raise UnsupportedError(text, param=strange[0])
+    return {**(defaults or {}), **{_CALL_NAMES.get(name, name): value for name, value in given.items()}}
+
+
+def taken(fields: Any, *names: str) -> dict[str, Any]:
+    """The keyword arguments of these names, taken out of `fields`; those that are None are not among them."""
+    found = {name: fields.pop(name) for name in names if name in fields}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def request_headers(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The header that gives a call the id that `fields` have for it.
+
+    Raises:
+        InvalidRequestError: an id has other characters than those that a header takes.
+    """
+    request_id = fields.get("request_id")
+    if request_id is None:
+        return {}
+    if not _SANE_ID.fullmatch(request_id):
+        text = f"request_id {request_id[:40]!r} has to be 1 to 128 of A to Z, a to z, 0 to 9 and . _ : -"
+        raise InvalidRequestError(text, param="request_id")
+    return {"X-Request-Id": request_id}
+
+
+def path_part(request_id: str) -> str:
+    """The id as a part of a path. Raises RequestNotFoundError for what is no id of any request."""
+    if not request_id or set(request_id) <= {"."}:
+        raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="id")
+    return quote(request_id, safe="")
+
+
+def offer_body(offer: ToolOffer) -> dict[str, Any]:
+    """An offer of tools as the fields of a conversation's body."""
+    if not offer.tools:
+        return {}
+    choice: Any = offer.choice.mode
+    if offer.choice.name:
+        choice = {"type": "function", "function": {"name": offer.choice.name}}
+    tools = [one.to_template() for one in offer.tools]
+    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": offer.max_calls > 1}

@@ -1,0 +1,101 @@
+"""What the library and a server say to each other beside the public APIs, as JSON.
+
+Owns the shapes of documents and of the events of a request; a struct travels as `msgspec` writes it. Both
+sides import them from here: routes are `stoker.server.native.library`'s, calls `remote.runtime`'s.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from stoker.chat.answer import AnswerForm
+from stoker.images.image import ImageReport
+from stoker.ipc.events import (
+    Admitted,
+    Delta,
+    Failed,
+    Finished,
+    Parked,
+    Paused,
+    PrefillProgress,
+    PromptEcho,
+    Queued,
+    Resumed,
+)
+from stoker.ipc.model import ModelInfo
+from stoker.ipc.status import EngineHealth, ModelStatus
+
+REQUESTS = "/v1/runtime/requests"
+COUNT_TOKENS = f"{REQUESTS}/count_tokens"
+OVERVIEW = "/v1/runtime/overview"
+STATUS = "/v1/runtime/status"
+EVENTS = "/v1/runtime/events"
+BEAT_S = 5.0
+"""The longest silence on a stream of the library's, whatever `keepalive_s` says."""
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """What a runtime knows without asking an engine.
+
+    Attributes:
+        is_ready, is_suspended, health: as the properties of `Runtime`.
+        models: every served one, the default first; paths are told to operators only.
+        states: the same and downloads, as they were last heard of.
+    """
+
+    is_ready: bool
+    is_suspended: bool
+    health: EngineHealth
+    models: list[ModelInfo]
+    states: list[ModelStatus]
+
+
+class AnswerHead(msgspec.Struct, frozen=True, tag=True):
+    """The first event of a conversation's answer: how its text is to be read, and what became of images."""
+
+    form: AnswerForm = AnswerForm()
+    images: tuple[ImageReport, ...] = ()
+
+
+RequestMessage = (
+    AnswerHead
+    | Queued
+    | Admitted
+    | Parked
+    | Paused
+    | Resumed
+    | PrefillProgress
+    | PromptEcho
+    | Delta
+    | Finished
+    | Failed
+)
+"""An event of a request's stream; the last is `Finished` or `Failed`."""
+
+_WORDS = re.compile(r"(?<!^)(?=[A-Z])")
+_decode = msgspec.json.Decoder(RequestMessage).decode
+_encode = msgspec.json.Encoder(enc_hook=str).encode  # details of an error may hold a path
+
+
+def event_name(kind: type) -> str:
+    """The name of its server-sent event: `prefill_progress` for PrefillProgress."""
+    return _WORDS.sub("_", kind.__name__).lower()
+
+
+EVENT_NAMES = frozenset(map(event_name, RequestMessage.__args__))
+
+
+def encoded_event(event: msgspec.Struct) -> bytes:
+    """A server-sent event: its name, and the struct as JSON."""
+    return b"event: " + event_name(type(event)).encode() + b"\ndata: " + _encode(event) + b"\n\n"
+
+
+def decoded_event(name: str, data: str) -> RequestMessage | None:
+    """The event of that name; None: a later version's, which is passed over.
+
+    Raises:
+        msgspec.DecodeError: `data` is no such event.
+    """
+    return _decode(data) if name in EVENT_NAMES else None
