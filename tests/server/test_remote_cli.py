@@ -162,7 +162,7 @@ def test_an_error_of_the_server_is_one_line_with_its_numbers(call, scripted):
 
 
 def test_a_running_server_is_found_without_its_url(call, scripted, monkeypatch):
-    """D29: by its run file, if it answers; one that is named wins."""
+    """T4: by its run file, if it answers; one that is named wins."""
     monkeypatch.delenv("STOKER_URL")
     run_dir = EngineSettings().run_dir
     deaf = RunFile(url="http://127.0.0.1:9", pid=os.getpid(), version="1", started_at=2.0)

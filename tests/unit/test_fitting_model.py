@@ -39,19 +39,19 @@ def no_default(monkeypatch):
 
 @pytest.mark.parametrize(("work", "name"), [(EMBED, "embedder"), (RERANK, "ranker")])
 def test_the_one_model_that_does_the_work_is_taken(folder, work, name):
-    """D10: an encoder in the models folder embeds without -m; the embedded default is not offered."""
+    """T5: an encoder in the models folder embeds without -m; the embedded default is not offered."""
     assert chosen(work, folder) == ([name], None)
 
 
 @pytest.mark.usefixtures("no_default")
 def test_without_the_embedded_default_the_one_that_generates_is_taken(folder):
-    """D10: a machine whose only model came by `stoker pull` needs no -m either."""
+    """T5: a machine whose only model came by `stoker pull` needs no -m either."""
     (folder / "mmproj-talker.gguf").unlink()
     assert chosen(GENERATE, folder) == (["talker"], None)
 
 
 def test_a_model_that_reads_is_taken_with_its_projector(folder):
-    """D10: the pair that belongs together; one that is named keeps its name and gets its projector."""
+    """T5: the pair that belongs together; one that is named keeps its name and gets its projector."""
     projector = folder / "mmproj-talker.gguf"
     assert chosen(READ, folder) == (["talker.gguf"], projector)
     assert chosen(READ, folder, is_named=True, models=(str(folder / "talker.gguf"),)) == (
@@ -61,19 +61,19 @@ def test_a_model_that_reads_is_taken_with_its_projector(folder):
 
 
 def test_what_is_named_stays(folder):
-    """D10: a wrong class is refused by who is asked, with the model's name."""
+    """T5: a wrong class is refused by who is asked, with the model's name."""
     assert chosen(EMBED, folder, is_named=True, models=("talker",)) == (["talker"], None)
 
 
 def test_of_the_models_that_settings_name_the_fit_one_is_taken(folder):
-    """D10: a settings file for `serve` with several models does for `embed` too."""
+    """T5: a settings file for `serve` with several models does for `embed` too."""
     assert chosen(EMBED, folder, models=("talker", "ranker", "embedder")) == (["embedder"], None)
     with pytest.raises(ModelNotFoundError, match="none of talker, ranker embeds texts"):
         chosen(EMBED, folder, models=("talker", "ranker"))
 
 
 def test_several_are_not_chosen_between(folder):
-    """D10: they are named, with the option that chooses."""
+    """T5: they are named, with the option that chooses."""
     write_bert(folder / "second.gguf")
     with pytest.raises(ModelNotFoundError, match="embedder, second are here; choose with -m"):
         chosen(EMBED, folder)
@@ -81,7 +81,7 @@ def test_several_are_not_chosen_between(folder):
 
 @pytest.mark.parametrize("work", [EMBED, RERANK, READ])
 def test_where_there_is_none_the_remedy_names_the_folder(tmp_path, work):
-    """D10: what to do, and nothing that would not work."""
+    """T5: what to do, and nothing that would not work."""
     with pytest.raises(ModelNotFoundError, match=str(tmp_path)) as caught:
         chosen(work, tmp_path)
     assert "embedded" not in caught.value.message

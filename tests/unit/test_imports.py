@@ -14,15 +14,16 @@ SOURCE = Path(stoker.__file__).parent
 
 # What each room may import, besides itself. A module's room is its longest prefix here; a folder that is
 # not named belongs to the room above it.
-BASE = {"errors", "private", "native_crash", "base64_text", "json_size"}
+BASE = {"errors", "wording", "private", "native_crash", "base64_text", "json_size"}
 ALLOWED = {
     "": {"errors", "images", "ipc", "runtime", "settings", "sync", "tasks"},  # exports
     "errors": set[str](),
+    "wording": set[str](),
     "private": set[str](),
     "native_crash": {"private"},
     "base64_text": set[str](),
     "json_size": set[str](),
-    "settings": {"errors"},
+    "settings": {"errors", "wording"},
     "ipc": {"errors"},
     # ---- what the engine is made of
     "machine": BASE,

@@ -21,7 +21,7 @@ def entry(pid, started_at=1.0):
 
 
 def test_a_server_is_found_from_ready_to_exit_by_its_owner_alone(tmp_path):
-    """D29: the file is there while the server is, mode 0600, and tells all that was said."""
+    """T4: the file is there while the server is, mode 0600, and tells all that was said."""
     own = entry(os.getpid())
     with registered(tmp_path, own):
         (file,) = (tmp_path / FOLDER_NAME).iterdir()
@@ -31,7 +31,7 @@ def test_a_server_is_found_from_ready_to_exit_by_its_owner_alone(tmp_path):
 
 
 def test_what_a_crash_or_another_program_left_is_removed(tmp_path):
-    """D29: a file of a process that is gone, and one that is none of ours, mislead nobody."""
+    """T4: a file of a process that is gone, and one that is none of ours, mislead nobody."""
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     folder = tmp_path / FOLDER_NAME
@@ -43,13 +43,13 @@ def test_what_a_crash_or_another_program_left_is_removed(tmp_path):
 
 
 def test_of_several_servers_the_last_started_stands_first(tmp_path):
-    """D29: which one a command asks does not depend on the order of a folder."""
+    """T4: which one a command asks does not depend on the order of a folder."""
     with registered(tmp_path, entry(os.getpid(), 1.0)), registered(tmp_path, entry(os.getppid(), 2.0)):
         assert [found.started_at for found in found_servers(tmp_path)] == [2.0, 1.0]
 
 
 def test_a_folder_that_cannot_be_written_does_not_stop_the_server(tmp_path, caplog):
-    """D29: it is served without being found, and the log says so."""
+    """T4: it is served without being found, and the log says so."""
     (tmp_path / FOLDER_NAME).write_text("a file where the folder should be")
     with registered(tmp_path, entry(os.getpid())):
         assert "will not find this server" in caplog.text
@@ -66,5 +66,5 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_server(tmp_path, capl
     ],
 )
 def test_the_url_is_one_that_this_machine_reaches(host, url):
-    """D29: a server bound to every address is asked at the loopback one."""
+    """T4: a server bound to every address is asked at the loopback one."""
     assert url_of(host, 7) == url

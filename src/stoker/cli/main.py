@@ -1,21 +1,18 @@
-"""The command `stoker`: which subcommands there are and how an error ends one.
+"""The command `stoker`: which subcommands there are, in which order and with which examples.
 
-Owns exit codes: 0 done, 1 `doctor` or `cache verify` found something broken or `plan` no room, 2 the input or
-the machine is at fault, 130 Ctrl-C, 141 the reader of a pipe left. The module of a
-command imports what is heavy when it runs, so that `stoker --help` answers at once.
+The module of a command imports what is heavy when it runs, so that `stoker --help` answers at once. How
+errors end a command is `stoker.cli.command`'s, the exit codes are those of `stoker.cli.exits`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
-from importlib.metadata import version
-from typing import Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
-from typer.core import TyperGroup
 
+from stoker.cli.command import CONTEXT_SETTINGS, HelpfulCommand, HelpfulGroup
 from stoker.cli.commands import (
     cache,
     chat,
@@ -32,94 +29,106 @@ from stoker.cli.commands import (
     run,
     serve,
 )
-from stoker.errors import StokerError
+from stoker.cli.options import Version, with_version
 
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
-EXIT_PIPE_CLOSED = 141  # what a shell reports for SIGPIPE
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-
-class _ErrorsInOneLine(TyperGroup):
-    """Ends a command that raised with one line and an exit code instead of a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:  # the library keeps a copy of click's Context, which moves
-        """Run the subcommand."""
-        try:
-            return super().invoke(ctx)
-        except StokerError as error:
-            _complain(error.message)
-            raise typer.Exit(EXIT_BAD_INPUT) from error
-        except KeyboardInterrupt as error:
-            raise typer.Exit(EXIT_INTERRUPTED) from error
-        except BrokenPipeError as error:
-            _forget_stdout()
-            raise typer.Exit(EXIT_PIPE_CLOSED) from error
-        except OSError as error:
-            _complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
-            raise typer.Exit(EXIT_BAD_INPUT) from error
-
+ASKING, MODELS, SERVER, MACHINE = "Ask a model", "Models", "Server", "This machine"
 
 app = typer.Typer(
-    cls=_ErrorsInOneLine,
+    cls=HelpfulGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=CONTEXT_SETTINGS,
     help="Run language models on this machine, for people who wait and jobs that do not.",
+    epilog="stoker run 'Why is the sky blue?'\nstoker chat\nstoker serve",
 )
 
 
-def _show_version(is_asked: bool) -> None:  # noqa: FBT001 - how the library calls it
-    if is_asked:
-        typer.echo(f"stoker {version('stoker')}")
-        raise typer.Exit
-
-
 @app.callback()
-def _options(
-    *,
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
-    ] = False,
-) -> None:
+def _options(*, _version: Version = False) -> None:
     pass
 
 
-app.command("run")(run.run)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.command("embed")(embed.embed)
-app.command("rerank")(rerank.rerank)
-app.command("choose")(choose.choose)
-app.command("read")(read.read)
-app.command("models")(models.models)
-app.command("pull")(pull.pull)
-app.command("plan")(plan.plan)
-app.command("ps")(ps.ps)
-app.command("load")(remote.load)
-app.command("unload")(remote.unload)
-app.command("pin")(remote.pin)
-app.command("suspend")(remote.suspend)
-app.command("resume")(remote.resume)
-app.command("doctor")(doctor.doctor)
-app.add_typer(cache.app, name="cache")
+def _offer(panel: str, name: str, command: Callable[..., None], *examples: str) -> None:
+    """Add a command, with what every command has."""
+    add = app.command(name, cls=HelpfulCommand, rich_help_panel=panel, epilog="\n".join(examples))
+    add(with_version(command))
+
+
+_offer(
+    ASKING,
+    "run",
+    run.run,
+    "stoker run 'Why is the sky blue?'",
+    "stoker run 'Summarise this' < report.txt",
+    "git diff | stoker run 'Write a commit message for this' --temperature 0",
+)
+_offer(ASKING, "chat", chat.chat, "stoker chat", "stoker chat --system 'Answer in one sentence.'")
+_offer(ASKING, "embed", embed.embed, "stoker embed 'a text' 'another'", "stoker embed < lines.txt > vectors")
+_offer(
+    ASKING,
+    "rerank",
+    rerank.rerank,
+    "stoker rerank 'capital of France' Bananas Paris",
+    "stoker rerank 'who pays?' --top-n 3 < paragraphs.txt",
+)
+_offer(
+    ASKING,
+    "choose",
+    choose.choose,
+    "stoker choose 'The film was great. The mood is' --choice ' good' --choice ' bad'",
+)
+_offer(
+    ASKING,
+    "read",
+    read.read,
+    "stoker read scan.png --ask 'What is the total?'",
+    "stoker read *.jpg --schema receipt.json > receipts.jsonl",
+)
+_offer(MODELS, "models", models.models, "stoker models", "stoker models --json | jq -r '.[].id'")
+_offer(
+    MODELS,
+    "pull",
+    pull.pull,
+    "stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF",
+    "stoker pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q8_0",
+)
+_offer(MODELS, "plan", plan.plan, "stoker plan", "stoker plan big.gguf --ctx-size 32768 --slots 4")
+_offer(
+    SERVER,
+    "serve",
+    serve.serve,
+    "stoker serve",
+    "stoker serve -m chat.gguf -m embedder.gguf --port 8000",
+    "stoker serve --config stoker.toml",
+)
+_offer(SERVER, "ps", ps.ps, "stoker ps", "stoker ps --url http://192.168.1.5:8686 --api-key KEY")
+_offer(SERVER, "load", remote.load, "stoker load chat.gguf --keep-alive 10m")
+_offer(SERVER, "unload", remote.unload, "stoker unload chat")
+_offer(SERVER, "pin", remote.pin, "stoker pin chat", "stoker pin chat --off")
+_offer(SERVER, "suspend", remote.suspend, "stoker suspend", "stoker suspend --grace-s 30")
+_offer(SERVER, "resume", remote.resume, "stoker resume")
+_offer(MACHINE, "doctor", doctor.doctor, "stoker doctor")
+app.add_typer(cache.app, name="cache", rich_help_panel=MACHINE)
 
 
 def main() -> None:
     """Entry point of the `stoker` script."""
+    _open_closed_streams()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a text file, outside of tests
-    app()
+    app(prog_name="stoker")
 
 
-def _complain(message: str) -> None:
-    from stoker.settings import is_debug
-
-    if is_debug():
-        typer.echo(traceback.format_exc(), err=True)
-    typer.echo(f"stoker: {message}", err=True)
-
-
-def _forget_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+def _open_closed_streams() -> None:
+    """A standard stream that was closed, as by `>&-`, is /dev/null: no other file may get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", encoding="utf-8"))

@@ -6,6 +6,9 @@ that `STOKER_*` and the TOML file count.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +17,7 @@ import typer
 from stoker.settings import flag_of, load_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
@@ -22,25 +25,92 @@ if TYPE_CHECKING:
     RuntimeFactory = Callable[[EngineSettings], Runtime]
 
 
+_METAVARS = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT", Path: "PATH"}
+"""Form of a value by its type, where the setting does not say."""
+
+
 def option_of(name: str, panel: str | None = None) -> Any:
     """The option of a setting, for `Annotated`, in that panel of `--help`."""
     flag = flag_of(name)
-    text = f"{flag.text} \\[{flag.shown}]" if flag.shown else flag.text
-    return typer.Option(*flag.names, help=text, metavar=flag.metavar or None, rich_help_panel=panel)
+    text = f"{flag.text} [{flag.shown}]" if flag.shown else flag.text
+    metavar = flag.metavar or _METAVARS.get(flag.kind)
+    return typer.Option(*flag.names, help=text, metavar=metavar, rich_help_panel=panel)
 
 
-Config = Annotated[Path | None, typer.Option("--config", help="TOML file with any of the settings.")]
+def with_options(
+    command: Callable[..., None],
+    options: Mapping[str, tuple[Any, Any]],
+    call: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> Callable[..., None]:
+    """A command with further options.
+
+    Args:
+        command: its parameters stay what they are, but for `target`, which `call` has to fill.
+        options: annotation and default by name.
+        call: called with the values of the command's own options and of the further ones.
+    """
+
+    @functools.wraps(command)
+    def with_further(**given: Any) -> None:
+        further = {name: given.pop(name) for name in options}
+        call(given, further)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    further = [
+        inspect.Parameter(name, keyword, annotation=kind, default=default)
+        for name, (kind, default) in options.items()
+    ]
+    own_options = [each.replace(kind=keyword) for each in own if each.name != "target"]
+    with_further.__signature__ = inspect.Signature([*own_options, *further])  # type: ignore[attr-defined]  # functions may have one
+    return with_further
+
+
+def _show_version(is_asked: bool) -> None:  # noqa: FBT001 - how the library calls it
+    if is_asked:
+        typer.echo(f"stoker {version('stoker')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version and exit."),
+]
+
+
+def with_version(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with `--version`."""
+    return with_options(command, {"_version": (Version, False)}, lambda own, _: command(**own))
+
+
+PANEL = "Model and server"
+"""Where `--help` shows what says what is asked, and where."""
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="TOML file with any of the settings.", metavar="FILE", rich_help_panel=PANEL
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", "-m", help="Name from `stoker models` or path of a GGUF file. \\[embedded default]"
+        "--model",
+        "-m",
+        help="Name from `stoker models` or path of a GGUF file. [the one that is fit]",
+        metavar="MODEL",
+        rich_help_panel=PANEL,
     ),
 ]
-CtxSize = Annotated[int | None, option_of("ctx_size")]
-Threads = Annotated[str | None, option_of("threads")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens to answer with at most.", min=1)]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 always takes the likeliest token.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer. \\[random]")]
+CtxSize = Annotated[int | None, option_of("ctx_size", PANEL)]
+Threads = Annotated[str | None, option_of("threads", PANEL)]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", help="Tokens to answer with at most.", min=1, metavar="N")
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", help="0 always takes the likeliest token.", metavar="X")
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer. [random]", metavar="N")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 DEFAULT_MAX_TOKENS = 512

@@ -7,7 +7,6 @@ run file (`stoker.server.run_file`), if it answers.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from stoker.cli.fitting_model import with_fitting_model
-from stoker.cli.options import Config, CtxSize, Model, Threads, engine_settings
+from stoker.cli.options import PANEL, Config, CtxSize, Model, Threads, engine_settings, with_options
 from stoker.cli.session import opened
 from stoker.errors import InvalidRequestError
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8686"
-PANEL = "Where it runs"
 _HEALTH_S = 2.0
 
 Url = Annotated[
@@ -112,35 +110,28 @@ class Target:
         return asyncio.run(ask())
 
 
-OPTIONS: dict[str, Any] = {
-    "model": Model,
-    "url": Url,
-    "no_server": NoServer,
-    "api_key": ApiKey,
-    "ctx_size": CtxSize,
-    "threads": Threads,
-    "config": Config,
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "ctx": (typer.Context, inspect.Parameter.empty),
+    "model": (Model, None),
+    "url": (Url, None),
+    "no_server": (NoServer, False),
+    "api_key": (ApiKey, None),
+    "ctx_size": (CtxSize, None),
+    "threads": (Threads, None),
+    "config": (Config, None),
 }
 
 
 def asks_model(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose first parameter is its `Target`, with the options of one in that parameter's place."""
 
-    @functools.wraps(command)
-    def with_target(ctx: typer.Context, **given: Any) -> None:
-        target = Target(factory=ctx.obj, **{name: given.pop(name) for name in OPTIONS})
+    def call(own: dict[str, Any], further: dict[str, Any]) -> None:
+        ctx = further.pop("ctx")
+        target = Target(factory=ctx.obj, **further)
         _refuse_both(ctx, target)
-        command(target, **given)
+        command(target, **own)
 
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter(name, keyword, default=False if name == "no_server" else None, annotation=kind)
-        for name, kind in OPTIONS.items()
-    ]
-    context = inspect.Parameter("ctx", keyword, annotation=typer.Context)
-    with_target.__signature__ = inspect.Signature([context, *own, *shared])  # type: ignore[attr-defined]  # functions may have one
-    return with_target
+    return with_options(command, OPTIONS, call)
 
 
 def _refuse_both(ctx: typer.Context, target: Target) -> None:

@@ -16,7 +16,8 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from stoker.cli.options import AsJson, Config, engine_settings
+from stoker.cli.command import HelpfulCommand, HelpfulGroup
+from stoker.cli.options import AsJson, Config, Version, engine_settings, with_version
 
 if TYPE_CHECKING:
     from stoker.cache.disk.files import PrefixFolder
@@ -26,11 +27,21 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Leave damaged files where they are.")]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Look at the stored prefixes on disk, check them or remove them."
+    cls=HelpfulGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Look at the stored prefixes on disk, check them or remove them.",
+    epilog="stoker cache ls\nstoker cache clear --yes",
 )
 
 
-@app.command("ls")
+@app.callback()
+def _options(*, _version: Version = False) -> None:
+    pass
+
+
+@app.command("ls", cls=HelpfulCommand, epilog="stoker cache ls")
+@with_version
 def ls(*, as_json: AsJson = False, config: Config = None) -> None:
     """List the stored prefixes, the latest used first."""
     folder = _folder(config)
@@ -43,7 +54,8 @@ def ls(*, as_json: AsJson = False, config: Config = None) -> None:
         _show(found, folder.folder)
 
 
-@app.command("size")
+@app.command("size", cls=HelpfulCommand, epilog="stoker cache size")
+@with_version
 def size(*, as_json: AsJson = False, config: Config = None) -> None:
     """Show what all stored prefixes take on disk, and what they may take."""
     folder = _folder(config)
@@ -62,7 +74,8 @@ def size(*, as_json: AsJson = False, config: Config = None) -> None:
     typer.echo(f"{decimal(total)} of {decimal(folder.limit_bytes)}, {prefixes}, in {folder.folder}")
 
 
-@app.command("clear")
+@app.command("clear", cls=HelpfulCommand, epilog="stoker cache clear")
+@with_version
 def clear(*, yes: Yes = False, config: Config = None) -> None:
     """Remove every stored prefix; what is asked for again is computed again."""
     folder = _folder(config)
@@ -73,7 +86,8 @@ def clear(*, yes: Yes = False, config: Config = None) -> None:
     typer.echo(f"removed {_count(len(removed), 'file', 'files')}, {decimal(total)}")
 
 
-@app.command("verify")
+@app.command("verify", cls=HelpfulCommand, epilog="stoker cache verify")
+@with_version
 def verify(*, keep: Keep = False, as_json: AsJson = False, config: Config = None) -> None:
     """Read every file through and remove what is damaged; exit code 1 if something is."""
     folder = _folder(config)

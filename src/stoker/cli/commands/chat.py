@@ -55,7 +55,7 @@ def chat(
     *,
     ctx: typer.Context,
     model: Model = None,
-    system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")] = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = DEFAULT_TEMPERATURE,
     seed: Seed = None,

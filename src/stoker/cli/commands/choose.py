@@ -22,9 +22,11 @@ from stoker.tasks.choose import Choices, score_choices
 def choose(
     target: Target,
     *,
-    choices: Annotated[list[str], typer.Option("--choice", help="A text that may follow; give several.")],
+    choices: Annotated[
+        list[str], typer.Option("--choice", help="A text that may follow; give several.", metavar="TEXT")
+    ],
     prompt: Annotated[
-        str | None, typer.Argument(help="What they follow; without one, standard input.")
+        str | None, typer.Argument(help="What they follow; without one, standard input.", metavar="PROMPT")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Subtract how likely each is without the prompt.")

@@ -23,7 +23,8 @@ def embed(
     target: Target,
     *,
     texts: Annotated[
-        list[str] | None, typer.Argument(help="What to embed; without any, each line of standard input.")
+        list[str] | None,
+        typer.Argument(help="What to embed; without any, each line of standard input.", metavar="TEXT"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -55,20 +55,24 @@ class _Plan:
 
 def plan(
     *,
-    model: Annotated[str | None, typer.Argument(help="Name or path. \\[embedded default]")] = None,
-    ctx_size: Annotated[
-        int | None, typer.Option("--ctx-size", "--ctx", "-c", help="Tokens of context. \\[16384]")
+    model: Annotated[
+        str | None, typer.Argument(help="Name or path. [embedded default]", metavar="MODEL")
     ] = None,
-    slots: Annotated[int | None, typer.Option("--slots", help="Requests that run at once. \\[8]")] = None,
+    ctx_size: Annotated[
+        int | None, typer.Option("--ctx-size", "--ctx", "-c", help="Tokens of context. [16384]", metavar="N")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option("--slots", help="Requests that run at once. [8]", metavar="N")
+    ] = None,
     limit: Annotated[
         str | None,
-        typer.Option("--limit", help="Memory to plan for. \\[what the machine has]", metavar="SIZE"),
+        typer.Option("--limit", help="Memory to plan for. [what the machine has]", metavar="SIZE"),
     ] = None,
     margin: Annotated[
-        str | None, typer.Option("--margin", help="What has to stay free. \\[512MiB]", metavar="SIZE")
+        str | None, typer.Option("--margin", help="What has to stay free. [512MiB]", metavar="SIZE")
     ] = None,
     mmproj: Annotated[
-        Path | None, typer.Option("--mmproj", help="Projector that is loaded with it. \\[none]")
+        Path | None, typer.Option("--mmproj", help="Projector that is loaded with it. [none]", metavar="FILE")
     ] = None,
     as_json: AsJson = False,
     config: Config = None,

@@ -26,7 +26,9 @@ def pull(
             metavar="REPO[:FILE]", help="OWNER/REPO, with a file or a quantisation after a colon."
         ),
     ],
-    revision: Annotated[str, typer.Option("--revision", help="Branch, tag or commit.")] = "main",
+    revision: Annotated[
+        str, typer.Option("--revision", help="Branch, tag or commit.", metavar="NAME")
+    ] = "main",
     config: Config = None,
 ) -> None:
     """Download a model: resumed where it stopped, verified, or not there at all."""

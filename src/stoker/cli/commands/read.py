@@ -35,18 +35,23 @@ _MAX_TOKENS = 1024  # as in `stoker.tasks.read_images`, which is too heavy for -
 def read(
     target: Target,
     *,
-    images: Annotated[list[Path], typer.Argument(help="Pictures to read, one after the other.")],
+    images: Annotated[
+        list[Path], typer.Argument(help="Pictures to read, one after the other.", metavar="FILE")
+    ],
     schema: Annotated[
-        Path | None, typer.Option("--schema", help="File with a JSON Schema that the answers have to match.")
+        Path | None,
+        typer.Option(
+            "--schema", help="File with a JSON Schema that the answers have to match.", metavar="FILE"
+        ),
     ] = None,
     ask: Annotated[
-        str | None, typer.Option("--ask", help="What to ask. \\[Read this report as JSON.]", metavar="TEXT")
+        str | None, typer.Option("--ask", help="What to ask. [Read this report as JSON.]", metavar="TEXT")
     ] = None,
     mmproj: Annotated[
-        Path | None, typer.Option("--mmproj", help="The model's projector, a GGUF file.")
+        Path | None, typer.Option("--mmproj", help="The model's projector, a GGUF file.", metavar="FILE")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="Tokens of an answer at most.", min=1)
+        int, typer.Option("--max-tokens", "-n", help="Tokens of an answer at most.", min=1, metavar="N")
     ] = _MAX_TOKENS,
     json_lines: Annotated[
         bool, typer.Option("--json-lines", help="Print the file and how it went beside each answer.")

@@ -37,9 +37,12 @@ def load(
         ),
     ] = None,
     ctx_size: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", help="Tokens of context all its slots share.")
+        int | None,
+        typer.Option("--ctx-size", "-c", help="Tokens of context all its slots share.", metavar="N"),
     ] = None,
-    slots: Annotated[int | None, typer.Option("--slots", help="Requests that run on it at once.")] = None,
+    slots: Annotated[
+        int | None, typer.Option("--slots", help="Requests that run on it at once.", metavar="N")
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     api_key: ApiKey = None,
@@ -77,7 +80,9 @@ def suspend(
     *,
     grace_s: Annotated[
         float | None,
-        typer.Option("--grace-s", help="Seconds before it begins; `stoker resume` meanwhile prevents it."),
+        typer.Option(
+            "--grace-s", help="Seconds before it begins; `stoker resume` meanwhile prevents it.", metavar="X"
+        ),
     ] = None,
     as_json: AsJson = False,
     url: Url = None,

@@ -22,13 +22,16 @@ from stoker.tasks.rerank import Ranking, rank_documents
 def rerank(
     target: Target,
     *,
-    query: Annotated[str, typer.Argument(help="What is asked.")],
+    query: Annotated[str, typer.Argument(help="What is asked.", metavar="QUERY")],
     documents: Annotated[
-        list[str] | None, typer.Argument(help="What to score; without any, each line of standard input.")
+        list[str] | None,
+        typer.Argument(help="What to score; without any, each line of standard input.", metavar="DOCUMENT"),
     ] = None,
-    top_n: Annotated[int | None, typer.Option("--top-n", help="Print so many, the best.", min=1)] = None,
+    top_n: Annotated[
+        int | None, typer.Option("--top-n", help="Print so many, the best.", min=1, metavar="N")
+    ] = None,
     output: Annotated[
-        int, typer.Option(help="Which output of the classifier is the score, from 0.", min=0)
+        int, typer.Option(help="Which output of the classifier is the score, from 0.", min=0, metavar="N")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:

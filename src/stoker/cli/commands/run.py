@@ -33,7 +33,10 @@ def run(
     target: Target,
     *,
     prompt: Annotated[
-        str | None, typer.Argument(help="What to ask; - reads standard input. Piped input is added to it.")
+        str | None,
+        typer.Argument(
+            help="What to ask; - reads standard input. Piped input is added to it.", metavar="PROMPT"
+        ),
     ] = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = DEFAULT_TEMPERATURE,

@@ -1,0 +1,162 @@
+"""Commands as the library makes them, with a `--help` that fits any width and errors of one line.
+
+Owns the layout of `--help` (options in their panels, names whole, examples), and how what a command raised
+becomes a line on stderr and an exit code. What the lines say is the errors' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import TyperException
+
+from stoker.cli.exits import ExitCode
+from stoker.errors import StokerError
+from stoker.wording import wrong_value_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
+_WIDEST_NAME = 30  # a wider option has its text on the next line
+_USAGE = "Options"
+
+
+class HelpfulCommand(TyperCommand):
+    """A command whose `--help` shows its options by panel and its examples line by line."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # the library keeps a copy of click's types
+        """Write arguments and options."""
+        _write_parameters(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
+        """Write the examples as they are: a command that is wrapped cannot be copied."""
+        _write_examples(self.epilog, formatter)
+
+
+class HelpfulGroup(TyperGroup):
+    """A group of commands that shows them by panel, and ends what one raised with a line and an exit code."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write options, then the commands, whose texts are not cut."""
+        _write_parameters(self, ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            if not command.hidden:
+                text = (command.help or "").partition("\n\n")[0]
+                panels[command.rich_help_panel or "Commands"].append((name, " ".join(text.split())))
+        widest = max(len(name) for rows in panels.values() for name, _ in rows)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl([(f"{name:<{widest}}", text) for name, text in rows])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - the library's signature
+        """Write the examples as they are."""
+        _write_examples(self.epilog, formatter)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,  # noqa: FBT001 - likewise
+        windows_expand_args: bool = True,  # noqa: FBT001 - likewise
+        **extra: Any,
+    ) -> Any:
+        """Run what the command line asks for; in the library's standalone mode this ends the program."""
+        how = {"windows_expand_args": windows_expand_args, **extra}
+        if not standalone_mode:
+            return super().main(args, prog_name, complete_var, False, **how)
+        code = ExitCode.DONE
+        with _ending_in_one_line():
+            code = super().main(args, prog_name, complete_var, False, **how) or ExitCode.DONE
+            sys.stdout.flush()
+        sys.exit(code)
+
+
+def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+    panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], _USAGE: []}
+    for parameter in command.get_params(ctx):
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            if parameter.param_type_name == "argument":
+                panels["Arguments"].append((parameter.display_name_raw, record[1]))
+            else:
+                panels.setdefault(parameter.rich_help_panel or _USAGE, []).append(record)
+    for panel, rows in panels.items():
+        if rows:
+            with formatter.section(panel):
+                formatter.write_dl(rows, col_max=_WIDEST_NAME)
+
+
+def _write_examples(examples: str | None, formatter: Any) -> None:
+    if examples:
+        with formatter.section("Examples"):
+            for line in examples.splitlines():
+                formatter.write(f"  {line}\n")
+
+
+@contextlib.contextmanager
+def _ending_in_one_line() -> Iterator[None]:
+    """What is raised inside ends the program with its exit code, and with one line where there is a fault."""
+    try:
+        yield
+    except (TyperException, StokerError) as error:
+        sys.exit(_fault(_text_of(error)))
+    except typer.Abort:
+        sys.exit(ExitCode.NO)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        _reader_left()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # where the library itself writes: --help
+            _reader_left()
+        raise
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        sys.exit(_fault(f"{error.strerror or error}{where}"))
+
+
+def _text_of(error: TyperException | StokerError) -> str:
+    if isinstance(error, StokerError):
+        return error.message
+    problems = getattr(error.__cause__, "errors", None)  # pydantic's, with which the library reads values
+    if problems is not None and isinstance(error, typer.BadParameter):
+        text = f"{_name_of(error.param)}: {wrong_value_text(problems()[0])}"
+    else:
+        text = error.format_message().rstrip(".")
+        text = text[:1].lower() + text[1:]
+    ctx = getattr(error, "ctx", None)
+    return text if ctx is None else f"{text}; see {ctx.command_path} --help"
+
+
+def _name_of(parameter: Any) -> str:
+    """An option or argument, as it is written."""
+    is_option = parameter.param_type_name == "option"
+    return str(max(parameter.opts, key=len) if is_option else parameter.display_name_raw)
+
+
+def _fault(text: str) -> ExitCode:
+    from stoker.settings import is_debug
+
+    if is_debug():
+        typer.echo(traceback.format_exc(), err=True)
+    typer.echo(f"stoker: {text}", err=True)
+    return ExitCode.FAULT
+
+
+def _reader_left() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not complain, and end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    sys.exit(ExitCode.READER_LEFT)
