@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
 _WIDEST_NAME = 30  # a wider option has its text on the next line
-_USAGE = "Options"
+_ARGUMENTS, _OPTIONS, _HELP = "Arguments", "Options", "Help"
 
 
 class HelpfulCommand(TyperCommand):
@@ -83,14 +83,18 @@ class HelpfulGroup(TyperGroup):
 
 
 def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
-    panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], _USAGE: []}
+    panels: dict[str, list[tuple[str, str]]] = {_ARGUMENTS: [], _OPTIONS: []}
+    last: list[tuple[str, str]] = []
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
         if record is not None:
             if parameter.param_type_name == "argument":
-                panels["Arguments"].append((parameter.display_name_raw, record[1]))
+                panels[_ARGUMENTS].append((parameter.display_name_raw, record[1]))
+            elif parameter.is_eager:
+                last.append(record)
             else:
-                panels.setdefault(parameter.rich_help_panel or _USAGE, []).append(record)
+                panels.setdefault(parameter.rich_help_panel or _OPTIONS, []).append(record)
+    panels[_HELP] = last
     for panel, rows in panels.items():
         if rows:
             with formatter.section(panel):

@@ -25,16 +25,11 @@ if TYPE_CHECKING:
     RuntimeFactory = Callable[[EngineSettings], Runtime]
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT", list[str]: "TEXT", Path: "PATH"}
-"""Form of a value by its type, where the setting does not say."""
-
-
 def option_of(name: str, panel: str | None = None) -> Any:
     """The option of a setting, for `Annotated`, in that panel of `--help`."""
     flag = flag_of(name)
     text = f"{flag.text} [{flag.shown}]" if flag.shown else flag.text
-    metavar = flag.metavar or _METAVARS.get(flag.kind)
-    return typer.Option(*flag.names, help=text, metavar=metavar, rich_help_panel=panel)
+    return typer.Option(*flag.names, help=text, metavar=flag.metavar or None, rich_help_panel=panel)
 
 
 def with_options(
