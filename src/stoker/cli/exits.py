@@ -1,4 +1,7 @@
-"""Exit codes of the command line: the one table, which docs/exit-codes.md repeats for people."""
+"""Exit codes of the command line: the one table, which docs/exit-codes.md repeats for people.
+
+Apart because commands end with them as well as what runs the commands.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stoker.cli.command import HelpfulCommand, HelpfulGroup
+from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, Version, engine_settings, with_version
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def verify(*, keep: Keep = False, as_json: AsJson = False, config: Config = None
             typer.echo(f"{each['name']}: {each['problem']}; {fate}")
         typer.echo(f"{_count(num_sound, 'file', 'files')} sound, {len(damaged)} damaged")
     if damaged:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.NO)
 
 
 def _folder(config: Path | None) -> PrefixFolder:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
+from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, engine_settings
 from stoker.errors import MachineSetupError, StokerError
 from stoker.machine.cores import look_at_cores, threads_that_fit
@@ -84,7 +85,7 @@ def doctor(*, as_json: AsJson = False, config: Config = None) -> None:
             if finding.remedy:
                 console.print(f"{'':17} -> {escape(finding.remedy)}")
     if any(finding.level is Level.BROKEN for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.NO)
 
 
 def examine(settings: EngineSettings) -> list[Finding]:

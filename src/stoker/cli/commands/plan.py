@@ -1,6 +1,6 @@
 """`stoker plan`: whether a model would fit this machine, and in what form, without loading it (SPEC R2).
 
-Owns how the answer is shown and the exit code: 0 it can be loaded, 1 it cannot. The estimate is
+Owns how the answer is shown and the exit code, NO where it cannot be loaded. The estimate is
 `models.memory_estimate.estimate`'s, the fit `models.memory_estimate.fit`'s. No native library is touched.
 """
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, engine_settings
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
-EXIT_DOES_NOT_FIT = 1
 INSUFFICIENT = "insufficient"
 """Beside the words of a fit: it would fit, but not beside what is in use now."""
 
@@ -90,7 +90,7 @@ def plan(
     else:
         _show(found)
     if not found.can_load:
-        raise typer.Exit(EXIT_DOES_NOT_FIT)
+        raise typer.Exit(ExitCode.NO)
 
 
 def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _Plan:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.cli.exits import ExitCode
 from stoker.cli.fitting_model import READ
 from stoker.cli.remote_server import RemoteServer
 from stoker.cli.target import Target, asks_model
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     Read = Callable[[Path], Awaitable[Reading]]
 
-EXIT_UNREAD = 2
 _MAX_TOKENS = 1024  # as in `stoker.tasks.read_images`, which is too heavy for --help
 
 
@@ -68,7 +68,7 @@ def read(
     else:
         asyncio.run(_local(target, mmproj, images, question, lines))
     if lines.num_unread:
-        raise typer.Exit(EXIT_UNREAD)
+        raise typer.Exit(ExitCode.FAULT)
 
 
 def _schema_of(path: Path | None) -> Any:
