@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import sys
 
 import pytest
 
@@ -36,3 +37,10 @@ def own_cache(session_cache, tmp_path_factory, monkeypatch):
     if (own / VERDICTS).exists():
         shutil.copy(own / VERDICTS, session_cache)
     shutil.rmtree(home, ignore_errors=True)  # states of a real model take megabytes
+
+
+def pytest_unconfigure() -> None:
+    """The bindings open two files at their import and never close them, which Python warns of at exit."""
+    if found := sys.modules.get("llama_cpp._utils"):
+        found.outnull_file.close()
+        found.errnull_file.close()

@@ -11,6 +11,7 @@ processes, restarts and replay are `client.supervisor`'s, HTTP is the server's.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -22,6 +23,7 @@ from stoker.client.models.loading import SpecChanges
 from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
+from stoker.client.requests.record import RequestRecord, new_request_id
 from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta, text_deltas
 from stoker.client.store.file import KeptRequest
 from stoker.images.image import ImageLike
@@ -338,8 +340,9 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        known_as = KnownAs(request_id, tuple(names), owner, route)
-        async with aclosing(self._client.stream(request, known_as)) as events:
+        own_id, now = request_id or new_request_id(), time.monotonic()
+        record = RequestRecord(own_id, request, now, tuple(names), owner, route=route)
+        async with aclosing(self._client.stream(record)) as events:
             async for event in events:
                 yield event
 

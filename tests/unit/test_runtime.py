@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import aclosing
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import stoker.sync
 from stoker import EngineSettings, FinishReason, GenerateRequest, Runtime, Sampling, TextDelta
+from stoker.client.requests.stream import StreamEvent
 from stoker.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -21,6 +23,7 @@ from stoker.errors import (
     RequestNotFoundError,
     StokerError,
 )
+from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta, Finished, ModelState, Paused, Resumed
 
 FAKE = "fake:eog_period=0"
@@ -290,3 +293,30 @@ def test_a_script_hears_why_its_model_does_not_start() -> None:
     with pytest.raises(ModelNotFoundError, match="no such model file"):
         runtime.start()
     assert not runtime._loop.is_running
+
+
+async def test_a_request_is_listed_and_cancelled_while_its_constraint_is_translated(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC S5, Q11: it is live from its arrival, and its place is taken, whatever its grammar takes."""
+    never: Future[Any] = Future()
+    monkeypatch.setattr(runtime._client.workers, "submit", lambda *_, **__: never)
+    request = GenerateRequest(
+        prompt="hello", model="fake", constraint=Constraint(kind=ConstraintKind.REGEX, source="a+")
+    )
+
+    async def read() -> list[StreamEvent]:
+        return [event async for event in runtime.stream(request, request_id="mine")]
+
+    reader = asyncio.ensure_future(read())
+    while not runtime.with_client():
+        assert not reader.done(), reader
+        await asyncio.sleep(0)
+    assert [kept.id for kept in runtime.with_client()] == ["mine"]
+    await runtime.cancel("mine")
+    *_, end, finished = await reader
+    assert never.cancelled()
+    assert isinstance(end, Delta)
+    assert end.finish_reason is FinishReason.CANCELLED
+    assert isinstance(finished, Finished)
+    assert runtime.with_client() == []

@@ -29,7 +29,7 @@ FINISHED = Finished(request_id="r", usage=Usage(completion_tokens=3), timings=Ti
 def stream_of(*events: Event) -> tuple[RequestStream, list[str]]:
     """A stream that these were pushed to, and who was abandoned."""
     abandoned: list[str] = []
-    stream = RequestStream("r", abandoned.append)
+    stream = RequestStream(lambda: abandoned.append("r"))
     for event in events:
         stream.push(event)
     return stream, abandoned

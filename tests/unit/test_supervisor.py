@@ -101,7 +101,7 @@ class Client:
     """One request's consumer: what it has been shown."""
 
     def __init__(self, host: EngineSupervisor, request_id: str, asked: GenerateRequest) -> None:
-        self.stream = RequestStream(request_id, host.requests.cancel)
+        self.stream = RequestStream(partial(host.requests.cancel, request_id))
         self.events: list[Event] = []
         record = RequestRecord(request_id, asked, time.monotonic())
         record.sinks.append(self.stream.push)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,8 +18,8 @@ from stoker.chat.conversation import Layout
 from stoker.client.event_bus import EventBus
 from stoker.client.models.specs import ModelSource
 from stoker.client.process.lifecycle import EngineState
-from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.client.requests.record import RequestRecord, new_request_id
+from stoker.client.requests.group import RequestGroup
+from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.stream import RequestStream, StreamEvent
 from stoker.client.requests.table import RequestTable
 from stoker.client.supervisor import EngineSupervisor
@@ -41,14 +41,14 @@ from stoker.ipc.request import FinishReason, GenerateRequest, StateOutput
 from stoker.ipc.status import EngineHealth
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
     from concurrent.futures import Future
 
     from stoker.client.models.loading import SpecChanges
     from stoker.client.process.transport import NewTransport
+    from stoker.client.requests.group import KnownAs
     from stoker.client.worker.jobs import RenderChat
     from stoker.errors import ErrorInfo
-    from stoker.ipc.constraint import Constraint
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import Reach
     from stoker.ipc.status import CallKind, GroupStatus, ModelStatus
@@ -166,37 +166,51 @@ class Client:
         supervisor.check_open()
         return await supervisor.loads.load_by_name(name, changes, reach)
 
-    async def stream(
-        self,
-        request: GenerateRequest,
-        known_as: KnownAs,
-        group: RequestGroup | None = None,
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """See `Runtime.stream`; one of a group is steered by the group's id too."""
+    async def stream(self, record: RequestRecord) -> AsyncGenerator[StreamEvent, None]:
+        """See `Runtime.stream`. The request is live before its constraint is ready."""
         supervisor = self.running()
-        request_id = known_as.request_id or new_request_id()
-        record = RequestRecord(
-            request_id, request, time.monotonic(), known_as.names, known_as.owner, group, known_as.route
-        )
-        events = RequestStream(request_id, supervisor.requests.cancel)
+        events = RequestStream(partial(supervisor.requests.cancel, record.request_id))
         record.sinks.append(events.push)
         try:
-            record.request = await self._ready(request, known_as.owner)
+            info = supervisor.registry.resolve(record.request.model)
+            record.request = resolved(record.request, info, self._max_tokens)
+            record.is_ready = record.request.constraint is None
             supervisor.submit(record)
         except StokerError as error:
             supervisor.requests.history.refused(record, error.info())
             raise
-        async with aclosing(events):
+        async with aclosing(events), self._translating(record):
             async for event in events:
                 yield event
 
-    async def _ready(self, request: GenerateRequest, owner: str) -> GenerateRequest:
-        """The request as an engine gets it."""
-        info = self.running().registry.resolve(request.model)
-        request = resolved(request, info, self._max_tokens)
-        if request.constraint is not None:
-            request = await self._translated(request, request.constraint, owner)
-        return request
+    @asynccontextmanager
+    async def _translating(self, record: RequestRecord) -> AsyncIterator[None]:
+        """Have the request's constraint translated while the block runs: it is given to an engine then."""
+        if record.is_ready:
+            yield
+            return
+        work = asyncio.ensure_future(self._translate(record))
+        try:
+            yield
+        finally:
+            work.cancel()
+            with suppress(asyncio.CancelledError):
+                await work
+
+    async def _translate(self, record: RequestRecord) -> None:
+        """Let a request go to an engine, or fail."""
+        requests = self.running().requests
+        try:
+            request = await self._translated(record.request, record.owner)
+        except StokerError as error:
+            requests.fail(record.request_id, error.info())
+        except Exception as error:
+            requests.fail(
+                record.request_id, StokerError(f"its constraint was not prepared: {error!r}").info()
+            )
+            raise
+        else:
+            requests.ready(record, request)
 
     @contextmanager
     def group(
@@ -230,10 +244,10 @@ class Client:
         """
         return self.workers.submit(job, Layout, group=f"chat {job.model} {owner}")
 
-    async def _translated(
-        self, request: GenerateRequest, constraint: Constraint, owner: str
-    ) -> GenerateRequest:
+    async def _translated(self, request: GenerateRequest, owner: str) -> GenerateRequest:
         """The request with its constraint ready to be compiled: a replay needs no worker process."""
+        constraint = request.constraint
+        assert constraint is not None, f"nothing to translate for {request.model}"
         job = TranslateGrammar(constraint=constraint)
         work = asyncio.wrap_future(self.workers.submit(job, NativeGrammar, group=f"grammar {owner}"))
         try:
@@ -245,7 +259,7 @@ class Client:
 
     async def attach(self, request_id: str, owner: str) -> AsyncGenerator[StreamEvent, None]:
         """See `Runtime.attach`."""
-        stream = RequestStream(request_id, lambda _: None)
+        stream = RequestStream(lambda: None)
         kept_id = self.table.attach(request_id, owner, stream.push)
         try:
             async for event in stream:

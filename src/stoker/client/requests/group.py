@@ -11,13 +11,13 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from stoker.client.requests.meter import tokens_per_second
-from stoker.client.requests.record import new_request_id
+from stoker.client.requests.record import RequestRecord, new_request_id
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished
 from stoker.ipc.request import FinishReason
@@ -25,7 +25,6 @@ from stoker.ipc.status import CallKind, GroupStatus, RequestStatus
 from stoker.ipc.usage import Timings, Usage, total_usage
 
 if TYPE_CHECKING:
-    from stoker.client.requests.record import RequestRecord
     from stoker.client.requests.stream import StreamEvent
     from stoker.errors import ErrorInfo
     from stoker.ipc.request import GenerateRequest
@@ -37,7 +36,7 @@ _KNOWN_AS = ("request_id", "names", "owner", "route")
 
 @dataclass(frozen=True, slots=True)
 class KnownAs:
-    """What a caller's request or group of requests is known by.
+    """What a caller's group of requests is known by.
 
     Attributes:
         request_id: unique among live requests and groups; None: one is made up.
@@ -58,7 +57,7 @@ class KnownAs:
         return cls(**(own | {"names": tuple(own.get("names", ()))}))
 
 
-Run = Callable[["GenerateRequest", KnownAs, "RequestGroup"], AsyncGenerator["StreamEvent", None]]
+Run = Callable[["RequestRecord"], AsyncGenerator["StreamEvent", None]]
 """Runs a request as one of a group."""
 
 
@@ -123,9 +122,16 @@ class RequestGroup:
         request = self._with_time_left(request)
         request_id = f"{self.id}-{self._tag}-{self._num_begun}"
         self._num_begun += 1
-        names = (self.id, *self.known_as.names)
-        run = self.run(request, replace(self.known_as, request_id=request_id, names=names), self)
-        async with aclosing(run) as events:
+        record = RequestRecord(
+            request_id,
+            request,
+            time.monotonic(),
+            names=(self.id, *self.known_as.names),
+            owner=self.owner,
+            group=self,
+            route=self.known_as.route,
+        )
+        async with aclosing(self.run(record)) as events:
             async for event in events:
                 yield event
 

@@ -101,6 +101,7 @@ class RequestRecord:
         choices: the deltas delivered of each choice: the only place in the client that keeps its tokens.
         num_generated: tokens delivered, over all choices.
         sinks: called with each of its events, last the terminal one.
+        is_ready: an engine may have it; else its constraint is being translated.
         has_client: its caller reads it from its beginning; else it was taken up from a former program.
         has_file: it was written down when the engine was suspended, or by a former program.
         ended_s: when it ended without a client.
@@ -126,6 +127,7 @@ class RequestRecord:
     choices: dict[int, list[Delta]] = field(default_factory=dict)
     num_generated: int = 0
     sinks: list[EventSink] = field(default_factory=list)
+    is_ready: bool = True
     has_client: bool = True
     has_file: bool = False
     ended_s: float | None = None

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stoker.errors import ErrorInfo
     from stoker.ipc.commands import Submit
     from stoker.ipc.events import RequestEvent
+    from stoker.ipc.request import GenerateRequest
 
 
 class Replay:
@@ -79,6 +80,11 @@ class Replay:
         self._may_release = True
         live.is_asleep = self.is_asleep
         return live.tell_pause()
+
+    def ready(self, live: RequestRecord, request: GenerateRequest) -> None:
+        """Its constraint was translated."""
+        live.request, live.is_ready = request, True
+        self._may_release = True
 
     def ended(self) -> None:
         """A request has ended: one that waited for it may be given."""
@@ -129,7 +135,8 @@ class Replay:
     def _choose(self) -> list[RequestRecord]:
         if any(live.is_suspect and not live.is_held and not live.is_at_rest for live in self._table.live()):
             return []
-        held = [live for live in self.held() if not live.is_paused or self._can_wait_in_engine(live)]
+        ready = [live for live in self.held() if live.is_ready]
+        held = [live for live in ready if not live.is_paused or self._can_wait_in_engine(live)]
         suspects = [live for live in held if live.is_suspect]
         return suspects[-1:] or held
 

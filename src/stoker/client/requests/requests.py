@@ -205,6 +205,11 @@ class Requests:
         self._deliver(events)
         self._engine.hand_out()
 
+    def ready(self, record: RequestRecord, request: GenerateRequest) -> None:
+        """A request that was taken in may be given to an engine, as `request`."""
+        self._replay.ready(record, request)
+        self._engine.hand_out()
+
     def cancel(self, request_id: str) -> None:
         """End a request or all of a group; open choices end as `cancelled`. Raises RequestNotFoundError."""
         if group := self.table.groups.get(request_id):
@@ -287,7 +292,7 @@ class Requests:
             return
         now = time.monotonic()
         for live in self._replay.held():
-            if live.has_expired(now):
+            if live.is_ready and live.has_expired(now):  # else its translation ends with its time
                 text = f"request {live.request_id} did not finish within {live.request.timeout_s:g} s"
                 self._deliver(live.failed(RequestTimeoutError(text).info()))
 

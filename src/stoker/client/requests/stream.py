@@ -88,12 +88,10 @@ class RequestStream:
     """Async iterator over a request's events; the last is `Finished`, a `Failed` is raised.
 
     Args:
-        request_id: of the request it belongs to.
         on_abandon: called once when the consumer leaves before the end.
     """
 
-    def __init__(self, request_id: str, on_abandon: Callable[[str], None]) -> None:
-        self.request_id = request_id
+    def __init__(self, on_abandon: Callable[[], None]) -> None:
         self._on_abandon = on_abandon
         # Deltas that will be read as one wait as a list: joined only then, merging costs nothing.
         self._waiting: deque[list[Delta] | StreamEvent | Failed] = deque()
@@ -104,7 +102,7 @@ class RequestStream:
         self._is_over = False  # the consumer has read it, or has left
 
     def __repr__(self) -> str:
-        return f"<RequestStream {self.request_id} waiting={len(self._waiting)} ended={self._is_ended}>"
+        return f"<RequestStream waiting={len(self._waiting)} ended={self._is_ended}>"
 
     @property
     def is_over(self) -> bool:
@@ -175,7 +173,7 @@ class RequestStream:
             self._waiting.clear()
             self._has_news.set()
             if not self._is_ended:
-                self._on_abandon(self.request_id)
+                self._on_abandon()
 
 
 async def text_deltas(

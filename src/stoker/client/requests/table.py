@@ -186,7 +186,8 @@ class RequestTable:
             return
         kept = []
         for record in self.live():
-            if record.group is not None:  # only its caller could read it, and ends with this program
+            # Of a group only its caller could read it; one that is not ready has delivered nothing.
+            if record.group is not None or not record.is_ready:
                 continue
             record.has_file = True
             kept.append(record.file(self._now()))
