@@ -13,4 +13,4 @@ class OpensGroups:
     @contextmanager
     def group(self, kind, request, num_members, known_as):
         """A group that no table knows."""
-        yield RequestGroup(kind, request, num_members, known_as, lambda member, *_: self.stream(member))
+        yield RequestGroup(kind, request, num_members, known_as, lambda member: self.stream(member.request))

@@ -9,7 +9,8 @@ server's, the engine's and the workers'. Then one streamed chat goes over HTTP, 
   the idle seconds before is left out, unless its module has others that ran.
 - A **form** is a class of `stoker` with an instance that was made for this request and holds, as one of its
   own fields or one container deep, the request's id, its prompt (text or tokens), its `GenerateRequest`, or
-  some of its answer (text or tokens). Tables and owners, made before, hold requests and are none.
+  some of its answer (text or tokens). Tables and owners, made before, hold requests and are none, nor is the
+  body of the HTTP request, which holds what its caller wrote as it came, two containers deep.
 - A **load** crosses a module of `client`, `ipc` or `engine` if one of its functions had the load in hand: its
   specification, its command or its state, as an argument, a local or a result. Between the command in the
   client and `ready` in the client, further modules run for it: those of these rooms are listed as such, and

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Required
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, with_config
+from typing_extensions import TypedDict
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.chat.reasoning import reasoning_of
@@ -71,47 +72,56 @@ class ContentPart(Body):
     image_url: str | Named[Any] | None = None
 
 
-class Message(Body):
-    """One turn of a conversation."""
+@with_config(Body.model_config)
+class Message(TypedDict, total=False):
+    """One turn of a conversation: the caller's own object, with the fields that are known."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Many[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: Many[Named[Any]] | None = None
-    tool_call_id: str | None = None
-    function_call: Any = None
-    reasoning_content: str | None = None
-    reasoning: Any = None  # the same where it is text; some gateways send an object
+    role: Required[Literal["system", "developer", "user", "assistant", "tool", "function"]]
+    content: str | Many[ContentPart] | None
+    name: str | None
+    tool_calls: Many[Named[Any]] | None
+    tool_call_id: str | None
+    function_call: Any
+    reasoning_content: str | None
+    reasoning: Any  # the same where it is text; some gateways send an object
 
-    def to_template(self, where: str, model: str) -> dict[str, Any]:
-        """What the chat template gets.
 
-        Args:
-            where: path of this message in the body, for errors.
-            model: name of the model, for errors.
+def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
+    """The messages as the template gets them.
 
-        Raises:
-            UnsupportedError: a part is neither text nor an image.
-            InvalidRequestError: a text part without text, or a turn without content.
-        """
-        optional = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
-        if self.role == "assistant":
-            optional["reasoning_content"] = reasoning_of(dict(self)) or None
-            if self.function_call is not None:
-                optional["tool_calls"] = [tool_call(self.function_call, f"{where}.function_call")]
-        elif self.role == "function":
-            optional["tool_call_id"] = call_id(self.name or "")
-        if self.content is None and not (optional["tool_calls"] or optional.get("reasoning_content")):
-            raise InvalidRequestError(f"{where}.content: a {self.role} message needs content", param=where)
-        content = self._content(f"{where}.content", model)
-        turn: dict[str, Any] = {"role": _ROLES.get(self.role, self.role), "content": content}
-        return turn | {name: value for name, value in optional.items() if value is not None}
+    Args:
+        messages: of the body, at `messages`.
+        model: its name, for errors.
 
-    def _content(self, where: str, model: str) -> str | list[dict[str, Any]]:
-        """Text, or the parts as `stoker.images.turns` joins them."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return [_part(part, f"{where}.{i}", model) for i, part in enumerate(self.content)]
+    Raises:
+        UnsupportedError: a part is neither text nor an image.
+        InvalidRequestError: a text part without text, or a turn without content.
+    """
+    return [_turn(message, f"messages.{index}", model) for index, message in enumerate(messages)]
+
+
+def _turn(message: Message, where: str, model: str) -> dict[str, Any]:
+    role, content = message["role"], message.get("content")
+    optional: dict[str, Any] = {name: message.get(name) for name in ("name", "tool_calls", "tool_call_id")}
+    if role == "assistant":
+        optional["reasoning_content"] = reasoning_of(message) or None
+        if (call := message.get("function_call")) is not None:
+            optional["tool_calls"] = [tool_call(call, f"{where}.function_call")]
+    elif role == "function":
+        optional["tool_call_id"] = call_id(message.get("name") or "")
+    if content is None and not (optional["tool_calls"] or optional.get("reasoning_content")):
+        raise InvalidRequestError(f"{where}.content: a {role} message needs content", param=where)
+    turn = {"role": _ROLES.get(role, role), "content": _content(content, f"{where}.content", model)}
+    return turn | {name: value for name, value in optional.items() if value is not None}
+
+
+def _content(
+    content: str | Sequence[ContentPart] | None, where: str, model: str
+) -> str | list[dict[str, Any]]:
+    """Text, or the parts as `stoker.images.turns` joins them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return [_part(part, f"{where}.{index}", model) for index, part in enumerate(content)]
 
 
 def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
@@ -124,11 +134,6 @@ def _part(part: ContentPart, where: str, model: str) -> dict[str, Any]:
     if part.text is None:
         raise InvalidRequestError(f"{where}.text is missing", param=f"{where}.text")
     return {"type": "text", "text": part.text}
-
-
-def turns_of(messages: Sequence[Message], model: str) -> list[dict[str, Any]]:
-    """The messages as the template gets them. Raises what `Message.to_template` raises."""
-    return [message.to_template(f"messages.{index}", model) for index, message in enumerate(messages)]
 
 
 class ConversationFields(Body):
@@ -212,7 +217,7 @@ class ChatRequest(ConversationFields, GenerationFields):
         Raises:
             InvalidRequestError: there are two, and no field says so.
         """
-        roles = [(message.role, bool(message.tool_calls)) for message in self.messages[-2:]]
+        roles = [(message["role"], bool(message.get("tool_calls"))) for message in self.messages[-2:]]
         is_said = self.add_generation_prompt is not None or self.continue_final_message is not None
         if roles == [("assistant", False)] * 2 and not is_said:
             text = (
