@@ -227,6 +227,10 @@ class ReadingError(ModelError, code="reading_failed", http_status=422):
     """The answer about images is not of the form asked for, twice; details carry `text`, `attempts`."""
 
 
+class AnswerInvalidError(ModelError, code="answer_invalid", http_status=422):
+    """The answer is not of the schema that was asked for; details carry its `text`."""
+
+
 class ModelLoadError(ModelError, code="model_load_failed"):
     """The native library refused the model."""
 

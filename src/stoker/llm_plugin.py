@@ -84,7 +84,7 @@ class StokerModel(llm.Model):
         usage: Usage | None = None
         fields = {name: value for name, value in prompt.options.model_dump().items() if value is not None}
         if prompt.schema:
-            fields["constraint"] = _schema(prompt.schema)
+            fields["schema"] = prompt.schema
         for delta in self._started().chat(_messages(prompt, conversation), **fields):
             usage = delta.usage or usage
             if delta.text:
@@ -108,14 +108,6 @@ class StokerModel(llm.Model):
             atexit.unregister(self._runtime.close)
             self._runtime.close()
             self._runtime = None
-
-
-def _schema(schema: dict[str, Any]) -> Any:
-    import json  # noqa: PLC0415 - see above
-
-    from stoker.ipc.constraint import Constraint, ConstraintKind  # noqa: PLC0415 - see above
-
-    return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=json.dumps(schema, ensure_ascii=False))
 
 
 def _messages(prompt: Any, conversation: Any) -> list[dict[str, str]]:

@@ -42,13 +42,20 @@ from stoker.tasks.embed import EmbedKeywords, TextEmbeddings, embed_texts
 from stoker.tasks.fields import (
     CallKeywords,
     ChatKeywords,
+    FormerLoadKeywords,
     GivenState,
     Message,
     Prompt,
-    RequestKeywords,
+    TextKeywords,
+    current_load_names,
+    keep_alive_seconds,
+    struct_fields,
     turns_of,
+    warn_former,
+    warn_outside,
 )
-from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, Schema, read_images
+from stoker.tasks.form import Schema, Several
+from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, read_images
 from stoker.tasks.rerank import Ranking, RerankKeywords, rank_documents
 from stoker.tasks.states import States
 
@@ -206,26 +213,34 @@ class Runtime:
         self,
         model: str,
         *,
-        keep_alive_s: float | None = None,
-        n_ctx: int | None = None,
-        num_slots: int | None = None,
+        keep_alive: float | str | None = None,
+        ctx_size: int | None = None,
+        slots: int | None = None,
         reach: Reach = Reach.ANY,
+        **former: Unpack[FormerLoadKeywords],
     ) -> ModelInfo:
         """Serve a model and load it; returns when it is ready. All who ask for the same share one load.
 
         Args:
             model: id of a served one, a name `stoker models` lists, a file below the models folder, or
                 OWNER/REPO[:FILE], which is downloaded first. Cancelled by all who asked, it is stopped.
-            keep_alive_s: how long it stays after its last request; None: as set, as for the others.
-            n_ctx: tokens (cells) all its slots share.
-            num_slots: sequences that run at once.
+            keep_alive: how long it stays after its last request, in seconds or as "5m"; None: as set, as for
+                the others.
+            ctx_size: tokens (cells) all its slots share.
+            slots: sequences that run at once.
             reach: what a name that is not served may lead to; a caller that is not trusted gets less.
+            former: the names of before 0.2, which warn.
 
         Raises:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
-        changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=n_ctx, num_slots=num_slots)
-        return await self._client.load_model(model, changes, reach)
+        given = {"keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots} | current_load_names(former)
+        changes = SpecChanges(
+            keep_alive_s=keep_alive_seconds(given["keep_alive"]),
+            n_ctx=given["ctx_size"],
+            num_slots=given["slots"],
+        )
+        return await self._client.load_model(self._own_id(model), changes, reach)
 
     async def unload_model(self, model: str) -> None:
         """Free a served model, or stop its load or download; the next request for it loads it again.
@@ -233,15 +248,28 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        await self._client.running().loads.unload(model)
+        await self._client.running().loads.unload(self._own_id(model))
 
-    async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
-        """Never unload a model to make room, or no longer so.
+    async def pin_model(self, model: str, *, is_pinned: bool | None = None) -> None:
+        """Never unload a model to make room; `is_pinned` False is `unpin_model`, and warns.
 
         Raises:
             ModelNotFoundError: it is not served.
         """
-        self._client.running().loads.pin(model, is_pinned=is_pinned)
+        if is_pinned is not None:
+            warn_outside("is_pinned is pin_model or unpin_model now")
+        self._client.running().loads.pin(self._own_id(model), is_pinned=is_pinned is not False)
+
+    async def unpin_model(self, model: str) -> None:
+        """Let a pinned model be unloaded to make room again.
+
+        Raises:
+            ModelNotFoundError: it is not served.
+        """
+        self._client.running().loads.pin(self._own_id(model), is_pinned=False)
+
+    def _own_id(self, model: str) -> str:
+        return self.models[0].id if model == "default" and self.models else model
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and download as it was last heard of; needs no engine."""
@@ -254,18 +282,20 @@ class Runtime:
         """Whether the engine is away, or leaving, and every request waits for `resume`."""
         return (found := self._client.supervisor) is not None and found.is_suspended
 
-    async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
+    async def suspend(self, reason: str | None = None, *, grace_s: float | None = None) -> None:
         """Save what was computed, free everything, keep every request and its stream (SPEC L2).
 
         Returns when that is done, or when `resume` came within the grace. Idempotent.
 
-        `grace_s` are seconds to wait first; None: what the reason (sleep, background or any other) asks for.
+        Args:
+            reason: "sleep" has no grace, "background" 30 s, any other and None what `suspend_grace_s` says.
+            grace_s: seconds to wait first; None: by the reason.
 
         Raises:
             NotReadyError: not started, or closed.
         """
         if grace_s is None:
-            grace_s = GRACES_S.get(reason, self._settings.suspend_grace_s)
+            grace_s = GRACES_S.get(reason or "", self._settings.suspend_grace_s)
         await self._client.running().suspend(grace_s)
         self._client.workers.release()
 
@@ -370,7 +400,7 @@ class Runtime:
         state: GivenState | None = None,
         request_id: str | None = None,
         on_notice: OnNotice | None = None,
-        **fields: Unpack[RequestKeywords],
+        **fields: Unpack[TextKeywords],
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt.
 
@@ -385,7 +415,15 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        request = await self.states.request(prompt, state=state, **fields)
+        warn_former(fields)
+        request = await self.states.request(prompt, state=state, **struct_fields(fields))
+        async with aclosing(self._texts(request, request_id, on_notice)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _texts(
+        self, request: GenerateRequest, request_id: str | None, on_notice: OnNotice | None
+    ) -> AsyncGenerator[TextDelta, None]:
         async with (
             aclosing(self.stream(request, request_id)) as events,
             aclosing(text_deltas(request, events, on_notice)) as deltas,
@@ -418,18 +456,19 @@ class Runtime:
         Raises:
             StokerError: the messages or the request were refused, or it failed.
         """
-        offer = offer_of(tools, tool_choice, is_parallel=fields.pop("parallel_tool_calls", True))
-        on_notice = fields.pop("on_notice", None)
-        shown = with_images(turns_of(messages), fields.pop("images", ()))
-        model = fields.get("model", "default")
+        warn_former(fields)
+        given = struct_fields(fields)
+        offer = offer_of(tools, tool_choice, is_parallel=given.pop("parallel_tool_calls", True))
+        on_notice = given.pop("on_notice", None)
+        shown = with_images(turns_of(messages), given.pop("images", ()))
+        model = given.get("model", "default")
         plan = await self.prepare_chat(shown, offer, model=model, template_args=template_args)
-        asked = plan.fields(fields)
+        asked = plan.fields(given)
         if plan.images:
             asked["pictures"] = tuple(taken.picture for taken in await self.images.take(plan.images))
+        request = await self.states.request(plan.prompt, **asked)
         async with (
-            aclosing(
-                self.generate(plan.prompt, request_id=request_id, on_notice=on_notice, **asked)
-            ) as texts_only,
+            aclosing(self._texts(request, request_id, on_notice)) as texts_only,
             aclosing(chat_deltas(texts_only, plan.form)) as deltas,
         ):
             async for delta in deltas:
@@ -474,6 +513,7 @@ class Runtime:
         self, inputs: Prompt | Sequence[Prompt], **fields: Unpack[EmbedKeywords]
     ) -> TextEmbeddings:
         """Vectors of texts, by an encoder; see `tasks.embed.embed_texts`."""
+        warn_former(fields)
         return await embed_texts(self, inputs, **fields)
 
     async def read(
@@ -486,21 +526,24 @@ class Runtime:
     ) -> Reading:
         """Read an image, or several that belong together, as JSON that is checked (SPEC V4).
 
-        `ask` is the question (None: to read a report), `schema` a JSON Schema of the answer; fields and
-        errors are those of `tasks.read_images.read_images`.
+        `ask` is the question (None: to read a report), `schema` a class or a JSON Schema of the answer;
+        fields and errors are those of `tasks.read_images.read_images`.
         """
+        warn_former(fields)
         max_tokens = fields.pop("max_tokens", None)
         question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
         return await read_images(self, images, question, **fields)
 
-    async def rerank(self, query: str, documents: Sequence[str], **fields: Unpack[RerankKeywords]) -> Ranking:
+    async def rerank(self, query: str, documents: Several[str], **fields: Unpack[RerankKeywords]) -> Ranking:
         """Documents for a query, the best first; see `tasks.rerank.rank_documents`."""
+        warn_former(fields)
         return await rank_documents(self, query, documents, **fields)
 
     async def choose(
-        self, prompt: Prompt, choices: Sequence[str], **fields: Unpack[ChooseKeywords]
+        self, prompt: Prompt, choices: Several[str], **fields: Unpack[ChooseKeywords]
     ) -> Choices:
         """Texts by how likely they are after a prompt; see `tasks.choose.score_choices`."""
+        warn_former(fields)
         return await score_choices(self, prompt, choices, **fields)
 
     async def tokenize(

@@ -219,6 +219,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     load_model = _waited(asynchronous.Runtime.load_model)
     unload_model = _waited(asynchronous.Runtime.unload_model)
     pin_model = _waited(asynchronous.Runtime.pin_model)
+    unpin_model = _waited(asynchronous.Runtime.unpin_model)
     model_states = _asked(asynchronous.Runtime.model_states)
 
     suspend = _waited(asynchronous.Runtime.suspend)

@@ -10,7 +10,6 @@ from stoker.backends import registry
 from stoker.backends.registry import BackendEntry, OpenModels
 from stoker.client.requests.stream import TextDelta
 from stoker.errors import StokerError, UnsupportedError
-from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.sync import Runtime
 
 LINE = BackendEntry("hello_backend", scheme="hello:")
@@ -35,8 +34,7 @@ def test_it_answers_hello(runtime: Runtime) -> None:
         assert said(runtime.chat([{"role": "user", "content": "Who are you?"}], temperature=0.0)) == "hello"
     assert said(runtime.generate("Say hel", temperature=0.0, max_tokens=1)) == "l"
     assert said(runtime.generate("Say: ", stop=["ll"], temperature=0.0)) == "he"
-    word = Constraint(kind=ConstraintKind.REGEX, source="hex")
-    assert said(runtime.generate("Say: ", constraint=word, temperature=0.0)) == "hex"
+    assert said(runtime.generate("Say: ", regex="hex", temperature=0.0)) == "hex"
     assert [model.architecture for model in runtime.models] == ["hello"]
 
 

@@ -268,7 +268,7 @@ async def test_what_only_a_continued_prompt_gives_is_refused(runtime):
 async def test_slots_that_are_asked_for_are_refused(runtime, t5_path):
     """SPEC K3: in a load and at the start, with the reason."""
     with pytest.raises(UnsupportedError, match="takes 1 slot, not 4"):
-        await runtime.load_model("tiny-t5", num_slots=4)
-    assert (await runtime.load_model("tiny-t5", num_slots=1)).num_slots == 1
+        await runtime.load_model("tiny-t5", slots=4)
+    assert (await runtime.load_model("tiny-t5", slots=1)).num_slots == 1
     with pytest.raises(UnsupportedError, match="takes 1 slot, not 4"):
         await Runtime(str(t5_path), slots=4).start()

@@ -246,14 +246,14 @@ class StandInRuntime(OpensGroups):
         self,
         model: str,
         *,
-        keep_alive_s: float | None = None,
-        n_ctx: int | None = None,
-        num_slots: int | None = None,
+        keep_alive: float | None = None,
+        ctx_size: int | None = None,
+        slots: int | None = None,
         reach: Reach = Reach.ANY,
     ) -> ModelInfo:
         """Note it; loaded at once, unless it is told to fail or to take for ever."""
         self.reaches.append(reach)
-        self.calls.append(("load", model, keep_alive_s, n_ctx, num_slots))
+        self.calls.append(("load", model, keep_alive, ctx_size, slots))
         if self.load_error is not None:
             raise self.load_error
         if self.load_waits:
@@ -267,9 +267,13 @@ class StandInRuntime(OpensGroups):
         """Note it."""
         self.calls.append(("unload", self.resolve(model).id))
 
-    async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
+    async def pin_model(self, model: str) -> None:
         """Note it."""
-        self.calls.append(("pin", self.resolve(model).id, is_pinned))
+        self.calls.append(("pin", self.resolve(model).id, True))
+
+    async def unpin_model(self, model: str) -> None:
+        """Note it."""
+        self.calls.append(("pin", self.resolve(model).id, False))
 
     def model_states(self) -> list[ModelStatus]:
         """One model, ready or loading."""

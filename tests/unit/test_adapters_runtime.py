@@ -51,24 +51,24 @@ async def test_every_adapter_and_scale_makes_a_text_of_its_own(runtime: Runtime)
     """SPEC K6: and the same one however it is written."""
     texts = [
         await tokens(runtime),
-        await tokens(runtime, adapters="red"),
-        await tokens(runtime, adapters={"red": 0.5}),
-        await tokens(runtime, adapters="blue"),
-        await tokens(runtime, adapters={"red": 1.0, "blue": 0.5}),
+        await tokens(runtime, lora="red"),
+        await tokens(runtime, lora={"red": 0.5}),
+        await tokens(runtime, lora="blue"),
+        await tokens(runtime, lora={"red": 1.0, "blue": 0.5}),
     ]
     assert len({tuple(text) for text in texts}) == len(texts)
-    assert await tokens(runtime, adapters={"red": 1.0}) == texts[1]
+    assert await tokens(runtime, lora={"red": 1.0}) == texts[1]
     assert await tokens(runtime, model="red") == texts[1]
-    assert await tokens(runtime, model="blue") == await tokens(runtime, adapters=((1, None),)) == texts[3]
-    assert await tokens(runtime, adapters=(("blue", None), ("red", None))) == texts[4]
-    assert await tokens(runtime, model="red", adapters={"blue": 0.5}) == texts[4]
-    assert await tokens(runtime, adapters={"red": 0.0}) == texts[0]
-    assert await tokens(runtime, model="red", adapters={"red": 0}) == texts[0]
+    assert await tokens(runtime, model="blue") == await tokens(runtime, lora=((1, None),)) == texts[3]
+    assert await tokens(runtime, lora=(("blue", None), ("red", None))) == texts[4]
+    assert await tokens(runtime, model="red", lora={"blue": 0.5}) == texts[4]
+    assert await tokens(runtime, lora={"red": 0.0}) == texts[0]
+    assert await tokens(runtime, model="red", lora={"red": 0}) == texts[0]
 
 
 async def test_side_by_side_everybody_gets_its_own(runtime: Runtime) -> None:
     """SPEC K6: more requests than slots, with and without adapters."""
-    ways: list[dict[str, Any]] = [{}, {"adapters": "red"}, {"model": "blue"}, {"adapters": {"red": 2.0}}]
+    ways: list[dict[str, Any]] = [{}, {"lora": "red"}, {"model": "blue"}, {"lora": {"red": 2.0}}]
     alone = [await tokens(runtime, cache=False, **way) for way in ways]
     together = await asyncio.gather(*(tokens(runtime, cache=False, **way) for way in ways * 2))
     assert together == alone * 2
@@ -78,10 +78,10 @@ async def test_what_one_adapter_computed_no_other_takes_over(runtime: Runtime) -
     """SPEC C1, K6: names and scales are part of the namespace."""
     assert await cached(runtime) == 0
     assert await cached(runtime) > 0
-    assert await cached(runtime, adapters="red") == 0
-    assert await cached(runtime, adapters={"red": 0.5}) == 0
+    assert await cached(runtime, lora="red") == 0
+    assert await cached(runtime, lora={"red": 0.5}) == 0
     assert await cached(runtime, model="red") > 0
-    assert await cached(runtime, adapters={"red": 0.0}) > 0
+    assert await cached(runtime, lora={"red": 0.0}) > 0
 
 
 async def test_the_file_behind_a_name_is_part_of_the_namespace(tmp_path: Any) -> None:
@@ -101,7 +101,7 @@ async def test_parked_and_resumed_it_goes_on_with_its_adapter(tmp_path: Any, par
     fake, num_tokens, num_parked = "fake:eog_period=0,step_delay_s=0.002", 150, 0
     settings = {"isolation": "thread", "slots": 1, "ctx_size": 512, "n_batch": 64, "run_dir": tmp_path}
     async with Runtime(fake, lora=LORA, park_bytes=park_bytes, **settings) as runtime:
-        expected = await tokens(runtime, adapters="red", max_tokens=num_tokens, cache=False)
+        expected = await tokens(runtime, lora="red", max_tokens=num_tokens, cache=False)
         adapters = (("red", None),)
         request = GenerateRequest(
             prompt=PROMPT,
@@ -119,7 +119,7 @@ async def test_parked_and_resumed_it_goes_on_with_its_adapter(tmp_path: Any, par
                 elif isinstance(event, Delta):
                     got += event.token_ids
                     if len(got) in {20, 60, 100}:
-                        await tokens(runtime, "x" * 300, max_tokens=2, adapters="blue")
+                        await tokens(runtime, "x" * 300, max_tokens=2, lora="blue")
         assert got == expected
         assert num_parked == 3
 
@@ -153,7 +153,7 @@ async def test_a_crash_in_the_middle_changes_no_text(tmp_path: Any) -> None:
 async def test_what_cannot_be_meant_is_refused(runtime: Runtime, adapters: Any, text: str) -> None:
     """SPEC K6: naming those there are."""
     with pytest.raises(InvalidRequestError, match=text) as caught:
-        await tokens(runtime, adapters=adapters)
+        await tokens(runtime, lora=adapters)
     assert caught.value.param == "lora"
 
 
@@ -179,7 +179,7 @@ def test_a_sealed_request_says_all_there_is_to_say() -> None:
 
 async def test_a_choice_by_an_adapters_name_is_refused_and_not_made_without_it(runtime: Runtime) -> None:
     """SPEC K6, D5: its scores come from the model alone, which is not what was asked for."""
-    for asked in ({"model": "red"}, {"adapters": "red"}):
+    for asked in ({"model": "red"}, {"lora": "red"}):
         with pytest.raises(UnsupportedError, match="without lora") as caught:
             await runtime.choose(PROMPT, ["a", "b"], **asked)
         assert caught.value.param == "lora"

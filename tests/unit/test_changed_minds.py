@@ -37,13 +37,13 @@ async def until_state(runtime: Runtime, wanted: str) -> None:
 
 async def test_a_reload_that_everybody_cancels_leaves_the_model_that_serves(runtime: Runtime) -> None:
     """SPEC R4, L5: it is ready all the while."""
-    asking = [asyncio.create_task(runtime.load_model("fake", n_ctx=4096)) for _ in range(2)]
+    asking = [asyncio.create_task(runtime.load_model("fake", ctx_size=4096)) for _ in range(2)]
     await asyncio.sleep(0.05)
     assert state(runtime) == "ready"
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
-    assert (await runtime.load_model("fake", n_ctx=8192)).n_ctx == 8192
+    assert (await runtime.load_model("fake", ctx_size=8192)).n_ctx == 8192
     assert state(runtime) == "ready"
 
 

@@ -21,7 +21,6 @@ from stoker.client.requests.table import RequestTable
 from stoker.client.store.file import KeptFile, KeptFolder
 from stoker.errors import InvalidRequestError
 from stoker.ipc.commands import Submit
-from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import Usage
@@ -101,9 +100,8 @@ async def test_a_prompt_shows_the_tools_and_the_calls_so_far() -> None:
             assert told in prompt
         with pytest.raises(InvalidRequestError, match="tool_choice"):
             await anext(runtime.chat(HELLO, tools=TOOLS, tool_choice="sometimes"))
-        constraint = Constraint(kind=ConstraintKind.REGEX, source="a")
         with pytest.raises(InvalidRequestError, match="forces a call"):
-            await anext(runtime.chat(HELLO, tools=TOOLS, tool_choice="required", constraint=constraint))
+            await anext(runtime.chat(HELLO, tools=TOOLS, tool_choice="required", regex="a"))
 
 
 def test_a_script_offers_tools_too() -> None:

@@ -64,7 +64,7 @@ async def reading(runtime, model):
 
 async def four_slots(runtime, model):
     """Load it with four slots."""
-    return await runtime.load_model(model, num_slots=4)
+    return await runtime.load_model(model, slots=4)
 
 
 async def prompt_logprobs(runtime, model):

@@ -51,7 +51,7 @@ ALLOWED = {
     "client": BASE
     | {"ipc", "settings", "chat", "images", "machine", "models", "models.store", "backends.registry"}
     | {"client.worker"},
-    "tasks": {"errors", "ipc", "chat", "images", "models", "client", "client.worker"},
+    "tasks": {"errors", "ipc", "settings", "chat", "images", "models", "client", "client.worker"},
     "remote": {"errors", "ipc", "settings", "chat", "images", "models", "client", "tasks"},
     "runtime": {
         "errors",

@@ -153,7 +153,7 @@ async def test_a_served_model_is_unloaded_loaded_and_loaded_otherwise(runtime: R
     await runtime.unload_model("fake")
     assert states(runtime) == {"fake": "absent"}
     assert (await runtime.load_model("fake")).num_slots == 8
-    info = await runtime.load_model("fake", num_slots=2, n_ctx=1024, keep_alive_s=-1.0)
+    info = await runtime.load_model("fake", slots=2, ctx_size=1024, keep_alive=-1.0)
     assert (info.num_slots, info.n_ctx) == (2, 1024)
     await runtime.pin_model("fake")
     (status,) = runtime.model_states()

@@ -184,10 +184,10 @@ async def test_who_asks_for_less_hears_why_and_may_ask_again_afterwards(runtime)
     """L5: the model is ready all the while and shown as it is."""
     answer = await begun(runtime.stream(LONG))
     with pytest.raises(ModelInUseError, match="1 request on fake may come to hold up to 123 tokens"):
-        await runtime.load_model("fake", n_ctx=64)
+        await runtime.load_model("fake", ctx_size=64)
     assert runtime.resolve("fake").n_ctx == 2048
     assert len(await answer) == 120
-    assert (await runtime.load_model("fake", n_ctx=64)).n_ctx == 64
+    assert (await runtime.load_model("fake", ctx_size=64)).n_ctx == 64
 
 
 async def test_nothing_is_taken_from_requests_while_no_engine_is_there(runtime):
@@ -195,7 +195,7 @@ async def test_nothing_is_taken_from_requests_while_no_engine_is_there(runtime):
     answer = await begun(runtime.stream(LONG))
     await runtime.suspend("request", grace_s=0.0)
     with pytest.raises(ModelInUseError, match="1 request for fake wait"):
-        await runtime.load_model("fake", n_ctx=64)
+        await runtime.load_model("fake", ctx_size=64)
     await runtime.resume()
     assert len(await answer) == 120
     assert runtime.resolve("fake").n_ctx == 2048
@@ -205,7 +205,7 @@ async def test_an_engine_that_leaves_during_a_load_does_not_come_back_with_less(
     """L2, L5: the load is called off, and its asker hears why."""
     slow = f"{SLOW},load_s=1.0"
     async with Runtime(slow, isolation="thread", ctx_size=2048, run_dir=tmp_path, drain_s=0.0) as runtime:
-        asking = asyncio.create_task(runtime.load_model("fake", n_ctx=64))
+        asking = asyncio.create_task(runtime.load_model("fake", ctx_size=64))
         await asyncio.sleep(0)
         answer = await begun(runtime.stream(LONG))
         await runtime.suspend("request", grace_s=0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import AliasChoices, Field
 from starlette.requests import Request
 
@@ -27,7 +26,7 @@ from stoker.ipc.request import (
 )
 from stoker.server.inbound.body import Body, Many, Name, Named
 from stoker.server.inbound.security import salt_of
-from stoker.settings import parse_keep_alive
+from stoker.tasks.fields import keep_alive_seconds
 
 Schema = Named[Any] | bool
 Tier = Literal["auto", "default", "priority", "flex", "scale"]
@@ -124,7 +123,7 @@ class ResponseFormat(Body):
                 text = "response_format.json_schema.schema is missing"
                 raise InvalidRequestError(text, param="response_format.json_schema")
             schema = self.json_schema.schema_
-        return Constraint(kind=ConstraintKind.JSON_OBJECT) if schema is None else of_schema(schema)
+        return Constraint(kind=ConstraintKind.JSON_OBJECT) if schema is None else Constraint.of_schema(schema)
 
 
 class StructuredOutputs(Body):
@@ -158,16 +157,16 @@ class ConstraintFields(Body):
         nested = self.structured_outputs or StructuredOutputs.model_validate({})
         asked: list[tuple[str, Callable[[Any, str], Constraint], Any]] = [
             ("grammar", Constraint.of_grammar, self.grammar or None),
-            ("regex", _regex, self.regex),
-            ("choice", _choice, self.choice),
-            ("json_schema", of_schema, self.json_schema),
-            ("guided_json", of_schema, self.guided_json),
-            ("guided_regex", _regex, self.guided_regex),
-            ("guided_choice", _choice, self.guided_choice),
+            ("regex", Constraint.of_regex, self.regex),
+            ("choice", Constraint.of_choice, self.choice),
+            ("json_schema", Constraint.of_schema, self.json_schema),
+            ("guided_json", Constraint.of_schema, self.guided_json),
+            ("guided_regex", Constraint.of_regex, self.guided_regex),
+            ("guided_choice", Constraint.of_choice, self.guided_choice),
             ("guided_grammar", Constraint.of_grammar, self.guided_grammar or None),
-            ("structured_outputs.json", of_schema, nested.json_),
-            ("structured_outputs.regex", _regex, nested.regex),
-            ("structured_outputs.choice", _choice, nested.choice),
+            ("structured_outputs.json", Constraint.of_schema, nested.json_),
+            ("structured_outputs.regex", Constraint.of_regex, nested.regex),
+            ("structured_outputs.choice", Constraint.of_choice, nested.choice),
             ("structured_outputs.grammar", Constraint.of_grammar, nested.grammar or None),
         ]
         found = {name: make(given, name) for name, make, given in asked if given is not None}
@@ -175,21 +174,6 @@ class ConstraintFields(Body):
             text = f"{' and '.join(sorted(found))} cannot be asked for together"
             raise InvalidRequestError(text, param=sorted(found)[1])
         return next(iter(found.values()), None)
-
-
-def of_schema(schema: Schema | str, asked_as: str = "") -> Constraint:
-    """JSON of that schema; the order of its keys is the answer's. Errors name the field `asked_as`."""
-    # msgspec is five times as fast as json: of 32 MiB either holds the interpreter's lock until it is done
-    source = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source, asked_as=asked_as)
-
-
-def _regex(source: str, field: str) -> Constraint:
-    return Constraint(kind=ConstraintKind.REGEX, source=source, asked_as=field)
-
-
-def _choice(choices: list[str], field: str) -> Constraint:
-    return Constraint(kind=ConstraintKind.CHOICE, choices=tuple(choices), asked_as=field)
 
 
 class StreamOptions(Body):
@@ -353,19 +337,6 @@ def _adapters(
 def tier_of(priority: Priority) -> str:
     """The `service_tier` of a request's class: `priority` is served as `default` is, so it is called that."""
     return "flex" if priority is Priority.BACKGROUND else "default"
-
-
-def keep_alive_seconds(keep_alive: float | str | None) -> float | None:
-    """Seconds of a number or of a text like `10m`; negative: for good (SPEC R8).
-
-    Raises:
-        InvalidRequestError: it is no time.
-    """
-    try:
-        seconds = parse_keep_alive(keep_alive)
-    except ValueError as error:
-        raise InvalidRequestError(f"keep_alive: {error}", param="keep_alive") from None
-    return float(seconds) if isinstance(seconds, int | float) else None
 
 
 def check_logprobs(name: str, count: int | None) -> None:

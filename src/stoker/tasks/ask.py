@@ -13,7 +13,7 @@ from typing import Any, Protocol, Unpack
 import msgspec
 
 from stoker.client.requests.stream import TextDelta, ToolCall
-from stoker.errors import InvalidRequestError
+from stoker.errors import AnswerInvalidError, InvalidRequestError
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, TokenLogprob, Usage
@@ -25,8 +25,11 @@ from stoker.tasks.fields import (
     checked_prompt,
     is_conversation,
 )
+from stoker.tasks.form import AnswerSchema
 
 __all__ = ["Answer", "AnsweringRuntime", "AskKeywords", "ask"]
+
+_GIVEN_UP = {FinishReason.CANCELLED, FinishReason.PREEMPTED}
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +46,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         timings: seconds in the queue, for the prompt, for the answer.
         token_ids: of the whole answer, reasoning and calls included; empty where a server did not tell.
         logprobs: of the same tokens, where `logprobs` was asked for.
+        parsed: by `schema`: an instance of the class, or JSON values; None: no schema was given, or the
+            answer is a call or was cancelled.
     """
 
     text: str
@@ -55,6 +60,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings = Timings()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    parsed: Any = None
 
 
 class AskKeywords(ConversationKeywords, total=False):
@@ -91,23 +97,40 @@ async def ask(
     Args:
         runtime: that has the model.
         prompt: text, messages as for `chat`, or token ids, which are continued.
-        fields: as for `chat`; `raw` True: a text is continued as it is, with the fields of `generate`.
+        fields: as for `chat`; `raw` True: a text is continued as it is, with the fields of `generate`;
+            `schema` says what `parsed` is.
 
     Raises:
         InvalidRequestError: `n` is not 1, or a field is wrong.
+        AnswerInvalidError: the answer is not of the `schema`; its details carry the `text`.
         StokerError: the request was refused or failed.
     """
     given: dict[str, Any] = {**fields}
     if given.get("n", 1) != 1:
         raise InvalidRequestError("ask gives one answer; for several, n is a field of generate", param="n")
     raw = given.pop("raw", False)
+    schema = AnswerSchema(given["schema"]) if given.get("schema") is not None else None
     info = runtime.resolve(given.get("model"))
     if is_conversation(prompt) or (isinstance(prompt, str) and info.takes_conversations and not raw):
         deltas = runtime.chat(prompt, **given)
     else:
         deltas = runtime.generate(checked_prompt(prompt), **given)
     async with aclosing(deltas):
-        return await _gathered(deltas, info.id)
+        answer = await _gathered(deltas, info.id)
+    return answer if schema is None else _parsed(answer, schema)
+
+
+def _parsed(answer: Answer, schema: AnswerSchema) -> Answer:
+    if answer.tool_calls or answer.finish_reason in _GIVEN_UP:
+        return answer
+    try:
+        value = schema.value(answer.text)
+    except ValueError as error:
+        num_tokens = answer.usage.completion_tokens
+        is_cut = answer.finish_reason is FinishReason.LENGTH
+        reason = f"it was cut off after {num_tokens} tokens (max_tokens)" if is_cut else str(error)
+        raise AnswerInvalidError(f"the answer is not of the schema: {reason}", text=answer.text) from None
+    return msgspec.structs.replace(answer, parsed=value)
 
 
 async def _gathered(deltas: AsyncGenerator[TextDelta, None], model: str) -> Answer:

@@ -13,13 +13,14 @@ from typing import Any, Unpack
 import msgspec
 
 from stoker.client.requests.group import KnownAs
-from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.errors import UnsupportedError
 from stoker.ipc.model import ModelClass, ModelInfo
 from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import floats_of
-from stoker.tasks.fields import CallKeywords, Prompt, request_of
+from stoker.tasks.fields import CallKeywords, Prompt, request_of, texts_of
+from stoker.tasks.form import Several
 from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
 __all__ = ["Choice", "Choices", "ChooseKeywords", "require_choosing", "score_choices"]
@@ -67,7 +68,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 async def score_choices(
     runtime: TaskRuntime,
     prompt: Prompt,
-    choices: Sequence[str],
+    choices: Several[str],
     *,
     calibrate: bool = False,
     **fields: Unpack[CallKeywords],
@@ -88,8 +89,7 @@ async def score_choices(
         RequestCancelledError: the call was cancelled by its id.
         StokerError: the request failed.
     """
-    if isinstance(choices, str):
-        raise InvalidRequestError("choices are several texts, not one", param="choices")
+    choices = texts_of(choices, "choices")
     info = runtime.resolve(fields.get("model"))
     require_choosing(info)
     wanted: dict[str, Any] = {**fields, "model": info.asked_as, "is_calibrated": calibrate}

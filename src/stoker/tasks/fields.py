@@ -8,8 +8,10 @@ compares the names and types here with its structs.
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeGuard
 
@@ -20,6 +22,8 @@ from stoker.errors import InvalidRequestError
 from stoker.images.image import ImageLike
 from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import GenerateRequest, Picture, Preempt, Priority, Sampling, StateOutput
+from stoker.settings import parse_keep_alive
+from stoker.tasks.form import FormKeywords, Several, take_constraint
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
@@ -27,6 +31,12 @@ Message = Mapping[str, Any]
 """A turn of a conversation in OpenAI's form: `role`, `content` and what belongs to calls."""
 GivenState = str | Path | bytes
 """The id of a saved state, a safetensors file or its bytes."""
+Lora = (
+    str
+    | Mapping[str, float | None]
+    | Sequence[str | tuple[str | int, float | None] | Mapping[str, str | int | float | None]]
+)
+"""LoRA adapters: a name, scales by name, or a list of names, pairs or HTTP's `{"id": ..., "scale": ...}`."""
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -46,7 +56,7 @@ class SamplingKeywords(TypedDict, total=False):
     dry_base: float
     dry_allowed_length: int
     dry_penalty_last_n: int
-    dry_sequence_breakers: Sequence[str]
+    dry_sequence_breakers: Several[str]
     repeat_penalty: float
     repeat_last_n: int
     presence_penalty: float
@@ -55,8 +65,28 @@ class SamplingKeywords(TypedDict, total=False):
     seed: int | None
 
 
-class RequestKeywords(SamplingKeywords, total=False):
-    """Those of `GenerateRequest` but the prompt, with those of its sampling beside them."""
+class FormerKeywords(TypedDict, total=False):
+    """Names of before 0.2, which warn: those of the struct, where HTTP and the library have others now."""
+
+    keep_alive_s: float | None
+    constraint: Constraint | None
+    adapters: str | Mapping[str, float | None] | Sequence[tuple[str | int, float | None]]
+
+
+class FormerLoadKeywords(TypedDict, total=False):
+    """Names of before 0.2 of what `load_model` takes, which warn."""
+
+    keep_alive_s: float | None
+    n_ctx: int | None
+    num_slots: int | None
+
+
+class RequestKeywords(SamplingKeywords, FormerKeywords, total=False):
+    """Those of `GenerateRequest` but the prompt, with those of its sampling beside them.
+
+    The names are those of HTTP: `keep_alive` takes seconds or a time such as "5m", `lora` an adapter's name,
+    names with scales, or a list of either.
+    """
 
     model: str
     max_tokens: int | None
@@ -78,15 +108,14 @@ class RequestKeywords(SamplingKeywords, total=False):
     context_shift: bool
     initial_state: bytes | None
     state_output: StateOutput | None
-    keep_alive_s: float | None
-    constraint: Constraint | None
-    spelled: Sequence[str]
+    keep_alive: float | str | None
+    lora: Lora
+    spelled: Several[str]
     speculate: bool
     note: bytes
     document: str | None
     pictures: Sequence[Picture]
-    adapters: str | Mapping[str, float | None] | Sequence[tuple[str | int, float | None]]
-    candidates: Sequence[str]
+    candidates: Several[str]
     is_calibrated: bool
 
 
@@ -94,12 +123,16 @@ class CallKeywords(RequestKeywords, total=False):
     """Those of a request, and what a call of several requests is known by; see `KnownAs`."""
 
     request_id: str | None
-    names: Sequence[str]
+    names: Several[str]
     owner: str
     route: str
 
 
-class GenerateKeywords(RequestKeywords, total=False):
+class TextKeywords(RequestKeywords, FormKeywords, total=False):
+    """Those of a request for text, and the form of it."""
+
+
+class GenerateKeywords(TextKeywords, total=False):
     """What `generate` takes."""
 
     state: GivenState | None
@@ -107,8 +140,8 @@ class GenerateKeywords(RequestKeywords, total=False):
     on_notice: OnNotice | None
 
 
-class ChatKeywords(RequestKeywords, total=False):
-    """Those of a request, and what only a conversation takes."""
+class ChatKeywords(TextKeywords, total=False):
+    """Those of a request for text, and what only a conversation takes."""
 
     images: ImageLike | Sequence[ImageLike]
     parallel_tool_calls: bool
@@ -125,6 +158,7 @@ class ConversationKeywords(ChatKeywords, total=False):
     request_id: str | None
 
 
+_TEXTS: dict[str, list[str]] = {"priority": [*Priority], "preempt": [*Preempt]}
 _PLACE = re.compile(r"(.*) - at `\$\.(?:sampling\.)?(.+)`", re.DOTALL)
 """How msgspec writes what is wrong, and where."""
 
@@ -142,33 +176,142 @@ def request_of(prompt: Prompt | GenerateRequest, fields: Mapping[str, Any]) -> G
         given = msgspec.to_builtins(prompt)
     else:
         given = {"prompt": checked_prompt(prompt)}
+    fields = struct_fields(fields)
     known = {*GenerateRequest.__struct_fields__, *Sampling.__struct_fields__}
     for name in sorted(fields.keys() - known):
-        raise unknown_field(name, RequestKeywords.__annotations__)
+        raise unknown_field(name)
     sampling = dict(msgspec.to_builtins(fields.pop("sampling", given.get("sampling", {}))))
     for name in fields.keys() & set(Sampling.__struct_fields__):
         sampling[name] = fields.pop(name)
     if isinstance(fields.get("stop"), str):
         fields["stop"] = (fields["stop"],)
-    match fields.get("adapters"):
-        case str(name):
-            fields["adapters"] = ((name, None),)
-        case Mapping() as scales:
-            fields["adapters"] = tuple(scales.items())
     try:
         return msgspec.convert({**given, **fields, "sampling": sampling}, GenerateRequest)
     except msgspec.ValidationError as error:
-        found = _PLACE.fullmatch(str(error))
-        what, where = found.groups() if found else (str(error), None)
-        text = f"{where}: {what[:1].lower()}{what[1:]}" if where else f"the request is malformed: {what}"
-        raise InvalidRequestError(text, param=where) from None
+        raise _malformed(str(error)) from None
 
 
-def unknown_field(name: str, known: Collection[str]) -> InvalidRequestError:
-    """The error of a keyword that no call has, with the known one that it resembles."""
-    alike = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {alike[0]!r}?" if alike else ""
-    return InvalidRequestError(f"a request has no field {name!r}{hint}", param=name)
+def _malformed(problem: str) -> InvalidRequestError:
+    """The error of what msgspec says of a request, by the caller's own names."""
+    found = _PLACE.fullmatch(problem)
+    if found is None:
+        return InvalidRequestError(f"the request is malformed: {problem}")
+    what, where = found.groups()
+    field = where.partition("[")[0]
+    param = _FORMER.get(field, field)
+    known = f"; known: {', '.join(_TEXTS[field])}" if field in _TEXTS else ""
+    return InvalidRequestError(f"{param}: {what[:1].lower()}{what[1:]}{known}", param=param)
+
+
+def unknown_field(name: str) -> InvalidRequestError:
+    """The error of a keyword that a request does not have, with the one that it resembles."""
+    known = ConversationKeywords.__annotations__.keys() - FormerKeywords.__annotations__.keys()
+    if name in known:
+        return InvalidRequestError(f"{name!r} is a field of chat and ask, not of this call", param=name)
+    return InvalidRequestError(f"a request has no field {name!r}{_meant(name, known)}", param=name)
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    alike = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {alike[0]!r}?" if alike else ""
+
+
+_FORMER = {
+    "keep_alive_s": "keep_alive",
+    "n_ctx": "ctx_size",
+    "num_slots": "slots",
+    "adapters": "lora",
+    "constraint": "one of regex, grammar, json_schema, choice, response_format and schema",
+}
+
+
+_LOAD = ("keep_alive", "ctx_size", "slots", "reach")
+
+
+def warn_former(fields: Mapping[str, Any]) -> None:
+    """Warn the code outside of this package that led here of names that will go."""
+    for name in fields.keys() & _FORMER.keys():
+        warn_outside(f"{name} is {_FORMER[name]} now")
+
+
+def warn_outside(text: str) -> None:
+    """A DeprecationWarning at the line outside of this package that led here."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "stoker":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, DeprecationWarning, stacklevel=level)
+
+
+def current_load_names(former: Mapping[str, Any]) -> dict[str, Any]:
+    """What `load_model` was given by former names, by those of now; a former name warns.
+
+    Raises:
+        InvalidRequestError: a name never was one.
+    """
+    for name in former.keys() - FormerLoadKeywords.__annotations__.keys():
+        text = f"load_model has no field {name!r}{_meant(name, _LOAD)}"
+        raise InvalidRequestError(text, param=name)
+    warn_former(former)
+    return {_FORMER[name]: value for name, value in former.items()}
+
+
+def struct_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments by the names of the structs: the form, adapters and how long the model stays.
+
+    Raises:
+        InvalidRequestError: several forms are asked for, or one of these is malformed.
+    """
+    given = dict(fields)
+    constraint = take_constraint(given)
+    if constraint is not None:
+        given["constraint"] = constraint
+    if "keep_alive" in given:
+        given["keep_alive_s"] = keep_alive_seconds(given.pop("keep_alive"))
+    adapters = given.pop("lora", given.get("adapters"))
+    if adapters is not None:
+        given["adapters"] = _adapters(adapters)
+    return given
+
+
+def keep_alive_seconds(keep_alive: float | str | None) -> float | None:
+    """Seconds of a number or of a text like `10m`; negative: for good (SPEC R8).
+
+    Raises:
+        InvalidRequestError: it is no time.
+    """
+    try:
+        seconds = parse_keep_alive(keep_alive)
+    except ValueError as error:
+        raise InvalidRequestError(f"keep_alive: {error}", param="keep_alive") from None
+    return float(seconds) if isinstance(seconds, int | float) else None
+
+
+def _adapters(lora: Lora) -> tuple[tuple[str | int, float | None], ...]:
+    """Adapters by name or place, each with the scale that was given; None: its own (SPEC K6)."""
+    match lora:
+        case str(name):
+            return ((name, None),)
+        case Mapping():
+            return tuple(lora.items())
+        case Sequence() if not isinstance(lora, bytes):
+            return tuple(_adapter(one) for one in lora)
+    raise _no_lora(lora)
+
+
+def _adapter(given: Any) -> Any:
+    match given:
+        case str(name):
+            return name, None
+        case {"id": name, **rest} if rest.keys() <= {"scale"}:
+            return name, rest.get("scale")
+        case [name, scale]:
+            return name, scale
+    raise _no_lora(given)
+
+
+def _no_lora(given: object) -> InvalidRequestError:
+    text = f"lora is a name, {{name: scale}} or a list of names and (name, scale), got {type(given).__name__}"
+    return InvalidRequestError(text, param="lora")
 
 
 def checked_prompt(prompt: object) -> str | tuple[int, ...]:
@@ -189,6 +332,15 @@ def checked_prompt(prompt: object) -> str | tuple[int, ...]:
         raise InvalidRequestError(text, param="prompt")
     text = f"prompt is text or token ids, got {type(prompt).__name__}"
     raise InvalidRequestError(text, param="prompt")
+
+
+def texts_of(given: Any, name: str) -> list[str]:
+    """Several texts. Raises InvalidRequestError: they are one, or something else."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+    if is_list and all(isinstance(text, str) for text in given):
+        return list(given)
+    kind = f"a {type(given).__name__} of other things" if is_list else type(given).__name__
+    raise InvalidRequestError(f"{name}: a list of several texts is taken, not {kind}", param=name)
 
 
 def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:

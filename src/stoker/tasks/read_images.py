@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import msgspec
-from jsonschema import exceptions, validators
-from referencing import Registry
-from referencing.exceptions import Unresolvable
 
 from stoker.client.requests.group import KnownAs
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
@@ -26,7 +23,8 @@ from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import CallKind
 from stoker.tasks.chat import ChatPlan, chat_deltas
-from stoker.tasks.fields import CallKeywords, request_of
+from stoker.tasks.fields import CallKeywords, request_of, struct_fields
+from stoker.tasks.form import AnswerSchema, Schema
 from stoker.tasks.tensor_call import TaskRuntime
 
 __all__ = [
@@ -46,18 +44,15 @@ MAX_TOKENS = 1024
 """Of an answer that does not say; twice as many where the first one was cut off."""
 _RETRY_TEMPERATURE = 0.5
 _SEEDS = (1, 2)
-_DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_MAX_REASON_CHARS = 200
 _GIVEN_UP = {FinishReason.CANCELLED, FinishReason.PREEMPTED}
-
-Schema = Mapping[str, Any] | bool
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """What was read.
 
     Attributes:
-        value: the answer as JSON values; where no form was asked for and it is no JSON, its text.
+        value: the answer as JSON values, or an instance of the class that was asked for; where no form was
+            asked for and it is no JSON, its text.
         text: the answer as it came.
         images: what became of each image.
         attempts: how often it was asked, 1 or 2.
@@ -97,7 +92,8 @@ class Question:
 
     Attributes:
         ask: the question; None: the usual one, which asks for a JSON object.
-        schema: JSON Schema of the answer; None: any JSON object for the usual question, else any text.
+        schema: JSON Schema of the answer, or a class that pydantic knows; None: any JSON object for the usual
+            question, else any text.
         max_tokens: of the answer.
 
     Raises:
@@ -107,23 +103,12 @@ class Question:
     ask: str | None = None
     schema: Schema | None = None
     max_tokens: int = MAX_TOKENS
-    _validator: Any = field(init=False, default=None)
+    _form: AnswerSchema | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        schema: Any = self.schema
-        if schema is None:
-            if self.ask is not None:
-                return
-            schema = {"type": "object"}
-        kind = validators.validator_for(schema, default=validators.validator_for({"$schema": _DRAFT}))
-        try:
-            kind.check_schema(schema)
-        except exceptions.SchemaError as error:
-            at = "/".join(map(str, error.path)) or "its top"
-            text = f"the schema is wrong at {at}: {error.message[:_MAX_REASON_CHARS]}"
-            raise InvalidRequestError(text, param="schema") from None
-        # An empty registry: what a schema refers to is in it, or nowhere. Nothing is fetched.
-        object.__setattr__(self, "_validator", kind(schema, registry=Registry()))
+        schema = {"type": "object"} if self.schema is None else self.schema
+        if self.schema is not None or self.ask is None:
+            object.__setattr__(self, "_form", AnswerSchema(schema))
 
     @property
     def text(self) -> str:
@@ -133,28 +118,20 @@ class Question:
     @property
     def constraint(self) -> Constraint | None:
         """What the answer is held to while it is written. Raises InvalidRequestError over a limit."""
-        if self.schema is not None:
-            source = json.dumps(self.schema, ensure_ascii=False)
-            return Constraint(kind=ConstraintKind.JSON_SCHEMA, source=source)
-        return Constraint(kind=ConstraintKind.JSON_OBJECT) if self._validator is not None else None
+        if self._form is None:
+            return None
+        if self.schema is None:
+            return Constraint(kind=ConstraintKind.JSON_OBJECT)
+        return Constraint.of_schema(self._form.json)
 
     def value(self, text: str) -> Any:
-        """The answer as JSON values. Raises ValueError that says why it is not what was asked for."""
+        """The answer's value. Raises ValueError that says why it is not what was asked for."""
+        if self._form is not None:
+            return self._form.value(text)
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            if self._validator is None:
-                return text
-            raise ValueError(f"it is no JSON: {error}") from None
-        if self._validator is not None:
-            try:
-                problem = exceptions.best_match(self._validator.iter_errors(value))
-            except (Unresolvable, RecursionError) as error:  # where a reference leads shows only here
-                raise InvalidRequestError(f"the schema cannot be used: {error}", param="schema") from None
-            if problem is not None:
-                at = "/".join(map(str, problem.path)) or "its top"
-                raise ValueError(f"at {at}: {problem.message[:_MAX_REASON_CHARS]}")
-        return value
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
 
 
 async def read_with(question: Question, answer: Callable[[Attempt], Awaitable[Told]]) -> Reading:
@@ -207,7 +184,7 @@ async def read_images(
     """
     if fields.get("n", 1) != 1:
         raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
-    wanted: dict[str, Any] = {"constraint": question.constraint, **fields}
+    wanted: dict[str, Any] = {"constraint": question.constraint, **struct_fields(fields)}
     known_as = KnownAs.taken_from(wanted)
     info = runtime.resolve(fields.get("model"))
     pictures = images_of(images)

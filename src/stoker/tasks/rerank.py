@@ -18,7 +18,8 @@ from stoker.ipc.request import GenerateRequest, StateOutput
 from stoker.ipc.status import CallKind
 from stoker.ipc.usage import Usage
 from stoker.tasks.embed import floats_of
-from stoker.tasks.fields import CallKeywords, request_of
+from stoker.tasks.fields import CallKeywords, request_of, texts_of
+from stoker.tasks.form import Several
 from stoker.tasks.tensor_call import TaskRuntime, answers_of
 
 __all__ = ["RankedDocument", "Ranking", "RerankKeywords", "rank_documents", "require_reranking"]
@@ -55,7 +56,7 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 async def rank_documents(
     runtime: TaskRuntime,
     query: str,
-    documents: Sequence[str],
+    documents: Several[str],
     *,
     top_n: int | None = None,
     output: int = 0,
@@ -86,7 +87,7 @@ async def rank_documents(
         raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
     wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
     known_as = KnownAs.taken_from(wanted)
-    requests = [_request(query, each, wanted) for each in documents]
+    requests = [_request(query, each, wanted) for each in texts_of(documents, "documents")]
     found = await answers_of(runtime, CallKind.RERANK, requests, known_as)
     scored = [
         RankedDocument(at, _score(floats_of(ready.tensors[0].data), output, info.id))

@@ -18,12 +18,13 @@ from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError, UnsupportedError
 from stoker.ipc.status import CallKind
-from stoker.server.fields import RequestFields, header_fields, keep_alive_seconds, present
+from stoker.server.fields import RequestFields, header_fields, present
 from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, Named, TokenIds, read_body
 from stoker.server.openai.conversation import Message, turns_of
 from stoker.server.reply import InputUsage, large_json_response
 from stoker.server.streaming import in_one_call
 from stoker.tasks.choose import require_choosing, score_choices
+from stoker.tasks.fields import keep_alive_seconds
 
 if TYPE_CHECKING:
     from stoker.ipc.model import ModelInfo

@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.server.context import ServerContext
-from stoker.server.fields import keep_alive_seconds
 from stoker.server.inbound.bodies import while_connected
 from stoker.server.inbound.body import Body, Described, Name, read_body
 from stoker.server.reply import json_response
 from stoker.settings import MAX_SLOTS
+from stoker.tasks.fields import keep_alive_seconds
 
 MAX_REASON_CHARS = 64
 MAX_GRACE_S = 86_400.0
@@ -71,9 +71,9 @@ def router(context: ServerContext) -> APIRouter:
         context.require_ready()
         loading = runtime.load_model(
             _named(context, body.model),
-            keep_alive_s=keep_alive_seconds(body.keep_alive),
-            n_ctx=body.ctx_size,
-            num_slots=body.slots,
+            keep_alive=keep_alive_seconds(body.keep_alive),
+            ctx_size=body.ctx_size,
+            slots=body.slots,
             reach=Reach.HUB if request.state.key_digest or context.settings.allow_downloads else Reach.LOCAL,
         )
         return json_response(_loaded(await while_connected(loading, request.receive)))
@@ -92,7 +92,7 @@ def router(context: ServerContext) -> APIRouter:
         _require_operator(request)
         body = await read_body(request, PinModelRequest)
         model = _named(context, body.model)
-        await runtime.pin_model(model, is_pinned=body.pinned)
+        await (runtime.pin_model if body.pinned else runtime.unpin_model)(model)
         return json_response({"id": model, "pinned": body.pinned})
 
     @routes.post("/v1/runtime/suspend", openapi_extra=Described(SuspendRequest))

@@ -16,10 +16,11 @@ from starlette.responses import Response
 
 from stoker.errors import InvalidRequestError
 from stoker.ipc.status import CallKind
-from stoker.server.fields import Int, RequestFields, header_fields, keep_alive_seconds, present
+from stoker.server.fields import Int, RequestFields, header_fields, present
 from stoker.server.inbound.body import Body, Described, Many, read_body
 from stoker.server.reply import InputUsage, large_json_response
 from stoker.server.streaming import in_one_call
+from stoker.tasks.fields import keep_alive_seconds
 from stoker.tasks.rerank import rank_documents
 
 if TYPE_CHECKING:

@@ -16,12 +16,13 @@ from starlette.responses import Response
 
 from stoker.errors import UnsupportedError
 from stoker.ipc.status import CallKind
-from stoker.server.fields import Int, header_fields, keep_alive_seconds, present
+from stoker.server.fields import Int, header_fields, present
 from stoker.server.inbound.body import Described, read_body
 from stoker.server.native.states import StateEmbeddingRequest, embedded_by_state
 from stoker.server.reply import InputUsage, json_response, large_json_response
 from stoker.server.streaming import in_one_call
 from stoker.tasks.embed import embed_texts, require_embedding
+from stoker.tasks.fields import keep_alive_seconds
 
 if TYPE_CHECKING:
     from stoker.server.context import ServerContext
