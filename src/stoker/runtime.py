@@ -24,11 +24,10 @@ from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.record import RequestRecord, new_request_id
-from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta, text_deltas
+from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta
 from stoker.client.store.file import KeptRequest
 from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
-from stoker.images.turns import with_images
 from stoker.ipc.commands import CountTokens, Detokenize, Tokenize
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelInfo, Reach
@@ -36,7 +35,7 @@ from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind, EngineHealth, GroupStatus, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 from stoker.tasks.ask import Answer, AskKeywords, ask
-from stoker.tasks.chat import ChatPlan, chat_deltas, chat_job, offer_of, planned
+from stoker.tasks.chat import ChatPlan, chat_job, offer_of, planned
 from stoker.tasks.choose import Choices, ChooseKeywords, score_choices
 from stoker.tasks.embed import EmbedKeywords, TextEmbeddings, embed_texts
 from stoker.tasks.fields import (
@@ -49,12 +48,11 @@ from stoker.tasks.fields import (
     TextKeywords,
     current_load_names,
     keep_alive_seconds,
-    struct_fields,
-    turns_of,
     warn_former,
     warn_outside,
 )
 from stoker.tasks.form import Schema, Several
+from stoker.tasks.generate import chatted, generated
 from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, read_images
 from stoker.tasks.rerank import Ranking, RerankKeywords, rank_documents
 from stoker.tasks.states import States
@@ -323,7 +321,7 @@ class Runtime:
         """The `owner` that a live or kept request or group was given; empty: none, or there is no such."""
         return self._client.table.owner_of(request_id)
 
-    async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
+    def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
         """The stream of a kept request from its first delta on; leaving it does not end the request.
 
         Args:
@@ -334,15 +332,11 @@ class Runtime:
             RequestNotFoundError: there is none, or it has another owner.
             StokerError: the request failed.
         """
-        async with aclosing(self._client.attach(request_id, owner)) as events:
-            async for event in events:
-                yield event
+        return self._client.attach(request_id, owner)
 
-    async def events(self) -> AsyncGenerator[RuntimeEvent, None]:
+    def events(self) -> AsyncGenerator[RuntimeEvent, None]:
         """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones."""
-        async with aclosing(self._client.bus.subscribe(self._client.snapshot)) as events:
-            async for event in events:
-                yield event
+        return self._client.bus.subscribe(self._client.snapshot)
 
     # ------------------------------------------------------------ generation
 
@@ -393,7 +387,7 @@ class Runtime:
         """
         return self._client.group(kind, request, num_members, known_as)
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt | GenerateRequest,
         *,
@@ -415,23 +409,9 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        warn_former(fields)
-        request = await self.states.request(prompt, state=state, **struct_fields(fields))
-        async with aclosing(self._texts(request, request_id, on_notice)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return generated(self, prompt, state=state, request_id=request_id, on_notice=on_notice, **fields)
 
-    async def _texts(
-        self, request: GenerateRequest, request_id: str | None, on_notice: OnNotice | None
-    ) -> AsyncGenerator[TextDelta, None]:
-        async with (
-            aclosing(self.stream(request, request_id)) as events,
-            aclosing(text_deltas(request, events, on_notice)) as deltas,
-        ):
-            async for delta in deltas:
-                yield delta
-
-    async def chat(
+    def chat(
         self,
         messages: str | Sequence[Message],
         *,
@@ -456,23 +436,15 @@ class Runtime:
         Raises:
             StokerError: the messages or the request were refused, or it failed.
         """
-        warn_former(fields)
-        given = struct_fields(fields)
-        offer = offer_of(tools, tool_choice, is_parallel=given.pop("parallel_tool_calls", True))
-        on_notice = given.pop("on_notice", None)
-        shown = with_images(turns_of(messages), given.pop("images", ()))
-        model = given.get("model", "default")
-        plan = await self.prepare_chat(shown, offer, model=model, template_args=template_args)
-        asked = plan.fields(given)
-        if plan.images:
-            asked["pictures"] = tuple(taken.picture for taken in await self.images.take(plan.images))
-        request = await self.states.request(plan.prompt, **asked)
-        async with (
-            aclosing(self._texts(request, request_id, on_notice)) as texts_only,
-            aclosing(chat_deltas(texts_only, plan.form)) as deltas,
-        ):
-            async for delta in deltas:
-                yield delta
+        return chatted(
+            self,
+            messages,
+            template_args=template_args,
+            tools=tools,
+            tool_choice=tool_choice,
+            request_id=request_id,
+            **fields,
+        )
 
     async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]) -> Answer:
         """The whole answer to a text or a conversation; see `tasks.ask.ask`."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from typing import Any, Protocol
 
+from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.errors import EngineError, QueueFullError
 from stoker.images.intake import Intake
@@ -19,6 +20,7 @@ from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind
 from stoker.tasks.chat import ChatPlan
+from stoker.tasks.fields import Message
 
 MAX_IN_FLIGHT = 64
 """Texts of one call that are under way at once."""
@@ -37,7 +39,12 @@ class TaskRuntime(Protocol):
         ...
 
     async def prepare_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, model: str = "default"
+        self,
+        messages: Sequence[Message],
+        offer: ToolOffer = NO_TOOLS,
+        *,
+        model: str = "default",
+        template_args: Mapping[str, Any] | None = None,
     ) -> ChatPlan:
         """What a conversation asks of the model."""
         ...
