@@ -24,7 +24,7 @@ from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.record import RequestRecord, new_request_id
-from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta
+from stoker.client.requests.stream import StreamEvent, TextDelta
 from stoker.client.store.file import KeptRequest
 from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
@@ -39,13 +39,13 @@ from stoker.tasks.chat import ChatPlan, chat_job, offer_of, planned
 from stoker.tasks.choose import Choices, ChooseKeywords, score_choices
 from stoker.tasks.embed import EmbedKeywords, TextEmbeddings, embed_texts
 from stoker.tasks.fields import (
+    IS_PINNED_IS_FORMER,
     CallKeywords,
-    ChatKeywords,
+    ConversationKeywords,
     FormerLoadKeywords,
-    GivenState,
+    GenerateKeywords,
     Message,
     Prompt,
-    TextKeywords,
     current_load_names,
     keep_alive_seconds,
     warn_former,
@@ -255,7 +255,7 @@ class Runtime:
             ModelNotFoundError: it is not served.
         """
         if is_pinned is not None:
-            warn_outside("is_pinned is pin_model or unpin_model now")
+            warn_outside(IS_PINNED_IS_FORMER)
         self._client.running().loads.pin(self._own_id(model), is_pinned=is_pinned is not False)
 
     async def unpin_model(self, model: str) -> None:
@@ -388,63 +388,41 @@ class Runtime:
         return self._client.group(kind, request, num_members, known_as)
 
     def generate(
-        self,
-        prompt: Prompt | GenerateRequest,
-        *,
-        state: GivenState | None = None,
-        request_id: str | None = None,
-        on_notice: OnNotice | None = None,
-        **fields: Unpack[TextKeywords],
+        self, prompt: Prompt | GenerateRequest, **fields: Unpack[GenerateKeywords]
     ) -> AsyncGenerator[TextDelta, None]:
         """Continue a prompt.
 
         Args:
             prompt: text, token ids or a whole request.
-            state: what a recurrent model begins from: the id of a saved state, a file or its bytes.
-            request_id: unique among live requests; None: one is made up. Each delta carries it.
-            on_notice: called with what comes before and between the deltas: the place in the queue, with
-                `return_progress` how much of the prompt is computed, interruptions and their end.
-            fields: of `GenerateRequest` and `Sampling`, by name.
+            fields: of `GenerateRequest`, `Sampling` and `FormKeywords`, by name; `state`: what a recurrent
+                model begins from, the id of a saved state, a file or its bytes; `request_id`: unique among
+                live requests, each delta carries it; `on_notice`: called with what comes before and between
+                the deltas: the place in the queue, interruptions, with `return_progress` how much of the
+                prompt is computed.
 
         Raises:
             StokerError: the request was refused or failed.
         """
-        return generated(self, prompt, state=state, request_id=request_id, on_notice=on_notice, **fields)
+        return generated(self, prompt, **fields)
 
     def chat(
-        self,
-        messages: str | Sequence[Message],
-        *,
-        template_args: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        request_id: str | None = None,
-        **fields: Unpack[ChatKeywords],
+        self, messages: str | Sequence[Message], **fields: Unpack[ConversationKeywords]
     ) -> AsyncGenerator[TextDelta, None]:
         """Answer a conversation; reasoning and calls come apart from the text, each call whole.
 
         Args:
             messages: each with `role` and `content`, in OpenAI's form; a list as content may hold texts and
                 `Image`s. A text is one turn, the user's.
-            template_args: further variables for the model's chat template.
-            tools: functions that the model may call, in OpenAI's form.
-            tool_choice: "auto" (None), "none", "required", or the form that names one of them.
-            request_id: unique among live requests; None: one is made up. Each delta carries it.
-            fields: as for `generate`; `parallel_tool_calls` False: at most one call; `images`: whatever
-                `Image` takes, or a list of such, for the front of the last user turn.
+            fields: as for `generate`; `tools`: functions that the model may call, in OpenAI's form;
+                `tool_choice`: "auto" (None), "none", "required", or the form that names one of them;
+                `parallel_tool_calls` False: at most one call; `template_args`: further variables for the
+                model's chat template; `images`: whatever `Image` takes, or a list of such, for the front of
+                the last user turn.
 
         Raises:
             StokerError: the messages or the request were refused, or it failed.
         """
-        return chatted(
-            self,
-            messages,
-            template_args=template_args,
-            tools=tools,
-            tool_choice=tool_choice,
-            request_id=request_id,
-            **fields,
-        )
+        return chatted(self, messages, **fields)
 
     async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]) -> Answer:
         """The whole answer to a text or a conversation; see `tasks.ask.ask`."""

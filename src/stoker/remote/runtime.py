@@ -49,16 +49,22 @@ from stoker.tasks.chat import ChatPlan, chat_deltas, chat_job, offer_of, planned
 from stoker.tasks.choose import Choices, ChooseKeywords
 from stoker.tasks.embed import EmbedKeywords, TextEmbeddings
 from stoker.tasks.fields import (
+    IS_PINNED_IS_FORMER,
     CallKeywords,
-    ChatKeywords,
-    GivenState,
+    ConversationKeywords,
+    FormerLoadKeywords,
+    GenerateKeywords,
     Message,
     Prompt,
-    RequestKeywords,
+    current_load_names,
     request_of,
+    texts_of,
     turns_of,
+    warn_former,
+    warn_outside,
 )
-from stoker.tasks.read_images import MAX_TOKENS, Attempt, Question, Reading, Schema, Told, read_with, told_by
+from stoker.tasks.form import Schema, Several
+from stoker.tasks.read_images import MAX_TOKENS, Attempt, Question, Reading, Told, read_with, told_by
 from stoker.tasks.rerank import Ranking, RerankKeywords
 
 if TYPE_CHECKING:
@@ -185,10 +191,11 @@ class RemoteRuntime:
         self,
         model: str,
         *,
-        keep_alive_s: float | None = None,
-        n_ctx: int | None = None,
-        num_slots: int | None = None,
+        keep_alive: float | str | None = None,
+        ctx_size: int | None = None,
+        slots: int | None = None,
         reach: Reach = Reach.ANY,
+        **former: Unpack[FormerLoadKeywords],
     ) -> ModelInfo:
         """As `Runtime.load_model`; names lead to the server's models, and what it trusts its caller with.
 
@@ -199,7 +206,8 @@ class RemoteRuntime:
         """
         if reach is not Reach.ANY:
             refuse({"reach": reach})
-        asked = {"model": model, "keep_alive": keep_alive_s, "ctx_size": n_ctx, "slots": num_slots}
+        asked = {"model": model, "keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots}
+        asked |= current_load_names(former)
         loaded = await self._server.post("/v1/runtime/models/load", asked)
         await self._mirror.refresh()
         return self.resolve(loaded["id"])
@@ -208,9 +216,15 @@ class RemoteRuntime:
         """As `Runtime.unload_model`. Raises OperatorOnlyError where the key is not an operator's."""
         await self._operate("/v1/runtime/models/unload", {"model": model})
 
-    async def pin_model(self, model: str, *, is_pinned: bool = True) -> None:
+    async def pin_model(self, model: str, *, is_pinned: bool | None = None) -> None:
         """As `Runtime.pin_model`. Raises OperatorOnlyError where the key is not an operator's."""
-        await self._operate("/v1/runtime/models/pin", {"model": model, "pinned": is_pinned})
+        if is_pinned is not None:
+            warn_outside(IS_PINNED_IS_FORMER)
+        await self._operate("/v1/runtime/models/pin", {"model": model, "pinned": is_pinned is not False})
+
+    async def unpin_model(self, model: str) -> None:
+        """As `Runtime.unpin_model`. Raises OperatorOnlyError where the key is not an operator's."""
+        await self._operate("/v1/runtime/models/pin", {"model": model, "pinned": False})
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and download as it was last heard of."""
@@ -227,9 +241,9 @@ class RemoteRuntime:
         """Whether the server's engine is away until `resume`."""
         return self._mirror.is_suspended
 
-    async def suspend(self, reason: str = "sleep", *, grace_s: float | None = None) -> None:
+    async def suspend(self, reason: str | None = None, *, grace_s: float | None = None) -> None:
         """As `Runtime.suspend`. Raises OperatorOnlyError where the key is not an operator's."""
-        await self._operate("/v1/runtime/suspend", {"reason": reason, "grace_s": grace_s})
+        await self._operate("/v1/runtime/suspend", {"reason": reason or "request", "grace_s": grace_s})
 
     async def resume(self) -> None:
         """As `Runtime.resume`. Raises OperatorOnlyError where the key is not an operator's."""
@@ -285,17 +299,13 @@ class RemoteRuntime:
                 yield event
 
     async def generate(
-        self,
-        prompt: Prompt | GenerateRequest,
-        *,
-        state: GivenState | None = None,
-        request_id: str | None = None,
-        on_notice: OnNotice | None = None,
-        **fields: Unpack[RequestKeywords],
+        self, prompt: Prompt | GenerateRequest, **fields: Unpack[GenerateKeywords]
     ) -> AsyncGenerator[TextDelta, None]:
         """As `Runtime.generate`."""
+        warn_former(fields)
+        on_notice, request_id = fields.pop("on_notice", None), fields.pop("request_id", None)
+        given = await asyncio.to_thread(state_fields, fields.pop("state", None))
         request = request_of(prompt, fields)
-        given = await asyncio.to_thread(state_fields, state)
         body = {"request": request_body(request), "request_id": request_id, **given}
         async with (
             aclosing(self._events("POST", wire.REQUESTS, body)) as events,
@@ -305,19 +315,14 @@ class RemoteRuntime:
                 yield delta
 
     async def chat(
-        self,
-        messages: str | Sequence[Message],
-        *,
-        template_args: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        request_id: str | None = None,
-        **fields: Unpack[ChatKeywords],
+        self, messages: str | Sequence[Message], **fields: Unpack[ConversationKeywords]
     ) -> AsyncGenerator[TextDelta, None]:
         """As `Runtime.chat`."""
-        is_parallel = fields.pop("parallel_tool_calls", True)
-        offer = offer_of(tools, tool_choice, is_parallel=is_parallel)
-        on_notice = fields.pop("on_notice", None)
+        warn_former(fields)
+        is_parallel, tools = fields.pop("parallel_tool_calls", True), fields.pop("tools", None)
+        offer = offer_of(tools, fields.pop("tool_choice", None), is_parallel=is_parallel)
+        on_notice, request_id = fields.pop("on_notice", None), fields.pop("request_id", None)
+        template_args = fields.pop("template_args", None)
         shown = with_images(turns_of(messages), fields.pop("images", ()))
         given = state_fields(fields.pop("state", None))
         request = request_of("", fields)
@@ -449,20 +454,18 @@ class RemoteRuntime:
 
         return await read_with(question, answer)
 
-    async def rerank(self, query: str, documents: Sequence[str], **fields: Unpack[RerankKeywords]) -> Ranking:
+    async def rerank(self, query: str, documents: Several[str], **fields: Unpack[RerankKeywords]) -> Ranking:
         """As `Runtime.rerank`."""
         own = taken(fields, "top_n", "output")
-        body = {"query": query, "documents": list(documents), **own, **call_body(fields)}
+        body = {"query": query, "documents": texts_of(documents, "documents"), **own, **call_body(fields)}
         return ranking_of(await self._server.post("/v1/rerank", body, headers=request_headers(fields)))
 
     async def choose(
-        self, prompt: Prompt, choices: Sequence[str], **fields: Unpack[ChooseKeywords]
+        self, prompt: Prompt, choices: Several[str], **fields: Unpack[ChooseKeywords]
     ) -> Choices:
         """As `Runtime.choose`."""
-        if isinstance(choices, str):
-            raise InvalidRequestError("choices are several texts, not one", param="choices")
         own = taken(fields, "calibrate")
-        body = {"prompt": prompt, "choices": list(choices), **own, **call_body(fields)}
+        body = {"prompt": prompt, "choices": texts_of(choices, "choices"), **own, **call_body(fields)}
         return choices_of(await self._server.post("/v1/choose", body, headers=request_headers(fields)))
 
     async def tokenize(
@@ -484,7 +487,7 @@ class RemoteRuntime:
 
     def plan_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         offer: ToolOffer = NO_TOOLS,
         *,
         model: str = "default",
@@ -496,7 +499,7 @@ class RemoteRuntime:
 
     async def prepare_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         offer: ToolOffer = NO_TOOLS,
         *,
         model: str = "default",
@@ -510,7 +513,7 @@ class RemoteRuntime:
 
     def render_chat(
         self,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         model: str = "default",
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -527,14 +530,14 @@ class _PlanAsked:
     def __init__(
         self,
         info: ModelInfo,
-        messages: Sequence[Message],
+        messages: str | Sequence[Message],
         offer: ToolOffer,
         template_args: Mapping[str, Any] | None,
     ) -> None:
         self._job, self._images = chat_job(info, messages, offer, template_args)
         self.body = {
             "model": info.asked_as,
-            "messages": messages_body(messages),
+            "messages": messages_body(turns_of(messages)),
             "chat_template_kwargs": template_args,
             "with_plan": True,
             **offer_body(offer),

@@ -128,34 +128,22 @@ class CallKeywords(RequestKeywords, total=False):
     route: str
 
 
-class TextKeywords(RequestKeywords, FormKeywords, total=False):
-    """Those of a request for text, and the form of it."""
-
-
-class GenerateKeywords(TextKeywords, total=False):
-    """What `generate` takes."""
+class GenerateKeywords(RequestKeywords, FormKeywords, total=False):
+    """What `generate` takes: fields of a request, the form of its text, and what is the call's own."""
 
     state: GivenState | None
     request_id: str | None
     on_notice: OnNotice | None
 
 
-class ChatKeywords(TextKeywords, total=False):
-    """Those of a request for text, and what only a conversation takes."""
-
-    images: ImageLike | Sequence[ImageLike]
-    parallel_tool_calls: bool
-    state: GivenState | None
-    on_notice: OnNotice | None
-
-
-class ConversationKeywords(ChatKeywords, total=False):
+class ConversationKeywords(GenerateKeywords, total=False):
     """What `chat` takes."""
 
+    images: ImageLike | Sequence[ImageLike]
     template_args: Mapping[str, Any] | None
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: Any
-    request_id: str | None
+    parallel_tool_calls: bool
 
 
 _TEXTS: dict[str, list[str]] = {"priority": [*Priority], "preempt": [*Preempt]}
@@ -225,6 +213,7 @@ _FORMER = {
 }
 
 
+IS_PINNED_IS_FORMER = "is_pinned is pin_model or unpin_model now"
 _LOAD = ("keep_alive", "ctx_size", "slots", "reach")
 
 
