@@ -73,6 +73,7 @@ def place(tmp_path: Path, stock: Path, server_url: Callable[[], str]) -> Place:
         "PATH": os.pathsep.join([str(HERE / "shims"), str(Path(sys.executable).parent), os.environ["PATH"]]),
         "REAL_PATH": os.environ["PATH"],
         "REPO": str(ROOT),
+        "REPOSITORY": str(ROOT),
         "TESTS_DOCS": str(HERE),
         "XDG_DATA_HOME": str(tmp_path / "data"),
         "COLUMNS": "100",

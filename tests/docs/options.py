@@ -25,7 +25,7 @@ def problem(words: list[str]) -> str:
     """What is wrong with `stoker WORDS`; empty: nothing."""
     command = root()
     known = {"--help"}
-    for place, word in enumerate(words):
+    for word in words:
         if word in {"|", ">", "<", "&", "&&", ";", "2>&1"}:
             break
         known |= _options(command)
@@ -36,7 +36,7 @@ def problem(words: list[str]) -> str:
         elif hasattr(command, "commands"):
             if name in command.commands:
                 command = command.commands[name]
-            elif place == 0 or not PLACEHOLDER.match(word):
+            elif not PLACEHOLDER.match(word):
                 return f"{command.name} has no command {name}"
     return ""
 

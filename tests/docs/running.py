@@ -52,8 +52,9 @@ class Place:
                 pass
             case "output", ("text" | "json"):
                 compare(block.text, self.printed)
-            case "file", _:
-                check_syntax(block)
+            case "file", language:
+                if language != "text":
+                    check_syntax(block)
                 (self.folder / block.words).write_text(block.text, encoding="utf-8")
             case "not run", _:
                 check_syntax(block)
