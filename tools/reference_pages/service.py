@@ -37,7 +37,7 @@ ERRORS = f"""# Errors
 {MADE}
 Over HTTP an error is `{{"error": {{"message", "type", "code", "param", ...}}}}` with the status below, in the
 library an exception of that class (`stoker.errors`), on the command line one line and an
-exit code. `param` names the field at fault; the message's numbers are in `details`. What
+[exit code](exit-codes.md). `param` names the field at fault; the message's numbers are in `details`. What
 may be repeated later carries `Retry-After`.
 """
 SECTIONS = {
