@@ -93,7 +93,8 @@ async def test_requests_are_told_without_their_text(bus: EventBus) -> None:
 
     events = await told(bus, act)
     assert [fields["what"] for _, fields in events] == ["queued", "admitted", "finished", "failed"]
-    assert events[0][1] == {"request_id": "r", "what": "queued", "position": 3, "eta_s": 1.5}
+    queued = {"request_id": "r", "what": "queued", "position": 3, "eta_s": 1.5, "awaits_model": False}
+    assert events[0][1] == queued
     assert events[1][1]["cache_source"] == "ram"
     assert events[2][1]["usage"]["prompt_tokens"] == 4
     assert events[3][1]["error"]["code"] == "not_ready"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from stoker.backends.fake.backend import load as load_decoder
@@ -11,7 +9,9 @@ from stoker.backends.fake.encoder import load as load_encoder
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
+from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.runner import Contender
+from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.turns import SHARE_OF_STEP, ModelTurns, Runners
 from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.ipc.commands import Submit
@@ -147,22 +147,21 @@ class House:
 
     def __init__(self, step_s=0.08, token_s=0.0008):
         cache = PrefixCache(CacheLimits(), Ledger())
-        self.runners = Runners(StepTimer(Stopwatch(10.0)), cache, JobTable())
+        timer, jobs = StepTimer(Stopwatch(10.0)), JobTable()
+        self.runners = Runners(timer, cache)
         self.now, self.step_s, self.token_s = 0.0, step_s, token_s
         self.order = []
         self.calls = []
         self.num_texts = 0
-        for load, spec in (
-            (load_decoder, ModelSpec(id="chat", path="fake:", num_slots=4)),
-            (load_encoder, ModelSpec(id="texts", path="fake:encoder=1", background_patience_s=5.0)),
-        ):
-            fitted = SimpleNamespace(spec=spec, degraded=())
-            runner = self.runners.add(SimpleNamespace(fitted=fitted), load(spec))
-            cost = runner._cost if spec.id == "texts" else runner.scheduler.cost
+        decodes = ModelSpec(id="chat", path="fake:", num_slots=4)
+        encodes = ModelSpec(id="texts", path="fake:encoder=1", background_patience_s=5.0)
+        chat = SlotRunner(decodes, load_decoder(decodes), timer, cache, jobs)
+        texts = OneShotRunner(encodes, load_encoder(encodes), timer, jobs)
+        for runner, cost in ((chat, chat.scheduler.cost), (texts, texts._cost)):
+            self.runners.add(runner)
             cost.learn = lambda *_: None  # the fake takes no time
-            if spec.id == "texts":
-                for num_tokens in (1, 2, 4, 8, 16, 32, 64, 128, 512):
-                    StepCost.learn(cost, num_tokens, num_tokens * token_s)
+        for num_tokens in (1, 2, 4, 8, 16, 32, 64, 128, 512):
+            StepCost.learn(texts._cost, num_tokens, num_tokens * token_s)
 
     def enter(self, model, name, **fields):
         """A request arrives."""

@@ -8,8 +8,9 @@ from stoker.engine.inbox import Inbox
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.loop import EngineLoop
+from stoker.engine.residency.catalogue import model_info
 from stoker.engine.runners.oneshot import OneShotRunner
-from stoker.engine.runners.status import model_info, waiting_status
+from stoker.engine.runners.status import waiting_status
 from stoker.engine.threads.timer import StepTimer, Stopwatch
 from stoker.errors import (
     ContextLengthError,

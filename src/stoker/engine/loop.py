@@ -123,7 +123,7 @@ class EngineLoop:
         self._store = PrefixStore(inbox.put, settings.cache_dir, limits)
         self._jobs = JobTable()
         self._events = self._jobs.events
-        self._runners = Runners(self._timer, self._store.cache, self._jobs)
+        self._runners = Runners(self._timer, self._store.cache)
         self._pending = PendingRequests(self._workers, self._jobs)
         placement = Placement(
             self._take_sample, self._store.ledger, self._store.cache, settings.memory_margin

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from stoker.backends.protocol.encoding import Encoder
 from stoker.errors import InsufficientMemoryError, ModelNotFoundError, ModelTooLargeError
-from stoker.ipc.model import MODEL_MOVES, STORY_LENGTH, ModelLife, is_move
+from stoker.ipc.model import MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelLife, is_move
 from stoker.models.memory_estimate.fit import Fit, MemoryBudget, weigh
 
 if TYPE_CHECKING:
@@ -319,3 +320,42 @@ def _with_context(spec: ModelSpec, least_n_ctx: int) -> ModelSpec:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.0f} MiB"
+
+
+def model_info(runner: ModelRunner) -> ModelInfo:
+    """What was loaded and the limits that resulted (SPEC K7)."""
+    spec, backend = runner.spec, runner.backend
+    limits, vocabulary, threads = backend.capabilities, backend.vocabulary, backend.extensions.threads
+    num_slots, pooling, n_embd = min(spec.num_slots, limits.num_sequences), "", 0
+    if isinstance(backend, Encoder):  # it has as many places as a call takes texts
+        num_slots, pooling, n_embd = limits.num_sequences, backend.pooling, backend.n_embd
+    return ModelInfo(
+        id=spec.id,
+        path=spec.path,
+        label=limits.label,
+        model_class=limits.model_class,
+        architecture=limits.architecture,
+        description=limits.description,
+        num_params=limits.num_params,
+        size_bytes=limits.size_bytes,
+        n_vocab=limits.n_vocab,
+        n_ctx=limits.n_ctx,
+        n_ctx_train=limits.n_ctx_train,
+        n_batch=limits.n_batch,
+        num_slots=num_slots,
+        num_threads=threads.num_threads if threads else 0,
+        kv_type=limits.kv_type,
+        flash_attention=limits.flash_attention,
+        memory_bytes=backend.memory(),
+        chat_template=vocabulary.chat_template,
+        bos_text=vocabulary.bos_text,
+        eos_text=vocabulary.eos_text,
+        can_trim=limits.can_trim,
+        can_fork=limits.can_fork,
+        has_vision=limits.has_vision,
+        pairing=limits.pairing,
+        degraded=list(runner.degraded),
+        adapters=spec.adapters,
+        pooling=pooling,
+        n_embd=n_embd,
+    )

@@ -11,10 +11,20 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
+from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
-from stoker.engine.residency.catalogue import Catalogue, MemoryShare, Placement, ServedModel, Swaps
+from stoker.engine.residency.catalogue import (
+    Catalogue,
+    MemoryShare,
+    Placement,
+    ServedModel,
+    Swaps,
+    model_info,
+)
 from stoker.engine.residency.loading import Load
-from stoker.engine.runners import status as report
+from stoker.engine.runners.oneshot import OneShotRunner
+from stoker.engine.runners.slots import SlotRunner
+from stoker.engine.runners.status import model_status
 from stoker.errors import ModelInUseError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel
 from stoker.ipc.events import ModelState, Reply
@@ -24,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from stoker.backends.protocol.backend import Backend
-    from stoker.backends.protocol.encoding import Encoder
     from stoker.engine.inbox import LoadPost
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.residency.pending import PendingRequests
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
     from stoker.engine.runners.turns import Runners
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.status import ModelStatus
+    from stoker.models.memory_estimate.fit import FittedSpec
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +129,7 @@ class Residency:
 
     def status(self, now: float) -> list[ModelStatus]:
         """Every served model, for status pages."""
-        return [report.model_status(served, self._leases(served), now) for served in self._catalogue]
+        return [model_status(served, self._leases(served), now) for served in self._catalogue]
 
     def _leases(self, served: ServedModel) -> int:
         """Requests that need it: on it, or on their way to it."""
@@ -395,7 +405,8 @@ class Residency:
             self._free(served, "replaced", now)
         self._load, served.is_asked, served.may_evict = None, False, True
         served.is_suspect = False
-        runner = self._runners.add(load, backend)
+        runner = self._runner_of(load, fitted, backend)
+        self._runners.add(runner)
         if not load.is_reload:
             served.move(ModelLife.READY)
         served.size = self._placement.settle(fitted, runner)
@@ -405,6 +416,17 @@ class Residency:
         served.has_served = self._pending.wants(load.spec.id)
         self._tell(served)
         self._pending.let_in(runner)
+
+    def _runner_of(self, load: Load, fitted: FittedSpec, backend: Backend | Encoder) -> ModelRunner:
+        """What runs on a loaded model: generations in slots, or an encoder's work."""
+        spec, timer, cache = fitted.spec, self._runners.timer, self._runners.cache
+        runner: ModelRunner
+        if isinstance(backend, Encoder):
+            runner = OneShotRunner(spec, backend, timer, self._jobs)
+        else:
+            runner = SlotRunner(spec, backend, timer, cache, self._jobs)
+        runner.load, runner.degraded = load, fitted.degraded
+        return runner
 
     def _refuse(self, served: ServedModel, error: StokerError, now: float) -> None:
         """It cannot be loaded: what waits for it fails; what is in memory stays (SPEC R4)."""
@@ -523,7 +545,7 @@ class Residency:
                 state=served.life,
                 stage=served.stage or stage,
                 fraction=1.0 if runner is not None else served.fraction,
-                info=report.model_info(runner) if runner is not None and not stage else None,
+                info=model_info(runner) if runner is not None and not stage else None,
                 error=None if error is None else error.info(),
                 reason=served.reason,
             )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.jobs.table import Place, places
-from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import ModelStatus, SlotStatus, WaitStatus
 from stoker.kv.sequence import SequenceState
 
@@ -84,42 +82,3 @@ def _waiting(sequence: Sequence, model: str, now: float, place: Place | None) ->
 
 def _story(sequence: Sequence, now: float) -> list[tuple[float, str]]:
     return [(round(now - at, 3), what) for at, what in sequence.story]
-
-
-def model_info(runner: ModelRunner) -> ModelInfo:
-    """What was loaded and the limits that resulted (SPEC K7)."""
-    spec, backend = runner.spec, runner.backend
-    limits, vocabulary, threads = backend.capabilities, backend.vocabulary, backend.extensions.threads
-    num_slots, pooling, n_embd = min(spec.num_slots, limits.num_sequences), "", 0
-    if isinstance(backend, Encoder):  # it has as many places as a call takes texts
-        num_slots, pooling, n_embd = limits.num_sequences, backend.pooling, backend.n_embd
-    return ModelInfo(
-        id=spec.id,
-        path=spec.path,
-        label=limits.label,
-        model_class=limits.model_class,
-        architecture=limits.architecture,
-        description=limits.description,
-        num_params=limits.num_params,
-        size_bytes=limits.size_bytes,
-        n_vocab=limits.n_vocab,
-        n_ctx=limits.n_ctx,
-        n_ctx_train=limits.n_ctx_train,
-        n_batch=limits.n_batch,
-        num_slots=num_slots,
-        num_threads=threads.num_threads if threads else 0,
-        kv_type=limits.kv_type,
-        flash_attention=limits.flash_attention,
-        memory_bytes=backend.memory(),
-        chat_template=vocabulary.chat_template,
-        bos_text=vocabulary.bos_text,
-        eos_text=vocabulary.eos_text,
-        can_trim=limits.can_trim,
-        can_fork=limits.can_fork,
-        has_vision=limits.has_vision,
-        pairing=limits.pairing,
-        degraded=list(runner.degraded),
-        adapters=spec.adapters,
-        pooling=pooling,
-        n_embd=n_embd,
-    )

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.protocol.encoding import Encoder
-from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.runner import Contender
-from stoker.engine.runners.slots import SlotRunner
 from stoker.scheduler.queue import ONE_STEP_IN, Throttle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from stoker.backends.protocol.backend import Backend
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.jobs.prepare import PrepContext
-    from stoker.engine.jobs.table import JobTable
-    from stoker.engine.residency.loading import Load
     from stoker.engine.runners.runner import ModelRunner
     from stoker.engine.threads.timer import StepTimer
 
@@ -105,16 +99,14 @@ class ModelTurns:
 class Runners:
     """Loaded models by id, in the order of their last turn.
 
-    Args:
-        pace: surrounds their steps.
+    Attributes:
+        timer: surrounds their steps.
         cache: what they share of finished work.
-        jobs: the engine's requests.
     """
 
-    def __init__(self, timer: StepTimer, cache: PrefixCache, jobs: JobTable) -> None:
-        self._timer = timer
-        self._cache = cache
-        self._jobs = jobs
+    def __init__(self, timer: StepTimer, cache: PrefixCache) -> None:
+        self.timer = timer
+        self.cache = cache
         self._models: dict[str, ModelRunner] = {}
         self._throttle = Throttle()
         self._turns = ModelTurns()
@@ -140,19 +132,10 @@ class Runners:
         """The loaded model of that id."""
         return self._models.get(model)
 
-    def add(self, load: Load, backend: Backend | Encoder) -> ModelRunner:
+    def add(self, runner: ModelRunner) -> None:
         """Take a loaded model in."""
-        assert load.fitted is not None, f"{load!r} was loaded without a fit"
-        spec = load.fitted.spec
-        runner: ModelRunner
-        if isinstance(backend, Encoder):
-            runner = OneShotRunner(spec, backend, self._timer, self._jobs)
-        else:
-            runner = SlotRunner(spec, backend, self._timer, self._cache, self._jobs)
-        runner.load, runner.degraded = load, load.fitted.degraded
         runner.hold_back(self._throttle)
         self._models[runner.spec.id] = runner
-        return runner
 
     def remove(self, model: str) -> ModelRunner | None:
         """Let a model go; the caller closes it."""
