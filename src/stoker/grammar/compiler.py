@@ -89,7 +89,8 @@ class GrammarCompiler:
     """Compiles for one model and remembers what it has compiled. Safe to use from several threads.
 
     Args:
-        make_tokenizer: makes the model's, which takes a quarter of a second: with the first grammar.
+        make_tokenizer: makes the model's, with the first grammar: a quarter of a second for 49,152 tokens,
+            about a second for 151,936.
         max_cached: grammars that are remembered; beyond it the one not used for longest is forgotten.
     """
 

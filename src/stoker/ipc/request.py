@@ -179,7 +179,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompt: text, or token ids taken as they are.
         model: id of a served model; "default" is the first one served.
-        max_tokens: tokens to generate at most, per choice; None: until the context is full; 0: none.
+        max_tokens: tokens to generate at most, per choice; None: the setting `default_max_tokens`; 0: none.
         is_chat: the prompt comes from a chat template and holds its own special tokens; only a BOS that the
             vocabulary adds to every text is added where the template wrote none.
         n: completions of the one prompt; they share its prefill (SPEC Q16). Choice i draws with seed + i.
@@ -203,12 +203,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         speculate: guess tokens ahead where that is quicker (SPEC D9); the text is the same.
         adapters: LoRA adapters of the model, each by its name or its index, and its scale (SPEC K6); None: as
             set for it, 0: not at all.
-        images: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
+        pictures: in the order of their markers, `IMAGE_MARKER`, in the prompt (SPEC V2).
         note: the client's own, such as how the answer is to be read; the engine ignores it.
         document: what a reranker scores for the prompt, which is the query (SPEC K4); with `state_output`
             "score" only.
         candidates: texts to score as continuations of the prompt (SPEC D5); with `state_output` "choose"
-        only. is_calibrated: score each candidate from the initial state as well.
+            only.
+        is_calibrated: score each candidate from the initial state as well.
     """
 
     prompt: str | tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The one door of the backends to the native library; `decode` calls its samplers on arrays of its own.
+"""The backend's door to the native library; `sampling.sampler` calls its samplers on arrays of its own.
 
 Owns what is global in that library: its start, its log (turned into Python logging) and its devices.
 The bindings are imported before numpy where this module comes first, as one CUDA image asked for.
