@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 
 OWN_TIME_LIMIT_MS = 0.5
 IDLE_LIMIT_PERCENT = 0.5
+WRONG_ESTIMATES_PERCENT = 10.0
 AFTER_LOAD_S = 3.0
 NUM_TAIL_CHARS = 1500
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `figures` holds names out of `overhead`, `masks` and `idle`.
+    """What to measure. `figures` holds names out of `overhead`, `masks`, `eta` and `idle`.
 
     `has_swap`: the workload `swap` as well, whose servers are told otherwise than those of all others.
     """
@@ -78,6 +79,9 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
     if "masks" in plan.figures:
         console.print("Masks of constraints ...")
         figures += await asyncio.to_thread(measure_masks, contestants.model)
+    if "eta" in plan.figures:
+        console.print("Estimates of waiting ...")
+        figures += await asyncio.to_thread(measure_estimates, contestants.model, plan.seeds)
     with tempfile.TemporaryDirectory(prefix="bench-") as logs:
         for shape, workloads in _by_shape(plan.workloads, contestants.shape).items():
             async with AsyncExitStack() as stack:
@@ -143,6 +147,24 @@ def measure_masks(model: Path) -> list[Figure]:
     return [
         figure for cost in _measured("mask_cost", ["--model", str(model)]) for figure in _mask_figures(cost)
     ]
+
+
+def measure_estimates(model: Path, seeds: range) -> list[Figure]:
+    """How many estimates of waiting were wrong, measured in a process of its own.
+
+    Raises:
+        BenchError: that process failed; the message carries the end of what it said.
+    """
+    arguments = ["--model", str(model), "--seed", str(seeds.start), "--repeat", str(len(seeds))]
+    return [_wrong_estimates(row) for row in _measured("eta_accuracy", arguments)]
+
+
+def _wrong_estimates(row: dict[str, float | str]) -> Figure:
+    kind = f"{row['machine']} machine, {row['priority']}, {row['when']}"
+    key = "_".join(str(row[name]).replace(" ", "_") for name in ("machine", "priority", "when"))
+    title = f"estimates of waiting that were off by more than two, {kind}"
+    percent = 100.0 * (1.0 - float(row["num_right"]) / float(row["num_estimates"]))
+    return Figure(f"eta_{key}", title, "%", percent, WRONG_ESTIMATES_PERCENT)
 
 
 def _measured(module: str, arguments: Sequence[str]) -> list[dict[str, float | str]]:

@@ -1,11 +1,11 @@
-"""The step-time model, its budgets and its forecasts, in numbers."""
+"""The step-time model and its budgets, in numbers."""
 
 import pytest
 
 from stoker.ipc.model import Policy
 from stoker.ipc.request import Priority
 from stoker.kv.sequence import Sequence, SequenceKey, SequenceState
-from stoker.scheduler.cost import EtaEstimator, StepCost, waits_s
+from stoker.scheduler.cost import StepCost
 from stoker.scheduler.plan import MIN_SLICE_S, Planner, SliceBudget, StepBudget
 
 
@@ -186,40 +186,6 @@ def test_a_budget_of_just_one_step_carries_one_token():
     least_s = cost.predict(1)
     assert cost.tokens_within(least_s, 512) == 1
     assert cost.tokens_within(least_s * 0.999, 512) == 0
-
-
-def test_a_waiter_gets_the_slot_that_is_free_first_and_keeps_it_for_its_own_time():
-    """Q14."""
-    assert waits_s([5.0, 2.0], [1.0, 10.0, 1.0], 2) == [2.0, 3.0, 5.0]
-    assert waits_s([], [1.0, 1.0], 1) == [0.0, 1.0]
-
-
-def test_people_do_not_wait_for_background_and_background_waits_for_people():
-    """Q14, Q3."""
-    forecast = EtaEstimator(taught(), 1)
-    job = member("running", SequenceState.DECODE, priority=Priority.BACKGROUND)
-    job.num_wanted = 100
-    person = member("person", SequenceState.QUEUED)
-    person.num_wanted = 50
-    later = member("later", SequenceState.QUEUED, priority=Priority.BACKGROUND)
-    waits = forecast.waits_s([job], [person, later])
-    assert waits[0] == 0.0
-    assert waits[1] == pytest.approx(forecast.needs_s(job) + forecast.needs_s(person), rel=0.01)
-    assert forecast.needs_s(job) == pytest.approx(1.0, rel=0.02)
-
-
-def test_answers_that_have_ended_count_for_a_fifth_of_what_is_expected():
-    """Q11, Q14: of how long an answer is, and of how often one ends."""
-    forecast = EtaEstimator(taught(), 2)
-    waiting = member("waiting", SequenceState.QUEUED)
-    before_s = forecast.needs_s(waiting)
-    ended = member("ended", SequenceState.DECODE)
-    ended.started_s = 0.0
-    ended.tokens = [*ended.tokens, *range(228)]
-    forecast.note_end(ended, 22.0)
-    step_s = taught().predict(2)
-    assert forecast.needs_s(waiting) - before_s == pytest.approx(0.2 * (ended.num_generated - 128) * step_s)
-    assert forecast.retry_after_s() == pytest.approx(1.0 + 0.2 * (22.0 / 2 - 1.0))
 
 
 def test_a_slice_waits_until_there_is_a_millisecond_for_it():

@@ -87,8 +87,8 @@ MachineEvent = PressureMoved | RungTaken | HeatMoved
 class Queued(msgspec.Struct, frozen=True, tag=True):
     """A request is in the queue at `position` (0 is next) and may run in about `eta_s` seconds (SPEC Q14).
 
-    Sent when it enters, and when its position has changed, at most once a second. `awaits_model`: it waits
-    for its model, and is prepared once that is loaded; else it was prepared.
+    Sent when it enters, and when its position or its estimate has changed, at most once a second.
+    `awaits_model`: it waits for its model, and is prepared once that is loaded; else it was prepared.
     """
 
     request_id: str

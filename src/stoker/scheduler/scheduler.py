@@ -22,7 +22,9 @@ from stoker.kv.ops import Parking, Schedule
 from stoker.kv.prefix_wait import PrefixWait
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
-from stoker.scheduler.cost import EtaEstimator, StepCost
+from stoker.scheduler.activity import StepActivity
+from stoker.scheduler.cost import StepCost
+from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepBudget, StepPlan
 from stoker.scheduler.queue import Aging, RequestQueue, Throttle
 
@@ -33,6 +35,7 @@ class Scheduler:
     Attributes:
         throttle: which may not run for now; the next `schedule` applies it.
         bursts: when work for images may delay decode rows.
+        activity: what steps were like lately.
     """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
@@ -45,13 +48,15 @@ class Scheduler:
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
         self.cost = StepCost()
-        self.eta = EtaEstimator(self.cost, limits.num_slots)
         budget = StepBudget(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
+        self.eta = EtaEstimator(self.cost, budget, limits.num_slots)
+        self.activity = StepActivity()
         self._planner = Planner(budget, limits.max_prompt_rows)
         self.bursts = self._planner.budget.bursts
         self._aging = Aging(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False
+        self._stepped_s = 0.0  # the last step's end, or when work began
         self.num_parked_total = 0
         self.num_retired_total = 0
 
@@ -81,12 +86,12 @@ class Scheduler:
     def _allowed(self) -> list[Sequence]:
         return [s for s in (*self.queue, *self.slots.running) if not self.throttle.holds(s)]
 
-    def etas_s(self) -> list[float]:
+    def etas_s(self) -> list[float | None]:
         """Estimated seconds until each queued sequence runs, next first (SPEC Q14)."""
         return self.eta.waits_s(self.slots.running, list(self.queue))
 
-    def eta_s(self, position: int) -> float:
-        """The same for one position; far back a rough figure, as arrivals must not cost much."""
+    def eta_s(self, position: int) -> float | None:
+        """The same for one position; None: no step was measured yet."""
         return self.eta.wait_s(self.slots.running, list(self.queue), position)
 
     def _all(self) -> tuple[Sequence, ...]:
@@ -123,6 +128,7 @@ class Scheduler:
         """Put a new sequence in the queue; returns its position."""
         sequence.tell(now, "queued: arrived")
         sequence.last_step_s = now
+        self.eta.people = self.activity.people_to_come(now)
         self.allocator.prefix_source.begin_checkpoints(sequence)
         return self.queue.push(sequence)
 
@@ -133,7 +139,7 @@ class Scheduler:
         elif sequence.slot is None:
             self.queue.remove(sequence)
         else:
-            self.eta.note_end(sequence, now)
+            self.eta.note_end(sequence, reason, now)
         self.take_back(sequence)
         self.allocator.release(sequence, now)
         sequence.finish_reason = reason
@@ -172,6 +178,9 @@ class Scheduler:
     def schedule(self, now: float) -> Schedule:
         """Make room for the next step, admit from the queue."""
         turn = self._begin(now)
+        if not self.slots.running:
+            self._stepped_s = now
+        self.eta.people = self.activity.people_to_come(now)
         self._prefix_wait.raise_leaders(self.queue)
         self._hold_back(turn, now)
         self._return_favoured(turn, now)
@@ -181,9 +190,19 @@ class Scheduler:
         if self.queue:
             self._admit_queue(turn, now)
             self._make_room(turn, now)
+        self.eta.num_places = self._num_places()
         # not before an admitted sequence could use it
         self.allocator.trim(turn, self._free_kept, keeps_nothing=self.throttle.keeps_nothing)
         return turn
+
+    def _num_places(self) -> int:
+        """Sequences that run at once: fewer than slots where the next one finds no room beside them."""
+        is_fetching = self.allocator.prefix_source.is_fetching
+        has_no_room = any(
+            not (s.is_held or s.follows or is_fetching(s) or self.throttle.holds(s))
+            for s in islice(self.queue, self.limits.num_slots)
+        )
+        return max(1, len(self.slots.running)) if has_no_room else self.limits.num_slots
 
     def store_idle(self, now: float) -> Schedule:
         """With nothing to compute: store one prefix that is only in cells, if there is any (SPEC C6)."""
@@ -220,6 +239,10 @@ class Scheduler:
 
     def computed(self, plan: StepPlan, now: float) -> None:
         """The step of `plan` succeeded: its tokens are in the backend."""
+        took_s, self._stepped_s = now - self._stepped_s, now
+        self.activity.stepped(plan, took_s, now)
+        num_tokens = sum(len(part.item.tokens) for part in plan.parts)
+        self.eta.stepped(num_tokens, took_s)
         for part in plan.parts:
             sequence = part.sequence
             sequence.num_ahead = part.num_drafted

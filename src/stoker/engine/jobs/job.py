@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from stoker.ipc.commands import Submit
-from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress, PromptEcho
+from stoker.ipc.events import Admitted, Delta, Finished, PrefillProgress, PromptEcho, Queued
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority
 from stoker.ipc.usage import CacheSource, Timings, TokenLogprob, Usage
 from stoker.kv.sequence import Sequence
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from stoker.engine.jobs.preparations import Preparation
     from stoker.engine.runners.runner import ModelRunner
     from stoker.scheduler.queue import Throttle
+
+
+NEWS_S, NEWS_SHARE = 1.0, 0.5
+"""An estimate that is off by less than this, or than this part of it, is not published again."""
 
 
 class JobQueue(Protocol):
@@ -95,7 +99,7 @@ class Job:
         queue, runner: where it is placed; None: it is pending.
         preparation: what tokenises it; None: it waits for its model, or is placed.
         is_paused: it stands still until it is resumed.
-        position: place in the queue as last published.
+        position, runs_at_s: place in the queue, and when it may run, as last published; None: not known.
         num_preemptions: times that choices which have ended gave their places up.
         num_dropped: tokens that shifts of the context dropped, over all choices.
         num_generated: tokens of all choices, those delivered before a restart included.
@@ -117,6 +121,7 @@ class Job:
     num_generated: int = 0
     num_preemptions: int = 0
     position: int = 0
+    runs_at_s: float | None = None
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_cached: int = 0
@@ -136,6 +141,21 @@ class Job:
 
     def __repr__(self) -> str:
         return f"<Job {self.request_id} {[choice.sequence for choice in self.choices.values()]}>"
+
+    # ------------------------------------------------------------ its place
+
+    def placed_at(self, position: int, eta_s: float | None, now: float) -> Queued:
+        """Its place in the queue, as it is published."""
+        self.position, self.runs_at_s = position, None if eta_s is None else now + eta_s
+        return Queued(self.request_id, position, eta_s)
+
+    def is_news(self, position: int, eta_s: float | None, now: float) -> bool:
+        """Whether its place is another than was published, or its estimate quite another."""
+        if position != self.position:
+            return True
+        if eta_s is None or self.runs_at_s is None:
+            return eta_s is not None
+        return abs(now + eta_s - self.runs_at_s) > max(NEWS_S, NEWS_SHARE * eta_s)
 
     # ------------------------------------------------------------ questions
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stoker.engine.jobs.job import Job
 from stoker.errors import RequestTimeoutError
-from stoker.ipc.events import Event, Failed, Parked, Paused, Queued, Resumed
+from stoker.ipc.events import Event, Failed, Parked, Paused, Resumed
 from stoker.ipc.request import FinishReason
 from stoker.kv.sequence import ParkForm, SequenceState
 
@@ -128,11 +128,10 @@ class JobTable:
             self.finish(job, now)
             return
         positions = [queue.enqueue(choice.sequence, now) for choice in job.choices.values()]
-        job.position = positions[0]
-        self.events.append(Queued(job.request_id, job.position, queue.eta_s(job.position)))
+        self.events.append(job.placed_at(positions[0], queue.eta_s(positions[0]), now))
 
     def publish_positions(self, model: str, queues: Iterable[JobQueue], now: float) -> None:
-        """Events for those whose place in a queue has changed, at most once a second (SPEC Q14)."""
+        """Events for those whose place, or estimate, has changed, at most once a second (SPEC Q14)."""
         if now - self._published_s.get(model, 0.0) < PUBLISH_EVERY_S:
             return
         for queue in queues:
@@ -140,9 +139,8 @@ class JobTable:
                 self._published_s[model] = now
                 job = self._jobs[sequence.key.request_id]
                 has_begun = sequence.state is not SequenceState.QUEUED or job.admitted_s is not None
-                if not has_begun and sequence is job.leader and job.position != position:
-                    job.position = position
-                    self.events.append(Queued(job.request_id, position, eta_s))
+                if not has_begun and sequence is job.leader and job.is_news(position, eta_s, now):
+                    self.events.append(job.placed_at(position, eta_s, now))
 
     # ------------------------------------------------------------ what callers want; unknown ids are ignored
 

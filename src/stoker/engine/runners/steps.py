@@ -168,6 +168,7 @@ class StepRunner:
         self._timer = timer
         self._apply = apply
         self._timed: TimedModel = timer.join(backend, scheduler.cost)
+        self._timed.is_cold = True
         self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
         self._postprocess = Postprocess(backend, scheduler, jobs, timer, self._end_in_flight)

@@ -105,13 +105,18 @@ class Stopwatch:
         return max(0.0, now - started_s - stalled_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimedModel:
-    """A model that steps: its threads, if the machine's load moves them, and what its steps cost."""
+    """A model that steps: its threads, if the machine's load moves them, and what its steps cost.
+
+    Attributes:
+        is_cold: its next step touches memory for the first time, and teaches nothing.
+    """
 
     threads: Threads | None
     cost: StepCost
     max_threads: int
+    is_cold: bool = False
 
 
 class StepTimer:
@@ -195,15 +200,20 @@ class StepTimer:
             self.in_flight()
 
     def end(self, model: TimedModel, num_tokens: int) -> float:
-        """It succeeded; returns the seconds it took. A quiet machine's steps teach what steps cost."""
-        took_s = self._clock.end(num_tokens)
+        """It succeeded; returns the seconds it took.
+
+        A quiet machine's steps teach what steps cost, others only where nothing else is known.
+        """
+        took_s, was_cold = self._clock.end(num_tokens), model.is_cold
+        model.is_cold = False
         controller = self._controller
         if controller is None or model.threads is None:
-            model.cost.learn(num_tokens, took_s)
+            if not was_cold:
+                model.cost.learn(num_tokens, took_s)
             return took_s
         predicted_s = model.cost.predict(num_tokens)
         decision = controller.end(model.threads.num_threads, predicted_s)
-        if predicted_s is None or not controller.governor.is_disturbed:
+        if not was_cold and not (controller.governor.is_disturbed and model.cost.knows(num_tokens)):
             model.cost.learn(num_tokens, took_s)
         self._follow(decision)
         return took_s
