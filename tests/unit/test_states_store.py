@@ -274,6 +274,26 @@ async def test_a_library_saves_and_begins_from_states(tmp_path: Path) -> None:
             assert caught.value.param == "state"
 
 
+async def test_a_call_of_many_prompts_reads_the_state_that_they_begin_from_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC K5: it may be megabytes."""
+    async with Runtime(FAKE, isolation="thread", states_dir=tmp_path / "s", cache_dir=tmp_path) as runtime:
+        await runtime.states.save(FIRST, name="a")
+        alone = [await runtime.states.embed(prompt, state="a") for prompt in (REST, FIRST)]
+        reads: list[str] = []
+        load = StateStore.load
+
+        def counted(store: StateStore, state_id: str, owner: str = "") -> bytes:
+            reads.append(state_id)
+            return load(store, state_id, owner)
+
+        monkeypatch.setattr(StateStore, "load", counted)
+        together = await runtime.states.embed_all([REST, FIRST], state="a")
+        assert [found.data for found in together] == [found.data for found in alone]
+        assert reads == ["a"]
+
+
 async def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     """SPEC K5: an id means a state of the model that it is asked for."""
     StateStore(tmp_path / "s").save(saved(), model="other", name="a")

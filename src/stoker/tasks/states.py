@@ -131,7 +131,14 @@ class States:
         """The same of several prompts, as one call with one id; `timeout_s` is for all together."""
         given: dict[str, Any] = {**fields}
         known_as = KnownAs.taken_from(given)
-        requests = [await self.request(prompt, owner=known_as.owner, **given) for prompt in prompts]
+        state = given.pop("state", None)
+        requests = [request_of(prompt, given) for prompt in prompts]
+        if state is not None:
+            models = {request.model for request in requests}
+            read = {model: await self.given(state, model=model, owner=known_as.owner) for model in models}
+            requests = [
+                msgspec.structs.replace(request, initial_state=read[request.model]) for request in requests
+            ]
         infos = [self._runtime.resolve(request.model) for request in requests]
         for info in infos:
             _require_state(info)

@@ -135,21 +135,14 @@ def _why_too_large(least: Estimate, budget: MemoryBudget) -> str:
 
 
 def _spec(settings: EngineSettings, model: str | None, mmproj: Path | None) -> ModelSpec:
-    from stoker.ipc.model import ModelSpec
-    from stoker.models.seq2seq import slots_of
+    from msgspec.structs import replace
+
+    from stoker.client.models.specs import ModelSource
     from stoker.models.store import ModelStore
 
     file = ModelStore(settings.models_dir).resolve(model)
-    return ModelSpec(
-        id=file.id,
-        path=file.path,
-        num_slots=slots_of(file.model_class, settings.slots),
-        n_ctx=settings.ctx_size,
-        num_cells=settings.kv_cells or 0,
-        n_batch=settings.n_batch,
-        num_threads=settings.threads,
-        projector=None if mmproj is None else _projector(mmproj, file),
-    )
+    spec = ModelSource(settings).described(file).spec
+    return spec if mmproj is None else replace(spec, projector=_projector(mmproj, file))
 
 
 def _projector(path: Path, model: ModelFile) -> ProjectorSpec:

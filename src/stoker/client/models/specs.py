@@ -115,7 +115,7 @@ class ModelSource:
             ModelError: its file is broken or holds no language model.
         """
         is_free = reach is Reach.ANY and has_scheme(name)
-        return self._described(
+        return self.described(
             self._store.resolve_scheme(name) if is_free else self._store.resolve_listed(name)
         )
 
@@ -130,7 +130,7 @@ class ModelSource:
                 paths = f"{found[file.id].spec.path} and {file.path}"
                 text = f"two models would be served as {file.id!r}: {paths}"
                 raise InvalidRequestError(text, param="models")
-            found[file.id] = self._described(file)
+            found[file.id] = self.described(file)
         if settings.draft_model:
             draft_path = store.resolve(settings.draft_model).path
             first = found[files[0].id]
@@ -151,7 +151,8 @@ class ModelSource:
         if {model.info.model_class for model in found} == {ModelClass.ENCODER_DECODER}:
             check_one_slot(found[0].spec.id, self.settings.slots)
 
-    def _described(self, file: ModelFile) -> FoundModel:
+    def described(self, file: ModelFile) -> FoundModel:
+        """A file that can be loaded, as the settings want it."""
         settings = self.settings
         keep_alive = settings.keep_alive
         spec = ModelSpec(

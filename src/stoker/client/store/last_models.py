@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.backends.registry import has_scheme
 from stoker.private import write_text
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class LastModels:
 
 
 def _is_there(path: object) -> bool:
-    if isinstance(path, str) and (path.startswith("fake:") or Path(path).is_file()):
+    if isinstance(path, str) and (has_scheme(path) or Path(path).is_file()):
         return True
     log.warning("a model that was loaded last is not there any more: %s", path)
     return False
