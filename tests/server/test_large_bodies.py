@@ -39,6 +39,8 @@ POSTS = {
     "/v1/runtime/models/unload": "model",
     "/v1/runtime/models/pin": "model",
     "/v1/runtime/suspend": "reason",
+    "/v1/runtime/requests": "prompt",
+    "/v1/runtime/requests/count_tokens": "prompt",
 }
 
 

@@ -81,7 +81,8 @@ def test_a_coding_agents_first_request_is_taken(scripted, scripted_client, tool_
     says(scripted, Admitted("x"), *(delta(char) for char in call), STOP, FINISHED)
     with scripted_client.responses.with_streaming_response.create(**AGENT) as answer:
         assert answer.headers["X-Stoker-Ignored"] == (
-            "tools.2 (web_search), tools.3 (custom), tools.4 (local_shell), tools.5 (mcp)"
+            "tools.2 (web_search), tools.3 (custom), tools.4 (local_shell), tools.5 (mcp), "
+            "store, client_metadata"
         )
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
     last = json.loads(lines[-1])

@@ -42,15 +42,17 @@ def refuse(given: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{name} does not travel to a server: {why}", param=name)
 
 
-def request_body(request: GenerateRequest) -> dict[str, Any]:
-    """A request as JSON values, without what is as by default.
+def request_body(request: GenerateRequest, conversation: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The body that asks for a request, without what is as by default; its prompt may be of a conversation.
 
     Raises:
         UnsupportedError: it asks for a state to be delivered.
     """
     refuse({"state_output": request.state_output})
     given = msgspec.to_builtins(request, str_keys=True)
-    return {name: value for name, value in given.items() if value != _DEFAULTS[name] or name == "prompt"}
+    prompt = given.pop("prompt")
+    body = {"request": {name: value for name, value in given.items() if value != _DEFAULTS[name]}}
+    return body | ({"prompt": prompt} if conversation is None else {"conversation": conversation})
 
 
 def state_fields(state: GivenState | None) -> dict[str, Any]:

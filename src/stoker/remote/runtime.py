@@ -293,7 +293,7 @@ class RemoteRuntime:
             StokerError: the request was refused or failed.
         """
         refuse({"names": names, "owner": owner, "route": route != "library"})
-        body = {"request": request_body(request), "request_id": request_id}
+        body = request_body(request) | {"request_id": request_id}
         async with aclosing(self._events("POST", wire.REQUESTS, body)) as events:
             async for event in events:
                 yield event
@@ -306,7 +306,7 @@ class RemoteRuntime:
         on_notice, request_id = fields.pop("on_notice", None), fields.pop("request_id", None)
         given = await asyncio.to_thread(state_fields, fields.pop("state", None))
         request = request_of(prompt, fields)
-        body = {"request": request_body(request), "request_id": request_id, **given}
+        body = request_body(request) | {"request_id": request_id, **given}
         async with (
             aclosing(self._events("POST", wire.REQUESTS, body)) as events,
             aclosing(text_deltas(request, events, on_notice)) as deltas,
@@ -331,8 +331,8 @@ class RemoteRuntime:
             "chat_template_kwargs": template_args,
             **offer_body(offer),
         }
-        body = {"request": request_body(request), "conversation": conversation, "request_id": request_id}
-        async with self._answer(request, body | given, on_notice) as (_, deltas):
+        body = request_body(request, conversation) | {"request_id": request_id, **given}
+        async with self._answer(request, body, on_notice) as (_, deltas):
             async for delta in deltas:
                 yield delta
 
@@ -448,7 +448,7 @@ class RemoteRuntime:
         async def answer(attempt: Attempt) -> Told:
             how = {"max_tokens": attempt.max_tokens, **attempt.sampling}
             request = request_of("", {"constraint": question.constraint, **how, **fields})
-            body = {"request": request_body(request), "conversation": {"messages": [turn]}, **known_as}
+            body = request_body(request, {"messages": [turn]}) | known_as
             async with self._answer(request, body) as (head, deltas):
                 return await told_by(deltas, head.images)
 
@@ -482,7 +482,7 @@ class RemoteRuntime:
 
     async def count_tokens(self, request: GenerateRequest) -> int:
         """As `Runtime.count_tokens`."""
-        answer = await self._server.post(wire.COUNT_TOKENS, {"request": request_body(request)})
+        answer = await self._server.post(wire.COUNT_TOKENS, request_body(request))
         return int(answer["num_tokens"])
 
     def plan_chat(
@@ -521,7 +521,7 @@ class RemoteRuntime:
     ) -> str:
         """As `Runtime.render_chat`; blocks as `plan_chat` does."""
         offer = offer_of(tools)
-        return self.plan_chat(messages, offer, model=model, template_args=template_args).prompt
+        return self.plan_chat(turns_of(messages), offer, model=model, template_args=template_args).prompt
 
 
 class _PlanAsked:

@@ -24,7 +24,7 @@ from stoker.ipc.request import (
     Sampling,
     check_range,
 )
-from stoker.server.inbound.body import Body, Many, Name, Named
+from stoker.server.inbound.body import Body, Many, Name, Named, RequestId
 from stoker.server.inbound.security import salt_of
 from stoker.tasks.fields import keep_alive_seconds
 
@@ -75,12 +75,23 @@ def header_fields(request: Request) -> dict[str, Any]:
 
 
 class RequestFields(Body):
-    """What every request for work may say: the model, its class, its salt and its deadline."""
+    """What every request for work may say: the model, its class, its salt and its deadline.
+
+    Attributes:
+        priority: the class by its own name, which wins over `service_tier`; vLLM's numbers are ignored.
+    """
 
     model: Name | None = None
     cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
+    priority: Literal["interactive", "background"] | int | None = None
     service_tier: Tier | None = None
     timeout_s: float | None = None
+    request_id: RequestId | None = None
+
+    @property
+    def own_id(self) -> str | None:
+        """As `X-Request-Id`, over which it wins."""
+        return self.request_id
 
     def fields(self, key_digest: str) -> dict[str, Any]:
         """Keyword arguments of a `GenerateRequest` that come from these fields, but for the model.
@@ -90,9 +101,12 @@ class RequestFields(Body):
         Raises:
             InvalidRequestError: a value is out of range.
         """
+        priority = Priority.BACKGROUND if self.service_tier == "flex" else None
+        if isinstance(self.priority, str):
+            priority = Priority(self.priority)
         return present(
             cache_salt=salt_of(key_digest, self.cache_salt or ""),
-            priority=Priority.BACKGROUND if self.service_tier == "flex" else None,
+            priority=priority,
             timeout_s=self.timeout_s,
         )
 

@@ -8,6 +8,7 @@ length for every list and object, and by ending at the first error.
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from stoker.errors import InvalidRequestError
 from stoker.server.errors import invalid_body
 from stoker.server.inbound.bodies import MAX_VALUES, JsonBounds
+from stoker.server.inbound.unknown_fields import known_names, unknown_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,6 +36,8 @@ MAX_ITEMS = 8192
 """Of any list but one of token ids: turns, parts, tools, texts; some have a smaller bound of their own."""
 MAX_KEYS = 4096
 """Of an object with names of the caller's own."""
+MAX_UNKNOWN = 32
+"""Fields that a route does not know and that the answer may name; the first ones."""
 MAX_NAME_CHARS = 1024
 """Of a model's name, which may be a path."""
 MAX_TOKEN_IDS = 300_000
@@ -52,6 +56,7 @@ def _check_keys(value: Any) -> Any:
 
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
 Many = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Named = Annotated[dict[str, T], Field(max_length=MAX_KEYS), BeforeValidator(_check_keys)]
@@ -68,6 +73,11 @@ class Body(BaseModel):
 
     max_values: ClassVar[int] = MAX_VALUES
 
+    @property
+    def own_id(self) -> str | None:
+        """What its request is to be known by besides; None: what its header says."""
+        return None
+
 
 B = TypeVar("B", bound=Body)
 
@@ -82,16 +92,23 @@ async def read_body(request: Request, model: type[B]) -> B:
     """
     bodies: IncomingBodies = request.state.bodies
     async with bodies.received(request.receive, JsonBounds(model.max_values)) as data:
-        return await bodies.decoded(data, partial(_validated, model))
+        body, unknown = await bodies.decoded(data, partial(_validated, model))
+    if body.own_id is not None:
+        request.state.request_id = body.own_id
+    if unknown:
+        request.state.unknown_fields.tell(request, unknown, known_names(model))
+    return body
 
 
-def _validated(model: type[B], data: bytearray) -> B:
+def _validated(model: type[B], data: bytearray) -> tuple[B, list[str]]:
+    """The body, and names of fields that it does not know."""
     try:
         document = msgspec.json.decode(data) if data else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     data.clear()  # an image is megabytes, and the document has them now
-    return validated(model, document)
+    body = validated(model, document)
+    return body, list(islice(unknown_names(model, document), MAX_UNKNOWN))
 
 
 def validated(model: type[B], document: Any) -> B:

@@ -17,6 +17,8 @@ from starlette.responses import Response
 from stoker.errors import CallerError, ErrorInfo
 from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
 from stoker.server.inbound.security import Identity
+from stoker.server.inbound.unknown_fields import UnknownFields, ignored_names
+from stoker.server.reply import IGNORED_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_CONTENT = 204
+_IGNORED = IGNORED_HEADER.lower().encode()
 _UNIDENTIFIED = Identity(refusal="no key is read on this path")
 
 
@@ -59,17 +62,17 @@ class WorkGate:
         self._origins = origins
         self._access = access
         self._bodies = bodies
+        self._unknown_fields = UnknownFields()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, pass on, and answer what no route answered."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id.decode()
-        state["bodies"] = self._bodies
-        answer = _Answer(send, _id_headers(scope, request_id))
+        state["request_id"] = _request_id(scope)
+        state["bodies"], state["unknown_fields"] = self._bodies, self._unknown_fields
+        answer = _Answer(send, scope)
         try:
             visit = self._visit(scope)
             answer.add(visit.headers)
@@ -82,7 +85,7 @@ class WorkGate:
         except CallerError as error:
             await answer.fail(scope, error.info())
         except Exception:
-            log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
+            log.exception("request %s failed: %s %s", state["request_id"], scope["method"], scope["path"])
             await answer.fail(scope, INTERNAL_ERROR)
 
     def _visit(self, scope: Scope) -> Visit:
@@ -107,9 +110,10 @@ class WorkGate:
 class _Answer:
     """One answer on its way out: adds headers with the request id, knows whether it has begun."""
 
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
-        self._headers = headers
+        self._scope = scope
+        self._headers: list[tuple[bytes, bytes]] = []
         self._has_begun = False
 
     def add(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -119,7 +123,8 @@ class _Answer:
     async def send(self, message: Message) -> None:
         if not self._has_begun and message["type"] == "http.response.start":
             self._has_begun = True
-            message["headers"] = [*message.get("headers", []), *self._headers]
+            own = [*message.get("headers", []), *self._headers, *_id_headers(self._scope)]
+            message["headers"] = _with_ignored(own, self._scope["state"].get("ignored"))
         await self._send(message)
 
     async def fail(self, scope: Scope, info: ErrorInfo) -> None:
@@ -128,10 +133,20 @@ class _Answer:
             await error_response(info, scope)(scope, _nothing, self.send)
 
 
-def _id_headers(scope: Scope, request_id: bytes) -> list[tuple[bytes, bytes]]:
+def _id_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """The id by the names that clients of the two vendors look for."""
+    request_id = scope["state"]["request_id"].encode()
     headers = [(b"x-request-id", request_id)]
     return [*headers, (b"request-id", request_id)] if is_messages_path(scope["path"]) else headers
+
+
+def _with_ignored(headers: list[tuple[bytes, bytes]], names: list[str] | None) -> list[tuple[bytes, bytes]]:
+    """The headers with the fields that were not known, behind the tools that were left out."""
+    if not names:
+        return headers
+    told = [value for name, value in headers if name == _IGNORED]
+    others = [header for header in headers if header[0] != _IGNORED]
+    return [*others, (_IGNORED, b", ".join([*told, ignored_names(names).encode()]))]
 
 
 async def _nothing() -> Message:
@@ -142,9 +157,9 @@ def _header(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key == name]
 
 
-def _request_id(scope: Scope) -> bytes:
+def _request_id(scope: Scope) -> str:
     """The client's own id if it is a sane one, else a new one."""
     given = _header(scope, b"x-request-id")
     if len(given) == 1 and _SANE_ID.fullmatch(given[0]):
-        return given[0]
-    return f"req-{uuid.uuid4().hex}".encode()
+        return given[0].decode()
+    return f"req-{uuid.uuid4().hex}"

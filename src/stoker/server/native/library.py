@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from fastapi import APIRouter
@@ -22,7 +22,16 @@ from stoker.ipc.events import Failed
 from stoker.ipc.request import GenerateRequest
 from stoker.remote import wire
 from stoker.server.fields import InlineState, check_tokens, header_fields
-from stoker.server.inbound.body import VALUES_WITH_TOKENS, Body, Described, Named, read_body
+from stoker.server.inbound.body import (
+    MAX_UNKNOWN,
+    VALUES_WITH_TOKENS,
+    Body,
+    Described,
+    Named,
+    RequestId,
+    TokenIds,
+    read_body,
+)
 from stoker.server.inbound.security import salt_of
 from stoker.server.native.requests import Attachment
 from stoker.server.native.runtime import redacted_status
@@ -41,14 +50,15 @@ if TYPE_CHECKING:
     from stoker.server.inbound.security import Identity
     from stoker.server.streaming import Source
 
-RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
+_NAMES = frozenset(GenerateRequest.__struct_fields__) - {"prompt"}
 
 
 class LibraryRequest(Body):
     """A request in the library's own form.
 
     Attributes:
-        request: fields of `GenerateRequest`; bytes in base64. Without a prompt where there is a conversation.
+        prompt: text or token ids; null where there is a conversation.
+        request: further fields of `GenerateRequest`; bytes in base64.
         request_id: unique among live requests; null: one is made up.
         state: what a recurrent model begins from.
         conversation: what the prompt is made of.
@@ -56,10 +66,16 @@ class LibraryRequest(Body):
 
     max_values: ClassVar[int] = VALUES_WITH_TOKENS
 
-    request: Named[Any]
+    prompt: str | TokenIds | None = None
+    request: Named[Any] = Field(default_factory=dict)
     request_id: RequestId | None = None
     state: str | InlineState | None = None
     conversation: ConversationFields | None = None
+
+    @property
+    def own_id(self) -> str | None:
+        """Its id."""
+        return self.request_id
 
     def to_request(self, key_digest: str) -> GenerateRequest:
         """The request, bound to the caller's key.
@@ -68,7 +84,9 @@ class LibraryRequest(Body):
             InvalidRequestError: a field is missing, malformed or out of range.
             UnsupportedError: it asks for a state to be delivered.
         """
-        given = {"prompt": "", **self.request} if self.conversation else self.request
+        if (self.prompt is None) == (self.conversation is None):
+            raise InvalidRequestError("either prompt or conversation is needed, not both", param="prompt")
+        given = self.request | {"prompt": self.prompt or ""}
         try:
             request = msgspec.convert(given, GenerateRequest, str_keys=True)
         except msgspec.ValidationError as error:
@@ -155,6 +173,10 @@ async def _call(context: ServerContext, request: Request) -> LibraryCall:
         NotReadyError: no model is ready.
     """
     body = await read_body(request, LibraryRequest)
+    if unknown := sorted(body.request.keys() - _NAMES):
+        request.state.unknown_fields.tell(
+            request, (f"request.{name}" for name in unknown[:MAX_UNKNOWN]), _NAMES
+        )
     asked = await asyncio.to_thread(body.to_request, request.state.key_digest)
     context.require_ready()
     info = context.runtime.resolve(asked.model)
