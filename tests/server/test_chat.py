@@ -114,6 +114,9 @@ def test_every_field_reaches_the_runtime(scripted, scripted_http):
         ],
         "max_completion_tokens": 2,
         "temperature": 0.5,
+        "top_n_sigma": 1.5,
+        "dynatemp_range": 0.2,
+        "dynatemp_exponent": 2,
         "top_k": 5,
         "top_p": 0.5,
         "min_p": 0.1,
@@ -155,6 +158,7 @@ def test_every_field_reaches_the_runtime(scripted, scripted_http):
     assert (request.ignore_eos, request.timeout_s, request.logprobs, request.is_chat) == (True, 30, 3, True)
     assert (request.priority, request.return_progress) == ("background", True)
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 5, 0.5, 0.1)
+    assert (sampling.top_n_sigma, sampling.dynatemp_range, sampling.dynatemp_exponent) == (1.5, 0.2, 2)
     assert (sampling.typical_p, sampling.mirostat, sampling.mirostat_tau, sampling.mirostat_eta) == (
         0.9,
         2,

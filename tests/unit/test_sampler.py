@@ -16,6 +16,7 @@ from stoker.sampling.sampler import (
     TruncationChain,
     Workspace,
     Xtc,
+    dynamic_temperature,
     probabilities,
     zipf_count,
 )
@@ -49,6 +50,8 @@ def _softmax(logits):
 def _truncate_naively(row, sampling):
     """Candidates left, by the samplers' definitions on sorted arrays."""
     ids = np.argsort(-row, kind="stable")
+    if sampling.top_n_sigma > 0.0:
+        ids = ids[row[ids] >= row.max() - sampling.top_n_sigma * row.std(dtype=np.float64)]
     if sampling.top_k > 0:
         ids = ids[: sampling.top_k]
     if sampling.typical_p < 1.0:
@@ -80,10 +83,12 @@ def _truncate_naively(row, sampling):
         {"typical_p": 0.3, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
         {"top_k": 0, "top_p": 0.9, "min_p": 0.0},
         {"top_k": 300, "top_p": 0.97, "min_p": 0.01, "typical_p": 0.95},
+        {"top_n_sigma": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"top_n_sigma": 2.5, "typical_p": 0.9, "top_k": 20},
     ],
 )
 def test_truncation_leaves_what_the_definitions_leave(settings, num_vocab):
-    """SPEC D1: top_k, typical_p, top_p, min_p one after the other; ids come ascending with their logits."""
+    """SPEC D1: top_n_sigma, top_k, typical_p, top_p, min_p in this order; ids ascend, with their logits."""
     sampling = Sampling(**settings)
     chain = TruncationChain(sampling, Workspace(num_vocab))
     for seed in range(5):
@@ -92,6 +97,49 @@ def test_truncation_leaves_what_the_definitions_leave(settings, num_vocab):
         np.testing.assert_array_equal(ids, _truncate_naively(row, sampling))
         np.testing.assert_array_equal(logits, row[ids])
     chain.close()
+
+
+@pytest.mark.parametrize("num_sigmas", [0.5, 1.0, 3.0])
+def test_top_n_sigma_keeps_what_llama_cpp_leaves_a_chance(num_sigmas):
+    """SPEC D1: forbidden tokens count neither for the largest logit nor for the deviation."""
+    chain = TruncationChain(Sampling(top_n_sigma=num_sigmas, **NO_TRUNCATION), Workspace(300))
+    for seed in range(5):
+        row = _row(seed)
+        row[seed] = -np.inf
+        left = _native(llama_cpp.llama_sampler_init_top_n_sigma(num_sigmas), row)
+        assert chain.apply(row)[0].tolist() == sorted(token for token, logit, _ in left if logit > -np.inf)
+    chain.close()
+
+
+@pytest.mark.parametrize("settings", [(0.8, 0.5, 1.0), (0.5, 2.0, 1.5), (1.0, 1.0, 0.3)])
+def test_a_dynamic_temperature_is_that_of_llama_cpp(settings):
+    """SPEC D1: by entropy, from sharp rows to flat ones."""
+    temperature, reach, exponent = settings
+    sampling = Sampling(temperature=temperature, dynatemp_range=reach, dynatemp_exponent=exponent)
+    for seed, scale in enumerate((0.01, 1.0, 3.0, 10.0)):
+        row = _row(seed, scale=scale)
+        left = _native(llama_cpp.llama_sampler_init_temp_ext(*settings), row)
+        best = max(logit for _, logit, _ in left)
+        found = dynamic_temperature(row, sampling)
+        assert float(row.max()) / best == pytest.approx(found, rel=1e-4)
+        assert max(0.0, temperature - reach) <= found <= temperature + reach
+
+
+def test_a_dynamic_temperature_is_what_tokens_are_drawn_at():
+    """SPEC D1: a range that makes every row sharp draws the likeliest, as temperature 0 does."""
+    row = _row(3)
+    sharp = Sampling(temperature=5.0, dynatemp_range=5.0, dynatemp_exponent=100.0, seed=1, **NO_TRUNCATION)
+    plain = Sampling(temperature=5.0, seed=1, **NO_TRUNCATION)
+    drawn = {name: set() for name in ("sharp", "plain")}
+    for name, sampling in (("sharp", sharp), ("plain", plain)):
+        sampler = Sampler(sampling, 0, [], Workspace(300))
+        for _ in range(20):
+            token = sampler.draw(row.copy())
+            sampler.accept(token)
+            drawn[name].add(token)
+        sampler.close()
+    assert drawn["sharp"] == {int(row.argmax())}
+    assert len(drawn["plain"]) > 1
 
 
 def test_truncation_switched_off_keeps_every_candidate():

@@ -98,9 +98,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature` 0 is greedy. For `seed` None the client picks one, so that a replay draws the same.
     The penalties look back over `repeat_last_n` tokens (-1: all, 0: off); DRY over `dry_penalty_last_n`.
+    `top_n_sigma` keeps logits within so many standard deviations of the largest (0 and below: off). With a
+    `dynatemp_range` the temperature goes up to that far from `temperature`, by the candidates' entropy.
     """
 
     temperature: float = 0.8
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_n_sigma: float = -1.0
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
@@ -124,6 +129,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
+        check_range("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
+        check_range("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+        check_range("top_n_sigma", self.top_n_sigma, -1.0, 100.0)
         check_range("top_k", self.top_k, -1, 2**31 - 1)
         for name in ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold"):
             check_range(name, getattr(self, name), 0.0, 1.0)

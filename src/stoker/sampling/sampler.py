@@ -7,7 +7,9 @@ The draw takes one token by a counter-based uniform number: u = f(seed, token in
 batch shape, preemption, crash and resume cannot change what a request draws.
 
 top_k, typical_p, top_p and min_p are llama.cpp's own samplers, in its order, over an array of candidates;
-they need no model, so every backend has them. XTC is ours because its randomness must be counter-based.
+they need no model, so every backend has them. top_n_sigma comes before them and is ours, as llama.cpp's
+leaves candidates without probability, of which typical_p makes NaN (Tang et al., "Top-n sigma: not all logits
+are you need"). XTC is ours because its randomness must be counter-based.
 Mirostat v1 and v2 replace truncation: they steer the surprise of the text towards a target (Baktash et al.,
 "Mirostat: a neural text decoding algorithm that directly controls perplexity", with the constants of
 llama.cpp, on logits already divided by the temperature); llama.cpp's own draws from a generator of its own.
@@ -70,6 +72,24 @@ def probabilities(logits: Rows, temperature: float) -> Probabilities:
     return scaled
 
 
+def dynamic_temperature(logits: Rows, sampling: Sampling) -> float:
+    """The temperature for these candidates, float32 (n,), n >= 1: llama.cpp's `temp_ext`.
+
+    From `temperature - dynatemp_range` where one candidate has all probability to `temperature +
+    dynatemp_range` where all are alike; between them by their entropy over the largest possible, to the
+    power of `dynatemp_exponent`.
+    """
+    reach = sampling.dynatemp_range
+    if reach <= 0.0 or len(logits) == 1:
+        return sampling.temperature
+    chances = probabilities(logits, 1.0)
+    chances = chances[chances > 0.0]
+    share = float(-(chances * np.log(chances)).sum()) / math.log(len(logits))
+    lowest = max(0.0, sampling.temperature - reach)
+    highest = sampling.temperature + reach
+    return lowest + (highest - lowest) * math.pow(max(share, 0.0), sampling.dynatemp_exponent)
+
+
 def pick(weights: Probabilities, u: float) -> int:
     """The index at which the running sum of `weights` passes `u` of their total.
 
@@ -101,6 +121,7 @@ class Sampler:
         self, sampling: Sampling, index: int, edits: Sequence[LogitEdit], workspace: Workspace
     ) -> None:
         self._temperature = sampling.temperature
+        self._sampling = sampling
         self._seed = (sampling.seed or 0) + index
         self._edits = tuple(edits)
         self._num_drawn = 0
@@ -173,7 +194,7 @@ class Sampler:
         ids, logits = self._truncation.apply(row)
         if self._xtc is not None:
             ids, logits = self._xtc.apply(ids, logits, uniform(self._seed, self._num_drawn, Stream.XTC))
-        return int(ids[pick(probabilities(logits, self._temperature), u)])
+        return int(ids[pick(probabilities(logits, dynamic_temperature(logits, self._sampling)), u)])
 
     def _no_peak(self, peak: float) -> StokerError:
         if peak == -math.inf and self._edits:
@@ -203,6 +224,7 @@ class TruncationChain:
 
     def __init__(self, sampling: Sampling, workspace: Workspace) -> None:
         self._workspace = workspace
+        self._num_sigmas = sampling.top_n_sigma
         self._is_typical = sampling.typical_p < 1.0
         samplers = _native_samplers(sampling)
         self._is_empty = not samplers
@@ -214,17 +236,26 @@ class TruncationChain:
     def apply(self, row: Rows) -> tuple[TokenIds, Rows]:
         """The candidates left of `row`, float32 (n_vocab,): ids, ascending, and their logits."""
         ids = self._workspace.ids
+        if self._num_sigmas > 0.0:
+            ids = np.flatnonzero(row >= _sigma_floor(row, self._num_sigmas)).astype(np.int32)
+            row = row[ids]
         if self._is_empty:
             return ids, row
         assert self._free.alive, "applied after close"
         if self._is_typical:
-            ids = np.flatnonzero(row >= row.max() - np.float32(_TYPICAL_DEPTH)).astype(np.int32)
-            row = row[ids]
+            near = row >= row.max() - np.float32(_TYPICAL_DEPTH)
+            ids, row = ids[near], row[near]
         return self._workspace.truncate(self._chain, ids, row)
 
     def close(self) -> None:
         """Free the native chain; idempotent. Nothing may be applied afterwards."""
         self._free()
+
+
+def _sigma_floor(row: Rows, num_sigmas: float) -> float:
+    """The logit below which top_n_sigma leaves none; forbidden tokens do not count."""
+    finite = row[np.isfinite(row)]
+    return float(finite.max() - num_sigmas * finite.std(dtype=np.float64))
 
 
 def _native_samplers(sampling: Sampling) -> list[int]:

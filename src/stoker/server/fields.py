@@ -200,6 +200,9 @@ class SamplingFields(Body):
     """The samplers (SPEC D1); absent and null mean the default."""
 
     temperature: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    top_n_sigma: float | None = None
     top_k: Int | None = None
     top_p: float | None = None
     min_p: float | None = None

@@ -43,6 +43,9 @@ class SamplingKeywords(TypedDict, total=False):
     """Those of `Sampling`."""
 
     temperature: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    top_n_sigma: float
     top_k: int
     top_p: float
     min_p: float
