@@ -14,7 +14,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from stoker import runtime as asynchronous
 from stoker.tasks import states as asynchronous_states
@@ -89,13 +89,19 @@ class _Mirror(Generic[A]):
         return f"<sync {self._target!r}>"
 
 
+def _of(target: A, method: Callable[Concatenate[A, P], T]) -> Callable[P, T]:
+    """The method of the same name of `target`, which a connected runtime has of its own."""
+    found: Callable[P, T] = getattr(target, method.__name__)
+    return found
+
+
 def _waited(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[_Mirror[A], P], T]:
     """A method that waits for what the coroutine returns."""
 
     def call(self: _Mirror[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._loop.wait(method(self._target, *args, **kwargs))
+        return self._loop.wait(_of(self._target, method)(*args, **kwargs))
 
     return update_wrapper(call, method)
 
@@ -106,7 +112,7 @@ def _iterated(
     """A method whose items come as they are made; leaving the iteration closes the generator."""
 
     def call(self: _Mirror[A], /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        return self._loop.iterate(method(self._target, *args, **kwargs))
+        return self._loop.iterate(_of(self._target, method)(*args, **kwargs))
 
     return update_wrapper(call, method)
 
@@ -115,7 +121,7 @@ def _direct(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate[_Mir
     """A method that any thread may call."""
 
     def call(self: _Mirror[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(self._target, *args, **kwargs)
+        return _of(self._target, method)(*args, **kwargs)
 
     return update_wrapper(call, method)
 
@@ -123,10 +129,13 @@ def _direct(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate[_Mir
 def _asked(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate[_Mirror[A], P], T]:
     """A method that is called in the runtime's thread, which alone changes the answer."""
 
-    async def ask(target: A, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(target, *args, **kwargs)
+    def call(self: _Mirror[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        async def ask() -> T:
+            return _of(self._target, method)(*args, **kwargs)
 
-    return update_wrapper(_waited(ask), method)
+        return self._loop.wait(ask())
+
+    return update_wrapper(call, method)
 
 
 class States(_Mirror[asynchronous_states.States]):
@@ -157,8 +166,19 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     def __init__(
         self, model: str | Path | None = None, *, settings: EngineSettings | None = None, **fields: Any
     ) -> None:
-        super().__init__(asynchronous.Runtime(model, settings=settings, **fields), _Loop())
-        self.states = States(self._target.states, self._loop)
+        self._mirror(asynchronous.Runtime(model, settings=settings, **fields))
+
+    @classmethod
+    def connect(cls, url: str | None = None, *, api_key: str | None = None) -> Self:
+        """The runtime of a running server; arguments and errors are those of `stoker.Runtime.connect`."""
+        connected = cls.__new__(cls)
+        target = asynchronous.Runtime.connect(url, api_key=api_key)
+        connected._mirror(cast("asynchronous.Runtime", target))  # noqa: SLF001 - it has the same methods
+        return connected
+
+    def _mirror(self, target: asynchronous.Runtime) -> None:
+        super().__init__(target, _Loop())
+        self.states = States(target.states, self._loop)
 
     def start(self) -> None:
         """Start the engine; returns when every model is ready. Raises what `Runtime.start` raises."""

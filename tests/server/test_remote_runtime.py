@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
+import stoker.sync
 from stoker import FinishReason, GenerateRequest, Runtime, TextDelta
 from stoker.errors import (
     ContextLengthError,
@@ -348,6 +349,25 @@ async def test_a_suspended_runtime_keeps_the_request(runtime: Any) -> None:
                     await runtime.resume()
                     assert not runtime.is_suspended
     assert num_tokens == 60
+
+
+def test_scripts_without_an_event_loop_connect_too(start_server: Callable[..., Any], tmp_path: Path) -> None:
+    """I9, I11: `stoker.sync.Runtime.connect`, by the same names."""
+    server = start_server(lambda: Runtime(MODELS[2], isolation="thread", states_dir=tmp_path / "states"))
+    server.ready.result(60)
+    with stoker.sync.Runtime.connect(server.url) as runtime:
+        assert [info.id for info in runtime.models] == ["rnn"]
+        assert runtime.resolve(None).id == runtime.status().engine.models[0].id
+        assert sum(len(delta.token_ids) for delta in runtime.generate("hello", max_tokens=5)) == 5
+        for delta in runtime.chat(HI):
+            assert [one.id for one in runtime.with_client()] == [delta.request_id]
+            break
+        assert runtime.ask("hello", max_tokens=3).usage.completion_tokens == 3
+        assert runtime.states.save("hello", name="first") in runtime.states.list()
+        assert "hi" in runtime.render_chat(HI)
+        assert next(runtime.events()).event == "snapshot"
+        with pytest.raises(RequestNotFoundError):
+            runtime.cancel("none")
 
 
 # ------------------------------------------------------------ errors
