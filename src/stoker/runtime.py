@@ -35,6 +35,7 @@ from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind, EngineHealth, GroupStatus, ModelStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 from stoker.tasks.ask import Answer, AskKeywords, ask
+from stoker.tasks.batch import BatchKeywords, batch
 from stoker.tasks.chat import ChatPlan, chat_job, offer_of, planned
 from stoker.tasks.choose import Choices, ChooseKeywords, score_choices
 from stoker.tasks.embed import EmbedKeywords, TextEmbeddings, embed_texts
@@ -52,14 +53,15 @@ from stoker.tasks.fields import (
     warn_outside,
 )
 from stoker.tasks.form import Schema, Several
+from stoker.tasks.functions import ToolLike
 from stoker.tasks.generate import chatted, generated
 from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, read_images
 from stoker.tasks.rerank import Ranking, RerankKeywords, rank_documents
+from stoker.tasks.run_tools import RunToolsKeywords, ToolRun, run_tools
 from stoker.tasks.states import States
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from stoker.remote.runtime import RemoteRuntime
 
@@ -146,12 +148,7 @@ class Runtime:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     # ------------------------------------------------------------ questions
@@ -227,18 +224,15 @@ class Runtime:
             ctx_size: tokens (cells) all its slots share.
             slots: sequences that run at once.
             reach: what a name that is not served may lead to; a caller that is not trusted gets less.
-            former: the names of before 0.2, which warn.
+            former: names of before 0.2, which warn.
 
         Raises:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
         given = {"keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots} | current_load_names(former)
-        changes = SpecChanges(
-            keep_alive_s=keep_alive_seconds(given["keep_alive"]),
-            n_ctx=given["ctx_size"],
-            num_slots=given["slots"],
-        )
-        return await self._client.load_model(self._own_id(model), changes, reach)
+        keep_alive_s = keep_alive_seconds(given["keep_alive"])
+        changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=given["ctx_size"], num_slots=given["slots"])
+        return await self._client.load_model(_served_id(self.models, model), changes, reach)
 
     async def unload_model(self, model: str) -> None:
         """Free a served model, or stop its load or download; the next request for it loads it again.
@@ -246,7 +240,7 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        await self._client.running().loads.unload(self._own_id(model))
+        await self._client.running().loads.unload(_served_id(self.models, model))
 
     async def pin_model(self, model: str, *, is_pinned: bool | None = None) -> None:
         """Never unload a model to make room; `is_pinned` False is `unpin_model`, and warns.
@@ -256,7 +250,7 @@ class Runtime:
         """
         if is_pinned is not None:
             warn_outside(IS_PINNED_IS_FORMER)
-        self._client.running().loads.pin(self._own_id(model), is_pinned=is_pinned is not False)
+        self._client.running().loads.pin(_served_id(self.models, model), is_pinned=is_pinned is not False)
 
     async def unpin_model(self, model: str) -> None:
         """Let a pinned model be unloaded to make room again.
@@ -264,10 +258,7 @@ class Runtime:
         Raises:
             ModelNotFoundError: it is not served.
         """
-        self._client.running().loads.pin(self._own_id(model), is_pinned=False)
-
-    def _own_id(self, model: str) -> str:
-        return self.models[0].id if model == "default" and self.models else model
+        self._client.running().loads.pin(_served_id(self.models, model), is_pinned=False)
 
     def model_states(self) -> list[ModelStatus]:
         """Every served model and download as it was last heard of; needs no engine."""
@@ -413,8 +404,8 @@ class Runtime:
         Args:
             messages: each with `role` and `content`, in OpenAI's form; a list as content may hold texts and
                 `Image`s. A text is one turn, the user's.
-            fields: as for `generate`; `tools`: functions that the model may call, in OpenAI's form;
-                `tool_choice`: "auto" (None), "none", "required", or the form that names one of them;
+            fields: as for `generate`; `tools`: functions that the model may call, of Python or in OpenAI's
+                form; `tool_choice`: "auto" (None), "none", "required", or the form that names one of them;
                 `parallel_tool_calls` False: at most one call; `template_args`: further variables for the
                 model's chat template; `images`: whatever `Image` takes, or a list of such, for the front of
                 the last user turn.
@@ -427,6 +418,18 @@ class Runtime:
     async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]) -> Answer:
         """The whole answer to a text or a conversation; see `tasks.ask.ask`."""
         return await ask(self, prompt, **fields)
+
+    async def batch(
+        self, prompts: Several[Prompt | Sequence[Message]], **fields: Unpack[BatchKeywords]
+    ) -> list[Answer]:
+        """The answers to many prompts, as background work; see `tasks.batch.batch`."""
+        return await batch(self, prompts, **fields)
+
+    async def run_tools(
+        self, messages: str | Sequence[Message], **fields: Unpack[RunToolsKeywords]
+    ) -> ToolRun:
+        """Ask, run the calls of the answer, and so on until it has none; see `tasks.run_tools.run_tools`."""
+        return await run_tools(self, messages, **fields)
 
     async def cancel(self, request_id: str) -> None:
         """End a live request; its stream finishes with `cancelled`.
@@ -576,12 +579,16 @@ class Runtime:
         messages: str | Sequence[Message],
         model: str = "default",
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         **template_args: Any,
     ) -> str:
         """The prompt that a conversation becomes, by the model's own template; blocks as `plan_chat` does."""
         offer = offer_of(tools)
         return self.plan_chat(messages, offer, model=model, template_args=template_args).prompt
+
+
+def _served_id(models: Sequence[ModelInfo], model: str) -> str:
+    return models[0].id if model == "default" and models else model
 
 
 def _in_thread(settings: EngineSettings) -> ThreadTransport:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from stoker import runtime as asynchronous
 from stoker.tasks import states as asynchronous_states
+from stoker.tasks.functions import ToolLike
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -254,6 +255,8 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     generate = _iterated(asynchronous.Runtime.generate)
     chat = _iterated(asynchronous.Runtime.chat)
     ask = _waited(asynchronous.Runtime.ask)
+    batch = _waited(asynchronous.Runtime.batch)
+    run_tools = _waited(asynchronous.Runtime.run_tools)
     cancel = _waited(asynchronous.Runtime.cancel)
     pause_request = _waited(asynchronous.Runtime.pause_request)
     resume_request = _waited(asynchronous.Runtime.resume_request)
@@ -272,7 +275,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
         messages: str | Sequence[asynchronous.Message],
         model: str = "default",
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         **template_args: Any,
     ) -> str:
         """The prompt that a conversation becomes, by the model's own template."""

@@ -25,8 +25,8 @@ from stoker.ipc.events import Failed, Finished, StateReady
 from stoker.ipc.model import ModelSpec, Policy
 from stoker.ipc.request import GenerateRequest, Priority, Sampling, StateOutput
 from stoker.runtime import Runtime
+from stoker.tasks.backpressure import MAX_IN_FLIGHT
 from stoker.tasks.rerank import rank_documents, require_reranking
-from stoker.tasks.tensor_call import MAX_IN_FLIGHT
 
 QUERY = "who waits?"
 DOCUMENTS = [f"document {at}" for at in range(12)]

@@ -15,8 +15,8 @@ from stoker.backends.fake.encoder import N_EMBD, vector_of
 from stoker.client.client import resolved
 from stoker.errors import InvalidRequestError, QueueFullError, RequestTimeoutError, UnsupportedError
 from stoker.ipc.request import GenerateRequest, Priority, StateOutput
+from stoker.tasks.backpressure import MAX_IN_FLIGHT
 from stoker.tasks.embed import embed_texts, require_embedding
-from stoker.tasks.tensor_call import MAX_IN_FLIGHT
 
 
 @pytest.fixture

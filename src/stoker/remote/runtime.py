@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import msgspec
 
@@ -45,6 +45,7 @@ from stoker.remote.mirror import ServerMirror
 from stoker.remote.states import RemoteStates
 from stoker.settings import server_to_ask
 from stoker.tasks.ask import Answer, AskKeywords, ask
+from stoker.tasks.batch import BatchKeywords, batch
 from stoker.tasks.chat import ChatPlan, chat_deltas, chat_job, offer_of, planned
 from stoker.tasks.choose import Choices, ChooseKeywords
 from stoker.tasks.embed import EmbedKeywords, TextEmbeddings
@@ -64,11 +65,10 @@ from stoker.tasks.fields import (
     warn_outside,
 )
 from stoker.tasks.form import Schema, Several
+from stoker.tasks.functions import ToolLike
 from stoker.tasks.read_images import MAX_TOKENS, Attempt, Question, Reading, Told, read_with, told_by
 from stoker.tasks.rerank import Ranking, RerankKeywords
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from stoker.tasks.run_tools import RunToolsKeywords, ToolRun, run_tools
 
 __all__ = ["RemoteRuntime"]
 
@@ -135,12 +135,7 @@ class RemoteRuntime:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     # ------------------------------------------------------------ questions
@@ -398,6 +393,18 @@ class RemoteRuntime:
         """As `Runtime.ask`."""
         return await ask(self, prompt, **fields)
 
+    async def batch(
+        self, prompts: Several[Prompt | Sequence[Message]], **fields: Unpack[BatchKeywords]
+    ) -> list[Answer]:
+        """As `Runtime.batch`."""
+        return await batch(self, prompts, **fields)
+
+    async def run_tools(
+        self, messages: str | Sequence[Message], **fields: Unpack[RunToolsKeywords]
+    ) -> ToolRun:
+        """As `Runtime.run_tools`; the functions run here."""
+        return await run_tools(self, messages, **fields)
+
     async def cancel(self, request_id: str) -> None:
         """As `Runtime.cancel`."""
         await self._steer(request_id, "cancel")
@@ -516,7 +523,7 @@ class RemoteRuntime:
         messages: str | Sequence[Message],
         model: str = "default",
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[ToolLike] | None = None,
         **template_args: Any,
     ) -> str:
         """As `Runtime.render_chat`; blocks as `plan_chat` does."""

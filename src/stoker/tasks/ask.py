@@ -13,7 +13,7 @@ from typing import Any, Protocol, Unpack
 import msgspec
 
 from stoker.client.requests.stream import TextDelta, ToolCall
-from stoker.errors import AnswerInvalidError, InvalidRequestError
+from stoker.errors import AnswerInvalidError, InvalidRequestError, StokerError
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, TokenLogprob, Usage
@@ -48,6 +48,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: of the same tokens, where `logprobs` was asked for.
         parsed: by `schema`: an instance of the class, or JSON values; None: no schema was given, or the
             answer is a call or was cancelled.
+        error: why one of a batch has no answer, `finish_reason` is "error" then; `ask` raises it.
     """
 
     text: str
@@ -61,6 +62,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     parsed: Any = None
+    error: StokerError | None = None
 
 
 class AskKeywords(ConversationKeywords, total=False):

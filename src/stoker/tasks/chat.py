@@ -39,6 +39,7 @@ from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import IMAGE_MARKER, FinishReason
 from stoker.ipc.usage import TokenLogprob
 from stoker.tasks.fields import Message, turns_of
+from stoker.tasks.functions import described
 
 log = logging.getLogger(__name__)
 
@@ -162,13 +163,14 @@ def _say_fallback(model: str) -> None:
 
 
 def offer_of(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:
-    """The tools a caller offers, in OpenAI's form, and what is to be done with them.
+    """The tools a caller offers, in OpenAI's form or as Python functions, and what is to be done with them.
 
     Every tool has to be a function.
 
     Raises:
         InvalidRequestError, UnsupportedError: naming the field.
     """
+    tools = described(tools)
     checked_toolset(tools).require_all()
     return offer_of_functions(tools, tool_choice, is_parallel=is_parallel)
 

@@ -24,6 +24,7 @@ from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import GenerateRequest, Picture, Preempt, Priority, Sampling, StateOutput
 from stoker.settings import parse_keep_alive
 from stoker.tasks.form import FormKeywords, Several, take_constraint
+from stoker.tasks.functions import ToolLike
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
@@ -144,7 +145,7 @@ class ConversationKeywords(GenerateKeywords, total=False):
 
     images: ImageLike | Sequence[ImageLike]
     template_args: Mapping[str, Any] | None
-    tools: Sequence[Mapping[str, Any]] | None
+    tools: Sequence[ToolLike] | None
     tool_choice: Any
     parallel_tool_calls: bool
 

@@ -1,29 +1,28 @@
 """Calls that are requests each of which comes back as a tensor: texts to embed or to score, states.
 
-Owns how many requests of a call are under way at once. Their id and their deadline are the group's, what the
-tensors mean is known to the task that asks.
+How many of them are under way at once is `backpressure`'s, their id and their deadline are the group's, what
+the tensors mean is known to the task that asks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.errors import EngineError, QueueFullError
+from stoker.errors import EngineError
 from stoker.images.intake import Intake
 from stoker.ipc.events import Finished, StateReady
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.status import CallKind
+from stoker.tasks.backpressure import Backpressure
 from stoker.tasks.chat import ChatPlan
 from stoker.tasks.fields import Message
-
-MAX_IN_FLIGHT = 64
-"""Texts of one call that are under way at once."""
 
 
 class TaskRuntime(Protocol):
@@ -82,36 +81,15 @@ async def answers_of(
 
 
 class _TensorCall:
-    """The requests of one call. Where the queue is at its bound, fewer of them are under way at once."""
+    """The requests of one call."""
 
     def __init__(self, group: RequestGroup) -> None:
         self._group = group
-        self._limit = MAX_IN_FLIGHT
-        self._num_running = 0
-        self._has_moved = asyncio.Condition()
+        self._pressure = Backpressure()
 
     async def answer(self, request: GenerateRequest) -> Answered:
         """What one request comes back with."""
-        while True:
-            async with self._place():
-                try:
-                    return await self._ask(request)
-                except QueueFullError:
-                    if self._num_running == 1:  # the requests that wait there are not of this call
-                        raise
-                    self._limit = min(self._limit, self._num_running - 1)
-
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        async with self._has_moved:
-            await self._has_moved.wait_for(lambda: self._num_running < self._limit)
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            async with self._has_moved:
-                self._has_moved.notify_all()
+        return await self._pressure.run(partial(self._ask, request))
 
     async def _ask(self, request: GenerateRequest) -> Answered:
         ready: StateReady | None = None
