@@ -21,7 +21,7 @@ from stoker.errors import (
 )
 from stoker.ipc.model import ModelInfo
 from stoker.tasks.backpressure import Backpressure
-from stoker.tasks.batch import BatchProgress, Pace, batch
+from stoker.tasks.batch import AnswerRate, BatchProgress, batch
 
 FAKE = "fake:eog_period=0"
 
@@ -207,12 +207,12 @@ async def test_a_queue_that_others_fill_refuses_who_is_alone():
 
 def test_the_rest_takes_what_the_last_answers_took():
     """D12: the rate of now; since the beginning while there are few."""
-    pace = Pace(100.0)
-    pace.note(102.0)
-    assert pace.eta_s(10) == 20.0
+    rate = AnswerRate(100.0)
+    rate.note(102.0)
+    assert rate.eta_s(10) == 20.0
     for second in range(64):
-        pace.note(110.0 + second * 0.5)
-    assert pace.eta_s(10) == pytest.approx(10 * (141.5 - 102.0) / 64)
-    pace.note(142.0)
-    assert pace.eta_s(10) == pytest.approx(10 * 32.0 / 64)
-    assert pace.eta_s(0) == 0.0
+        rate.note(110.0 + second * 0.5)
+    assert rate.eta_s(10) == pytest.approx(10 * (141.5 - 102.0) / 64)
+    rate.note(142.0)
+    assert rate.eta_s(10) == pytest.approx(10 * 32.0 / 64)
+    assert rate.eta_s(0) == 0.0

@@ -128,7 +128,7 @@ class _Batch:
         self._num_total = num_total
         self._num_failed = 0
         self._progress = progress
-        self._pace = Pace(time.monotonic())
+        self._rate = AnswerRate(time.monotonic())
 
     async def work(
         self, items: Iterator[tuple[int, Prompt | Sequence[Message]]], pressure: Backpressure
@@ -163,7 +163,7 @@ class _Batch:
     def _note(self, index: int, answer: Answer) -> None:
         self.answers[index] = answer
         self._num_failed += answer.error is not None
-        self._pace.note(time.monotonic())
+        self._rate.note(time.monotonic())
         if self._progress is not None:
             num_done = len(self.answers)
             self._progress(
@@ -171,14 +171,14 @@ class _Batch:
                     num_done=num_done,
                     num_total=self._num_total,
                     num_failed=self._num_failed,
-                    eta_s=self._pace.eta_s(self._num_total - num_done),
+                    eta_s=self._rate.eta_s(self._num_total - num_done),
                     index=index,
                     answer=answer,
                 )
             )
 
 
-class Pace:
+class AnswerRate:
     """The rate of answers now: over the last ones, or since the beginning where there are few."""
 
     def __init__(self, began_s: float) -> None:
