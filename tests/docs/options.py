@@ -53,6 +53,18 @@ def _options(command: Any) -> set[str]:
     }
 
 
+@cache
+def flags() -> frozenset[str]:
+    """Every option of every command."""
+    found: set[str] = set()
+    commands = [root()]
+    while commands:
+        command = commands.pop()
+        found |= _options(command)
+        commands += getattr(command, "commands", {}).values()
+    return frozenset(found)
+
+
 def problems(script: str) -> list[str]:
     """What is wrong with the `stoker` commands of a shell script."""
     found = []
