@@ -43,10 +43,10 @@ class Terminal:
             argv = (sys.executable, "-m", "stoker.cli", *argv[1:])
         self.argv = [str(word) for word in argv]
         self.size = rows, columns
-        self.env = {**os.environ, "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1", **(env or {})}
-        self.env.pop("COLUMNS", None)
-        self.env.pop("NO_COLOR", None)
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+        self.env = {**inherited, "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1", **(env or {})}
         self._screen = pyte.HistoryScreen(columns, rows, history=10_000, ratio=1)
+        self._screen.write_process_input = self.send  # its answers to what a program asks a terminal
         self._stream = pyte.ByteStream(self._screen)
         self.transcript = b""
         self.status = None

@@ -13,18 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompt_toolkit.application import create_app_session
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
 from stoker.cli import session
 from stoker.cli.commands import doctor
-from stoker.cli.commands.chat import TerminalReader
 from stoker.cli.main import app
 from stoker.cli.session import Activity
-from stoker.errors import ContextLengthError, DownloadError, ModelFileError
+from stoker.errors import DownloadError, ModelFileError
 from stoker.ipc.events import Delta, Finished, ModelState, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import Timings, Usage
@@ -284,57 +280,6 @@ def test_run_names_a_file_that_is_not_there(tmp_path: Path) -> None:
     result = invoke("run", "Hi", "--model", str(tmp_path / "gone.gguf"))
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "gone.gguf" in result.stderr
-
-
-# ---------------------------------------------------------------- chat
-
-
-def test_chat_keeps_the_conversation(runtime: RuntimeStandIn) -> None:
-    """Each turn carries the earlier ones; /system and /clear start over."""
-    lines = "Hi\nAgain\n/system Be brief.\nOne\n/clear\nTwo\n/exit\nnever\n"
-    result = invoke("chat", runtime=runtime, stdin=lines)
-    assert result.exit_code == 0
-    assert result.stdout == "Hello there.\n" * 4
-    assert [request.prompt for request in runtime.requests] == [
-        "[user] Hi\n",
-        "[user] Hi\n[assistant] Hello there.\n[user] Again\n",
-        "[system] Be brief.\n[user] One\n",
-        "[system] Be brief.\n[user] Two\n",
-    ]
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(runtime: RuntimeStandIn) -> None:
-    """What was written before the interruption stays in the conversation."""
-    runtime.mid_answer = lambda: os.kill(os.getpid(), signal.SIGINT)
-    result = invoke("chat", runtime=runtime, stdin="Hi\nGo on\n")
-    assert (result.exit_code, result.stdout) == (0, "Hello\nHello there.\n")
-    assert runtime.requests[1].prompt == "[user] Hi\n[assistant] Hello\n[user] Go on\n"
-
-
-def test_an_error_in_one_answer_leaves_the_chat_usable(runtime: RuntimeStandIn) -> None:
-    """What bad input gets: the failed turn is forgotten, the next one works."""
-    runtime.stream_error = ContextLengthError("99 tokens do not fit 64", num_tokens=99, n_ctx=64)
-    result = invoke("chat", runtime=runtime, stdin="long\nHi\n/nonsense\n")
-    assert result.exit_code == 0
-    assert "99 tokens do not fit 64; /clear starts over" in result.stderr
-    assert "no command /nonsense" in result.stderr
-    assert runtime.requests[1].prompt == "[user] Hi\n"
-
-
-async def test_the_terminals_line_sends_with_enter_and_grows_with_alt_enter(tmp_path: Path) -> None:
-    """Multi-line input; Ctrl-C clears the line and Ctrl-D ends; what was sent is remembered."""
-    history = tmp_path / "data" / "history"
-    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
-        reader = TerminalReader(history)
-        keys.send_text("one\x1b\rtwo\r")
-        assert await reader.read() == "one\ntwo"
-        keys.send_text("forget this\x03three\r")
-        assert await reader.read() == "three"
-        keys.send_text("\x04")
-        with pytest.raises(EOFError):
-            await reader.read()
-    assert "+one\n+two" in history.read_text(encoding="utf-8")
-    assert history.stat().st_mode & 0o777 == 0o600
 
 
 # ---------------------------------------------------------------- serve

@@ -34,7 +34,7 @@ def test_the_library_finds_the_plugin():
 
 
 def test_what_writes_no_text_is_not_offered_and_the_folder_of_the_settings_counts(tmp_path, monkeypatch):
-    """D26: STOKER_MODELS_DIR names the folder that is listed and the one the engine loads from."""
+    """STOKER_MODELS_DIR names the folder that is listed and the one the engine loads from."""
     tiny_models.write_llama(tmp_path / "decoder.gguf")
     tiny_models.write_mamba(tmp_path / "recurrent.gguf")
     tiny_models.write_bert(tmp_path / "encoder.gguf")
@@ -56,7 +56,7 @@ def test_what_writes_no_text_is_not_offered_and_the_folder_of_the_settings_count
     [(Pairing.NEEDS_PROJECTOR, None, False), (Pairing.NEEDS_PROJECTOR, "{{ messages }}", True)],
 )
 def test_a_reader_without_its_projector_is_offered_only_where_it_also_chats(pairing, template, is_offered):
-    """D26: without a chat template there is nothing that it answers."""
+    """without a chat template there is nothing that it answers."""
     described = ModelDescription(
         model_class=ModelClass.DECODER,
         architecture="llama",

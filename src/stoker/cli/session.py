@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 LONG_PROMPT_TOKENS = 64  # a shorter one is read before a bar can be
 FIRST_BYTE_S = 2.0
-_CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+"""For `str.translate`: what a model makes up must not command a terminal."""
 
 
 def piped_text() -> str:
@@ -190,5 +191,5 @@ def _take(event: Any, answer: ReplyText, activity: Activity) -> None:
 
 def _write(text: str) -> None:
     """To stdout at once; a terminal does not get control characters that a model made up."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -33,6 +33,7 @@ from stoker.backends.fake.history import (
     unpacked,
 )
 from stoker.backends.fake.scoring import FakeScoring
+from stoker.backends.fake.script import FakeScript
 from stoker.backends.fake.vision import FakeVision, seen_tokens
 from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabulary
 from stoker.backends.protocol.backend import (
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
 _MAGIC = b"STKF"
 _HEADER = struct.Struct("<4sII")
 _NUM_CELLS = 16384
+_CERTAIN = 1000.0
+"""The logit of a token beside which no other is drawn."""
 MOVED_TOKENS = 16
 """Tokens that are moved at a time: few, so that tests see stretches cut."""
 
@@ -88,6 +91,7 @@ class FakeFaults:
         load_aborts: a load aborts the process before it says how far it is, with a word on stderr.
         load_fails: a load ends with ModelLoadError.
         vision: slices that encoding an image takes; 0: it takes no images.
+        script: file of the answers that it gives word for word; see `script`.
         weights_mib, cell_kib: what it claims to take: weights, and a cell.
     """
 
@@ -102,6 +106,7 @@ class FakeFaults:
     load_fails: bool = False
     load_aborts: bool = False
     vision: int = 0
+    script: str = ""
     weights_mib: int = 0
     cell_kib: float = 1 / 128
 
@@ -117,6 +122,8 @@ class FakeFaults:
                         pass  # under which it is served; what it is as if computed on
                     case "step_delay_s" | "load_s" | "cell_kib":
                         faults[name] = float(value)
+                    case "script":
+                        faults[name] = value
                     case "eog_period" | "weights_mib" | "vision":
                         faults[name] = int(value)
                     case "recurrent" | "is_async" | "load_fails" | "load_aborts":
@@ -184,7 +191,8 @@ class FakeBackend:
         self.faults = faults or FakeFaults()
         self.num_threads = 1
         self.num_steps = 0
-        self._vocabulary = FakeVocabulary()
+        self._script = FakeScript.read(self.faults.script) if self.faults.script else None
+        self._vocabulary = FakeVocabulary(self._script.chat_template) if self._script else FakeVocabulary()
         found = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults)
         fingerprints = tuple((spec.name, _digest(spec.path)) for spec in adapters)
         self._capabilities = dataclasses.replace(found, adapters=fingerprints)
@@ -272,14 +280,22 @@ class FakeBackend:
         if self.faults.step_delay_s:
             time.sleep(self.faults.step_delay_s)
         wanted: list[int] = []
+        scripted: list[int] = []
         for item in plan.items:
             history = self._histories[item.seq]
             self._cells.append(item.seq, len(item.tokens))
             history.append(seen[item.seq])
-            wanted.extend(history.hashes[len(history.hashes) - item.num_logits :])
+            first = len(history.hashes) - item.num_logits
+            wanted.extend(history.hashes[first:])
+            if self._script:
+                ends = range(first + 1, len(history.tokens) + 1)
+                scripted += [self._script.next_token(history.tokens[:end]) for end in ends]
         self._lengths.advance(plan)
         self.num_steps += 1
-        return self._logits(wanted)
+        rows = self._logits(wanted)
+        if scripted:
+            rows[range(len(scripted)), scripted] = _CERTAIN
+        return rows
 
     def _assert_idle(self) -> None:
         """Nothing but `rows` may be called while a step is in flight."""
@@ -502,7 +518,7 @@ def _digest(text: str) -> str:
 def _capabilities(
     num_sequences: int, num_cells: int, n_ctx: int, n_batch: int, faults: FakeFaults
 ) -> Capabilities:
-    is_recurrent, kind = faults.recurrent, f"fake {faults.recurrent} {faults.eog_period}"
+    is_recurrent, kind = faults.recurrent, f"fake {faults.recurrent} {faults.eog_period} {faults.script}"
     return Capabilities(
         model_class=ModelClass.RECURRENT if is_recurrent else ModelClass.DECODER,
         architecture="fake",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.backends.device import CPU, Device
+from stoker.backends.fake.script import FakeScript
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.ipc.model import ModelClass
 from stoker.models.reader import ModelDescription
@@ -33,8 +34,12 @@ class FakeReader:
         return f"<FakeReader {self._path}>"
 
     def describe(self) -> ModelDescription:
-        """A decoder, or an encoder; `id=NAME` among the orders names it. It takes any context."""
-        vocabulary = FakeVocabulary()
+        """A decoder, or an encoder; `id=NAME` among the orders names it. It takes any context.
+
+        Raises ModelFileError for a script that cannot be read.
+        """
+        script = self._orders.get("script")
+        vocabulary = FakeVocabulary(FakeScript.read(script).chat_template) if script else FakeVocabulary()
         return ModelDescription(
             model_class=ModelClass.ENCODER if self._is_encoder else ModelClass.DECODER,
             architecture="fake",

@@ -21,7 +21,14 @@ _SPECIAL_PATTERN = re.compile("(" + "|".join(re.escape(text) for text in SPECIAL
 
 
 class FakeVocabulary:
-    """Token ids 0 .. 255 are bytes, 256 .. 259 are BOS, EOS, im_start and im_end."""
+    """Token ids 0 .. 255 are bytes, 256 .. 259 are BOS, EOS, im_start and im_end.
+
+    Args:
+        chat_template: Jinja source.
+    """
+
+    def __init__(self, chat_template: str = CHATML) -> None:
+        self._chat_template = chat_template
 
     def __repr__(self) -> str:
         return f"<FakeVocabulary of {N_VOCAB} tokens>"
@@ -88,5 +95,5 @@ class FakeVocabulary:
 
     @property
     def chat_template(self) -> str | None:
-        """ChatML."""
-        return CHATML
+        """ChatML, if nothing else was given."""
+        return self._chat_template

@@ -1,242 +1,140 @@
 """`stoker chat`: a conversation in the terminal.
 
-Owns the conversation, its commands and where its lines come from: an editable, remembered line in a terminal,
-or a pipe. Ctrl-C ends the answer that is being written, not the program; what was written stays part of the
-conversation.
+Owns the options, which screen fits the terminal, and the history of what was typed. The conversation is
+`stoker.cli.chat`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import os
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import platformdirs
 import typer
 
-from stoker.cli.options import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_TEMPERATURE,
-    Config,
-    CtxSize,
-    MaxTokens,
-    Model,
-    Seed,
-    Temperature,
-    Threads,
-    engine_settings,
-)
-from stoker.cli.session import ReplyText, opened, write_answer
-from stoker.errors import ContextLengthError, StokerError
-from stoker.ipc.request import GenerateRequest, Sampling
-from stoker.private import make_folder
+from stoker.cli.fitting_model import GENERATE
+from stoker.cli.options import DEFAULT_MAX_TOKENS, AsJson, MaxTokens, Seed, Temperature, engine_settings
+from stoker.cli.target import Target, asks_model
+from stoker.private import FILE_MODE, make_folder
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Sequence
 
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.history import History
 
-    from stoker.cli.options import RuntimeFactory
+    from stoker.cli.chat.plain import PlainScreen
+    from stoker.cli.chat.screen import TerminalScreen
+    from stoker.cli.chat.session import ChatSession
     from stoker.runtime import Runtime
-    from stoker.settings import EngineSettings
 
 HISTORY_FILE = "chat_history"
-HELP = """\
-/system TEXT   start over with TEXT as the system message (without TEXT: none)
-/clear         start over
-/exit          leave (so does Ctrl-D)
-Alt-Enter makes a new line, Enter sends, Ctrl-C stops an answer."""
+EXIT_FAILED = 2
+DEFAULT_TEMPERATURE = 0.3
+"""Low, as small models wander at the library's 0.8."""
 
 
+@asks_model
 def chat(
+    target: Target,
     *,
-    ctx: typer.Context,
-    model: Model = None,
     system: Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option("--image", help="Image for the first turn; may be repeated.", metavar="FILE"),
+    ] = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = DEFAULT_TEMPERATURE,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            "--top-p", help="Draw from the likeliest tokens of this share.", metavar="P", min=0, max=1
+        ),
+    ] = 0.95,
     seed: Seed = None,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    config: Config = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Neither read nor write what was typed in earlier chats.")
+    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Talk with a model; Ctrl-C stops the answer, /exit leaves."""
-    settings = engine_settings(config, model=model, ctx_size=ctx_size, threads=threads, slots=1)
-    talk = ChatSession(Sampling(temperature=temperature, seed=seed), max_tokens)
-    talk.start_over(system or "")
-    asyncio.run(_chat(settings, talk, ctx.obj))
+    """Talk with a model; /help lists what can be done, /exit leaves.
 
-
-@dataclass
-class ChatSession:
-    """The messages so far and how the next answer is drawn."""
-
-    sampling: Sampling
-    max_tokens: int
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def start_over(self, system: str) -> None:
-        """Forget everything; begin with `system` if it is not empty."""
-        self.messages = [{"role": "system", "content": system}] if system else []
-
-    def restart(self) -> None:
-        """Forget everything but the system message."""
-        self.messages = [message for message in self.messages if message["role"] == "system"]
-
-    def request(self, runtime: Runtime, text: str) -> GenerateRequest:
-        """The request that asks for an answer to `text`."""
-        messages = [*self.messages, {"role": "user", "content": text}]
-        return GenerateRequest(
-            prompt=runtime.render_chat(messages),
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-            is_chat=True,
-            return_progress=True,
-        )
-
-    def add(self, text: str, answer: ReplyText) -> None:
-        """Keep an exchange; of an answer that was stopped, what there is of it."""
-        self.messages += [
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": answer.text.strip()},
-        ]
-
-
-async def _chat(settings: EngineSettings, talk: ChatSession, factory: RuntimeFactory | None) -> None:
-    async with opened(settings, factory) as runtime:
-        reader = new_reader()
-        typer.secho(f"{runtime.resolve(None).id}: /help says what can be done", err=True, dim=True)
-        while await _turn(runtime, talk, reader):
-            pass
-
-
-async def _turn(runtime: Runtime, talk: ChatSession, reader: LineReader) -> bool:
-    """One line of the user's; False when it was the last."""
-    try:
-        line = (await reader.read()).strip()
-    except EOFError:
-        return False
-    command, _, rest = line.partition(" ")
-    match command:
-        case "/exit" | "/quit":
-            return False
-        case "/clear":
-            talk.restart()
-        case "/system":
-            talk.start_over(rest.strip())
-        case "/help":
-            typer.echo(HELP, err=True)
-        case _ if command.startswith("/"):
-            typer.echo(f"stoker: there is no command {command}; /help lists them", err=True)
-        case _ if line:
-            await _answer(runtime, talk, line)
-    return True
-
-
-async def _answer(runtime: Runtime, talk: ChatSession, text: str) -> None:
-    """Write an answer; an error or Ctrl-C ends it and leaves the conversation usable."""
-    answer = ReplyText()
-    try:
-        writing = asyncio.ensure_future(write_answer(runtime, talk.request(runtime, text), answer))
-        with _Interruptible(writing):
-            await asyncio.wait([writing])
-        if not writing.cancelled():
-            writing.result()
-        talk.add(text, answer)
-    except ContextLengthError as error:
-        typer.echo(f"stoker: {error.message}; /clear starts over", err=True)
-    except StokerError as error:
-        typer.echo(f"stoker: {error.message}", err=True)
-
-
-class _Interruptible:
-    """While entered, Ctrl-C cancels the task instead of ending the program."""
-
-    def __init__(self, task: asyncio.Future[None]) -> None:
-        self._task = task
-        self._loop = asyncio.get_running_loop()
-
-    def __enter__(self) -> None:
-        self._before = signal.getsignal(signal.SIGINT)
-        self._loop.add_signal_handler(signal.SIGINT, self._task.cancel)
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, self._before)
-
-
-class LineReader(Protocol):
-    """Something that gives the user's next text."""
-
-    async def read(self) -> str:
-        """The next text. Raises EOFError when there is none."""
-        ...
-
-
-class TerminalReader:
-    """An edited line: Enter sends, Alt-Enter makes a new line, Ctrl-C clears, Ctrl-D ends.
-
-    Args:
-        history: file that remembers what was sent; readable by its owner only.
+    Without a terminal on standard input each of its lines is a turn.
     """
+    from stoker.cli.chat.plain import no_echo
+    from stoker.cli.chat.session import ChatSession
 
-    def __init__(self, history: Path) -> None:
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.history import FileHistory
-
-        make_folder(history.parent)
-        history.touch(mode=0o600)
-        self._session: PromptSession[str] = PromptSession(
-            "> ",
-            multiline=True,
-            history=FileHistory(str(history)),
-            key_bindings=_bindings(),
-            prompt_continuation=". ",
+    fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    session = ChatSession(fields, system=system or "")
+    with no_echo():
+        num_failed = asyncio.run(
+            _chat(target, session, image or [], has_history=not no_history, as_json=as_json)
         )
-
-    async def read(self) -> str:
-        """The next text. Raises EOFError at Ctrl-D."""
-        while True:
-            try:
-                text: str = await self._session.prompt_async()
-            except KeyboardInterrupt:
-                typer.secho("(/exit or Ctrl-D leaves)", err=True, dim=True)
-            else:
-                return text
+    if num_failed and not sys.stdin.isatty():
+        raise typer.Exit(EXIT_FAILED)
 
 
-class PipeReader:
-    """Standard input, a line at a time."""
+async def _chat(
+    target: Target, session: ChatSession, images: Sequence[Path], *, has_history: bool, as_json: bool
+) -> int:
+    """Talk until the last line; how many turns and commands have failed."""
+    from stoker.cli.chat.loop import ChatLoop
 
-    async def read(self) -> str:
-        """The next line. Raises EOFError at the end."""
-        line: str = await asyncio.to_thread(sys.stdin.readline)
-        if not line:
-            raise EOFError
-        return line
+    async with target.opened(GENERATE, slots=1) as runtime:
+
+        def models() -> list[str]:
+            return _models(runtime, target)
+
+        async with _screen(models, has_history=has_history, as_json=as_json) as screen:
+            loop = ChatLoop(runtime, session, screen, models)
+            if sys.stdin.isatty():
+                screen.say(f"{runtime.resolve(None).id}: /help says what can be done")
+            for image in images:
+                await loop.attach(str(image))
+            await loop.run()
+    return loop.num_failed
 
 
-def new_reader() -> LineReader:
-    """The reader that fits standard input."""
-    if sys.stdin.isatty():
-        return TerminalReader(platformdirs.user_data_path("stoker") / HISTORY_FILE)
-    return PipeReader()
+def _screen(
+    models: Callable[[], Sequence[str]], *, has_history: bool, as_json: bool
+) -> TerminalScreen | PlainScreen:
+    """What fits standard input and output."""
+    from stoker.cli.chat.commands import CommandCompleter
+    from stoker.cli.chat.plain import DumbTerminalLines, PlainScreen, piped_line
+    from stoker.cli.chat.screen import TerminalScreen
+
+    if not sys.stdin.isatty():
+        return PlainScreen(piped_line, as_json=as_json)
+    history = _history(is_kept=has_history)
+    if as_json or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in {"dumb", "unknown"}:
+        return PlainScreen(DumbTerminalLines(history), as_json=as_json)
+    return TerminalScreen(history, CommandCompleter(models))
 
 
-def _bindings() -> KeyBindings:
-    from prompt_toolkit.key_binding import KeyBindings
+def _history(*, is_kept: bool) -> History:
+    """What was typed in earlier chats, in a file for its owner alone; where there can be none, in memory."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    bindings = KeyBindings()
+    if not is_kept:
+        return InMemoryHistory()
+    file = platformdirs.user_state_path("stoker") / HISTORY_FILE
+    try:
+        make_folder(file.parent)
+        file.touch(mode=FILE_MODE)
+        file.chmod(FILE_MODE)
+    except OSError as error:
+        typer.echo(f"stoker: no history is kept: {file}: {error.strerror}", err=True)
+        return InMemoryHistory()
+    return FileHistory(str(file))
 
-    @bindings.add("enter")
-    def _send(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
 
-    @bindings.add("escape", "enter")
-    def _new_line(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
+def _models(runtime: Runtime, target: Target) -> list[str]:
+    """Names of models that answer: the served ones, and those that are here where the chat loads its own."""
+    from stoker.models.store import ModelStore
 
-    return bindings
+    served = [info.id for info in runtime.models if GENERATE.is_done_by(info)]
+    here = ModelStore(engine_settings(target.config).models_dir).list()
+    found = [file.id for file in here if file.description and GENERATE.is_done_by(file.description)]
+    return list(dict.fromkeys([*served, *found]))

@@ -1,0 +1,1 @@
+"""`stoker chat`: a conversation in the terminal."""

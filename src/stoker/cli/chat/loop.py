@@ -1,0 +1,324 @@
+"""The course of a chat: a line is typed, a command is done or a turn answered, until the last line.
+
+Owns what each command does and what becomes of an answer that is stopped or fails. What was said is
+`session`'s, where lines come from and answers go to is the screen's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.cli.chat.commands import file_of, help_table, typed
+from stoker.cli.chat.saving import save
+from stoker.cli.chat.session import Exchange, ChatReply
+from stoker.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, StokerError
+from stoker.images.image import Image
+from stoker.images.turns import require_vision
+from stoker.ipc.events import Parked, Paused, PrefillProgress, Queued
+from stoker.ipc.model import ModelClass
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from rich.console import RenderableType
+
+    from stoker.cli.chat.session import ChatSession
+    from stoker.client.requests.stream import Notice
+    from stoker.ipc.events import ModelState
+    from stoker.ipc.model import ModelInfo
+    from stoker.runtime import Runtime
+
+NO_TOOLS = "tools are off: a chat offers the model no functions and runs nothing that it asks for"
+LONG_PROMPT_TOKENS = 256  # a shorter one is read before it can be said
+
+
+class ChatScreen(Protocol):
+    """Where lines come from and answers go to."""
+
+    async def read(self) -> str:
+        """The next line that was typed. Raises EOFError behind the last one."""
+        ...
+
+    def answering(self, task: asyncio.Future[None]) -> AbstractContextManager[None]:
+        """While entered, Ctrl-C cancels the task instead of ending the program."""
+        ...
+
+    def wait(self, text: str) -> None:
+        """Say what is waited for, in one line, until something comes; empty: nothing."""
+        ...
+
+    def think(self, text: str) -> None:
+        """A piece of the model's reasoning."""
+        ...
+
+    def write(self, text: str) -> None:
+        """A piece of the answer."""
+        ...
+
+    def end(self, reply: ChatReply) -> None:
+        """The answer is over; `reply` holds it and its figures."""
+        ...
+
+    def say(self, content: RenderableType) -> None:
+        """Something to the person at the terminal."""
+        ...
+
+    def fail(self, error: StokerError, advice: str = "") -> None:
+        """A turn or a command has failed."""
+        ...
+
+
+class ChatLoop:
+    """One chat.
+
+    Args:
+        runtime: started.
+        session: what was said before.
+        screen: of the chat.
+        models: gives the names that /model takes.
+
+    Attributes:
+        num_failed: turns and commands that have failed.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        session: ChatSession,
+        screen: ChatScreen,
+        models: Callable[[], Sequence[str]],
+    ) -> None:
+        self._runtime = runtime
+        self._session = session
+        self._screen = screen
+        self._models = models
+        self.num_failed = 0
+        self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
+            "/model": self._model,
+            "/system": self._system,
+            "/image": self._image,
+            "/save": self._save,
+            "/save!": self._replace,
+            "/stats": self._stats,
+            "/tools": self._tools,
+            "/clear": self._clear,
+            "/help": self._help,
+        }
+
+    def __repr__(self) -> str:
+        return f"ChatLoop({len(self._session.exchanges)} exchanges)"
+
+    async def run(self) -> None:
+        """Until the last line, or /exit."""
+        runtime = self._runtime
+        runtime.on_load = self._on_load
+        while True:
+            try:
+                line = typed(await self._screen.read())
+            except EOFError:
+                return
+            if line.command == "/exit":
+                return
+            if line.command == "/retry":
+                await self._retry(line.text)
+            elif line.command:
+                await self._guarded(self._commands[line.command](line.text))
+            elif line.text:
+                if line.looks_mistyped:
+                    self._screen.say("sent as text: it is no command; /help lists those there are")
+                await self._turn(line.text)
+
+    async def _guarded(self, work: Awaitable[None]) -> bool:
+        """Do it until Ctrl-C; whether it was done. What goes wrong is said, and the chat goes on."""
+        task = asyncio.ensure_future(work)
+        try:
+            with self._screen.answering(task):
+                await _ended(task)
+            if task.cancelled():
+                return False
+            task.result()
+        except ContextLengthError as error:
+            self._failed(error, "; /clear starts over")
+        except StokerError as error:
+            self._failed(error)
+        except OSError as error:
+            text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            self._failed(InvalidRequestError(text))
+        else:
+            return True
+        return False
+
+    def _failed(self, error: StokerError, advice: str = "") -> None:
+        self.num_failed += 1
+        self._screen.fail(error, advice)
+
+    # ------------------------------------------------------------ answers
+
+    async def _turn(self, text: str) -> None:
+        """Answer a turn; one that fails is not part of the conversation, one that is stopped is."""
+        session = self._session
+        images = tuple(session.attached)
+        session.num_retries = 0
+        if await self._answered(text, images):
+            session.attached.clear()
+
+    async def _retry(self, given: str) -> None:
+        """Answer the last turn again; its former answer comes back if that fails."""
+        session = self._session
+        former = session.exchanges.pop() if session.exchanges and not session.failed else None
+        if former is None and session.failed is None:
+            self._screen.say("nothing has been asked yet")
+            return
+        text, images = session.failed or (former.text, former.images)  # type: ignore[union-attr]  # one is there
+        session.num_retries += 1
+        if not await self._answered(text, images, temperature=given) and former is not None:
+            session.exchanges.append(former)
+            session.failed = None
+
+    async def _answered(self, text: str, images: tuple[Image, ...], temperature: str = "") -> bool:
+        """Whether an answer was kept, of which there may be a part only."""
+        session, reply, num_failed = self._session, ChatReply(""), self.num_failed
+        await self._guarded(self._stream(text, images, reply, temperature))
+        has_failed = self.num_failed > num_failed
+        if not has_failed:
+            self._screen.end(reply)
+        is_kept = not has_failed and (reply.finish_reason is not None or bool(reply.text))
+        session.failed = None if is_kept else (text, images)
+        if is_kept:
+            session.exchanges.append(Exchange(text, images, reply))
+        return is_kept
+
+    async def _stream(self, text: str, images: tuple[Image, ...], reply: ChatReply, temperature: str) -> None:
+        fields = {**self._session.request_fields(), "return_progress": True, "on_notice": self._on_notice}
+        if temperature:
+            fields["temperature"] = _number(temperature)
+        elif self._session.num_retries and fields.get("temperature") == 0:
+            say = "temperature 0 gives the same answer again; another one comes with, say, /retry 0.8"
+            raise InvalidRequestError(say, param="temperature")
+        reply.model = self._info().id
+        messages = self._session.messages(text, images)
+        async with aclosing(self._runtime.chat(messages, **fields)) as deltas:
+            async for delta in deltas:
+                reply.take(delta)
+                if delta.reasoning:
+                    self._screen.think(delta.reasoning)
+                if delta.text:
+                    self._screen.write(delta.text)
+
+    def _info(self) -> ModelInfo:
+        return self._runtime.resolve(self._session.model)
+
+    def _on_notice(self, notice: Notice | PrefillProgress) -> None:
+        """Say what the answer waits for."""
+        match notice:
+            case Queued(_, position, eta_s) if position > 0 or (eta_s or 0) >= 1:
+                eta = f", about {eta_s:.0f} s to go" if eta_s is not None else ""
+                self._screen.wait(f"waits in the queue: {position} before it{eta}")
+            case PrefillProgress() if notice.total >= LONG_PROMPT_TOKENS:
+                cached = f", {notice.cached} of them cached" if notice.cached else ""
+                text = f"reading the prompt: {notice.processed} of {notice.total} tokens{cached}"
+                self._screen.wait(text)
+            case Parked():
+                self._screen.wait("makes room for another request")
+            case Paused():
+                self._screen.wait("paused")
+
+    def _on_load(self, state: ModelState) -> None:
+        """Say how far a model is."""
+        if state.state in {"downloading", "loading"}:
+            stage = f" ({state.stage})" if state.stage else ""
+            self._screen.wait(f"{state.state} {state.model}{stage}: {100 * state.fraction:.0f} %")
+
+    # ------------------------------------------------------------ commands
+
+    async def _model(self, name: str) -> None:
+        current = self._info().id
+        if not name:
+            shown = [f"{'* ' if each == current else '  '}{each}" for each in self._models()]
+            self._screen.say("\n".join(shown))
+            return
+        info = await self._runtime.load_model(name)
+        if info.model_class == ModelClass.ENCODER:
+            raise ModelNotFoundError(f"{info.id} is {info.class_text}: it answers nothing", param="model")
+        self._session.model = info.id
+        self._screen.say(f"{info.id} answers from now on, with {info.n_ctx} tokens of context")
+
+    async def _system(self, text: str) -> None:
+        session = self._session
+        if not text:
+            self._screen.say(f"system message: {session.system}" if session.system else "no system message")
+            return
+        session.system = "" if text == "-" else text
+        what = "with another system message" if session.system else "without a system message"
+        self._screen.say(f"started over {what}: {_forgotten(session.start_over())}")
+
+    async def _clear(self, _: str) -> None:
+        stays = "; the system message stays" if self._session.system else ""
+        self._screen.say(_forgotten(self._session.start_over()) + stays)
+
+    async def _image(self, text: str) -> None:
+        attached = self._session.attached
+        if text:
+            await self.attach(text)
+        elif attached:
+            self._screen.say(f"with the next turn: {', '.join(image.name for image in attached)}")
+        else:
+            self._screen.say("no image goes with the next turn; /image FILE attaches one")
+
+    async def attach(self, text: str) -> None:
+        """Let an image go with the next turn. Raises StokerError where the model or the file cannot."""
+        require_vision(self._info(), "/image")
+        image = Image(file_of(text))
+        picture, _ = await asyncio.to_thread(image.picture)
+        self._session.attached.append(image)
+        self._screen.say(f"{image.name} goes with the next turn, {picture.width} x {picture.height} pixels")
+
+    async def _save(self, name: str) -> None:
+        self._write_file(name, may_replace=False)
+
+    async def _replace(self, name: str) -> None:
+        self._write_file(name, may_replace=True)
+
+    def _write_file(self, name: str, *, may_replace: bool) -> None:
+        if not name:
+            raise InvalidRequestError("/save FILE: say where to, in FILE.md or FILE.json", param="file")
+        file = file_of(name)
+        save(self._session, file, may_replace=may_replace)
+        number = len(self._session.exchanges)
+        self._screen.say(f"{number} {'turn' if number == 1 else 'turns'} written to {file}")
+
+    async def _stats(self, _: str) -> None:
+        used, info = self._session.num_context_tokens, self._info()
+        self._screen.say(f"{info.id}: {self._session.stats}; context: {used} of {info.n_ctx} tokens")
+
+    async def _tools(self, _: str) -> None:
+        self._screen.say(NO_TOOLS)
+
+    async def _help(self, _: str) -> None:
+        self._screen.say(help_table())
+
+
+async def _ended(task: asyncio.Future[None]) -> None:
+    """Until it has ended; it does not outlive who waits for it."""
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequestError(
+            f"/retry [TEMPERATURE]: {text!r} is no number", param="temperature"
+        ) from None
+
+
+def _forgotten(number: int) -> str:
+    return f"{number} {'turn' if number == 1 else 'turns'} forgotten"
