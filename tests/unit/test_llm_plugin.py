@@ -56,7 +56,7 @@ def test_what_writes_no_text_is_not_offered_and_the_folder_of_the_settings_count
     [(Pairing.NEEDS_PROJECTOR, None, False), (Pairing.NEEDS_PROJECTOR, "{{ messages }}", True)],
 )
 def test_a_reader_without_its_projector_is_offered_only_where_it_also_chats(pairing, template, is_offered):
-    """without a chat template there is nothing that it answers."""
+    """Without a chat template there is nothing that it answers."""
     described = ModelDescription(
         model_class=ModelClass.DECODER,
         architecture="llama",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from stoker.cli.chat.commands import file_of, help_table, typed
 from stoker.cli.chat.saving import save
-from stoker.cli.chat.session import Exchange, ChatReply
+from stoker.cli.chat.session import ChatReply, Exchange
 from stoker.errors import ContextLengthError, InvalidRequestError, ModelNotFoundError, StokerError
 from stoker.images.image import Image
 from stoker.images.turns import require_vision
