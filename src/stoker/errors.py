@@ -13,6 +13,53 @@ from typing import Any, ClassVar
 
 import msgspec
 
+__all__ = [
+    "AnswerInvalidError",
+    "AuthenticationError",
+    "CacheFileError",
+    "CallerError",
+    "ContextLengthError",
+    "DeviceBusyError",
+    "DownloadError",
+    "EngineCrashedError",
+    "EngineError",
+    "ErrorInfo",
+    "ForbiddenError",
+    "InsufficientMemoryError",
+    "InvalidRequestError",
+    "KeptRequestDamagedError",
+    "LoadCrashedError",
+    "MachineError",
+    "MachineSetupError",
+    "ModelError",
+    "ModelFileError",
+    "ModelInUseError",
+    "ModelLoadError",
+    "ModelNotFoundError",
+    "ModelTooLargeError",
+    "NotReadyError",
+    "OperatorOnlyError",
+    "PoolFullError",
+    "PreparationTimeoutError",
+    "QueueFullError",
+    "ReadingError",
+    "RequestCancelledError",
+    "RequestNotFoundError",
+    "RequestTimeoutError",
+    "RequestTooLargeError",
+    "SchedulerStalledError",
+    "ServerBusyError",
+    "ServerLostError",
+    "StateNotFoundError",
+    "StepFailedError",
+    "StokerError",
+    "TooHotError",
+    "UnsupportedError",
+    "WorkLimitError",
+    "WorkerLostError",
+    "error_from_info",
+]
+
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     """An error as a value: what crosses a process boundary and what HTTP bodies are made of."""

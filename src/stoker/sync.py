@@ -17,6 +17,7 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast
 
 from stoker import runtime as asynchronous
+from stoker.images.intake import Intake
 from stoker.tasks import states as asynchronous_states
 from stoker.tasks.functions import ToolLike
 
@@ -152,6 +153,12 @@ class States(_Mirror[asynchronous_states.States]):
     delete = _waited(asynchronous_states.States.delete)
 
 
+class Images(_Mirror[Intake]):
+    """See `stoker.images.intake.Intake`."""
+
+    take = _waited(Intake.take)
+
+
 class Runtime(_Mirror[asynchronous.Runtime]):
     """See `stoker.runtime.Runtime`; may be used from several threads at once.
 
@@ -162,6 +169,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
 
     Attributes:
         states: saved states of recurrent models, and embeddings by state.
+        images: takes in the images of requests that are made of a plan.
     """
 
     def __init__(
@@ -180,6 +188,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     def _mirror(self, target: asynchronous.Runtime) -> None:
         super().__init__(target, _Loop())
         self.states = States(target.states, self._loop)
+        self.images = Images(target.images, self._loop)
 
     def start(self) -> None:
         """Start the engine; returns when every model is ready. Raises what `Runtime.start` raises."""

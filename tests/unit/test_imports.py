@@ -16,7 +16,20 @@ SOURCE = Path(stoker.__file__).parent
 # not named belongs to the room above it.
 BASE = {"errors", "wording", "private", "native_crash", "base64_text", "json_size"}
 ALLOWED = {
-    "": {"errors", "images", "ipc", "runtime", "settings", "sync", "tasks"},  # exports
+    "": {
+        "errors",
+        "events",
+        "images",
+        "ipc",
+        "client",
+        "models",
+        "remote",
+        "runtime",
+        "settings",
+        "sync",
+        "tasks",
+    },
+    "events": {"client", "ipc"},  # exports, as those of the package
     "errors": set[str](),
     "wording": set[str](),
     "private": set[str](),
@@ -64,7 +77,7 @@ ALLOWED = {
         "remote",
         "engine",
     },  # brings them together
-    "sync": {"errors", "ipc", "settings", "client", "runtime", "tasks"},
+    "sync": {"errors", "images", "ipc", "settings", "client", "runtime", "tasks"},
     "llm_plugin": {"errors", "ipc", "settings", "models.store", "sync"},
     "server": BASE
     | {"", "ipc", "settings", "chat", "images", "power", "client", "tasks", "remote", "runtime"},

