@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from stoker.errors import (
     NotReadyError,
     ServerLostError,
 )
+from stoker.ipc.events import Delta
 from stoker.remote import connection
 from stoker.remote.runtime import RemoteRuntime
 
@@ -48,7 +49,14 @@ async def answering(answer: bytes) -> AsyncIterator[str]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server in a process of its own, with a slow fake, and its URL."""
-    words = ["--model", "fake:eog_period=0,step_delay_s=0.02", "--port", "0", "--no-follow-sleep"]
+    with serving(tmp_path) as found:
+        yield found
+
+
+@contextmanager
+def serving(tmp_path: Path, port: str = "0") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The same for the block."""
+    words = ["--model", "fake:eog_period=0,step_delay_s=0.02", "--port", port, "--no-follow-sleep"]
     with subprocess.Popen(
         [sys.executable, "-m", "stoker.cli", "serve", *words],
         stdout=subprocess.PIPE,
@@ -146,7 +154,9 @@ async def test_a_server_that_dies_during_an_answer_is_told_at_once(
             process.kill()
 
     async with Runtime.connect(url) as runtime:
-        with pytest.raises(ServerLostError, match=r"went away.*tokens of the answer had come.*ask") as caught:
+        with pytest.raises(
+            ServerLostError, match=r"went away.*ask again.*tokens of the answer had come"
+        ) as caught:
             await asked(runtime)
         assert caught.value.details["num_tokens"] >= 1
         assert caught.value.details["url"] == url
@@ -199,7 +209,7 @@ async def test_a_stream_with_nothing_to_say_lives_by_its_comments(
 async def _paused(runtime: RemoteRuntime) -> int:
     """Tokens of an answer that was paused for longer than the server's beat."""
     from stoker import GenerateRequest  # noqa: PLC0415
-    from stoker.ipc.events import Delta, Paused  # noqa: PLC0415
+    from stoker.ipc.events import Paused  # noqa: PLC0415
 
     num_tokens = 0
     request = GenerateRequest(prompt="hello", max_tokens=20)
@@ -214,6 +224,49 @@ async def _paused(runtime: RemoteRuntime) -> int:
                     6, lambda: asyncio.ensure_future(runtime.resume_request("mine"))
                 )
     return num_tokens
+
+
+async def test_a_suspended_server_that_comes_back_serves_the_same_program_and_keeps_its_request(
+    server: tuple[str, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """I11, L2: the request goes on without its client and is read again by its id."""
+    url, process = server
+    async with Runtime.connect(url) as runtime:
+
+        async def asked() -> None:
+            async with aclosing(runtime.generate("hello", max_tokens=60, request_id="mine")) as deltas:
+                await anext(deltas)
+                await runtime.suspend(grace_s=0.0)
+                process.terminate()
+                async for _ in deltas:
+                    pass
+
+        with pytest.raises(NotReadyError, match="its next start goes on with this"):
+            await asked()
+        assert await asyncio.to_thread(process.wait, 60) == 0
+        with serving(tmp_path, url.rpartition(":")[2]):
+            async with asyncio.timeout(60):
+                while not runtime.is_ready:  # noqa: ASYNC110 - the task that follows the server tells nobody
+                    await asyncio.sleep(0.05)
+            assert [kept.id for kept in runtime.kept()] == ["mine"]
+            events = [event async for event in runtime.attach("mine")]
+            assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 60
+
+
+async def test_closing_ends_what_runs_and_says_that_it_was_closed(
+    server: tuple[str, subprocess.Popen[str]],
+) -> None:
+    """I11: the server goes on, without this program's requests."""
+    runtime = Runtime.connect(server[0])
+    await runtime.start()
+    deltas = runtime.generate("hello", max_tokens=400)
+    await anext(deltas)
+    await runtime.close()
+    with pytest.raises(NotReadyError, match="not connected"):
+        await anext(deltas)
+    async with Runtime.connect(server[0]) as other, asyncio.timeout(30):
+        while other.with_client():  # noqa: ASYNC110 - the server tells nobody of it
+            await asyncio.sleep(0.05)
 
 
 async def test_a_key_that_is_wrong_is_told_with_its_remedy(tmp_path: Path, start_server) -> None:

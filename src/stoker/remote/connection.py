@@ -45,7 +45,8 @@ _SHORT = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
 _LONG = httpx.Timeout(None, connect=CONNECT_S)
 _STREAM = httpx.Timeout(None, connect=CONNECT_S, read=QUIET_S)
 # As many streams at once as the caller opens: a cancel must not wait for one of them to end.
-_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+# Idle connections end here first: a request on one that the server is closing would be lost.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=2.0)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -185,7 +186,9 @@ class ServerConnection:
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:
-            raise NotReadyError(f"not connected to {self.url}: use the runtime in an `async with` block")
+            raise NotReadyError(
+                f"not connected to {self.url} (any more): use the runtime in an `async with` block"
+            )
         return self._http
 
     @contextmanager
@@ -197,6 +200,7 @@ class ServerConnection:
         except SSEError as error:
             raise self.stranger(f"{error}") from error
         except httpx.HTTPError as error:
+            self._client()  # closed meanwhile: that is what ended it
             raise self._lost(error) from error
         finally:
             self._num_open -= 1

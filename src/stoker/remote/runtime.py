@@ -378,15 +378,11 @@ class RemoteRuntime:
         raise self._interrupted(num_tokens, "the stream ended before the answer")
 
     def _interrupted(self, num_tokens: int, reason: str) -> ServerLostError:
-        if num_tokens == 0:
-            return ServerLostError(reason, param="url", url=self.url, num_tokens=0)
-        if self.is_suspended:
-            hint = (
-                "it was suspended and keeps the request: once it is back `kept` lists it, `attach` reads it"
+        text = reason
+        if num_tokens:
+            text += (
+                f"; {num_tokens} tokens of the answer had come, and only a suspended server keeps requests"
             )
-        else:
-            hint = "it does not keep the request: ask again once it is back"
-        text = f"{reason}; {num_tokens} tokens of the answer had come; {hint}"
         return ServerLostError(text, param="url", url=self.url, num_tokens=num_tokens)
 
     async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]) -> Answer:
