@@ -140,7 +140,7 @@ async def test_an_answer_that_was_cancelled_or_is_a_call_has_no_value(runtime: R
 
 
 def test_a_reading_takes_a_class_as_well():
-    """D17: `rt.read(img, schema=Place)` was a TypeError."""
+    """`rt.read(img, schema=Place)` was a TypeError (D17)."""
     question = Question(schema=Place)
     assert question.constraint is not None
     assert json.loads(question.constraint.source)["additionalProperties"] is False
@@ -167,7 +167,7 @@ def test_a_reading_takes_a_class_as_well():
     ],
 )
 def test_a_form_that_is_none_is_refused_in_words(fields: dict[str, Any], text: str, param: str):
-    """D17, D20: by the name that the caller used."""
+    """By the name that the caller used (D17, D20)."""
     with pytest.raises(InvalidRequestError, match=re.escape(text)) as caught:
         request_of("x", fields)
     assert caught.value.param == param
@@ -214,7 +214,7 @@ def test_adapters_are_named_as_over_http(lora: Any, kept: Any):
 
 @pytest.mark.parametrize("lora", [3, [3], [("a", 1.0, 2)], [{"name": "a"}], b"a", [("a", "b")]])
 def test_adapters_that_are_none_are_refused_by_their_name(lora: Any):
-    """D17: the field that the caller gave."""
+    """The field that the caller gave (D17)."""
     with pytest.raises(InvalidRequestError, match="lora") as caught:
         request_of("x", {"lora": lora})
     assert caught.value.param == "lora"

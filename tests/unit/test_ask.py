@@ -51,7 +51,7 @@ async def test_an_answer_is_what_the_stream_would_have_said(runtime: Runtime):
 
 
 async def test_a_text_is_a_turn_unless_it_is_raw(runtime: Runtime):
-    """D17: `chat("hi")` and `ask("hi")` are one user turn; token ids and `raw` are continued as they are."""
+    """`chat("hi")` and `ask("hi")` are one user turn; token ids and `raw` are continued as they are (D17)."""
     how: dict[str, Any] = {"max_tokens": 9, "seed": 3}
     turn = (await runtime.ask(HELLO, **how)).text
     assert (await runtime.ask("hi", **how)).text == await text_of(runtime.chat("hi", **how)) == turn
@@ -152,7 +152,7 @@ async def test_an_answer_that_is_cancelled_has_the_text_that_there_was(runtime: 
     ],
 )
 async def test_what_is_no_request_is_refused_in_words(runtime: Runtime, call: Any, text: str, param: str):
-    """D17, D27: a typed error that says what is taken, and names the field."""
+    """A typed error that says what is taken, and names the field (D17, D27)."""
     with pytest.raises(InvalidRequestError) as caught:
         await call(runtime)
     assert text in caught.value.message

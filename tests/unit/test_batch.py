@@ -34,7 +34,7 @@ async def runtime() -> AsyncIterator[Runtime]:
 
 
 async def test_600_prompts_have_600_answers_beside_a_person(runtime: Runtime):
-    """D16: no QueueFullError in a line of two, each answer its own, and people are answered meanwhile."""
+    """No QueueFullError in a line of two, each answer its own, and people are answered meanwhile (D16)."""
     prompts = [f"prompt {index}" for index in range(600)]
     beside: list[Answer] = []
     at_done: list[int] = []
@@ -113,7 +113,7 @@ async def test_a_prompt_that_fails_has_its_error_in_its_place(runtime: Runtime):
 
 
 async def test_what_is_wrong_with_all_is_raised(runtime: Runtime):
-    """D17, D27: before, or with the first one; no prompt could be answered."""
+    """Before, or with the first one; no prompt could be answered (D17, D27)."""
     for fields, error, text in (
         ({"temprature": 1}, InvalidRequestError, "did you mean 'temperature'"),
         ({"model": "x"}, ModelNotFoundError, "no model 'x'"),
@@ -167,7 +167,7 @@ class FullAtFirst:
 
 
 async def test_a_queue_full_of_others_is_asked_again_after_what_it_says():
-    """D16: the batch waits for `retry_after_s`; not one prompt is lost."""
+    """The batch waits for `retry_after_s`; not one prompt is lost (D16)."""
     runtime = FullAtFirst(num_refused=100)
     answers = await batch(runtime, ["a", "b", "c"], raw=True)
     assert [answer.text for answer in answers] == ["a", "b", "c"]
@@ -206,7 +206,7 @@ async def test_a_queue_that_others_fill_refuses_who_is_alone():
 
 
 def test_the_rest_takes_what_the_last_answers_took():
-    """D12: the rate of now; since the beginning while there are few."""
+    """The rate of now; since the beginning while there are few (D12)."""
     rate = AnswerRate(100.0)
     rate.note(102.0)
     assert rate.eta_s(10) == 20.0

@@ -23,7 +23,7 @@ def estimate(eta_s: float | None, real_s: float, **fields: object) -> Estimate:
 def test_an_estimate_is_right_within_a_factor_of_two_or_where_both_are_short(
     eta_s: float, real_s: float
 ) -> None:
-    """D12."""
+    """What a client is told holds within a factor of two (D12)."""
     assert estimate(eta_s, real_s).is_right
 
 
@@ -31,12 +31,12 @@ def test_an_estimate_is_right_within_a_factor_of_two_or_where_both_are_short(
 def test_an_estimate_that_is_off_by_more_or_was_not_given_is_wrong(
     eta_s: float | None, real_s: float
 ) -> None:
-    """D12."""
+    """What a client is told holds within a factor of two (D12)."""
     assert not estimate(eta_s, real_s).is_right
 
 
 def test_estimates_are_counted_by_machine_class_and_moment() -> None:
-    """D12: so that one kind does not hide another."""
+    """So that one kind does not hide another (D12)."""
     found = [estimate(2.0, 3.0), estimate(2.0, 9.0), estimate(2.0, 9.0, is_first=False, machine="busy")]
     assert [(row.machine, row.when, row.num_right, row.num_estimates) for row in honesty(found)] == [
         ("busy", "while waiting", 0, 1),
@@ -45,7 +45,7 @@ def test_estimates_are_counted_by_machine_class_and_moment() -> None:
 
 
 def test_the_report_shows_the_share_that_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D12: one figure a kind, with a tenth as its limit."""
+    """One figure a kind, with a tenth as its limit (D12)."""
     row = {
         "machine": "busy",
         "priority": "background",
@@ -68,7 +68,7 @@ def test_the_report_shows_the_share_that_was_wrong(monkeypatch: pytest.MonkeyPat
 
 
 async def test_every_crowd_is_asked_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """D12: with the deterministic backend, whose steps take no time; each who asks is told something."""
+    """With the deterministic backend, whose steps take no time; each who asks is told something (D12)."""
     for name in ("SETTLE_S", "BETWEEN_S", "ARRIVE_EVERY_S"):
         monkeypatch.setattr(eta_accuracy, name, 0.0)
     monkeypatch.setattr(eta_accuracy, "busy_process", eta_accuracy.nullcontext)

@@ -110,7 +110,7 @@ def test_jobs_beside_people_get_a_tenth_of_the_time() -> None:
 
 
 def test_the_pace_is_known_after_a_few_seconds_and_a_stall_is_soon_forgotten() -> None:
-    """D12: other work makes steps four times as long; one that stands still for a minute says little."""
+    """Other work makes steps four times as long; one that stands still for a minute says little (D12)."""
     pace = Pace()
     assert pace.times == 1.0
     for _ in range(100):
@@ -126,7 +126,7 @@ def test_the_pace_is_known_after_a_few_seconds_and_a_stall_is_soon_forgotten() -
 
 
 def test_answers_that_were_cut_say_that_they_would_have_been_longer() -> None:
-    """D12: after forty answers of 60 tokens that may have 60, the next is expected to have 60."""
+    """After forty answers of 60 tokens that may have 60, the next is expected to have 60 (D12)."""
     lengths = AnswerLengths()
     assert lengths.left(0, 60) == pytest.approx((32 + 4 * 60) / 5)
     assert lengths.left(0, None) == pytest.approx(sum(UNKNOWN_LENGTHS) / 5)
@@ -138,7 +138,7 @@ def test_answers_that_were_cut_say_that_they_would_have_been_longer() -> None:
 
 
 def test_answers_that_ended_by_themselves_shorten_what_is_expected() -> None:
-    """D12: a typical share of what may be generated, not all of it."""
+    """A typical share of what may be generated, not all of it (D12)."""
     lengths = AnswerLengths()
     for _ in range(20):
         lengths.note(20, FinishReason.STOP)
@@ -163,7 +163,7 @@ def running(num_left: int, num_pending: int = 1) -> Sequence:
 
 
 def test_without_a_step_nothing_is_known_and_after_a_prompt_its_cost_is_no_rows_cost() -> None:
-    """D12: a prompt of 100 tokens took two seconds; a row of one token does not."""
+    """A prompt of 100 tokens took two seconds; a row of one token does not (D12)."""
     cost = StepCost()
     forecast = estimator(cost)
     assert forecast.waits_s([running(10)], [running(10), running(10)]) == [None, None]
@@ -175,7 +175,7 @@ def test_without_a_step_nothing_is_known_and_after_a_prompt_its_cost_is_no_rows_
 
 
 def test_people_who_keep_coming_are_expected_for_as_long_again() -> None:
-    """D12: they have had half of the time for ten seconds; with the last of them that expectation goes."""
+    """They have had half of the time for ten seconds; with the last of them that expectation goes (D12)."""
     activity, now = StepActivity(), 0.0
     for at in range(200):
         now += 0.05
@@ -327,6 +327,6 @@ def simulated(seed: int, slowdown: float, policy: Policy) -> list[bool]:
 @pytest.mark.parametrize("policy", list(Policy))
 @pytest.mark.parametrize("slowdown", [1.0, 4.0])
 def test_nine_estimates_of_ten_are_within_a_factor_of_two(slowdown: float, policy: Policy) -> None:
-    """D12: on a quiet machine and on one that others use; steps and lengths of answers vary."""
+    """On a quiet machine and on one that others use; steps and lengths of answers vary (D12)."""
     right = [each for seed in range(6) for each in simulated(seed, slowdown, policy)]
     assert sum(right) / len(right) >= 0.9, f"{sum(right)} of {len(right)}"

@@ -116,7 +116,7 @@ async def test_a_result_is_bounded():
     ],
 )
 def test_what_is_no_tool_is_refused(tool: Any, text: str):
-    """D17: by a typed error."""
+    """By a typed error (D17)."""
     with pytest.raises(InvalidRequestError, match=text):
         offer_of([tool])
 

@@ -162,7 +162,7 @@ def test_other_sizes_are_refused_with_an_example(text: str) -> None:
     ],
 )
 def test_values_out_of_range_are_refused_by_flag(flags: dict[str, object], param: str) -> None:
-    """D20: on the command line the flag is wrong; its value is shown, and no words of a library."""
+    """On the command line the flag is wrong; its value is shown, and no words of a library (D20)."""
     with pytest.raises(InvalidRequestError, match=f"^--{param.replace('_', '-')}: [a-z']") as caught:
         load_settings(flags, None)
     assert caught.value.param == param
@@ -186,7 +186,7 @@ def test_values_out_of_range_are_refused_by_flag(flags: dict[str, object], param
 def test_a_value_of_the_environment_is_refused_by_its_variable(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str, text: str | None
 ) -> None:
-    """D20: a forgotten variable can be found."""
+    """A forgotten variable can be found (D20)."""
     monkeypatch.setenv(variable, value)
     if text is None:
         load_settings({}, None)
@@ -199,7 +199,7 @@ def test_a_value_of_the_environment_is_refused_by_its_variable(
 def test_a_value_of_the_file_is_refused_by_its_key_and_the_file_once(
     write_config: Callable[[str], Path],
 ) -> None:
-    """D20: as the key is spelled there."""
+    """As the key is spelled there (D20)."""
     config = write_config('ctx-size = "big"\n')
     with pytest.raises(InvalidRequestError) as caught:
         load_settings({}, config)

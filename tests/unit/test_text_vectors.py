@@ -59,7 +59,7 @@ async def test_a_text_or_token_ids_alone_are_one_input(embeddings):
 
 @pytest.mark.parametrize("texts", [3, None, [None], ["a", 3], b"a"])
 async def test_what_is_no_text_is_refused_by_a_typed_error(embeddings, texts):
-    """D17: not by a TypeError of ours."""
+    """Not by a TypeError of ours (D17)."""
     with pytest.raises(InvalidRequestError, match="prompt is"):
         await embeddings(texts)
 
