@@ -48,8 +48,8 @@ async def tokens(runtime: Runtime, **fields: Any) -> list[int]:
 WAYS: dict[str, dict[str, Any]] = {
     "base": {},
     "merged-red": {"model": "red"},
-    "merged-blue": {"adapters": "blue"},
-    "merged-both": {"adapters": {"red": 0.7, "blue": 0.5}},
+    "merged-blue": {"lora": "blue"},
+    "merged-both": {"lora": {"red": 0.7, "blue": 0.5}},
 }
 
 

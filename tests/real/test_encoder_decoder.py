@@ -15,7 +15,6 @@ from stoker import Runtime
 from stoker.backends.llama.seq2seq import STEP_TOKENS, load
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
 from stoker.errors import ContextLengthError, StepFailedError, UnsupportedError
-from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.model import ModelSpec
 from stoker.ipc.request import Priority
 from t5_reference import T5Reference
@@ -240,8 +239,7 @@ async def test_an_answer_ends_where_its_context_does(runtime):
 
 async def test_constraints_stops_and_echo_are_those_of_any_model(runtime):
     """SPEC D2, D3: they are about the answer; an echo is the source."""
-    wanted = Constraint(kind=ConstraintKind.REGEX, source="( abc| xyz)")
-    _, text, last = await answer(runtime, TEXTS[0], constraint=wanted, ignore_eos=False)
+    _, text, last = await answer(runtime, TEXTS[0], regex="( abc| xyz)", ignore_eos=False)
     assert text in {" abc", " xyz"}
     assert last.finish_reason == "stop"
     _, whole, _ = await answer(runtime, TEXTS[0], temperature=1.5, seed=5)
