@@ -68,6 +68,12 @@ class Terminal:
         r"""Type it; "\r" is the return key, "\x03" Ctrl-C, "\x04" Ctrl-D."""
         os.write(self.fd, text.encode())
 
+    def resize(self, columns):
+        """Make the window so wide; the program is told."""
+        self.size = self.size[0], columns
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", *self.size, 0, 0))
+        self._screen.resize(columns=columns)
+
     @property
     def lines(self):
         """What stands on the screen now, without blanks at the ends of lines and blank lines at the end."""

@@ -12,7 +12,7 @@ from stoker.client.store.file import KeptRequest
 from stoker.errors import NotReadyError, StepFailedError
 from stoker.ipc.events import Paused, Queued
 from stoker.ipc.request import FinishReason
-from stoker.server.serve import SleepSwitch
+from stoker.server.signals import SleepSwitch
 
 REQUESTS = "/v1/runtime/requests"
 HELLO = [{"role": "user", "content": "Say hello"}]

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
-from stoker.cli import session
+from stoker.cli import logs, session
 from stoker.cli.commands import doctor
 from stoker.cli.main import app
 from stoker.cli.session import Activity
@@ -289,11 +289,12 @@ def stand_in_server(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSetting
     """Puts a server that only notes its settings in the real one's place."""
     seen: list[tuple[EngineSettings, ServerSettings]] = []
 
-    def run_server(engine: EngineSettings, server: ServerSettings) -> int:
+    def run_server(engine: EngineSettings, server: ServerSettings, _screen: object) -> int:
         seen.append((engine, server))
         return 0
 
     monkeypatch.setattr(serve, "run_server", run_server)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)  # the log is this process's
     return seen
 
 

@@ -72,10 +72,14 @@ def lines_of(text: str, what: str) -> list[str]:
 
 
 class Activity:
-    """A context manager around one wait."""
+    """A context manager around one wait.
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
+    Args:
+        console: shows it; None: one on stderr.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        console = console or Console(stderr=True)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),

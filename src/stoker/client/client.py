@@ -124,12 +124,18 @@ class Client:
         except RuntimeError:  # no thread can be started
             self.workers.close()
         if self.supervisor is None:
+            self.bus.close()
             return
         self.table.begin_closing()
         self.supervisor.loads.close()
         await self.supervisor.close()
         self.bus.close()
         self.table.close()
+
+    def hurry(self) -> None:
+        """See `Runtime.hurry`."""
+        if self.supervisor is not None:
+            self.supervisor.hurry()
 
     # ------------------------------------------------------------ questions
 

@@ -43,6 +43,8 @@ MAX_FAILED_STARTS = 3
 """After so many failed starts in a row requests fail at once; further starts are tried all the same."""
 EXIT_LIMIT_S = 10.0
 """What an engine may take, after its drain, to save what it computed, free everything and exit."""
+HURRY_S = 0.4
+"""What it may take for that where the user does not wait."""
 STATUS_WAIT_S = 2.0
 _NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
 
@@ -92,6 +94,7 @@ class EngineSupervisor:
         self._failure: ErrorInfo | None = None
         self._has_served = False
         self._is_closed = False
+        self._is_hurried = False
         self._is_stored = False  # what a suspension left is on disk, until an engine serves again
         self._releasing: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -219,6 +222,18 @@ class EngineSupervisor:
             self._closing = asyncio.create_task(self._close(drain_s), name="stoker-engine-close")
         await asyncio.shield(self._closing)
 
+    def hurry(self) -> None:
+        """Cut the drain of a `close`, under way or to come, short; an engine that stays on is killed."""
+        self._is_hurried = True
+        if self._closing is not None:
+            self._cut_short()
+
+    def _cut_short(self) -> None:
+        """One that is leaving for a suspension has its own, short limit."""
+        if self._instance and not self._instance.is_leaving:
+            self._instance.send(Shutdown(0.0))
+            asyncio.get_running_loop().call_later(HURRY_S, self._instance.kill)
+
     async def _close(self, drain_s: float) -> None:
         instance = self._instance
         was_serving = self._dispatcher.has_engine
@@ -228,6 +243,8 @@ class EngineSupervisor:
         if instance and was_serving:
             self.requests.close_held(NotReadyError("the engine is shutting down"))
             instance.send(Shutdown(drain_s))
+            if self._is_hurried:
+                self._cut_short()
             await asyncio.wait({self._task}, timeout=drain_s + EXIT_LIMIT_S)
         if self._leaving and not self._leaving.done():  # it saves what it computed
             await asyncio.wait({self._leaving})

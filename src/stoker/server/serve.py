@@ -1,4 +1,4 @@
-"""A server from start to exit: the port, the runtime, the readiness line, signals, sleep and shutdown.
+"""A server from start to exit: the port, the runtime, the readiness line and shutdown.
 
 `Service` runs one app and one runtime on the running loop; `run_server` is what the command line calls.
 The server accepts connections while models load: /health answers, everything else says 503 (SPEC S3, S6).
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
-from stoker.errors import MachineSetupError, StokerError
-from stoker.power.sleep import SleepWatch
+from stoker.errors import InvalidRequestError, MachineSetupError
 from stoker.private import forbid_core_files
 from stoker.server.app import create_app, server_context
+from stoker.server.event_log import EventLog
 from stoker.server.inbound.connections import (
     Connection,
     Connections,
@@ -33,12 +33,15 @@ from stoker.server.inbound.connections import (
     descriptor_limit,
     raise_limit,
 )
+from stoker.server.inbound.security import is_loopback
 from stoker.server.run_file import RunFile, registered, url_of
+from stoker.server.service_manager import notify
+from stoker.server.signals import SleepSwitch, StopSwitch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Iterator
 
-    from stoker.power.sleep import Sleeper
+    from stoker.ipc.events import ModelState
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings, ServerSettings
 
@@ -47,6 +50,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _CLOSE_S = 5  # for connections to take their last bytes after every stream has ended
+_LAST_BYTES_S = 0.5  # the same where the user does not wait
 _REASONS = {
     errno.EADDRINUSE: "is in use; stop the other program or choose another port with --port",
     errno.EACCES: "may not be opened by this user; choose one above 1023 with --port",
@@ -139,7 +143,18 @@ class Service:
     def stop(self) -> None:
         """Begin the shutdown: refuse new work, drain, then end what is left. May be called twice."""
         self.context.is_stopping = True
+        notify("STOPPING=1")
         self._stopping.set()
+
+    def hurry(self) -> None:
+        """End what a shutdown waits for: requests at once, connections after their last bytes."""
+        self._runtime.hurry()
+        asyncio.get_running_loop().call_later(_LAST_BYTES_S, setattr, self.server, "force_exit", True)
+
+    @property
+    def num_live(self) -> int:
+        """Requests and calls that have not ended."""
+        return len(self._runtime.with_client())
 
     async def run(self, announce: Callable[[dict[str, Any]], None]) -> None:
         """Serve until `stop`; returns when every stream has had its end (SPEC L4).
@@ -150,6 +165,7 @@ class Service:
         Raises:
             StokerError: the runtime could not start, or it ended unasked: nothing lingers without an engine.
         """
+        logging_events = asyncio.ensure_future(EventLog().follow(self._runtime.events()))
         serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
         starting = asyncio.ensure_future(self._runtime.start())
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -168,6 +184,7 @@ class Service:
             await asyncio.gather(starting, stopping, return_exceptions=True)
             await self.sleep.close()
             await self._runtime.close()
+            await logging_events  # it ends with the runtime
             self.server.should_exit = True
             await serving
             self.context.bodies.close()  # last: until then a connection may send one
@@ -182,28 +199,63 @@ class Service:
         finally:
             ended.cancel()
 
-    def _ready_line(self) -> dict[str, Any]:
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens: IP address and port."""
         host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def _ready_line(self) -> dict[str, Any]:
+        host, port = self.address
         models = [info.id for info in self._runtime.models]
         return {"event": "ready", "host": host, "port": port, "pid": os.getpid(), "models": models}
 
 
-def run_server(engine_settings: EngineSettings, server_settings: ServerSettings) -> int:
-    """Serve until SIGTERM or SIGINT; print the readiness line on stdout.
+class Screen:
+    """What shows how the server is doing; this one says that it is ready, and nothing else."""
+
+    def loading(self, state: ModelState) -> None:
+        """A model has come further."""
+
+    def ready(self, line: str, service: Service) -> None:  # noqa: ARG002 - for those that show more
+        """It serves. Puts the readiness line, JSON, on stdout."""
+        print(line, flush=True)  # noqa: T201 - the one thing this program says on stdout
+
+    async def watch(self, service: Service) -> None:
+        """Runs beside the server until it is cancelled."""
+
+
+def run_server(
+    engine_settings: EngineSettings, server_settings: ServerSettings, screen: Screen | None = None
+) -> int:
+    """Serve until SIGTERM or SIGINT.
 
     Returns:
-        The exit code, 0.
+        The exit code: 0, or 128 and the number of the signal that came again and cut requests short.
 
     Raises:
+        InvalidRequestError: others would reach it without a key.
         MachineSetupError: the port or the key file is no good.
         StokerError: a model cannot be served.
     """
     forbid_core_files()  # one would hold prompts and keys
     listener = bind(server_settings.host, server_settings.port)
-    raise_limit(server_settings.max_connections)
-    with contextlib.closing(listener), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(engine_settings, server_settings, listener))
-    return 0
+    with contextlib.closing(listener):
+        _check_exposure(listener.getsockname()[0], server_settings)
+        raise_limit(server_settings.max_connections)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(engine_settings, server_settings, listener, screen or Screen()))
+
+
+def _check_exposure(address: str, settings: ServerSettings) -> None:
+    if is_loopback(address) or settings.api_key_file is not None or settings.insecure:
+        return
+    raise InvalidRequestError(
+        f"on {settings.host} other machines reach this server, which asks for no key: add --api-key-file FILE"
+        " and --allowed-host NAME for each name or address that clients call it by, or --insecure to serve"
+        " whoever comes",
+        param="host",
+    )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -216,24 +268,36 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(
-    engine_settings: EngineSettings, server_settings: ServerSettings, listener: socket.socket
-) -> None:
+    engine_settings: EngineSettings,
+    server_settings: ServerSettings,
+    listener: socket.socket,
+    screen: Screen,
+) -> int:
     from stoker.runtime import Runtime  # noqa: PLC0415 - after the port is known to be free
 
     runtime = Runtime(settings=engine_settings)
+    runtime.on_load = screen.loading
     service = Service(runtime, server_settings, listener)
+    switch = StopSwitch(service)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, service.stop)
+        loop.add_signal_handler(number, switch.take, number)
     loop.add_signal_handler(signal.SIGUSR1, service.sleep.suspend)
     loop.add_signal_handler(signal.SIGUSR2, service.sleep.resume)
+    watching = asyncio.ensure_future(screen.watch(service))
     with contextlib.ExitStack() as stack:
 
         def announce(line: dict[str, Any]) -> None:
             stack.enter_context(registered(engine_settings.run_dir, _run_file(line, runtime)))
-            _print_line(line)
+            screen.ready(json.dumps(line), service)
+            notify("READY=1")
 
-        await service.run(announce)
+        try:
+            await service.run(announce)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+    return switch.exit_status
 
 
 def _run_file(ready: dict[str, Any], runtime: Runtime) -> RunFile:
@@ -244,59 +308,3 @@ def _run_file(ready: dict[str, Any], runtime: Runtime) -> RunFile:
         started_at=time.time(),
         models={info.id: info.path for info in runtime.models},
     )
-
-
-def _print_line(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)  # noqa: T201 - the one thing this program says on stdout
-
-
-class SleepSwitch:
-    """Suspends and resumes one runtime when told to; errors go to the log.
-
-    Args:
-        runtime: what is suspended and resumed.
-    """
-
-    def __init__(self, runtime: Sleeper) -> None:
-        self._runtime = runtime
-        self._acts: set[asyncio.Task[None]] = set()
-
-    def __repr__(self) -> str:
-        return f"SleepSwitch({len(self._acts)} under way)"
-
-    def suspend(self) -> None:
-        """Begin to suspend, after the grace that the settings say."""
-        self._begin("suspend", self._runtime.suspend("signal"))
-
-    def resume(self) -> None:
-        """Begin to resume."""
-        self._begin("resume", self._runtime.resume())
-
-    def follow_machine(self, bus_address: str | None = None) -> None:
-        """Sleep and wake with the machine from now on, where it tells of that.
-
-        Args:
-            bus_address: of the bus that logind is on; None: the system's.
-        """
-        self._begin("follow the machine's sleep", SleepWatch(self._runtime, bus_address).run())
-
-    async def close(self) -> None:
-        """Give up what is under way. Idempotent."""
-        acts = list(self._acts)
-        for act in acts:
-            act.cancel()
-        await asyncio.gather(*acts, return_exceptions=True)
-
-    def _begin(self, what: str, work: Coroutine[None, None, None]) -> None:
-        act = asyncio.ensure_future(_logged(what, work))
-        self._acts.add(act)
-        act.add_done_callback(self._acts.discard)
-
-
-async def _logged(what: str, work: Coroutine[None, None, None]) -> None:
-    try:
-        await work
-    except StokerError as error:
-        log.warning("could not %s: %s", what, error)
-    except Exception:
-        log.exception("could not %s", what)

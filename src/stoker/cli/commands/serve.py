@@ -10,9 +10,13 @@ import logging
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from stoker.cli import logs
 from stoker.cli.options import Config, option_of
-from stoker.settings import flag_of, load_settings
+from stoker.settings import flag_of, load_settings, strange_variables
+
+log = logging.getLogger(__name__)
 
 PANELS = {
     "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
@@ -33,10 +37,17 @@ PANELS = {
 def serve(*, config: Config = None, **flags: Any) -> None:
     """Serve models over HTTP until Ctrl-C or SIGTERM; one JSON line on stdout says when it is ready."""
     engine, server = load_settings(flags, config)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    console = Console(stderr=True)
+    logs.set_up(server, console)
+    if strange := strange_variables():
+        log.warning("the environment has %s, which are no settings", ", ".join(strange))
+    from stoker.cli.serve_screen import PlainScreen, TerminalScreen
     from stoker.server.serve import run_server
 
-    raise typer.Exit(run_server(engine, server))
+    is_shown = console.is_terminal and not console.is_dumb_terminal and not server.quiet
+    if is_shown and server.log_format == "text":
+        raise typer.Exit(run_server(engine, server, TerminalScreen(engine, server, console)))
+    raise typer.Exit(run_server(engine, server, PlainScreen(engine, server)))
 
 
 def _signature() -> inspect.Signature:

@@ -267,7 +267,8 @@ class ThreadController:
 
     def _changed(self, decision: Decision) -> None:
         self._binder.unbind()  # threads that start now would inherit one core
-        log.info("%d threads: %s", decision.num_threads, decision.reason)
+        noun = "thread" if decision.num_threads == 1 else "threads"
+        log.debug("%d %s: %s", decision.num_threads, noun, decision.reason)
 
     def _look_into(self, sample: StepSample, others: float | None) -> bool:
         """Tell about a slow step, mend a shared core; returns whether that has been done."""

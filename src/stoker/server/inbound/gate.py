@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 
-from stoker.errors import CallerError, ErrorInfo
+from stoker.errors import CallerError, ErrorInfo, ForbiddenError
 from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
 from stoker.server.inbound.security import Identity
 from stoker.server.inbound.unknown_fields import UnknownFields, ignored_names
@@ -34,6 +34,8 @@ _SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_CONTENT = 204
 _IGNORED = IGNORED_HEADER.lower().encode()
+MAX_TOLD_HOSTS = 16
+"""Refused names that are logged; a page that tries many fills no log."""
 _UNIDENTIFIED = Identity(refusal="no key is read on this path")
 
 
@@ -63,6 +65,7 @@ class WorkGate:
         self._access = access
         self._bodies = bodies
         self._unknown_fields = UnknownFields()
+        self._told: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check, pass on, and answer what no route answered."""
@@ -93,8 +96,18 @@ class WorkGate:
         headers: dict[bytes, list[bytes]] = {}
         for name, value in scope["headers"]:
             headers.setdefault(name, []).append(value)
-        self._hosts.check(headers.get(b"host", []))
+        try:
+            self._hosts.check(headers.get(b"host", []))
+        except ForbiddenError as error:
+            self._tell_owner(error.message)
+            raise
         return self._origins.visit(scope["method"], scope["scheme"], headers)
+
+    def _tell_owner(self, refusal: str) -> None:
+        """Log a refused Host, once each and so many of them at most: anybody may send any."""
+        if len(self._told) < MAX_TOLD_HOSTS and refusal not in self._told:
+            self._told.add(refusal)
+            log.warning("a client was refused: %s", refusal)
 
     def _identity(self, scope: Scope, visit: Visit) -> Identity:
         """Who sends it, or raise; a page of another origin is no program of this machine."""

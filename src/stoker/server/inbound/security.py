@@ -59,7 +59,8 @@ class HostList:
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
         if not host or ("*" not in self._names and _host_name(host) not in self._names):
             raise ForbiddenError(
-                f"Host {host[:200]!r} is not allowed; the owner of this server can add it to allowed_hosts"
+                f"Host {host[:200]!r} is not allowed; the owner of this server can allow it with"
+                f" --allowed-host {_host_name(host)[:200]}"
             )
 
 

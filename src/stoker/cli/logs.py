@@ -1,0 +1,127 @@
+"""Where the log of a command goes and what it looks like: the only place that configures logging.
+
+The library logs through `logging.getLogger("stoker...")` and shows nothing. Here a line gets its form by
+where it goes: a terminal, journald, another program or a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from rich.highlighter import NullHighlighter
+from rich.logging import RichHandler
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stoker.settings import ServerSettings
+
+PLAIN_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_JOURNAL_PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (logging.NOTSET, 7))
+_STDERR = 2
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
+
+
+def set_up(settings: ServerSettings, console: Console) -> None:
+    """Send the log of this program where the settings say; called once.
+
+    Args:
+        settings: level, form and place.
+        console: on stderr; a terminal's gets lines above whatever it shows besides.
+    """
+    handler = _handler(settings, console)
+    if settings.quiet:
+        handler.setLevel(logging.WARNING)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("stoker").setLevel(settings.log_level.upper())
+    logging.captureWarnings(capture=True)
+
+
+def _handler(settings: ServerSettings, console: Console) -> logging.Handler:
+    handler: logging.Handler
+    if settings.log_file is not None:
+        settings.log_file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.WatchedFileHandler(settings.log_file, encoding="utf-8")
+    elif console.is_terminal and settings.log_format == "text":
+        return TerminalHandler(console, shows_logger=settings.log_level == "debug")
+    else:
+        handler = logging.StreamHandler()
+    if settings.log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    elif settings.log_file is None and _is_journal():
+        handler.setFormatter(JournalFormatter("%(name)s: %(message)s"))
+    else:
+        handler.setFormatter(logging.Formatter(PLAIN_FORMAT))
+    return handler
+
+
+def _is_journal() -> bool:
+    """Whether stderr leads to journald, as `JOURNAL_STREAM` says (systemd.exec(5))."""
+    stream = os.environ.get("JOURNAL_STREAM", "")
+    if not stream:
+        return False
+    found = os.fstat(_STDERR)
+    return stream == f"{found.st_dev}:{found.st_ino}"
+
+
+class TerminalHandler(RichHandler):
+    """Lines for people: time of day, level if it is no ordinary one, the message wrapped below itself.
+
+    Args:
+        console: of the terminal.
+        shows_logger: the logger's name stands before each message.
+    """
+
+    def __init__(self, console: Console, *, shows_logger: bool) -> None:
+        super().__init__(
+            console=console,
+            show_level=False,
+            show_path=False,
+            omit_repeated_times=False,
+            log_time_format="%H:%M:%S",
+            highlighter=NullHighlighter(),
+        )
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self._shows_logger = shows_logger
+
+    def render_message(self, record: logging.LogRecord, message: str) -> Text:
+        """The message with what stands before it."""
+        text = Text()
+        if style := _STYLES.get(record.levelno):
+            text.append(f"{record.levelname.lower()}: ", style)
+        if self._shows_logger:
+            text.append(f"{record.name}: ", "dim")
+        return text.append(message)
+
+
+class JournalFormatter(logging.Formatter):
+    """Lines with the priority that journald reads; a message of several lines has it on each."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The lines of a record; journald adds the time."""
+        priority = next(number for level, number in _JOURNAL_PRIORITIES if record.levelno >= level)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, a request's or event's figures, a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object of a record."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": " ".join(record.getMessage().split()),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)

@@ -1,0 +1,253 @@
+"""What `stoker serve` shows: how far models are, where it serves what, and at the bottom how it is doing now.
+
+Owns the words and their layout. Lines about requests are the log's, which `stoker.cli.logs` sends to the same
+console, above the status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from stoker.cli.session import Activity
+from stoker.errors import StokerError
+from stoker.server.inbound.security import is_loopback
+from stoker.server.run_file import url_of
+from stoker.server.serve import Screen, Service
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.ipc.events import ModelState
+    from stoker.ipc.model import ModelInfo
+    from stoker.ipc.status import RuntimeStatus, SlotStatus
+    from stoker.settings import EngineSettings, ServerSettings
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+MAX_STATUS_COLUMNS = 76  # in a window made narrower a longer line would be left behind in pieces
+_MIB, _GIB = 2**20, 2**30
+
+
+class PlainScreen(Screen):
+    """For a program or a log that reads: the readiness line on stdout, the rest is the log's.
+
+    Args:
+        engine: the engine's settings.
+        server: the server's.
+    """
+
+    def __init__(self, engine: EngineSettings, server: ServerSettings) -> None:
+        self._engine, self._server = engine, server
+
+    def loading(self, state: ModelState) -> None:
+        """The log has it."""
+
+    def ready(self, line: str, service: Service) -> None:
+        """Print the readiness line, and log what else there is to know."""
+        print(line, flush=True)
+        facts = facts_of(service, self._engine, self._server)
+        log.info("ready: %s", "; ".join(f"{name}: {text}" for name, text in facts if name))
+
+
+class TerminalScreen(Screen):
+    """For a person.
+
+    Args:
+        engine: the engine's settings.
+        server: the server's.
+        console: on stderr, a terminal.
+    """
+
+    def __init__(self, engine: EngineSettings, server: ServerSettings, console: Console) -> None:
+        self._engine, self._server, self._console = engine, server, console
+        self._began_s = time.monotonic()
+        self._activity: Activity | None = None
+        self._status = StatusLine(self._began_s)
+        self._is_ready = asyncio.Event()
+
+    def loading(self, state: ModelState) -> None:
+        """A bar for each model, until it serves."""
+        if not self._is_ready.is_set():
+            if self._activity is None:
+                self._activity = Activity(self._console).__enter__()
+            self._activity.on_load(state)
+
+    def ready(self, line: str, service: Service) -> None:
+        """The readiness line on stdout, dim where that is a terminal too; then the block."""
+        self._end_loading()
+        Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(line, style="dim")
+        sys.stdout.flush()
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, text in facts_of(service, self._engine, self._server):
+            table.add_row(name, text)
+        took_s = time.monotonic() - self._began_s
+        self._console.print(Text(f"\nStoker {version('stoker')} is ready after {took_s:.1f} s", "bold"))
+        self._console.print(Padding(table, (0, 0, 1, 2)))
+        self._is_ready.set()
+
+    async def watch(self, service: Service) -> None:
+        """The status at the bottom, from ready to the end."""
+        try:
+            await self._is_ready.wait()
+            with Live(
+                get_renderable=self._status.shown,
+                console=self._console,
+                transient=True,
+                refresh_per_second=2,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            ):
+                while True:
+                    await self._status.read(service)
+                    await asyncio.sleep(PERIOD_S)
+        finally:
+            self._end_loading()
+
+    def _end_loading(self) -> None:
+        if self._activity is not None:
+            self._activity.clear()
+            self._activity = None
+
+
+class StatusLine:
+    """How the server is doing, in a line.
+
+    Args:
+        began_s: when it was started, on the monotonic clock.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._text = ""
+        self._written: dict[str, int] = {}
+        self._read_s = began_s
+
+    def __repr__(self) -> str:
+        return f"<StatusLine {self._text!r}>"
+
+    def shown(self) -> Text:
+        """The line as it is now."""
+        text = Text(self._text, "reverse", no_wrap=True, overflow="ellipsis")
+        text.truncate(MAX_STATUS_COLUMNS, overflow="ellipsis")
+        return text
+
+    async def read(self, service: Service) -> None:
+        """Look again."""
+        try:
+            status = await service.context.runtime.status()
+        except StokerError:  # it ends
+            return
+        self._text = f" {self.text_of(status, service, time.monotonic())} "
+
+    def text_of(self, status: RuntimeStatus, service: Service, now: float) -> str:
+        """The line's text."""
+        if service.context.is_stopping:
+            left = service.num_live
+            return (
+                f"stopping: {_counted(left, 'request')} left; Ctrl-C again ends at once"
+                if left
+                else "stopping"
+            )
+        engine = status.engine
+        num_running = sum(slot.request_id is not None for slot in engine.slots)
+        parts = [] if status.state == "serving" else [status.state]
+        parts += [f"{num_running} running", f"{len(engine.queue)} waiting"]
+        if num_parked := len(engine.parked) + len(engine.paused):
+            parts.append(f"{num_parked} parked")
+        parts.append(f"{self._speed(engine.slots, now):.0f} tokens/s")
+        memory = engine.memory
+        if memory.limit:
+            parts.append(f"{memory.footprint / _GIB:.1f} of {memory.limit / _GIB:.1f} GiB")
+        if memory.pressure not in {"", "normal"}:
+            parts.append(f"memory {memory.pressure}")
+        return " · ".join([*parts, f"up {_duration(now - self._began_s)}"])
+
+    def _speed(self, slots: Sequence[SlotStatus], now: float) -> float:
+        """Tokens a second that requests have written since the last look; of those that ran then too."""
+        written = {
+            slot.request_id: slot.num_tokens
+            for slot in slots
+            if slot.request_id is not None and slot.state == "decode"
+        }
+        more = sum(num - self._written.get(request_id, num) for request_id, num in written.items())
+        speed = max(0, more) / max(now - self._read_s, 1e-3)
+        self._written, self._read_s = written, now
+        return speed
+
+
+def facts_of(service: Service, engine: EngineSettings, server: ServerSettings) -> list[tuple[str, str]]:
+    """What a person wants to know of a server that is ready, each with its name."""
+    host, port = service.address
+    url = url_of(host, port)
+    models = service.context.runtime.models
+    facts = [("OpenAI API", f"{url}/v1"), ("Anthropic API", url), ("status", f"{url}/v1/runtime")]
+    facts.append(("metrics", f"{url}/metrics"))
+    facts += [("model" if at == 0 else "", _model_text(info)) for at, info in enumerate(models)]
+    facts.append(("slots", f"{engine.slots}, sharing {_context(engine)}"))
+    facts.append(("keys", _keys_text(host, server)))
+    facts.append(("cache", _cache_text(engine)))
+    if models:
+        facts.append(("computes on", f"{models[0].label}, {_counted(models[0].num_threads, 'thread')}"))
+    return facts
+
+
+def _model_text(info: ModelInfo) -> str:
+    parts = [info.id]
+    if info.size_bytes:
+        parts.append(_size(info.size_bytes))
+    parts.append(f"{info.n_ctx:,} tokens of context")
+    return ", ".join([*parts, *info.degraded])
+
+
+def _context(engine: EngineSettings) -> str:
+    num_tokens = engine.kv_cells or engine.ctx_size
+    return f"{num_tokens:,} tokens" if num_tokens else "the model's own context"
+
+
+def _keys_text(address: str, server: ServerSettings) -> str:
+    if server.api_key_file is None:
+        who = "only this machine's programs reach it" if is_loopback(address) else "anybody may use it"
+        return f"not asked for; {who}"
+    operators = f"; of operators in {server.admin_key_file}" if server.admin_key_file else ""
+    return f"one of {server.api_key_file}{operators}"
+
+
+def _cache_text(engine: EngineSettings) -> str:
+    if engine.cache_mode == "off":
+        return "off"
+    parts = ["cells"] if "live" in engine.cache_mode else []
+    if "snapshot" in engine.cache_mode:
+        if engine.cache_ram_bytes:
+            parts.append(f"{_size(engine.cache_ram_bytes)} of memory")
+        if engine.cache_disk_bytes:
+            parts.append(f"{_size(engine.cache_disk_bytes)} in {engine.cache_dir}")
+    return ", ".join(parts)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _duration(seconds: float) -> str:
+    minutes = int(seconds) // 60
+    if not minutes:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"  # noqa: PLR2004 - of an hour

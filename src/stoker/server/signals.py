@@ -1,0 +1,122 @@
+"""What signals do to a server: stop it, stop it at once, suspend and resume it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from typing import TYPE_CHECKING, Protocol
+
+from stoker.errors import StokerError
+from stoker.power.sleep import SleepWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from stoker.power.sleep import Sleeper
+
+log = logging.getLogger(__name__)
+
+
+class Stoppable(Protocol):
+    """What a signal stops."""
+
+    @property
+    def num_live(self) -> int:
+        """Requests and calls that have not ended."""
+        ...
+
+    def stop(self) -> None:
+        """Begin the shutdown."""
+        ...
+
+    def hurry(self) -> None:
+        """End what a shutdown waits for."""
+        ...
+
+
+class StopSwitch:
+    """Stops a service at the first signal and ends what it waits for at the second.
+
+    Args:
+        service: what is stopped.
+
+    Attributes:
+        exit_status: of the program: 0, or as shells report an end by that signal where one came again.
+    """
+
+    def __init__(self, service: Stoppable) -> None:
+        self._service = service
+        self._is_stopping = False
+        self.exit_status = 0
+
+    def __repr__(self) -> str:
+        return f"<StopSwitch stopping={self._is_stopping} exit_status={self.exit_status}>"
+
+    def take(self, number: signal.Signals) -> None:
+        """A signal came."""
+        if self._is_stopping:
+            log.warning("ending at once")
+            self.exit_status = 128 + number
+            self._service.hurry()
+            return
+        self._is_stopping = True
+        again = "Ctrl-C" if number is signal.SIGINT else number.name
+        if num_live := self._service.num_live:
+            verb = "request is" if num_live == 1 else "requests are"
+            log.warning("%d %s finishing; %s again ends at once", num_live, verb, again)
+        else:
+            log.info("stopping")
+        self._service.stop()
+
+
+class SleepSwitch:
+    """Suspends and resumes one runtime when told to; errors go to the log.
+
+    Args:
+        runtime: what is suspended and resumed.
+    """
+
+    def __init__(self, runtime: Sleeper) -> None:
+        self._runtime = runtime
+        self._acts: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"SleepSwitch({len(self._acts)} under way)"
+
+    def suspend(self) -> None:
+        """Begin to suspend, after the grace that the settings say."""
+        self._begin("suspend", self._runtime.suspend("signal"))
+
+    def resume(self) -> None:
+        """Begin to resume."""
+        self._begin("resume", self._runtime.resume())
+
+    def follow_machine(self, bus_address: str | None = None) -> None:
+        """Sleep and wake with the machine from now on, where it tells of that.
+
+        Args:
+            bus_address: of the bus that logind is on; None: the system's.
+        """
+        self._begin("follow the machine's sleep", SleepWatch(self._runtime, bus_address).run())
+
+    async def close(self) -> None:
+        """Give up what is under way. Idempotent."""
+        acts = list(self._acts)
+        for act in acts:
+            act.cancel()
+        await asyncio.gather(*acts, return_exceptions=True)
+
+    def _begin(self, what: str, work: Coroutine[None, None, None]) -> None:
+        act = asyncio.ensure_future(_logged(what, work))
+        self._acts.add(act)
+        act.add_done_callback(self._acts.discard)
+
+
+async def _logged(what: str, work: Coroutine[None, None, None]) -> None:
+    try:
+        await work
+    except StokerError as error:
+        log.warning("could not %s: %s", what, error)
+    except Exception:
+        log.exception("could not %s", what)
