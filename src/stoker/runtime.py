@@ -82,6 +82,7 @@ class Runtime:
             (its caller left) or the code of the error that ended it.
         takes_up: it goes on with what a program that ended while suspended has left; set it before `start`.
         states: saved states of recurrent models, and embeddings by state.
+        hurry: cuts the drain of a `close` short: what runs is ended, and an engine that stays on is killed.
 
     Raises:
         InvalidRequestError: a setting is unknown or out of range.
@@ -98,6 +99,7 @@ class Runtime:
         self._client = Client(settings, lambda state: self.on_load(state), new_transport)  # noqa: PLW0108 - it may be set later
         self.takes_up = True
         self.states = States(settings.states_dir, self)
+        self.hurry = self._client.hurry
         self._client.on_call = lambda call, outcome: self.on_call(call, outcome)  # noqa: PLW0108 - it may be set later
         self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
         self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
@@ -143,10 +145,6 @@ class Runtime:
         Where it is suspended, and of requests without a client, all is kept for the next start.
         """
         await self._client.close()
-
-    def hurry(self) -> None:
-        """Cut the drain of a `close` short: what runs is ended, and an engine that stays on is killed."""
-        self._client.hurry()
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -241,7 +241,6 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     def on_load(self, hook: Callable[[ModelState], None]) -> None:
         self._target.on_load = hook
 
-    hurry = _asked(asynchronous.Runtime.hurry)
     health = _asked(asynchronous.Runtime.health)
     resolve = _direct(asynchronous.Runtime.resolve)
     status = _waited(asynchronous.Runtime.status)

@@ -40,7 +40,7 @@ MAX_STATUS_COLUMNS = 76  # in a window made narrower a longer line would be left
 _MIB, _GIB = 2**20, 2**30
 
 
-class PlainScreen(Screen):
+class ServeInLog(Screen):
     """For a program or a log that reads: the readiness line on stdout, the rest is the log's.
 
     Args:
@@ -61,7 +61,7 @@ class PlainScreen(Screen):
         log.info("ready: %s", "; ".join(f"{name}: {text}" for name, text in facts if name))
 
 
-class TerminalScreen(Screen):
+class ServeInTerminal(Screen):
     """For a person.
 
     Args:

@@ -133,7 +133,7 @@ class Client:
         self.table.close()
 
     def hurry(self) -> None:
-        """See `Runtime.hurry`."""
+        """Cut the drain of a `close`, under way or to come, short."""
         if self.supervisor is not None:
             self.supervisor.hurry()
 

@@ -41,13 +41,13 @@ def serve(*, config: Config = None, **flags: Any) -> None:
     logs.set_up(server, console)
     if strange := strange_variables():
         log.warning("the environment has %s, which are no settings", ", ".join(strange))
-    from stoker.cli.serve_screen import PlainScreen, TerminalScreen
+    from stoker.cli.serve_screen import ServeInLog, ServeInTerminal
     from stoker.server.serve import run_server
 
     is_shown = console.is_terminal and not console.is_dumb_terminal and not server.quiet
     if is_shown and server.log_format == "text":
-        raise typer.Exit(run_server(engine, server, TerminalScreen(engine, server, console)))
-    raise typer.Exit(run_server(engine, server, PlainScreen(engine, server)))
+        raise typer.Exit(run_server(engine, server, ServeInTerminal(engine, server, console)))
+    raise typer.Exit(run_server(engine, server, ServeInLog(engine, server)))
 
 
 def _signature() -> inspect.Signature:
