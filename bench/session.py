@@ -42,13 +42,15 @@ if TYPE_CHECKING:
 OWN_TIME_LIMIT_MS = 0.5
 IDLE_LIMIT_PERCENT = 0.5
 WRONG_ESTIMATES_PERCENT = 10.0
+WORSE_BY_NOISE = 1.25
+"""So much may two times differ that mean the same: each is of a few arrivals."""
 AFTER_LOAD_S = 3.0
 NUM_TAIL_CHARS = 1500
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure. `figures` holds names out of `overhead`, `masks`, `eta` and `idle`.
+    """What to measure. `figures` holds names out of `overhead`, `masks`, `eta`, `batch` and `idle`.
 
     `has_swap`: the workload `swap` as well, whose servers are told otherwise than those of all others.
     """
@@ -82,6 +84,9 @@ async def compare_started(plan: Plan, contestants: Contestants, console: Console
     if "eta" in plan.figures:
         console.print("Estimates of waiting ...")
         figures += await asyncio.to_thread(measure_estimates, contestants.model, plan.seeds)
+    if "batch" in plan.figures:
+        console.print("A person beside a batch ...")
+        figures += await asyncio.to_thread(measure_batch, contestants.model, plan.seeds)
     with tempfile.TemporaryDirectory(prefix="bench-") as logs:
         for shape, workloads in _by_shape(plan.workloads, contestants.shape).items():
             async with AsyncExitStack() as stack:
@@ -157,6 +162,25 @@ def measure_estimates(model: Path, seeds: range) -> list[Figure]:
     """
     arguments = ["--model", str(model), "--seed", str(seeds.start), "--repeat", str(len(seeds))]
     return [_wrong_estimates(row) for row in _measured("eta_accuracy", arguments)]
+
+
+def measure_batch(model: Path, seeds: range) -> list[Figure]:
+    """What a person feels of a batch in the same program, measured in a process of its own.
+
+    Raises:
+        BenchError: that process failed; the message carries the end of what it said.
+    """
+    arguments = ["--model", str(model), "--seed", str(seeds.start), "--repeat", str(len(seeds))]
+    rows = {str(row["mode"]): row for row in _measured("batch_beside", arguments)}
+    first_ms = {mode: float(row["first_token_p95_ms"]) for mode, row in rows.items()}
+    beside = first_ms["batch"] / first_ms["requests"]
+    num_lost = float(rows["batch"]["num_prompts"]) - float(rows["batch"]["num_answers"])
+    title = "a person's first token beside a batch, p95"
+    return [
+        Figure("batch_first_token", f"{title}, over beside single requests", "times", beside, WORSE_BY_NOISE),
+        Figure("batch_over_alone", f"{title}, over alone", "times", first_ms["batch"] / first_ms["alone"]),
+        Figure("batch_lost", "prompts of a batch without an answer", "", num_lost, 0.0),
+    ]
 
 
 def _wrong_estimates(row: dict[str, float | str]) -> Figure:

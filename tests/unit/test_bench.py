@@ -392,7 +392,7 @@ def test_the_plan_follows_the_options() -> None:
     """I1: everything by default, else what was named; a seed a repetition."""
     everything = plan_of(parse_arguments([]))
     assert [w.name for w in everything.workloads] == list(WORKLOADS)
-    assert everything.figures == {"overhead", "masks", "eta", "idle"}
+    assert everything.figures == {"overhead", "masks", "eta", "batch", "idle"}
     some = plan_of(parse_arguments(["--only", "idle", "--only", "prefill", "--seed", "9", "--repeat", "3"]))
     assert [w.name for w in some.workloads] == ["prefill"]
     assert some.figures == frozenset({"idle"})
