@@ -147,6 +147,7 @@ def test_a_conversation_is_saved_as_markdown_or_json_and_never_replaced_unasked(
         f"/save '{file}'",
         f"/save! {file}",
         f"/save {tmp_path}/talk.txt",
+        f"/save {tmp_path}/gone/talk.md",
         "/save",
     ]
     result = chat(lines, "--system", "Be kind.")
@@ -160,6 +161,8 @@ def test_a_conversation_is_saved_as_markdown_or_json_and_never_replaced_unasked(
     assert f"1 turn written to {file}" in result.stderr
     assert "is there already" in result.stderr
     assert ".md or .json" in result.stderr
+    assert f"there is no folder {tmp_path}/gone" in result.stderr
+    assert "nothing to save yet" in chat([f"/save {tmp_path}/other.md"]).stderr
 
 
 def test_the_models_are_listed_and_another_one_answers(chat):
@@ -199,6 +202,13 @@ def test_there_are_no_tools_and_help_lists_every_command(chat):
     assert "tools are off" in result.stderr
     for name in ("/model", "/system", "/image", "/retry", "/save", "/stats", "/clear", "/exit"):
         assert name in result.stderr
+
+
+def test_an_option_out_of_range_is_refused_before_a_model_is_loaded(chat):
+    """I16: one line that names it."""
+    result = chat(["Hi"], "--top-p", "2")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "top_p" in result.stderr.replace("-", "_")
 
 
 def test_a_model_that_ends_at_once_is_said_to(chat):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from stoker.cli.chat.commands import file_of, help_table, typed
 from stoker.cli.chat.saving import save
@@ -20,16 +20,16 @@ from stoker.ipc.events import Parked, Paused, PrefillProgress, Queued
 from stoker.ipc.model import ModelClass
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
     from contextlib import AbstractContextManager
 
     from rich.console import RenderableType
 
     from stoker.cli.chat.session import ChatSession
-    from stoker.client.requests.stream import Notice
+    from stoker.client.requests.stream import Notice, TextDelta
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo
-    from stoker.runtime import Runtime
+    from stoker.tasks.fields import ConversationKeywords, Message
 
 NO_TOOLS = "tools are off: a chat offers the model no functions and runs nothing that it asks for"
 LONG_PROMPT_TOKENS = 256  # a shorter one is read before it can be said
@@ -71,6 +71,26 @@ class ChatScreen(Protocol):
         ...
 
 
+class ChatRuntime(Protocol):
+    """What a runtime has that answers a chat, here or at a server."""
+
+    on_load: Callable[[ModelState], None]
+
+    def resolve(self, model: str | None) -> ModelInfo:
+        """The served model of that name."""
+        ...
+
+    def chat(
+        self, messages: str | Sequence[Message], **fields: Unpack[ConversationKeywords]
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Answer a conversation."""
+        ...
+
+    async def load_model(self, model: str) -> ModelInfo:
+        """Serve a model and load it."""
+        ...
+
+
 class ChatLoop:
     """One chat.
 
@@ -86,7 +106,7 @@ class ChatLoop:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: ChatRuntime,
         session: ChatSession,
         screen: ChatScreen,
         models: Callable[[], Sequence[str]],
@@ -113,8 +133,7 @@ class ChatLoop:
 
     async def run(self) -> None:
         """Until the last line, or /exit."""
-        runtime = self._runtime
-        runtime.on_load = self._on_load
+        self._runtime.on_load = self._on_load
         while True:
             try:
                 line = typed(await self._screen.read())
@@ -285,6 +304,8 @@ class ChatLoop:
     def _write_file(self, name: str, *, may_replace: bool) -> None:
         if not name:
             raise InvalidRequestError("/save FILE: say where to, in FILE.md or FILE.json", param="file")
+        if not self._session.exchanges:
+            raise InvalidRequestError("there is nothing to save yet", param="file")
         file = file_of(name)
         save(self._session, file, may_replace=may_replace)
         number = len(self._session.exchanges)

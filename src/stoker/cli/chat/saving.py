@@ -21,13 +21,16 @@ def save(session: ChatSession, file: Path, *, may_replace: bool) -> None:
     """Write the conversation, readable by its owner alone; the name's end says in which form.
 
     Raises:
-        InvalidRequestError: the name ends in neither .md nor .json, or there is such a file.
+        InvalidRequestError: the name ends in neither .md nor .json, its folder is not there, or there is
+            such a file.
         OSError: it cannot be written.
     """
     forms = {".md": _markdown, ".json": _json}
     form = forms.get(file.suffix.lower())
     if form is None:
         raise InvalidRequestError(f"{file}: the name has to end in .md or .json", param="file")
+    if not file.parent.is_dir():
+        raise InvalidRequestError(f"{file}: there is no folder {file.parent}", param="file")
     if not may_replace and file.exists():
         raise InvalidRequestError(f"{file} is there already; /save! {file} replaces it", param="file")
     write_text(file, form(session))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 PROMPT, CONTINUATION = "> ", ". "
 REDRAW_S = 0.05
 LEAVING = "Ctrl-C again or Ctrl-D leaves"
+WORKING = "..."
 
 Lines = list[list[Segment]]
 Render = Callable[["Block"], Lines]
@@ -365,6 +366,8 @@ class TerminalScreen:
     def _below(self) -> Iterator[str]:
         if self._waiting_for:
             yield self._waiting_for
+        elif self._task is not None and self._answer is None:
+            yield WORKING
         yield from (f"next: {line.splitlines()[0]}" for line in self._typed)
         if self._is_leaving and self._task is None:
             yield LEAVING

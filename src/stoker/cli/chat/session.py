@@ -63,7 +63,7 @@ class ChatReply:
         if self.first_token_s is not None:
             parts.append(f"first token after {self.first_token_s:.2f} s")
         if self.usage is not None and self.usage.cached_tokens:
-            parts.append(f"{self.usage.cached_tokens} of {self.usage.prompt_tokens} prompt tokens cached")
+            parts.append(f"cached {self.usage.cached_tokens} of {self.usage.prompt_tokens}")
         if self.timings is not None and self.timings.queue_s >= WORTH_SAYING_S:
             parts.append(f"waited {self.timings.queue_s:.1f} s in the queue")
         return ", ".join(part for part in parts if part)

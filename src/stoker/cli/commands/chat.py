@@ -18,6 +18,7 @@ import typer
 from stoker.cli.fitting_model import GENERATE
 from stoker.cli.options import DEFAULT_MAX_TOKENS, AsJson, MaxTokens, Seed, Temperature, engine_settings
 from stoker.cli.target import Target, asks_model
+from stoker.ipc.request import Sampling
 from stoker.private import FILE_MODE, make_folder
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ def chat(
     temperature: Temperature = DEFAULT_TEMPERATURE,
     top_p: Annotated[
         float,
-        typer.Option(
-            "--top-p", help="Draw from the likeliest tokens of this share.", metavar="P", min=0, max=1
-        ),
+        typer.Option("--top-p", help="Draw from the likeliest tokens of this share.", metavar="P"),
     ] = 0.95,
     seed: Seed = None,
     no_history: Annotated[
@@ -66,6 +65,7 @@ def chat(
     from stoker.cli.chat.plain import no_echo
     from stoker.cli.chat.session import ChatSession
 
+    Sampling(temperature=temperature, top_p=top_p, seed=seed)  # says what is wrong before a model is loaded
     fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     session = ChatSession(fields, system=system or "")
     with no_echo():
