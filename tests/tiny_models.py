@@ -6,7 +6,7 @@ names the writers of those that generate and cannot go back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,11 +190,16 @@ def write_gemma3(path: Path, seed: int = 7) -> Path:
 
 
 def write_bert(
-    path: Path, seed: int = 7, pooling: int | None = 1, context: int = BERT_CONTEXT_LENGTH
+    path: Path,
+    seed: int = 7,
+    pooling: int | None = 1,
+    context: int = BERT_CONTEXT_LENGTH,
+    labels: Sequence[str] = ("",),
 ) -> Path:
     """An encoder of two layers with word pieces.
 
     `pooling` is llama.cpp's number: 0 none, 1 mean, 2 first token, 3 last, 4 rank; None: the file names none.
+    `labels` are of the outputs of a classifier; empty: the file names none.
     """
     keys: dict[str, Any] = {
         "context_length": context,
@@ -212,7 +217,9 @@ def write_bert(
     outer |= {f"token_embd_norm.{part}": (WIDTH,) for part in ("weight", "bias")}
     if pooling == _RANK:
         outer |= {"cls.weight": (WIDTH, WIDTH), "cls.bias": (WIDTH,)}
-        outer |= {"cls.output.weight": (1, WIDTH), "cls.output.bias": (1,)}
+        outer |= {"cls.output.weight": (len(labels), WIDTH), "cls.output.bias": (len(labels),)}
+    if any(labels):
+        keys["classifier.output_labels"] = list(labels)
     return _write(path, _Model("bert", keys, [_bert_layer()] * 2, outer, has_word_pieces=True), seed)
 
 
@@ -422,7 +429,7 @@ def _add_t5_pieces(writer: gguf.GGUFWriter) -> None:
     writer.add_add_space_prefix(value=True)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: float | list[int]) -> None:
+def _add(writer: gguf.GGUFWriter, key: str, value: float | list[Any]) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, list):

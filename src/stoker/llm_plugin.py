@@ -80,12 +80,14 @@ class StokerModel(llm.Model):
         self._runtime: Runtime | None = None
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any) -> Iterator[str]:  # noqa: ARG002, FBT001 - the library's signature
-        """Answer a prompt, with the conversation before it."""
+        """Answer a prompt, with the conversation before it; without a chat template the text is continued."""
         usage: Usage | None = None
         fields = {name: value for name, value in prompt.options.model_dump().items() if value is not None}
         if prompt.schema:
             fields["schema"] = prompt.schema
-        for delta in self._started().chat(_messages(prompt, conversation), **fields):
+        runtime, turns = self._started(), _messages(prompt, conversation)
+        is_text = len(turns) == 1 and not runtime.resolve("default").takes_conversations
+        for delta in runtime.generate(prompt.prompt, **fields) if is_text else runtime.chat(turns, **fields):
             usage = delta.usage or usage
             if delta.text:
                 yield delta.text

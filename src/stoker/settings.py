@@ -241,6 +241,8 @@ class EngineSettings(_Frozen):
         speculation: "lookup" repeats what the text repeats, "draft" asks `draft_model`, "auto" does both.
         suspend_grace_s: resuming meanwhile changes nothing.
         lora: one belongs to the first model that it fits.
+        chat_template: without a model's name, of every model whose file and family have none.
+        rerank_output: without a model's name, of every reranker whose labels do not say.
         image_roots: for `file:`; empty: none.
     """
 
@@ -318,6 +320,18 @@ class EngineSettings(_Frozen):
     )
     mmproj: Location | None = _setting(
         None, "Projector with which the first model that it fits reads pictures."
+    )
+    chat_template: Names = _setting(
+        (),
+        "Chat template, a Jinja file: of the models that bring none, or of one; repeat for more.",
+        shown="the model's own",
+        metavar="[MODEL=]FILE",
+    )
+    rerank_output: Names = _setting(
+        (),
+        "Output of a reranker's classifier that is the score, from 0, if it has several; repeat for more.",
+        shown="what its labels say",
+        metavar="[MODEL=]N",
     )
     image_roots: Names = _setting(
         (), "Folder that pictures may be read from by path; repeat for more.", metavar="PATH"

@@ -24,6 +24,7 @@ from stoker.ipc.commands import Submit
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import Usage
+from stoker.models.chat_templates import CHATML
 from stoker.tasks.chat import PLAIN, chat_deltas, form_of, offer_of
 
 FAKE = "fake:eog_period=0"
@@ -134,7 +135,7 @@ def test_the_form_of_an_answer_is_kept_with_its_request() -> None:
     template = "{{ tools }}<tool_call></tool_call></think>{% for m in messages %}{{ m.content }}{% endfor %}"
     plan = planned_chat(info(template), HELLO, offer_of(TOOLS))
     assert form_of(plan.fields({})["note"]) == plan.form == AnswerForm(HERMES, ("look",), THINK)
-    assert planned_chat(info(""), HELLO).fields({})["note"] == b""
+    assert planned_chat(info(CHATML), HELLO).fields({})["note"] == b""
     assert [form_of(note) for note in (b"", b"\xc1", b"\x01")] == [PLAIN] * 3
 
 
@@ -160,11 +161,3 @@ def test_what_a_conversation_adds_to_a_request_joins_what_was_asked_for() -> Non
     assert fields["constraint"] is None
     forced = planned_chat(info(template), HELLO, offer_of(TOOLS, "required")).fields({})["constraint"]
     assert (forced.param, forced.reasoning_start, forced.reasoning_end) == ("tools", "<think>", "</think>")
-
-
-def test_a_model_without_a_template_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    """D10: that the fallback is ChatML is said."""
-    bare = msgspec.structs.replace(info(""), id="bare")
-    for _ in range(2):
-        assert planned_chat(bare, HELLO).prompt.startswith("<|im_start|>user")
-    assert caplog.text.count("bare brings no chat template; falling back to ChatML") == 1

@@ -12,6 +12,7 @@ from stoker.chat.template import MAX_TEMPLATE_CHARS, ChatTemplate
 from stoker.client.worker.jobs import RenderChat
 from stoker.client.worker.pool import Bounds, WorkerPool
 from stoker.errors import InvalidRequestError, UnsupportedError, WorkLimitError
+from stoker.models.chat_templates import CHATML
 
 LLAMA2 = (
     "{% for message in messages %}"
@@ -32,7 +33,7 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def render(source: str | None, messages: Sequence[dict[str, Any]] = (USER,), **extra: Any) -> str:
+def render(source: str, messages: Sequence[dict[str, Any]] = (USER,), **extra: Any) -> str:
     """One rendering with the usual tokens."""
     return ChatTemplate(source, "<s>", "</s>").render(list(messages), **extra)
 
@@ -43,23 +44,16 @@ def test_a_conversation_is_laid_out_by_the_models_own_template() -> None:
     assert render(LLAMA2, messages) == "<s>[INST] Hi [/INST] Hello </s><s>[INST] Hi [/INST]"
 
 
-def test_a_model_without_a_template_gets_chatml() -> None:
-    """D10: the fallback is ChatML."""
-    assert ChatTemplate(None).render([{"role": "system", "content": "Be brief."}, USER]) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_the_opening_of_the_answer_is_left_out_when_not_wanted() -> None:
     """D10: add_generation_prompt reaches the template."""
-    prompt = ChatTemplate(None).render([USER], add_generation_prompt=False)
+    prompt = ChatTemplate(CHATML).render([USER], add_generation_prompt=False)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n"
 
 
 def test_text_parts_are_joined_for_templates_that_know_text_only() -> None:
     """D10: OpenAI content parts are lines of one text, as vLLM and llama-server have it."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert "user\na\nb<|im_end|>" in ChatTemplate(None).render([{"role": "user", "content": parts}])
+    assert "user\na\nb<|im_end|>" in ChatTemplate(CHATML).render([{"role": "user", "content": parts}])
 
 
 def test_other_parts_reach_the_template_as_they_are() -> None:

@@ -37,9 +37,9 @@ class _NoBos(FakeVocabulary):
         return None
 
 
-@pytest.mark.parametrize("source", [LLAMA3, CHATML, GEMMA, MISTRAL, None])
-def test_a_conversation_begins_with_one_bos(source: str | None) -> None:
-    """As llama-server: whether the template writes it, or the model has no template."""
+@pytest.mark.parametrize("source", [LLAMA3, CHATML, GEMMA, MISTRAL])
+def test_a_conversation_begins_with_one_bos(source: str) -> None:
+    """As llama-server: whether or not the template writes it."""
     text = ChatTemplate(source, bos_text="<s>").render(TURNS)
     tokens = text_tokens(text, FakeVocabulary(), is_chat=True)
     assert (tokens[0], tokens.count(BOS)) == (BOS, 1)
@@ -48,8 +48,8 @@ def test_a_conversation_begins_with_one_bos(source: str | None) -> None:
     )
 
 
-@pytest.mark.parametrize(("source", "num_bos"), [(CHATML, 0), (None, 0), (GEMMA, 1)])
-def test_a_vocabulary_that_adds_none_leaves_it_to_the_template(source: str | None, num_bos: int) -> None:
+@pytest.mark.parametrize(("source", "num_bos"), [(CHATML, 0), (GEMMA, 1)])
+def test_a_vocabulary_that_adds_none_leaves_it_to_the_template(source: str, num_bos: int) -> None:
     """Qwen, SmolLM2: only what the template writes."""
     text = ChatTemplate(source, bos_text="<s>").render(TURNS)
     assert text_tokens(text, _NoBos(), is_chat=True).count(BOS) == num_bos

@@ -9,7 +9,7 @@ import pytest
 
 from stoker.chat.answer_events import CallArguments, CallBegan, CallEnded
 from stoker.chat.conversation import NO_TOOLS, ToolOffer, prepared_turn
-from stoker.chat.template import CHATML, ChatTemplate
+from stoker.chat.template import ChatTemplate
 from stoker.chat.tools.calls import ToolCallParser
 from stoker.chat.tools.constraints import forced_calls
 from stoker.chat.tools.history import template_input
@@ -33,6 +33,7 @@ from stoker.chat.tools.tools import (
     tool_syntax_of,
 )
 from stoker.errors import InvalidRequestError, UnsupportedError
+from stoker.models.chat_templates import CHATML
 from stoker.tasks.chat import offer_of, offer_of_functions
 
 # The parts of published templates that differ between families, at their size.

@@ -30,6 +30,7 @@ from stoker.errors import (
 )
 from stoker.grammar.source import native_grammar
 from stoker.ipc.constraint import Constraint, ConstraintKind, NativeGrammar
+from stoker.models.chat_templates import CHATML
 
 ENDLESS = (
     "{% set x = 'a ' * 1000000 %}{% for i in range(99999) %}{% if x.split(' ') %}{% endif %}{% endfor %}"
@@ -45,7 +46,7 @@ LIMIT_S = 60.0
 Pools = Callable[..., WorkerPool]
 
 
-def chat(template: str | None = None, model: str = "m", **args: object) -> RenderChat:
+def chat(template: str = CHATML, model: str = "m", **args: object) -> RenderChat:
     """A short conversation for that template."""
     messages = [{"role": "user", "content": "Hi"}]
     return RenderChat(model=model, conversation=Conversation(messages=messages, template=template, args=args))

@@ -145,14 +145,14 @@ class Conversation:
     Attributes:
         messages: in OpenAI's form; contents as text or parts.
         offer: of tools.
-        template: Jinja source; None: the model brings none.
+        template: Jinja source.
         bos_text, eos_text: the model's special tokens as text.
         args: further variables of the template, and `continue_final_message`.
     """
 
     messages: list[dict[str, Any]]
+    template: str
     offer: ToolOffer = NO_TOOLS
-    template: str | None = None
     bos_text: str = ""
     eos_text: str = ""
     args: dict[str, Any] = field(default_factory=dict)

@@ -124,12 +124,6 @@ def _raise_exception(message: str) -> Never:
     raise TemplateError(message)
 
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 MAX_MESSAGES = 10_000
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token", "raise_exception", "strftime_now"})
 
@@ -138,20 +132,18 @@ class ChatTemplate:
     """One model's chat template.
 
     Args:
-        source: Jinja source from the model file; None or empty falls back to ChatML.
+        source: Jinja source.
         bos_text: the beginning-of-sequence token as text.
         eos_text: the end-of-sequence token as text.
     """
 
-    def __init__(self, source: str | None, bos_text: str = "", eos_text: str = "") -> None:
-        self.is_fallback = not source
-        self._source = source or CHATML
+    def __init__(self, source: str, bos_text: str = "", eos_text: str = "") -> None:
+        self._source = source
         self._bos_text = bos_text
         self._eos_text = eos_text
 
     def __repr__(self) -> str:
-        kind = "ChatML fallback" if self.is_fallback else f"{len(self._source)} characters"
-        return f"ChatTemplate({kind})"
+        return f"ChatTemplate({len(self._source)} characters)"
 
     def render(
         self,
@@ -248,7 +240,7 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=64)
-def template_of(source: str | None, bos_text: str, eos_text: str) -> ChatTemplate:
+def template_of(source: str, bos_text: str, eos_text: str) -> ChatTemplate:
     """The template of a model, compiled once. Raises what `ChatTemplate` raises."""
     return ChatTemplate(source, bos_text=bos_text, eos_text=eos_text)
 

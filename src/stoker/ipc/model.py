@@ -189,6 +189,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         draft_path: the GGUF file of a smaller model of the same vocabulary that guesses; empty: none.
         adapters: those that requests may ask for (SPEC K6).
         projector: None: it takes no images.
+        chat_template: what conversations are laid out with; None: what its file says.
+        score_output: which output of a reranker's classifier is the score; None: not known.
     """
 
     id: str
@@ -211,6 +213,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft_path: str = ""
     adapters: tuple[AdapterSpec, ...] = ()
     projector: ProjectorSpec | None = None
+    chat_template: str | None = None
+    score_output: int | None = 0
 
     @property
     def pool_cells(self) -> int:
@@ -237,6 +241,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: no vision model.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
         n_embd: width of its vectors.
+        score_output: as in `ModelSpec`.
         adapters: those that requests may ask for (SPEC K6).
         adapter: the one by whose name it was asked for; empty: by its own.
     """
@@ -268,6 +273,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     degraded: list[str] = []
     pooling: str = ""
     n_embd: int = 0
+    score_output: int | None = 0
     adapters: tuple[AdapterSpec, ...] = ()
     adapter: str = ""
 
@@ -282,6 +288,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             num_slots=spec.num_slots,
             num_threads=spec.num_threads,
             kv_type=spec.kv_type,
+            chat_template=spec.chat_template,
+            score_output=spec.score_output,
         )
 
     @property
@@ -297,5 +305,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def takes_conversations(self) -> bool:
-        """Whether conversations can be laid out for it; an encoder-decoder does not read the usual layout."""
-        return self.chat_template is not None or self.model_class != ModelClass.ENCODER_DECODER
+        """Whether conversations can be laid out for it."""
+        return bool(self.chat_template)

@@ -27,6 +27,8 @@ class ModelDescription:
         n_ctx_train: tokens of context it was trained for.
         has_fixed_context: whether it takes no longer context than that.
         quantisation: label such as Q4_K_M.
+        chat_template: its file's, or its family's.
+        outputs: labels of a reranker's classifier in their order, empty where unnamed.
         pairing: how it stands with a projector (SPEC V1), as in `ModelInfo`.
         header: the header of a GGUF file, which adapters and projectors are matched with.
     """
@@ -46,6 +48,7 @@ class ModelDescription:
     bos_text: str = ""
     eos_text: str = ""
     pooling: str = ""
+    outputs: tuple[str, ...] = ()
     pairing: str = ""
     header: GgufHeader | None = field(default=None, repr=False)
 

@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -124,15 +123,15 @@ def chat_job(
 
     Raises:
         InvalidRequestError: they are no messages, or an image in them is malformed.
-        UnsupportedError: there are images and the model reads none, or what an encoder-decoder without a
-            template would read is no conversation.
+        UnsupportedError: there are images and the model reads none, or it has no chat template.
     """
     turns, images = illustrated(turns_of(messages), info)
-    if not info.takes_conversations:
-        text = f"{info.id} is {info.class_text} without a chat template: it reads a text, sent as a prompt"
-        raise UnsupportedError(text, param="messages")
     if not info.chat_template:
-        _say_fallback(info.id)
+        text = (
+            f"{info.id}, {info.class_text}, has no chat template: send it a text as a prompt, or serve it"
+            " with a template for conversations (chat_template, --chat-template FILE)"
+        )
+        raise UnsupportedError(text, param="messages")
     conversation = Conversation(
         messages=turns,
         offer=offer,
@@ -154,12 +153,6 @@ def planned(job: RenderChat, images: tuple[Given, ...], layout: Layout) -> ChatP
         text = f"the chat template of {job.model} shows {shown} of {len(images)} pictures"
         raise InvalidRequestError(text, param="messages")
     return ChatPlan(layout, images, job.conversation.offer.left_out)
-
-
-@lru_cache(maxsize=64)
-def _say_fallback(model: str) -> None:
-    """Warn once for each model."""
-    log.warning("%s brings no chat template; falling back to ChatML", model)
 
 
 def offer_of(tools: Any, tool_choice: Any = None, *, is_parallel: bool = True) -> ToolOffer:

@@ -29,7 +29,7 @@ class RerankKeywords(CallKeywords, total=False):
     """Those of a call, and what is said of the documents."""
 
     top_n: int | None
-    output: int
+    output: int | None
 
 
 class RankedDocument(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ async def rank_documents(
     documents: Several[str],
     *,
     top_n: int | None = None,
-    output: int = 0,
+    output: int | None = None,
     **fields: Unpack[CallKeywords],
 ) -> Ranking:
     """The documents by what they have to say to the query.
@@ -69,14 +69,14 @@ async def rank_documents(
         query: what is asked.
         documents: texts; each is scored alone, whatever stands beside it.
         top_n: tell of so many only, the best ones; None: of all.
-        output: which output of the classifier is the score. llama.cpp takes the first; of a model with
-            the classes "irrelevant, relevant" that is the wrong end, and 1 is wanted.
+        output: which output of the classifier is the score, from 0; None: the only one, the one that the
+            model's labels call relevant, or what the setting `rerank_output` says.
         fields: of `GenerateRequest` and `KnownAs`, by name; `model` is a served reranker, `timeout_s` is
             for all documents together.
 
     Raises:
         UnsupportedError: the model scores nothing.
-        InvalidRequestError: a field is out of range.
+        InvalidRequestError: a field is out of range, or of several outputs nothing says which is the score.
         ContextLengthError: a document with the query is longer than the model takes.
         RequestCancelledError: the call was cancelled by its id.
         StokerError: a request failed; the others are cancelled.
@@ -85,6 +85,14 @@ async def rank_documents(
     require_reranking(info)
     if top_n is not None and top_n < 1:
         raise InvalidRequestError(f"top_n is {top_n}; it is 1 or more", param="top_n")
+    output = info.score_output if output is None else output
+    if output is None:
+        text = (
+            f"the classifier of {info.id} has several outputs and its file does not say which is the"
+            " score: choose one with output, from 0 (of two often 1), or serve it with rerank_output"
+            " (--rerank-output N)"
+        )
+        raise InvalidRequestError(text, param="output")
     wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}
     known_as = KnownAs.taken_from(wanted)
     requests = [_request(query, each, wanted) for each in texts_of(documents, "documents")]

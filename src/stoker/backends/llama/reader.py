@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import ModelClass
+from stoker.models.chat_templates import family_template
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator
@@ -58,10 +59,11 @@ class GgufReader:
             n_vocab=header.n_vocab,
             n_embd=header.embedding_length,
             quantisation=header.quantisation,
-            chat_template=header.chat_template,
+            chat_template=header.chat_template or _family_template(header),
             bos_text=header.bos_text,
             eos_text=header.eos_text,
             pooling=header.pooling,
+            outputs=header.outputs,
             pairing=str(pairing_of(header, None).pairing),
             header=header,
         )
@@ -101,3 +103,9 @@ class GgufReader:
 def open_model(path: str) -> GgufReader:
     """The model of a file."""
     return GgufReader(Path(path))
+
+
+def _family_template(header: GgufHeader) -> str | None:
+    if header.model_class in {ModelClass.ENCODER, ModelClass.ENCODER_DECODER}:
+        return None
+    return family_template(header.architecture, header.eos_text)

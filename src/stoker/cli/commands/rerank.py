@@ -31,8 +31,14 @@ def rerank(
         int | None, typer.Option("--top-n", help="Print so many, the best.", min=1, metavar="N")
     ] = None,
     output: Annotated[
-        int, typer.Option(help="Which output of the classifier is the score, from 0.", min=0, metavar="N")
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Which output of the classifier is the score, from 0. [what its labels say]",
+            min=0,
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the documents, the best first, each after its score: the model's own number, no probability."""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PANELS = {
     "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
-        restore models_dir allow_downloads""",
+        chat_template rerank_output restore models_dir allow_downloads""",
     "Computing": "threads n_batch isolation watchdog_s heat_trace",
     "Memory": "memory_limit memory_margin park_bytes",
     "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",

@@ -7,11 +7,12 @@ Reads headers, of models, LoRA adapters (SPEC K6) and projectors (SPEC V1). Wher
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
 from stoker.backends.registry import has_scheme
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from stoker.settings import EngineSettings
 
 _RESERVED = "default"
+MAX_TEMPLATE_CHARS = 2**20
+OutputNumber = Annotated[int, msgspec.Meta(ge=0)]
+_RELEVANT = frozenset({"relevant", "is_relevant", "relevance", "yes", "true"})
+"""Labels of a classifier's output, in lower case, that say that it is the score."""
 H = TypeVar("H", AdapterHeader, ProjectorHeader)
 
 
@@ -131,6 +136,10 @@ class ModelSource:
                 text = f"two models would be served as {file.id!r}: {paths}"
                 raise InvalidRequestError(text, param="models")
             found[file.id] = self.described(file)
+        for param, named in (("chat_template", self._templates), ("rerank_output", self._score_outputs)):
+            if strange := set(named) - {*found, ""}:
+                text = f"{param}: no model {min(strange)!r} is served; there are: {', '.join(found)}"
+                raise InvalidRequestError(text, param=param)
         if settings.draft_model:
             draft_path = store.resolve(settings.draft_model).path
             first = found[files[0].id]
@@ -153,7 +162,8 @@ class ModelSource:
 
     def described(self, file: ModelFile) -> FoundModel:
         """A file that can be loaded, as the settings want it."""
-        settings = self.settings
+        settings, found = self.settings, file.description
+        assert found is not None, f"{file!r} cannot be loaded"
         keep_alive = settings.keep_alive
         spec = ModelSpec(
             id=file.id,
@@ -171,9 +181,27 @@ class ModelSource:
             cache_mode=CacheMode(settings.cache_mode),
             keep_alive_s=self.defaults.keep_alive_s if keep_alive is None else keep_alive,
             speculation=Speculation(settings.speculation),
+            chat_template=self._template_of(file.id, found),
+            score_output=_score_output(found.outputs, self._score_outputs, file.id),
         )
-        assert file.description is not None, f"{file!r} cannot be loaded"
-        return FoundModel(spec, _info(spec, file.description))
+        return FoundModel(spec, _info(spec, found))
+
+    def _template_of(self, model: str, found: ModelDescription) -> str | None:
+        if found.model_class is ModelClass.ENCODER:
+            return None
+        return self._templates.get(model) or found.chat_template or self._templates.get("")
+
+    @cached_property
+    def _templates(self) -> dict[str, str]:
+        """The settings' chat templates by the id of their model; "": of models that have none."""
+        named = by_model(self.settings.chat_template, "chat_template")
+        return {model: read_template(path) for model, path in named.items()}
+
+    @cached_property
+    def _score_outputs(self) -> dict[str, int]:
+        """Which output is the score, by the id of its model; "": of rerankers that do not say."""
+        named = by_model(self.settings.rerank_output, "rerank_output")
+        return {model: _number_of_output(text) for model, text in named.items()}
 
 
 def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
@@ -188,7 +216,6 @@ def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
         num_params=found.num_params,
         size_bytes=found.size_bytes,
         n_vocab=found.n_vocab,
-        chat_template=found.chat_template,
         bos_text=found.bos_text,
         eos_text=found.eos_text,
         pooling=found.pooling,
@@ -198,6 +225,53 @@ def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
 
 
 # ---------------------------------------------------------------- what goes with a model
+
+
+def by_model(texts: Sequence[str], param: str) -> dict[str, str]:
+    """What is given as VALUE, for every model that it suits, or as MODEL=VALUE, by the model's id or "".
+
+    Raises:
+        InvalidRequestError: two are given for the same.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        model, equals, value = text.partition("=")
+        model, value = (model.strip(), value) if equals else ("", text)
+        if model in found:
+            raise InvalidRequestError(f"{param}: two are given for {model or 'every model'}", param=param)
+        found[model] = value.strip()
+    return found
+
+
+def read_template(path: str) -> str:
+    """The chat template in a file. Raises InvalidRequestError where it cannot be read, or holds nothing."""
+    try:
+        with Path(_expanded(path)).open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE_CHARS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"chat_template: {path}: {error}", param="chat_template") from None
+    if not text.strip() or len(text) > MAX_TEMPLATE_CHARS:
+        what = "is empty" if not text.strip() else f"has more than {MAX_TEMPLATE_CHARS} characters"
+        raise InvalidRequestError(f"chat_template: {path} {what}", param="chat_template")
+    return text
+
+
+def _number_of_output(text: str) -> int:
+    try:
+        return int(msgspec.convert(text, OutputNumber, strict=False))
+    except msgspec.ValidationError:
+        what = f"rerank_output: {text!r} is no number of an output; they count from 0"
+        raise InvalidRequestError(what, param="rerank_output") from None
+
+
+def _score_output(labels: tuple[str, ...], chosen: Mapping[str, int], model: str) -> int | None:
+    """Which output of a classifier is the score: the chosen one, the only one, or the relevant one."""
+    if model in chosen:
+        return chosen[model]
+    if len(labels) <= 1:
+        return 0
+    relevant = [at for at, label in enumerate(labels) if label.strip().casefold() in _RELEVANT]
+    return relevant[0] if len(relevant) == 1 else chosen.get("")
 
 
 def parse_adapter(text: str) -> AdapterSpec:

@@ -177,6 +177,16 @@ class GgufHeader:
         return POOLINGS.get(value) if isinstance(value, int) else None
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """A reranker's labels of the outputs of its classifier, empty ones where the file has none."""
+        if self.pooling != Pooling.RANK:
+            return ()
+        labels = self.metadata.get(f"{self.architecture}.classifier.output_labels")
+        if not isinstance(labels, GgufArray):
+            return ("",)
+        return ("",) * labels.length if labels.values is None else tuple(map(str, labels.values))
+
+    @property
     def chat_template(self) -> str | None:
         """The model's own Jinja chat template."""
         template = self.metadata.get("tokenizer.chat_template")

@@ -50,6 +50,7 @@ def _entry(context: ServerContext, info: ModelInfo) -> dict[str, Any]:
         "size_bytes": info.size_bytes,
         "pictures": info.pairing or None,
         "pooling": info.pooling or None,
+        "has_chat_template": bool(info.chat_template),
     }
     entry = {
         "id": info.asked_as,
