@@ -12,9 +12,12 @@ from stoker.images.intake import Intake
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, Usage
+from stoker.models.chat_templates import CHATML
 from stoker.settings import EngineSettings
 
-READER_INFO = msgspec.structs.replace(ENCODER_INFO, id="reader", model_class="decoder", has_vision=True)
+READER_INFO = msgspec.structs.replace(
+    ENCODER_INFO, id="reader", model_class="decoder", has_vision=True, chat_template=CHATML
+)
 
 
 class ReadingRuntime(OpensGroups):
