@@ -56,7 +56,15 @@ def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 @contextmanager
 def serving(tmp_path: Path, port: str = "0") -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The same for the block."""
-    words = ["--model", "fake:eog_period=0,step_delay_s=0.02", "--port", port, "--no-follow-sleep"]
+    words = [
+        "--model",
+        "fake:eog_period=0,step_delay_s=0.02",
+        "--port",
+        port,
+        "--no-follow-sleep",
+        "--keepalive-s",
+        "0.3",
+    ]
     with subprocess.Popen(
         [sys.executable, "-m", "stoker.cli", "serve", *words],
         stdout=subprocess.PIPE,
@@ -197,7 +205,7 @@ async def test_a_stream_with_nothing_to_say_lives_by_its_comments(
     server: tuple[str, subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I11: a paused request says nothing for longer than a silent server may."""
-    monkeypatch.setattr(connection, "_STREAM", connection.httpx.Timeout(None, read=0.5))
+    monkeypatch.setattr(connection, "_STREAM", connection.httpx.Timeout(None, read=0.1))
     async with Runtime.connect(server[0]) as runtime:
         with pytest.raises(ServerLostError):  # the beat of this server is slower
             await _paused(runtime)
@@ -221,7 +229,7 @@ async def _paused(runtime: RemoteRuntime) -> int:
                     await runtime.pause_request("mine")
             elif isinstance(event, Paused):
                 asyncio.get_running_loop().call_later(
-                    6, lambda: asyncio.ensure_future(runtime.resume_request("mine"))
+                    0.8, lambda: asyncio.ensure_future(runtime.resume_request("mine"))
                 )
     return num_tokens
 

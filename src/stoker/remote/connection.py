@@ -112,7 +112,7 @@ class ServerConnection:
             MachineSetupError: what answers is no Stoker, or one of another version.
             StokerError: what the server said is wrong.
         """
-        return self._read(await self._asked("GET", path), kind)
+        return self.read(await self._asked("GET", path), kind)
 
     async def content(self, path: str) -> bytes:
         """The bytes at `path`. Raises as `get` does."""
@@ -128,7 +128,7 @@ class ServerConnection:
         """The answer to a body, however long it takes. Raises as `get` does."""
         content = await asyncio.to_thread(_encode, body)
         asking = self._asked("POST", path, content=content, headers=headers, timeout=_LONG)
-        return self._read(await self._while_alive(asking), dict[str, Any])
+        return self.read(await self._while_alive(asking), dict[str, Any])
 
     async def _asked(self, method: str, path: str, **how: Any) -> bytes:
         with self._typed():
@@ -150,12 +150,12 @@ class ServerConnection:
     def get_now(self, path: str) -> dict[str, Any]:
         """As `get`, but blocks the thread, for at most ANSWER_S seconds."""
         with self._typed(), self._blocking() as http:
-            return self._read(self._checked(http.get(path)), dict[str, Any])
+            return self.read(self._checked(http.get(path)), dict[str, Any])
 
     def post_now(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """As `post`, but blocks the thread, for at most ANSWER_S seconds."""
         with self._typed(), self._blocking() as http:
-            return self._read(self._checked(http.post(path, content=_encode(body))), dict[str, Any])
+            return self.read(self._checked(http.post(path, content=_encode(body))), dict[str, Any])
 
     def _blocking(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self._headers, timeout=_SHORT, trust_env=False)
@@ -222,7 +222,8 @@ class ServerConnection:
         text = f"what listens at {self.url} is no Stoker, or one of another version: {what}"
         return MachineSetupError(text, param="url")
 
-    def _read(self, answer: bytes, kind: type[T]) -> T:
+    def read(self, answer: bytes | str, kind: type[T]) -> T:
+        """What came as JSON. Raises MachineSetupError where it is something else."""
         try:
             return msgspec.json.decode(answer, type=kind)
         except msgspec.DecodeError as error:

@@ -149,7 +149,9 @@ class ServerMirror:
         """What happens at the server from now on, after a snapshot. Raises what `stream` raises."""
         async with aclosing(self._server.stream("GET", wire.EVENTS)) as messages:
             async for message in messages:
-                given: dict[str, Any] = msgspec.json.decode(message.data)
+                if message.data == wire.DONE:
+                    return
+                given = self._server.read(message.data, dict[str, Any])
                 own = {name: given.pop(name) for name in _OWN_FIELDS & given.keys()}
                 yield RuntimeEvent(**own, fields=given)
 
@@ -178,7 +180,7 @@ class ServerMirror:
     async def _take(self, event: RuntimeEvent) -> None:
         fields = event.fields
         if event.event == "model":
-            self._on_load(_state_of(fields))
+            asyncio.get_running_loop().call_soon(self._on_load, _state_of(fields))  # its errors are its own
             if "stage" in fields and self._known is not None:
                 self._known = msgspec.structs.replace(self._known, states=_moved(self._known.states, fields))
                 return

@@ -32,6 +32,8 @@ COUNT_TOKENS = f"{REQUESTS}/count_tokens"
 OVERVIEW = "/v1/runtime/overview"
 STATUS = "/v1/runtime/status"
 EVENTS = "/v1/runtime/events"
+DONE = "[DONE]"
+"""The last data of the stream of events, where the server ends in order."""
 BEAT_S = 5.0
 """The longest silence on a stream of the library's, whatever `keepalive_s` says."""
 
