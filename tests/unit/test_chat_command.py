@@ -1,6 +1,7 @@
 """`stoker chat` with lines from a pipe: its commands, turns that fail, and JSON for programs."""
 
 import json
+import logging
 import stat
 
 import pytest
@@ -10,6 +11,7 @@ from prompt_toolkit.document import Document
 from typer.testing import CliRunner
 
 from stoker.cli.chat.commands import CommandCompleter, typed
+from stoker.cli.chat.loop import ChatLoop
 from stoker.cli.main import app
 
 
@@ -202,6 +204,21 @@ def test_there_are_no_tools_and_help_lists_every_command(chat):
     assert "tools are off" in result.stderr
     for name in ("/model", "/system", "/image", "/retry", "/save", "/stats", "/clear", "/exit"):
         assert name in result.stderr
+
+
+def test_a_warning_stands_behind_the_answer_in_which_it_came(chat, monkeypatch):
+    """I16: what the engine logs meanwhile is no part of what the model says."""
+
+    def warn(*_):
+        logging.getLogger("stoker.somewhere").warning("the machine is busy")
+        logging.getLogger("stoker.somewhere").info("nobody asked")
+
+    monkeypatch.setattr(ChatLoop, "_on_notice", warn)
+    result = chat(["Hi", "Again"], answers=["One.\n" * 5, "Two."])
+    assert result.output.startswith("One.\n" * 5 + "warning: the machine is busy\n")
+    assert "Two.\nwarning: the machine is busy\n" in result.output
+    assert result.stdout == "One.\n" * 5 + "Two.\n"
+    assert "nobody" not in result.output
 
 
 def test_an_option_out_of_range_is_refused_before_a_model_is_loaded(chat):

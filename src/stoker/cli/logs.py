@@ -11,13 +11,16 @@ import logging
 import logging.handlers
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.text import Text
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
     from rich.console import Console
 
     from stoker.settings import ServerSettings
@@ -98,6 +101,34 @@ class TerminalHandler(RichHandler):
         if self._shows_logger:
             text.append(f"{record.name}: ", "dim")
         return text.append(message)
+
+
+class NotesHandler(logging.Handler):
+    """Gives warnings to a function of an event loop's thread, from whichever thread they come.
+
+    While entered with `with`, it has the log of `stoker` to itself.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, note: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._loop = loop
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass it on; the loop may have ended."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._note, f"{record.levelname.lower()}: {record.getMessage()}")
+
+    def __enter__(self) -> Self:
+        logger = logging.getLogger("stoker")
+        logger.addHandler(self)
+        self._propagated, logger.propagate = logger.propagate, False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger("stoker")
+        logger.removeHandler(self)
+        logger.propagate = self._propagated
 
 
 class JournalFormatter(logging.Formatter):

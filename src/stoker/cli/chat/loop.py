@@ -116,6 +116,8 @@ class ChatLoop:
         self._screen = screen
         self._models = models
         self.num_failed = 0
+        self._is_busy = False
+        self._notes: list[str] = []
         self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
             "/model": self._model,
             "/system": self._system,
@@ -149,16 +151,26 @@ class ChatLoop:
                 if line.looks_mistyped:
                     self._screen.say("sent as text: it is no command; /help lists those there are")
                 await self._turn(line.text)
+            for note in self._notes:
+                self._screen.say(note)
+            self._notes.clear()
 
-    async def _guarded(self, work: Awaitable[None]) -> bool:
-        """Do it until Ctrl-C; whether it was done. What goes wrong is said, and the chat goes on."""
+    def note(self, text: str) -> None:
+        """Say something that has nothing to do with the conversation, never in the middle of an answer."""
+        if self._is_busy:
+            self._notes.append(text)
+        else:
+            self._screen.say(text)
+
+    async def _guarded(self, work: Awaitable[None]) -> None:
+        """Do it until its end or Ctrl-C. What goes wrong is said, and the chat goes on."""
         task = asyncio.ensure_future(work)
+        self._is_busy = True
         try:
             with self._screen.answering(task):
                 await _ended(task)
-            if task.cancelled():
-                return False
-            task.result()
+            if not task.cancelled():
+                task.result()
         except ContextLengthError as error:
             self._failed(error, "; /clear starts over")
         except StokerError as error:
@@ -166,9 +178,8 @@ class ChatLoop:
         except OSError as error:
             text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             self._failed(InvalidRequestError(text))
-        else:
-            return True
-        return False
+        finally:
+            self._is_busy = False
 
     def _failed(self, error: StokerError, advice: str = "") -> None:
         self.num_failed += 1

@@ -16,6 +16,7 @@ import platformdirs
 import typer
 
 from stoker.cli.fitting_model import GENERATE
+from stoker.cli.logs import NotesHandler
 from stoker.cli.options import DEFAULT_MAX_TOKENS, AsJson, MaxTokens, Seed, Temperature, engine_settings
 from stoker.cli.target import Target, asks_model
 from stoker.ipc.request import Sampling
@@ -89,11 +90,12 @@ async def _chat(
 
         async with _screen(models, has_history=has_history, as_json=as_json) as screen:
             loop = ChatLoop(runtime, session, screen, models)
-            if sys.stdin.isatty():
-                screen.say(f"{runtime.resolve(None).id}: /help says what can be done")
-            for image in images:
-                await loop.attach(str(image))
-            await loop.run()
+            with NotesHandler(asyncio.get_running_loop(), loop.note):
+                if sys.stdin.isatty():
+                    screen.say(f"{runtime.resolve(None).id}: /help says what can be done")
+                for image in images:
+                    await loop.attach(str(image))
+                await loop.run()
     return loop.num_failed
 
 
