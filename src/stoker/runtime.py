@@ -74,6 +74,7 @@ class Runtime:
     Args:
         model: name or GGUF path of the default model; None: the settings' first, or the embedded one.
         settings: the engine's; None: the defaults.
+        allow_downloads: a model may be OWNER/REPO[:FILE] of the hub; `start` downloads it if it is not here.
         fields: single settings that differ, by name; with `model`, `models` names further ones.
 
     Attributes:
@@ -89,7 +90,12 @@ class Runtime:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, settings: EngineSettings | None = None, **fields: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        settings: EngineSettings | None = None,
+        allow_downloads: bool = False,
+        **fields: Any,
     ) -> None:
         settings = (settings or EngineSettings()).replace(**fields)
         if model is not None:
@@ -97,6 +103,7 @@ class Runtime:
         self._settings = settings
         new_transport = _in_thread if settings.isolation == "thread" else None
         self._client = Client(settings, lambda state: self.on_load(state), new_transport)  # noqa: PLW0108 - it may be set later
+        self._client.allows_downloads = allow_downloads
         self.takes_up = True
         self.states = States(settings.states_dir, self)
         self.hurry = self._client.hurry
@@ -131,7 +138,7 @@ class Runtime:
 
         Raises:
             ModelNotFoundError: a name or path leads nowhere.
-            ModelError: a file is broken or cannot be loaded.
+            ModelError: a file is broken or cannot be downloaded or loaded.
             MachineError: no model could be loaded, for want of memory or for heat.
             MachineSetupError: the engine process does not come up.
         """
@@ -245,21 +252,13 @@ class Runtime:
         await self._client.running().loads.unload(_served_id(self.models, model))
 
     async def pin_model(self, model: str, *, is_pinned: bool | None = None) -> None:
-        """Never unload a model to make room; `is_pinned` False is `unpin_model`, and warns.
-
-        Raises:
-            ModelNotFoundError: it is not served.
-        """
+        """Never unload a model to make room; `is_pinned` warns and will go. Raises ModelNotFoundError."""
         if is_pinned is not None:
             warn_outside(IS_PINNED_IS_FORMER)
         self._client.running().loads.pin(_served_id(self.models, model), is_pinned=is_pinned is not False)
 
     async def unpin_model(self, model: str) -> None:
-        """Let a pinned model be unloaded to make room again.
-
-        Raises:
-            ModelNotFoundError: it is not served.
-        """
+        """Let a pinned model be unloaded to make room again. Raises ModelNotFoundError."""
         self._client.running().loads.pin(_served_id(self.models, model), is_pinned=False)
 
     def model_states(self) -> list[ModelStatus]:

@@ -165,6 +165,7 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     Args:
         model: name or GGUF path of the default model.
         settings: the engine's.
+        allow_downloads: a model may be OWNER/REPO[:FILE] of the hub, which is downloaded if it is not here.
         fields: single settings that differ, by name.
 
     Attributes:
@@ -173,9 +174,15 @@ class Runtime(_Mirror[asynchronous.Runtime]):
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, settings: EngineSettings | None = None, **fields: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        settings: EngineSettings | None = None,
+        allow_downloads: bool = False,
+        **fields: Any,
     ) -> None:
-        self._mirror(asynchronous.Runtime(model, settings=settings, **fields))
+        target = asynchronous.Runtime(model, settings=settings, allow_downloads=allow_downloads, **fields)
+        self._mirror(target)
 
     @classmethod
     def connect(cls, url: str | None = None, *, api_key: str | None = None) -> Self:

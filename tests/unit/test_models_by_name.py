@@ -189,3 +189,26 @@ async def test_two_files_of_one_name_are_refused_at_the_start() -> None:
     """SPEC R4: before anything runs."""
     with pytest.raises(InvalidRequestError, match="two models"):
         await Runtime(FAKE, models=["fake:"], isolation="thread").start()
+
+
+async def test_a_runtime_of_a_hub_reference_downloads_it_only_where_it_may(
+    hub: SlowHub, tmp_path: Path
+) -> None:
+    """FOUND library: `Runtime("OWNER/REPO", allow_downloads=True)`; `on_load` is told how far it is."""
+    hub.path = Path("fake:eog_period=0")
+    hub.go_on.set()
+    where = {"isolation": "thread", "models_dir": tmp_path, "run_dir": tmp_path}
+    with pytest.raises(ModelNotFoundError):
+        await Runtime(REF, **where).start()
+    assert hub.num_pulls == 0
+    states = []
+    runtime = Runtime(REF, models=["fake:id=other"], allow_downloads=True, **where)
+    runtime.on_load = states.append
+    async with runtime:
+        assert [info.id for info in runtime.models] == ["fake", "other"]
+        assert (await runtime.ask("x", max_tokens=2)).usage.completion_tokens == 2
+    assert hub.num_pulls == 1
+    told = [(state.model, state.stage, state.fraction) for state in states if state.state == "downloading"]
+    assert told == [(REF, "tiny.gguf", 0.3), (REF, "tiny.gguf", 1.0)]
+    with pytest.raises(ModelNotFoundError):
+        await Runtime("no-such-model", allow_downloads=True, **where).start()

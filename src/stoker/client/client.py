@@ -27,6 +27,7 @@ from stoker.client.worker.jobs import TranslateGrammar
 from stoker.client.worker.pool import WorkerPool
 from stoker.errors import (
     InvalidRequestError,
+    ModelNotFoundError,
     NotReadyError,
     RequestCancelledError,
     RequestTimeoutError,
@@ -36,9 +37,12 @@ from stoker.errors import (
 from stoker.images.decode import ImageLimits
 from stoker.images.intake import Intake
 from stoker.ipc.constraint import NativeGrammar
-from stoker.ipc.model import AdapterSpec, ModelClass, ModelInfo
+from stoker.ipc.events import ModelState
+from stoker.ipc.model import AdapterSpec, ModelClass, ModelInfo, ModelLife
 from stoker.ipc.request import FinishReason, GenerateRequest, StateOutput
 from stoker.ipc.status import EngineHealth
+from stoker.models.hub.downloads import Downloads, is_reference
+from stoker.models.store import ModelStore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
@@ -49,7 +53,6 @@ if TYPE_CHECKING:
     from stoker.client.requests.group import KnownAs
     from stoker.client.worker.jobs import RenderChat
     from stoker.errors import ErrorInfo
-    from stoker.ipc.events import ModelState
     from stoker.ipc.model import Reach
     from stoker.ipc.status import CallKind, GroupStatus, ModelStatus
     from stoker.settings import EngineSettings
@@ -71,6 +74,7 @@ class Client:
         bus: what happens.
         images: takes in the images of requests.
         workers: run templates and translate grammars.
+        allows_downloads: references of the hub among the models are downloaded at the start.
         on_call: called with each group that has ended, and with `finished`, `cancelled` or an error's code.
     """
 
@@ -86,6 +90,7 @@ class Client:
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
         self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
+        self.allows_downloads = False
         self._settings = settings
         self._new_transport = new_transport
         self._max_tokens: int | None = None
@@ -99,6 +104,9 @@ class Client:
         """See `Runtime.start`; `take_up` goes on with what a former program has left."""
         if self.supervisor is not None:
             raise InvalidRequestError("this Runtime was started before; make a new one")
+        if self.allows_downloads:
+            models = [await self._downloaded(ref) for ref in self._settings.models]
+            self._settings = self._settings.replace(models=models)
         source = await asyncio.to_thread(ModelSource.read, self._settings)
         settings = source.settings
         self._max_tokens = source.max_tokens
@@ -109,6 +117,23 @@ class Client:
         if settings.isolation == "process" and any(model.info.chat_template for model in source.served):
             self.workers.warm()  # beside the loads, so that the first chat finds it ready
         await self.supervisor.start()
+
+    async def _downloaded(self, ref: str) -> str:
+        """The file of a reference of the hub that nothing here has the name of; another name as it is."""
+        folder = self._settings.models_dir
+        try:
+            await asyncio.to_thread(ModelStore(folder).resolve, ref)
+        except ModelNotFoundError:
+            if not is_reference(ref):
+                raise
+        else:
+            return ref
+
+        def moved(name: str, file: str, fraction: float) -> None:
+            state = ModelLife.DOWNLOADING
+            self.bus.model_moved(ModelState(model=name, state=state, stage=file, fraction=fraction))
+
+        return str(await Downloads(folder, moved).get(ref))
 
     async def take_up(self) -> None:
         """Go on with the requests that a program which ended while suspended has left."""
