@@ -230,6 +230,8 @@ async def test_the_status_shows_engine_and_slots(runtime: Runtime) -> None:
     status = await runtime.status()
     assert (status.state, status.restarts, len(status.engine.slots)) == ("serving", 0, 4)
     assert status.label == runtime.models[0].label
+    for name in ("slots", "queue", "parked", "paused", "models", "memory", "cache", "counters"):
+        assert getattr(status, name) is getattr(status.engine, name)
 
 
 async def test_loads_are_reported_and_names_must_differ() -> None:

@@ -256,7 +256,7 @@ class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/v1/runtime` shows. `engine` is empty while no engine serves.
+    """What `/v1/runtime` shows. `engine` is empty while no engine serves; what it holds is at hand here too.
 
     Attributes:
         pid: the engine's process.
@@ -278,3 +278,43 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
     health: EngineHealth
     groups: list[GroupStatus] = []
     recent: list[RequestStatus] = []
+
+    @property
+    def slots(self) -> list[SlotStatus]:
+        """Of every loaded model, idle ones too."""
+        return self.engine.slots
+
+    @property
+    def queue(self) -> list[WaitStatus]:
+        """Who waits, the next one first."""
+        return self.engine.queue
+
+    @property
+    def parked(self) -> list[WaitStatus]:
+        """Who gave way and goes on later."""
+        return self.engine.parked
+
+    @property
+    def paused(self) -> list[WaitStatus]:
+        """Who stands still until it is resumed."""
+        return self.engine.paused
+
+    @property
+    def models(self) -> list[ModelStatus]:
+        """Every served model."""
+        return self.engine.models
+
+    @property
+    def memory(self) -> MemoryStatus:
+        """As it was last measured."""
+        return self.engine.memory
+
+    @property
+    def cache(self) -> CacheStatus:
+        """The prefix cache."""
+        return self.engine.cache
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """Totals since the engine's start."""
+        return self.engine.counters
