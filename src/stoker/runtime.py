@@ -326,9 +326,13 @@ class Runtime:
         """
         return self._client.attach(request_id, owner)
 
-    def events(self) -> AsyncGenerator[RuntimeEvent, None]:
-        """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones."""
-        return self._client.bus.subscribe(self._client.snapshot)
+    def events(self, *, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
+        """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones.
+
+        `after` is the id of the last event that is known: what came after it is told, without a snapshot,
+        while it is still kept.
+        """
+        return self._client.bus.subscribe(self._client.snapshot, after)
 
     # ------------------------------------------------------------ generation
 

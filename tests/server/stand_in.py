@@ -33,6 +33,7 @@ from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import (
     EngineHealth,
     EngineStatus,
+    ExitStatus,
     GroupStatus,
     ModelStatus,
     RequestStatus,
@@ -84,7 +85,13 @@ class StandInStatus:
     label: str = "stand-in"
     threads: int = 1
     groups: Sequence[GroupStatus] = ()
+    requests: Sequence[RequestStatus] = ()
     recent: Sequence[RequestStatus] = ()
+    exits: Sequence[ExitStatus] = ()
+    as_of_s: float = 0.0
+    up_s: float = 12.5
+    version: str = "0"
+    settings: dict[str, Any] = field(default_factory=lambda: {"policy": "latency"})
 
     @property
     def health(self) -> EngineHealth:
@@ -321,7 +328,7 @@ class StandInRuntime(OpensGroups):
                 raise step
             yield step
 
-    async def events(self) -> AsyncGenerator[RuntimeEvent]:
+    async def events(self, *, after: str = "") -> AsyncGenerator[RuntimeEvent]:
         """What the test says, then nothing until the end."""
         for event in self.told:
             yield event

@@ -125,13 +125,14 @@ def test_the_runtime_shows_who_runs_waits_and_stands_still_with_their_stories(sc
     assert (idle["class"], idle["request_id"], idle["story"]) == (None, None, [])
     empty = {"index": 0, "model": "m", "position": None, "eta_s": None, "num_tokens": 0, "form": None}
     empty["story"] = []
+    as_person, as_job = ({"class": name, "priority": name} for name in ("interactive", "background"))
     assert status["queue"] == [
-        {**empty, "request_id": "b", "class": "interactive", "position": 1, "eta_s": 2.5, "story": told}
+        {**empty, "request_id": "b", **as_person, "position": 1, "eta_s": 2.5, "story": told}
     ]
     where = {"index": 1, "position": 0, "eta_s": 0.5, "form": "snapshot"}
-    assert status["parked"] == [{**empty, **where, "request_id": "c", "class": "background"}]
+    assert status["parked"] == [{**empty, **where, "request_id": "c", **as_job}]
     kept = {"num_tokens": 9, "form": "cells", "story": told}
-    assert status["paused"] == [{**empty, **kept, "request_id": "d", "class": "background"}]
+    assert status["paused"] == [{**empty, **kept, "request_id": "d", **as_job}]
 
 
 def metric(http, name, **labels):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stoker import GenerateRequest, Runtime
-from stoker.client.event_bus import MAX_WAITING, EventBus, RuntimeEvent
+from stoker.client.event_bus import MAX_KEPT, MAX_WAITING, EventBus
 from stoker.errors import ModelLoadError, NotReadyError
 from stoker.ipc.events import (
     Admitted,
@@ -48,7 +48,8 @@ async def test_the_first_event_is_a_snapshot_of_that_moment(bus: EventBus) -> No
     bus.publish("engine", {"state": "unheard"})
     async with aclosing(bus.subscribe(lambda: state)) as events:
         state["engine"] = "serving"
-        assert await anext(events) == RuntimeEvent(event="snapshot", at=7.0, fields={"engine": "serving"})
+        first = await anext(events)
+        assert (first.event, first.at, first.fields) == ("snapshot", 7.0, {"engine": "serving"})
         bus.engine_moved("suspended", "asked to")
         assert (await anext(events)).fields == {"state": "suspended", "reason": "asked to"}
     assert len(bus) == 0
@@ -163,3 +164,28 @@ async def test_a_runtime_tells_its_whole_story() -> None:
     ]
     heard = [line for number, line in enumerate(story) if line in expected and line not in story[:number]]
     assert heard == expected
+
+
+async def test_one_who_comes_back_gets_what_it_missed_and_no_snapshot(bus: EventBus) -> None:
+    """SPEC O3: by the id of its last event; of another program, or too long ago, it begins anew."""
+    async with aclosing(bus.subscribe(dict)) as events:
+        first = await anext(events)
+        bus.publish("n", {"number": 1})
+        last_id = (await anext(events)).id
+    for number in (2, 3):
+        bus.publish("n", {"number": number})
+    async with aclosing(bus.subscribe(dict, last_id)) as again:
+        assert [(await anext(again)).fields["number"] for _ in range(2)] == [2, 3]
+    async with aclosing(bus.subscribe(dict, first.id)) as again:
+        assert (await anext(again)).fields["number"] == 1
+    for number in range(MAX_KEPT):
+        bus.publish("n", {"number": number})
+    for stale in (last_id, "other-1", "", f"{first.id}x"):
+        async with aclosing(bus.subscribe(dict, stale)) as anew:
+            assert (await anext(anew)).event == "snapshot"
+
+
+def test_nothing_is_kept_before_somebody_has_listened(bus: EventBus) -> None:
+    """SPEC O3: a program that nobody watches does not pay."""
+    bus.publish("n", {"number": 1})
+    assert not bus._kept

@@ -15,7 +15,7 @@ from stoker import GenerateRequest, Runtime
 from stoker.client.requests.history import MAX_RECENT
 from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
 from stoker.errors import ModelNotFoundError, QueueFullError
-from stoker.ipc.events import Admitted, Delta, Parked, Paused, Preparing, Resumed
+from stoker.ipc.events import Admitted, Delta, Parked, Paused, Preparing, Queued, Resumed
 from stoker.ipc.request import Priority
 from stoker.ipc.usage import CacheSource
 
@@ -175,9 +175,10 @@ def test_the_longest_wait_is_named_and_a_short_one_is_not() -> None:
     """SPEC O3: who reads one line wants to know the one cause."""
     meter = metered()
     meter.take(Preparing("r"), 100.0)
-    meter.queue(Wait.QUEUE, 3, 100.2)
-    meter.queue(Wait.QUEUE, 1, 100.3)
+    meter.queue(Wait.QUEUE, Queued("r", 3, 1.5), 100.2)
+    meter.queue(Wait.QUEUE, Queued("r", 1, 1.0), 100.3)
     assert meter.longest_wait(100.4) == (pytest.approx(0.2), "")
+    assert (meter.position, meter.eta_s(100.8), meter.eta_s(105.0)) == (1, pytest.approx(0.5), 0.0)
     meter.take(Admitted("r"), 102.2)
     meter.take(delta(), 103.0)
     assert meter.longest_wait(200.0) == (2.0, "3 before it in the queue")

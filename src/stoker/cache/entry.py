@@ -65,6 +65,7 @@ class Entry:
         is_exact: its model cannot go back, so it serves only prompts with all of its tokens.
         is_background: it was made for background.
         used_s: when it was used last.
+        num_hits: how often it was used since this program has it.
     """
 
     namespace: bytes
@@ -81,6 +82,7 @@ class Entry:
     is_exact: bool = False
     is_background: bool = False
     used_s: float = 0.0
+    num_hits: int = 0
     state: EntryState = EntryState.PENDING
 
     def __repr__(self) -> str:

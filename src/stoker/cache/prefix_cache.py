@@ -8,6 +8,7 @@ entry too, leased by them and counted apart (SPEC Q4).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from stoker.cache.disk.tier import DiskTier
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryIndex, EntryState, Line, Snapshot
 from stoker.cache.eviction import victim
 from stoker.ipc.model import CacheMode
-from stoker.ipc.status import CacheStatus
+from stoker.ipc.status import CacheStatus, PrefixStatus
 from stoker.machine.ledger import Ledger
 
 MAX_ENTRIES = 256
@@ -24,6 +25,10 @@ MAX_ENTRIES = 256
 
 PART_OF_ENGINE = 4
 """Stored prefixes take at most a quarter of the memory that the engine may take in all."""
+
+
+NAMESPACE_CHARS = 8
+"""Enough of a namespace's digest to tell it from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +197,26 @@ class PrefixCache:
     def used(self, entry: Entry, now: float) -> None:
         """It was used."""
         self._now = entry.used_s = now
+        entry.num_hits += 1
+
+    def largest(self, count: int, now: float) -> list[PrefixStatus]:
+        """So many stored prefixes, the longest first; no token of any."""
+        return [
+            PrefixStatus(
+                namespace=entry.namespace.hex()[:NAMESPACE_CHARS],
+                source=entry.source,
+                where=str(entry.state),
+                num_tokens=entry.num_tokens,
+                own_tokens=self.index.figures(entry, now).num_saved,
+                ram_bytes=entry.size_bytes if entry.is_in_ram else 0,
+                disk_bytes=entry.file_bytes,
+                num_hits=entry.num_hits,
+                idle_s=max(0.0, now - entry.used_s),
+                num_leases=len(entry.leases),
+                is_background=entry.is_background,
+            )
+            for entry in heapq.nlargest(count, self.index, key=lambda entry: entry.num_tokens)
+        ]
 
     def drop(self, namespace: bytes, key: bytes) -> None:
         """Forget an entry that others make superfluous, unless it is leased."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -187,7 +188,18 @@ class Client:
         state = self.supervisor.state if self.supervisor else EngineState.STARTING
         models = [{"model": model.id, "state": str(model.state)} for model in self.model_states()]
         num_kept = len(self.table.kept())
-        return {"engine": str(state), "models": models, "num_kept": num_kept, **self.stats()}
+        now = time.monotonic()
+        rows = [live.status(now) for live in self.table.live() if live.group is None]
+        recent = self.supervisor.requests.history.recent if self.supervisor else ()
+        return {
+            "engine": str(state),
+            "models": models,
+            "num_kept": num_kept,
+            "requests": msgspec.to_builtins(rows),
+            "groups": msgspec.to_builtins([group.status() for group in self.table.groups.values()]),
+            "recent": msgspec.to_builtins(list(recent)),
+            **self.stats(),
+        }
 
     # ------------------------------------------------------------ requests
 

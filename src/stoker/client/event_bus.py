@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 512
 """Events that wait for one subscriber; past this the oldest go, and `lagged` says how many."""
+MAX_KEPT = 1024
+"""Events that are kept for a subscriber who comes back."""
 
 _WORDS = re.compile(r"(?<!^)(?=[A-Z])")
 _MACHINE = {PressureMoved: "pressure", RungTaken: "rung", HeatMoved: "heat"}
@@ -49,12 +52,15 @@ class RuntimeEvent(msgspec.Struct, frozen=True, kw_only=True):
         at: seconds since the epoch.
         fields: what it is about; values that JSON can hold, no text of any request.
         owner: of a request, digest of the API key that it came with; empty: none.
+        id: names it among the events of this program, by `EventBus.subscribe` what came after it can be had;
+            empty: `lagged`.
     """
 
     event: str
     at: float
     fields: dict[str, Any] = {}
     owner: str = ""
+    id: str = ""
 
 
 class _Subscriber:
@@ -99,6 +105,10 @@ class EventBus:
         self._owner_of = owner_of
         self._now = now
         self._subscribers: set[_Subscriber] = set()
+        self._program = secrets.token_hex(4)
+        self._keeps = False  # nothing is kept before somebody has subscribed
+        self._num_published = 0
+        self._kept: deque[RuntimeEvent] = deque(maxlen=MAX_KEPT)
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -108,16 +118,27 @@ class EventBus:
         return len(self._subscribers)
 
     async def subscribe(
-        self, snapshot: Callable[[], Mapping[str, Any]]
+        self, snapshot: Callable[[], Mapping[str, Any]], after: str = ""
     ) -> AsyncGenerator[RuntimeEvent, None]:
         """Everything from now on, after what `snapshot` says now; ends with the bus.
 
         A slow subscriber loses the oldest; `lagged` gives their number as `dropped`.
+
+        Args:
+            snapshot: the state of everything.
+            after: id of the last event that the subscriber knows: where all that came after it is still
+                there, it gets these and no snapshot.
         """
         subscriber = _Subscriber()
+        missed = self._since(after)
+        self._keeps = True
         self._subscribers.add(subscriber)
         try:
-            yield RuntimeEvent(event="snapshot", at=self._now(), fields=dict(snapshot()))
+            if missed is None:
+                now_id = self._id(self._num_published)
+                yield RuntimeEvent(event="snapshot", at=self._now(), fields=dict(snapshot()), id=now_id)
+            for each in missed or ():
+                yield each
             while True:
                 while (event := subscriber.pop(self._now())) is not None:
                     yield event
@@ -129,11 +150,27 @@ class EventBus:
             self._subscribers.discard(subscriber)
 
     def publish(self, event: str, fields: Mapping[str, Any], owner: str = "") -> None:
-        """Give an event to every subscriber."""
-        if self._subscribers:
-            published = RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner)
+        """Give an event to every subscriber, and keep it for those who come back."""
+        if self._keeps:
+            self._num_published += 1
+            number = self._id(self._num_published)
+            published = RuntimeEvent(event=event, at=self._now(), fields=dict(fields), owner=owner, id=number)
+            self._kept.append(published)
             for subscriber in self._subscribers:
                 subscriber.push(published)
+
+    def _id(self, number: int) -> str:
+        return f"{self._program}-{number}"
+
+    def _since(self, last_id: str) -> list[RuntimeEvent] | None:
+        """What was published after that event; None: it is not known any more."""
+        program, _, number = last_id.partition("-")
+        if program != self._program or not number.isdecimal():
+            return None
+        num_missed = self._num_published - int(number)
+        if not 0 <= num_missed <= len(self._kept):
+            return None
+        return list(self._kept)[len(self._kept) - num_missed :]
 
     def close(self) -> None:
         """Nothing will happen any more: subscribers read what waits, and come to the end."""
@@ -168,15 +205,17 @@ class EventBus:
 
         `group_id` is of the call that it is one of.
         """
-        if self._subscribers and not isinstance(event, _SILENT):
+        if self._keeps and not isinstance(event, _SILENT):
             group = {} if group_id is None else {"group": group_id}
             self.publish("request", _request_fields(event) | group, self._owner_of(event.request_id))
 
     def request_ended(self, status: RequestStatus, event: RequestEvent | None = None) -> None:
         """A request or a call has ended: what it was, what it took and how it ended."""
-        if self._subscribers:
+        if self._keeps:
             fields = msgspec.to_builtins(status)
-            del fields["owner"], fields["error" if status.error is None else "finish_reason"]
+            for name in ("owner", "state", "processed_tokens", "position", "eta_s"):
+                del fields[name]
+            del fields["error" if status.error is None else "finish_reason"]
             fields["what"] = "failed" if status.error else "finished"
             if status.error:
                 fields["error"] = _error_fields(status.error)

@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,9 +29,10 @@ from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
 from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport
 from stoker.client.requests.calls import Question
 from stoker.client.requests.table import RequestTable
+from stoker.client.status import NO_STATUS, known_status
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.ipc.commands import GetStatus, Shutdown
-from stoker.ipc.status import EngineHealth, EngineStatus, RuntimeStatus
+from stoker.ipc.status import EngineHealth, EngineStatus, ExitStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -46,7 +49,8 @@ EXIT_LIMIT_S = 10.0
 HURRY_S = 0.4
 """What it may take for that where the user does not wait."""
 STATUS_WAIT_S = 2.0
-_NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
+MAX_EXITS = 16
+"""Ends of engines that are still shown; past this the oldest goes."""
 
 
 class EngineSupervisor:
@@ -92,6 +96,9 @@ class EngineSupervisor:
         self._last_exit = ""  # why the engine is not there
         self._next_start_s: float | None = None
         self._failure: ErrorInfo | None = None
+        self._exits: deque[ExitStatus] = deque(maxlen=MAX_EXITS)
+        self._last_status = NO_STATUS  # what an engine said last
+        self._began_s = self._status_s = time.monotonic()
         self._has_served = False
         self._is_closed = False
         self._is_hurried = False
@@ -153,8 +160,9 @@ class EngineSupervisor:
         return "failing" if is_failing else str(self.state)
 
     async def status(self) -> RuntimeStatus:
-        """What `/v1/runtime` shows; the engine's part is empty where none serves or answers in time."""
+        """What `/v1/runtime` shows; the engine's part is empty where none serves."""
         engine = await self._engine_status()
+        now = time.monotonic()
         default = next(iter(self.registry.infos()), None)
         return RuntimeStatus(
             pid=self.pid,
@@ -165,18 +173,34 @@ class EngineSupervisor:
             engine=engine,
             health=self.health(),
             groups=[group.status(engine.queue) for group in self._table.groups.values()],
+            requests=[live.status(now) for live in self._table.live() if live.group is None],
             recent=list(self.requests.history.recent),
+            exits=list(self._exits),
+            as_of_s=0.0 if engine is self._last_status else self._age_of_status_s(now),
+            up_s=now - self._began_s,
+            version=metadata.version("stoker"),
+            settings=self._settings.model_dump(mode="json"),
         )
 
     async def _engine_status(self) -> EngineStatus:
         if not self._dispatcher.has_engine:
             await asyncio.sleep(0)  # a caller that polls must not keep the engine from starting
-            return _NO_STATUS
+            return NO_STATUS
         try:
             answer = (await asyncio.wait_for(self.ask(GetStatus(0)), STATUS_WAIT_S))["status"]
-        except (NotReadyError, TimeoutError):  # it ended between the two questions, or a step is long
-            return _NO_STATUS
-        return answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
+        except NotReadyError:  # it ended between the two questions
+            return NO_STATUS
+        except TimeoutError:  # a step is long
+            return known_status(self._table.live(), self._last_status, time.monotonic())
+        self._last_status = (
+            answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
+        )
+        self._status_s = time.monotonic()
+        return self._last_status
+
+    def _age_of_status_s(self, now: float) -> float:
+        """Seconds since the engine that serves said how it is; 0: there is none."""
+        return now - self._status_s if self._dispatcher.has_engine else 0.0
 
     def stats(self) -> dict[str, int]:
         """What waits now, and restarts so far."""
@@ -350,7 +374,21 @@ class EngineSupervisor:
             )
         if instance.is_up and ended.is_blamable:
             ended = ended.beside(*(f"the load of {model}" for model in self.registry.charge(ended)))
+        self._last_status, self._status_s = NO_STATUS, time.monotonic()
+        num_before = len(list(self._table.live()))
         self._dispatcher.engine_exited(ended)
+        num_survived = len(list(self._table.live()))
+        self._exits.append(
+            ExitStatus(
+                at=time.time(),
+                pid=instance.pid,
+                reason=ended.reason,
+                served_s=instance.served_s,
+                num_survived=num_survived,
+                num_failed=num_before - num_survived,
+                next_start_s=delay_s,
+            )
+        )
         if self.state is EngineState.SERVING:
             self._lifecycle.move(EngineState.RESTARTING, ended.reason)
         if self._is_failing:

@@ -77,6 +77,8 @@ REST_AFTER_S = 0.2
 RETRY_WHILE_LOADING_S = 5.0
 SAVE_LIMIT_S = 4.0
 """What writing down what was computed may take at the end."""
+NUM_PREFIXES = 64
+"""Stored prefixes that status shows: the longest."""
 
 
 class _LoopPhase(Enum):
@@ -424,6 +426,8 @@ class EngineLoop:
             memory=self._pressure_handler.status(self._take_sample(), self._store.ledger.lines()),
             kv_cells_total=sum(r.num_cells[0] for r in runners),
             kv_cells_used=sum(r.num_cells[1] for r in runners),
+            activity={r.spec.id: figures for r in runners if (figures := r.activity(now))},
+            prefixes=self._store.cache.largest(NUM_PREFIXES, now),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -106,8 +107,12 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_second: of those after the first, without time spent parked; None: there are none.
         num_parks, parked_s: how often others got its slot, and how long it waited then.
         waited_for: what it waited for longest; empty: nothing to speak of.
-        finish_reason: of its choices; of a call "stop" or "cancelled"; None: it failed.
+        finish_reason: of its choices; of a call "stop" or "cancelled"; None: it failed, or has not ended.
         error: why it failed.
+        state: where it is: held (no engine has it), preparing, queued, prefill, decode, parked, paused or
+            ended.
+        processed_tokens: of the prompt, computed or cached so far.
+        position, eta_s: its place in the queue and estimated seconds until it runs; None: none, or not known.
     """
 
     request_id: str
@@ -130,6 +135,31 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     waited_for: str = ""
     finish_reason: str | None = None
     error: ErrorInfo | None = None
+    state: str = "ended"
+    processed_tokens: int = 0
+    position: int | None = None
+    eta_s: float | None = None
+
+
+class ExitStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """An end of an engine that nobody asked for.
+
+    Attributes:
+        at: seconds since the epoch.
+        pid: its process.
+        reason: why, as far as is known; may name a request or a model.
+        served_s: how long it had served.
+        num_survived, num_failed: requests that went on with the next engine, and that ended with this one.
+        next_start_s: seconds until the next was started.
+    """
+
+    at: float
+    pid: int
+    reason: str
+    served_s: float
+    num_survived: int
+    num_failed: int
+    next_start_s: float
 
 
 class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +182,32 @@ class CacheStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_disk: int = 0
     num_unsaved: int = 0
     disk_problem: str = ""
+
+
+class PrefixStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored prefix; none of its tokens.
+
+    Attributes:
+        namespace: the beginning of a digest that is equal for those that share.
+        source: path of the model's file.
+        where: pending, ram, disk or reading.
+        own_tokens: of `num_tokens`, those that no other stored prefix has.
+        num_hits: requests that went on from it since this program has it.
+        idle_s: seconds since the last.
+        num_leases: who needs it where it is.
+    """
+
+    namespace: str
+    source: str
+    where: str
+    num_tokens: int
+    own_tokens: int
+    ram_bytes: int
+    disk_bytes: int
+    num_hits: int
+    idle_s: float
+    num_leases: int
+    is_background: bool
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +251,9 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
         rungs: rungs of the ladder that are taken, in order.
         lines: the ledger: bytes by purpose, of all models together.
         heat: nominal, fair, serious or critical.
+        thresholds: where levels begin, by source and level: fractions of the limit, percent of stall for
+            `psi`, degrees Celsius for `heat` (fair begins so far below high).
+        ladder: every rung there is, the first to be taken first.
     """
 
     limit: int = 0
@@ -207,13 +266,17 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     rungs: list[str] = []
     lines: dict[str, int] = {}
     heat: str = "nominal"
+    thresholds: dict[str, float] = {}
+    ladder: list[str] = []
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
     `num_threads` is what steps use now, `threads_reason` why that differs from the setting (empty: it does
-    not); `devices` are what models have computed on, by name.
+    not); `devices` are what models have computed on, by name. `activity` is of the last quarter of a minute,
+    by model: milliseconds, rows and tokens of a step, and the shares of time for people and for jobs.
+    `prefixes` are the longest stored ones.
     """
 
     slots: list[SlotStatus]
@@ -229,6 +292,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryStatus = MemoryStatus()
     kv_cells_total: int
     kv_cells_used: int
+    activity: dict[str, dict[str, float]] = {}
+    prefixes: list[PrefixStatus] = []
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,7 +331,14 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
         threads: CPU threads its steps use now; `engine.threads_reason` says why not as many as set.
         health: why it does not serve, and when the next start is.
         groups: calls that are several requests, the oldest first.
+        requests: live requests, in order of submission; those of a group are in `groups`.
         recent: the last requests and calls that ended, the oldest first.
+        exits: the last ends of engines that nobody asked for, the oldest first.
+        as_of_s: seconds since the engine said what `engine` shows; 0: just now, or there is none. Later
+            figures of slots and waiting requests are the client's.
+        up_s: seconds since the program started it.
+        version: of this package.
+        settings: of the engine, as they are in effect.
     """
 
     pid: int
@@ -277,7 +349,13 @@ class RuntimeStatus(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineStatus
     health: EngineHealth
     groups: list[GroupStatus] = []
+    requests: list[RequestStatus] = []
     recent: list[RequestStatus] = []
+    exits: list[ExitStatus] = []
+    as_of_s: float = 0.0
+    up_s: float = 0.0
+    version: str = ""
+    settings: dict[str, Any] = {}
 
     @property
     def slots(self) -> list[SlotStatus]:

@@ -145,9 +145,10 @@ class ServerMirror:
 
     # ------------------------------------------------------------ events
 
-    async def events(self) -> AsyncGenerator[RuntimeEvent, None]:
-        """What happens at the server from now on, after a snapshot. Raises what `stream` raises."""
-        async with aclosing(self._server.stream("GET", wire.EVENTS)) as messages:
+    async def events(self, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
+        """What happens at the server from now on, or after an event. Raises what `stream` raises."""
+        headers = {"Last-Event-ID": after} if after else None
+        async with aclosing(self._server.stream("GET", wire.EVENTS, headers=headers)) as messages:
             async for message in messages:
                 if message.data == wire.DONE:
                     return

@@ -264,9 +264,9 @@ class RemoteRuntime:
             async for event in events:
                 yield event
 
-    async def events(self) -> AsyncGenerator[RuntimeEvent, None]:
+    async def events(self, *, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
         """As `Runtime.events`; without an operator's key, of the requests of this key only."""
-        async with aclosing(self._mirror.events()) as events:
+        async with aclosing(self._mirror.events(after)) as events:
             async for event in events:
                 yield event
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from stoker.errors import NotReadyError
 from stoker.server.inbound.bodies import IncomingBodies
+from stoker.server.recent_log import RecentLog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,7 @@ class ServerContext:
 
     Attributes:
         bodies: of requests, while they come in.
+        log: its last records.
         is_stopping: set once when the shutdown begins; new work is refused from then on.
         started_at: seconds since the epoch.
     """
@@ -37,6 +39,7 @@ class ServerContext:
     settings: ServerSettings
     metrics: Metrics
     bodies: IncomingBodies = field(init=False)
+    log: RecentLog = field(default_factory=RecentLog)
     started_at: float = field(default_factory=time.time)
     is_stopping: bool = False
 

@@ -166,6 +166,7 @@ class Service:
             StokerError: the runtime could not start, or it ended unasked: nothing lingers without an engine.
         """
         logging_events = asyncio.ensure_future(EventLog().follow(self._runtime.events()))
+        self.context.log.attach()
         serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
         starting = asyncio.ensure_future(self._runtime.start())
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -188,6 +189,7 @@ class Service:
             self.server.should_exit = True
             await serving
             self.context.bodies.close()  # last: until then a connection may send one
+            self.context.log.detach()
 
     async def _until_over(self, *others: asyncio.Future[Any]) -> None:
         """Until one of `others` is done, or the runtime has ended unasked, which raises."""

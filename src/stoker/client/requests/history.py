@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from stoker.client.requests.meter import Wait
-from stoker.ipc.events import Delta, Failed, Finished, Paused, Queued, RequestEvent, Resumed
+from stoker.ipc.events import Delta, Failed, Finished, Paused, PrefillProgress, Queued, RequestEvent, Resumed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,10 +67,12 @@ class RequestHistory:
         if record is None:
             return
         if isinstance(event, Queued):
-            wait = Wait.QUEUE if self._is_ready(record.request.model) else Wait.MODEL
-            record.meter.queue(wait, event.position, self._now())
+            record.meter.queue(Wait.MODEL if event.awaits_model else Wait.QUEUE, event, self._now())
         else:
-            record.meter.take(event, self._now())
+            now = self._now()
+            record.meter.take(event, now)
+            if isinstance(event, PrefillProgress) and record.meter.is_progress_due(now):
+                self._moved(event, record)
 
     def waits(self, wait: Wait) -> None:
         """Every live request waits for this from now on."""
@@ -83,13 +85,17 @@ class RequestHistory:
         if isinstance(event, Delta):
             return
         record = self._table.record(event.request_id)
-        group = record.group if record else None
-        if record is not None and isinstance(event, Paused | Resumed):
+        if record is None or isinstance(event, PrefillProgress):  # of that `took` tells, to subscribers
+            return
+        if isinstance(event, Paused | Resumed):
             record.meter.steer(event, self._now())
         if not isinstance(event, Finished | Failed):
-            self._bus.request_moved(event, group.id if group else None)
-        elif record is not None and group is None:
+            self._moved(event, record)
+        elif record.group is None:
             self._ended(record.status(self._now()), event)
+
+    def _moved(self, event: RequestEvent, record: RequestRecord) -> None:
+        self._bus.request_moved(event, record.group.id if record.group else None)
 
     def refused(self, record: RequestRecord, error: ErrorInfo) -> None:
         """A request ended before it was submitted; one of a call is told of with the call.

@@ -15,12 +15,15 @@ from stoker.ipc.events import (
     Paused,
     PrefillProgress,
     Preparing,
+    Queued,
     RequestEvent,
     Resumed,
 )
 
 LEAST_TOLD_S = 0.5
 """A shorter wait is not worth a word."""
+PROGRESS_EVERY_S = 0.5
+"""How often others than its own client are told of a prompt's progress."""
 
 
 class Wait(StrEnum):
@@ -46,6 +49,7 @@ class RequestMeter:
         prompt_tokens, cached_tokens: of the prompt, once known.
         processed_tokens: prompt tokens that are computed or cached, while the prompt is read.
         num_parks: how often a choice was parked.
+        position: its place in the queue; None: it is in none.
     """
 
     arrived_at: float
@@ -56,6 +60,9 @@ class RequestMeter:
     cached_tokens: int = 0
     processed_tokens: int = 0
     num_parks: int = 0
+    position: int | None = None
+    _runs_at_s: float | None = None
+    _told_s: float = -PROGRESS_EVERY_S
     _waits_s: dict[Wait, float] = field(default_factory=dict)
     _waits_for: Wait | None = None
     _since_s: float = 0.0
@@ -72,6 +79,7 @@ class RequestMeter:
                 self.wait(Wait.PREPARING, now)
             case Admitted():
                 self._go_on(now)
+                self.position = self._runs_at_s = None
                 self.admitted_s = self.admitted_s or now
                 self.prompt_tokens = event.prompt_tokens or self.prompt_tokens
                 self.cached_tokens = self.processed_tokens = event.cached_tokens
@@ -81,8 +89,10 @@ class RequestMeter:
                 self.num_parks += 1
                 self.wait(Wait.PARKED, now)
 
-    def queue(self, wait: Wait, position: int, now: float) -> None:
-        """It waits for a slot, or its model, with so many before it."""
+    def queue(self, wait: Wait, event: Queued, now: float) -> None:
+        """It waits for a slot, or its model."""
+        position = self.position = event.position
+        self._runs_at_s = None if event.eta_s is None else now + event.eta_s
         if self._waits_for is not wait and self._waits_for is not Wait.PARKED:
             self._num_before = max(self._num_before, position)
             self.wait(wait, now)
@@ -99,6 +109,17 @@ class RequestMeter:
         if self._waits_for is not wait:
             self._go_on(now)
             self._waits_for, self._since_s = wait, now
+
+    def eta_s(self, now: float) -> float | None:
+        """Seconds until it runs, as it was last told less what has passed; None: not known."""
+        return None if self._runs_at_s is None else max(0.0, self._runs_at_s - now)
+
+    def is_progress_due(self, now: float) -> bool:
+        """Whether others than its own client are told of its prompt's progress again; notes that they are."""
+        is_due = now - self._told_s >= PROGRESS_EVERY_S
+        if is_due:
+            self._told_s = now
+        return is_due
 
     def _go_on(self, now: float) -> None:
         if self._waits_for is not None:

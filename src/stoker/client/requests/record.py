@@ -238,7 +238,24 @@ class RequestRecord:
             waited_for=meter.longest_wait(now)[1],
             finish_reason=", ".join(reason for reason in reasons if reason) or None,
             error=end.error if isinstance(end, Failed) else None,
+            state=self._shown_state,
+            processed_tokens=meter.processed_tokens,
+            position=meter.position,
+            eta_s=meter.eta_s(now),
         )
+
+    @property
+    def _shown_state(self) -> str:
+        if self.is_ended:
+            return "ended"
+        match self.stage:
+            case Stage.ADMITTED if self.num_running == 0:
+                return "parked"
+            case Stage.ADMITTED:
+                return "prefill" if self.meter.first_token_s is None else "decode"
+            case Stage.SENT:
+                return str(Stage.PREPARING)
+        return str(self.stage)
 
     # ------------------------------------------------------------ to an engine, or another program
 
@@ -310,7 +327,7 @@ class RequestRecord:
                 return self._take_move(event)
             case PrefillProgress():
                 self.num_prompt_tokens = event.total
-                return self.num_generated == 0
+                return self.request.return_progress and self.num_generated == 0
             case Delta():
                 return self._take_delta(event)
             case Failed() if self.was_accepted and event.error.code == QueueFullError.code:

@@ -7,6 +7,7 @@ id and builds the request's events.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -100,6 +101,7 @@ class Job:
         preparation: what tokenises it; None: it waits for its model, or is placed.
         is_paused: it stands still until it is resumed.
         position, runs_at_s: place in the queue, and when it may run, as last published; None: not known.
+        progress_s: when the progress of its prompt was published last.
         num_preemptions: times that choices which have ended gave their places up.
         num_dropped: tokens that shifts of the context dropped, over all choices.
         num_generated: tokens of all choices, those delivered before a restart included.
@@ -122,6 +124,7 @@ class Job:
     num_preemptions: int = 0
     position: int = 0
     runs_at_s: float | None = None
+    progress_s: float = -math.inf
     admitted_s: float | None = None
     first_token_s: float | None = None
     num_cached: int = 0

@@ -13,9 +13,18 @@ from stoker.errors import TooHotError
 from stoker.ipc.events import HeatMoved, PressureMoved, RungTaken
 from stoker.ipc.status import MemoryStatus
 from stoker.machine import malloc
-from stoker.machine.ladder import Ladder, Rung
-from stoker.machine.pressure import Pressure, PressureMeter, PressureReading, fullest
-from stoker.machine.thermal import Heat, HeatReading
+from stoker.machine.ladder import LADDER, Ladder, Rung
+from stoker.machine.pressure import (
+    CRITICAL_FROM,
+    PSI_CRITICAL,
+    PSI_WARNING,
+    WARNING_FROM,
+    Pressure,
+    PressureMeter,
+    PressureReading,
+    fullest,
+)
+from stoker.machine.thermal import DEFAULT_CRITICAL_C, DEFAULT_HIGH_C, FAIR_BELOW_K, Heat, HeatReading
 from stoker.scheduler.queue import Throttle
 
 if TYPE_CHECKING:
@@ -28,6 +37,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_HEAT_S = 30.0
+
+
+THRESHOLDS = {
+    "fraction_warning": WARNING_FROM,
+    "fraction_critical": CRITICAL_FROM,
+    "psi_warning": PSI_WARNING,
+    "psi_critical": PSI_CRITICAL,
+    "heat_fair_below_high": FAIR_BELOW_K,
+    "heat_high": DEFAULT_HIGH_C,
+    "heat_critical": DEFAULT_CRITICAL_C,
+}
+"""Where levels begin, for those who draw them. A sensor may have heat thresholds of its own."""
 
 
 class PressureHandler:
@@ -177,4 +198,6 @@ class PressureHandler:
             rungs=list(self._ladder.taken),
             lines=lines,
             heat=self._heat.level,
+            thresholds=THRESHOLDS,
+            ladder=list(LADDER),
         )

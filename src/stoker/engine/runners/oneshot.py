@@ -157,6 +157,10 @@ class OneShotRunner:
         """Every counter, for status pages and bug reports."""
         return self.queue.stats()
 
+    def activity(self, now: float) -> dict[str, float]:  # noqa: ARG002 - as `ModelRunner` has it
+        """It has no steps."""
+        return {}
+
     def slot_status(self, now: float) -> list[SlotStatus]:  # noqa: ARG002 - as `ModelRunner` has it
         """It has no slots."""
         return []

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from stoker.scheduler.scheduler import Scheduler
 
 
+PROGRESS_EVERY_S = 0.5
+"""How often the progress of a prompt is published whose own client did not ask for it."""
+
+
 class Postprocess:
     """Digests the rows of one model's steps; holds the tokens that were drawn and not delivered.
 
@@ -81,8 +85,11 @@ class Postprocess:
         if start < sequence.num_prompt:
             if sequence.wants_prompt_logits:
                 self._note_prompt_logprobs(job, start, rows)
-            if job.request.return_progress and sequence is job.leader and job.first_token_s is None:
-                self._jobs.events.append(job.progress(sequence, self._timer.now()))
+            if sequence is job.leader and job.first_token_s is None:
+                now = self._timer.now()
+                if job.request.return_progress or now - job.progress_s >= PROGRESS_EVERY_S:
+                    job.progress_s = now
+                    self._jobs.events.append(job.progress(sequence, now))
         if sequence.num_pending > sequence.is_to_embed:
             return
         index = sequence.key.index

@@ -100,6 +100,10 @@ class ModelRunner(Protocol):
         """Every counter, for status pages and bug reports."""
         ...
 
+    def activity(self, now: float) -> dict[str, float]:
+        """What its steps were like lately, by name; empty: it has none."""
+        ...
+
     def slot_status(self, now: float) -> list[SlotStatus]:
         """Each slot as it is now."""
         ...

@@ -159,6 +159,10 @@ class SlotRunner:
                 counters[name] = counters.get(name, 0.0) + value
         return counters
 
+    def activity(self, now: float) -> dict[str, float]:
+        """What its steps were like lately."""
+        return self.scheduler.activity.figures(now)
+
     def slot_status(self, now: float) -> list[SlotStatus]:
         """Each slot as it is now."""
         return slot_status(self.scheduler, self.spec.id, now)

@@ -159,7 +159,9 @@ def router(context: ServerContext) -> APIRouter:
         caller: Identity = request.state.identity
         if not caller.is_operator:
             owner_of = context.runtime.owner_of
-            found = redacted_status(found, lambda request_id: caller.may_see(owner_of(request_id)))
+            found = redacted_status(
+                found, lambda request_id: caller.may_see(owner_of(request_id)), caller.may_see
+            )
         return json_response(found)
 
     return routes

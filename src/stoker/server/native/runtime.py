@@ -6,13 +6,15 @@ of and memory as it is measured here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import psutil
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,17 +30,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.client.event_bus import RuntimeEvent
-    from stoker.ipc.status import EngineHealth, EngineStatus, GroupStatus, ModelStatus, SlotStatus, WaitStatus
+    from stoker.ipc.status import (
+        EngineHealth,
+        EngineStatus,
+        GroupStatus,
+        ModelStatus,
+        RequestStatus,
+        SlotStatus,
+        WaitStatus,
+    )
     from stoker.runtime import RuntimeStatus
 
 
-_SHOWN_AS = {"priority": "class", "is_pinned": "pinned"}
+_SHOWN_AS = {"is_pinned": "pinned"}
 
 
-def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict[str, Any]:
-    """Engine, slots, requests that do not run, groups, models, memory and heat."""
+def status_document(
+    status: RuntimeStatus, known: Sequence[ModelStatus], may_see: Callable[[str], bool] = lambda _: True
+) -> dict[str, Any]:
+    """Engine, slots, requests, groups, models, memory and heat; `may_see` says whose requests are listed."""
     engine = status.engine
     return {
+        "version": status.version,
+        "up_s": round(status.up_s, 3),
+        "policy": status.settings.get("policy"),
+        "settings": status.settings,
+        "as_of_s": round(status.as_of_s, 3),
         "engine": {
             "pid": status.pid,
             "restarts": status.restarts,
@@ -53,12 +70,30 @@ def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict
         "parked": [_shown(waiting) for waiting in engine.parked],
         "paused": [_shown(waiting) for waiting in engine.paused],
         "groups": [{"request_id": group.id, **group_progress(group)} for group in status.groups],
-        "models": [_shown(model) for model in models_now(status, known)],
+        "requests": [request_row(one) for one in status.requests if may_see(one.owner)],
+        "recent": [request_row(one) for one in status.recent if may_see(one.owner)],
+        "exits": msgspec.to_builtins(status.exits),
+        "models": [
+            _shown(model) | {"activity": engine.activity.get(model.id, {})}
+            for model in models_now(status, known)
+        ],
         "memory": _memory(status),
         "heat": engine.memory.heat,
         "cache": _cache(engine),
-        "counters": engine.counters,
+        "counters": {name: _counted(value) for name, value in engine.counters.items()},
     }
+
+
+def request_row(request: RequestStatus) -> dict[str, Any]:
+    """A request as status shows it."""
+    row: dict[str, Any] = msgspec.to_builtins(request)
+    del row["owner"]
+    return row | {"class": request.priority}  # its name until the next version
+
+
+def _counted(value: float) -> float:
+    """A count without a point."""
+    return int(value) if value == int(value) else value
 
 
 def engine_document(health: EngineHealth) -> dict[str, Any]:
@@ -74,15 +109,17 @@ def engine_document(health: EngineHealth) -> dict[str, Any]:
 
 
 def _shown(status: SlotStatus | WaitStatus | ModelStatus) -> dict[str, Any]:
-    """Its fields, some under the names that bodies have for them."""
+    """Its fields, some under the names that bodies have for them; `class` is `priority` for one version."""
     given = msgspec.structs.asdict(status)
-    return {_SHOWN_AS.get(name, name): value for name, value in given.items()}
+    shown = {_SHOWN_AS.get(name, name): value for name, value in given.items()}
+    return shown | {"class": shown["priority"]} if "priority" in shown else shown
 
 
 def group_progress(group: GroupStatus) -> dict[str, Any]:
     """How far a call of several requests is; each of them may have a slot or a place in the queue besides."""
     return {
         "kind": group.kind,
+        "priority": group.priority,
         "class": group.priority,
         "model": group.model,
         "state": group.state,
@@ -110,6 +147,8 @@ def _memory(status: RuntimeStatus) -> dict[str, Any]:
         "pressure_fraction": memory.pressure_fraction,
         "pressure_source": memory.pressure_source,
         "rungs": memory.rungs,
+        "ladder": memory.ladder,
+        "thresholds": memory.thresholds,
         "lines": memory.lines,
     }
 
@@ -143,6 +182,8 @@ def _cache(engine: EngineStatus) -> dict[str, Any]:
     }
 
 
+_LISTS = frozenset({"requests", "groups", "recent"})
+"""What of a snapshot is about requests."""
 _WITHHELD = "told to operators only"
 _BLANK: dict[str, Any] = {
     "request_id": None,
@@ -168,15 +209,21 @@ def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> N
                 entry.update({name: value for name, value in _BLANK.items() if name in entry})
     for model in document["models"]:
         model["reason"] = ""  # may name files and requests
+    for ended in document["exits"]:
+        ended["reason"] = ""
+    document["settings"] = {}
     document["cache"]["disk"]["problem"] = ""
 
 
-def redacted_status(status: RuntimeStatus, may_see: Callable[[str], bool]) -> RuntimeStatus:
+def redacted_status(
+    status: RuntimeStatus, may_see: Callable[[str], bool], may_see_owner: Callable[[str], bool]
+) -> RuntimeStatus:
     """The same of the status as it is: an id that is not shown is empty, or None in a slot.
 
     Args:
         status: of the runtime.
         may_see: as in `redact_status`.
+        may_see_owner: whether requests of that owner are listed.
     """
     replace = msgspec.structs.replace
     engine, cache = status.engine, status.engine.cache
@@ -209,8 +256,17 @@ def redacted_status(status: RuntimeStatus, may_see: Callable[[str], bool]) -> Ru
         paused=waiting(engine.paused),
         models=[replace(model, reason="") for model in engine.models],
         cache=replace(cache, disk_problem=""),
+        prefixes=[],
     )
-    return replace(status, engine=shown, groups=groups)
+    return replace(
+        status,
+        engine=shown,
+        groups=groups,
+        requests=[one for one in status.requests if may_see_owner(one.owner)],
+        recent=[one for one in status.recent if may_see_owner(one.owner)],
+        exits=[replace(ended, reason="") for ended in status.exits],
+        settings={},
+    )
 
 
 def redacted_event(event: RuntimeEvent, may_see: Callable[[str], bool]) -> RuntimeEvent | None:
@@ -223,6 +279,8 @@ def redacted_event(event: RuntimeEvent, may_see: Callable[[str], bool]) -> Runti
     if event.event == "request":
         return event if may_see(event.owner) else None
     fields = {name: value for name, value in event.fields.items() if name != "reason"}
+    for name in _LISTS & fields.keys():
+        fields[name] = [one for one in fields[name] if may_see(one["owner"])]
     if error := fields.get("error"):
         fields["error"] = {**error, "message": _WITHHELD}
     return msgspec.structs.replace(event, fields=fields)
@@ -241,7 +299,7 @@ def router(context: ServerContext) -> APIRouter:
         """
         caller: Identity = request.state.identity
         status = await context.runtime.status()
-        document = status_document(status, context.runtime.model_states())
+        document = status_document(status, context.runtime.model_states(), caller.may_see)
         if not caller.is_operator:
             owner_of = context.runtime.owner_of
             redact_status(document, lambda request_id: caller.may_see(owner_of(request_id)))
@@ -251,9 +309,30 @@ def router(context: ServerContext) -> APIRouter:
     async def events(request: Request) -> Response:
         """What happens from now on, as server-sent events; the first is a snapshot.
 
-        A caller who is no operator gets events of the requests of its own key only.
+        With `Last-Event-ID` it goes on after that event, without a snapshot, while what came since is kept. A
+        caller who is no operator gets events of the requests of its own key only.
         """
-        return EventStream(_frames(context, request.state.identity), {}, context.settings.keepalive_s)
+        frames = _frames(context, request.state.identity, request.headers.get("Last-Event-ID", ""))
+        return EventStream(frames, {}, context.settings.keepalive_s)
+
+    @routes.get("/v1/runtime/prefixes", tags=["runtime"])
+    async def prefixes(request: Request) -> Response:
+        """The longest stored prefixes: tokens, bytes, hits, where; no text. For operators."""
+        request.state.identity.require_operator()
+        return json_response({"prefixes": (await context.runtime.status()).engine.prefixes})
+
+    @routes.get("/v1/runtime/log", tags=["runtime"])
+    async def log(request: Request, after: Annotated[int, Query(ge=0)] = 0) -> Response:
+        """The last records of the log after that number, the oldest first. For operators."""
+        request.state.identity.require_operator()
+        return json_response({"records": context.log.after(after)})
+
+    _add_probes(routes, context)
+    return routes
+
+
+def _add_probes(routes: APIRouter, context: ServerContext) -> None:
+    """Whether it is alive, takes work, and how it is doing, for other programs."""
 
     @routes.get("/health", tags=["probes"])
     async def health() -> Response:
@@ -262,8 +341,14 @@ def router(context: ServerContext) -> APIRouter:
         `engine.state`: starting, serving, restarting, suspended, closing; failing, failed or closed.
         """
         found = context.runtime.health()
-        status = "ok" if found.is_alive else "error"
-        document = {"status": status, "engine": engine_document(found)}
+        states = [model.state for model in context.runtime.model_states()]
+        document = {
+            "status": "ok" if found.is_alive else "error",
+            "engine": engine_document(found),
+            "version": metadata.version("stoker"),
+            "up_s": round(time.time() - context.started_at, 3),
+            "models": {"served": len(states), "ready": states.count("ready")},
+        }
         return json_response(document, 200 if found.is_alive else 503)
 
     @routes.get("/ready", tags=["probes"])
@@ -283,14 +368,25 @@ def router(context: ServerContext) -> APIRouter:
         text = context.metrics.render(status, context.runtime.model_states())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    return routes
 
-
-async def _frames(context: ServerContext, caller: Identity) -> AsyncGenerator[bytes, None]:
-    """`{"event": name, "at": seconds since the epoch, ...}`, one a frame."""
-    async with aclosing(context.runtime.events()) as events:
+async def _frames(context: ServerContext, caller: Identity, after: str) -> AsyncGenerator[bytes, None]:
+    """`{"event": name, "at": seconds since the epoch, "id": ..., ...}`, one a frame of that id."""
+    async with aclosing(context.runtime.events(after=after)) as events:
         async for each in events:
             event = each if caller.is_operator else redacted_event(each, caller.may_see)
             if event is None:
                 continue
-            yield frame(msgspec.json.encode({"event": event.event, "at": event.at, **event.fields}))
+            document = {"event": event.event, "at": event.at, **_unowned(event.fields)}
+            if event.id:
+                document["id"] = event.id
+            named = f"id: {event.id}\n".encode() if event.id else b""
+            yield named + frame(msgspec.json.encode(document))
+
+
+def _unowned(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an event without digests of keys."""
+    lists = {
+        name: [{key: value for key, value in one.items() if key != "owner"} for one in fields[name]]
+        for name in _LISTS & fields.keys()
+    }
+    return fields | lists

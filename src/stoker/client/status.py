@@ -1,0 +1,67 @@
+"""What the client itself knows of its engine: while that computes a long step, and over its ends.
+
+Owns the shape in which slots and waiting requests are shown from the client's records. What the engine says
+of itself is `engine.runners.status`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stoker.client.requests.record import RequestRecord, Stage
+from stoker.ipc.status import EngineStatus, SlotStatus, WaitStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
+
+
+def known_status(records: Iterable[RequestRecord], last: EngineStatus, now: float) -> EngineStatus:
+    """An engine that does not answer, as its last status and the live requests tell of it.
+
+    Args:
+        records: of the live requests, in order of submission.
+        last: what the engine said last.
+        now: on the clock of the records.
+    """
+    live = [record for record in records if not record.is_held]
+    running = [record for record in live for _ in range(record.num_running)]
+    parked = [record for record in live if record.parked]
+    paused = [record for record in live if record.stage is Stage.PAUSED]
+    waiting = [record for record in live if record.is_waiting and record not in paused]
+    num_idle = max(0, len(last.slots) - len(running))
+    slots = [_slot(at, record) for at, record in enumerate(running)]
+    model = last.slots[0].model if last.slots else ""
+    idle = [SlotStatus(id=len(slots) + at, state="idle", model=model, num_tokens=0) for at in range(num_idle)]
+    return msgspec.structs.replace(
+        last,
+        slots=slots + idle,
+        queue=[_waiting(record, now, at) for at, record in enumerate(waiting)],
+        parked=[_waiting(record, now, None) for record in parked],
+        paused=[_waiting(record, now, None) for record in paused],
+    )
+
+
+def _slot(at: int, record: RequestRecord) -> SlotStatus:
+    return SlotStatus(
+        id=at,
+        state="prefill" if record.meter.first_token_s is None else "decode",
+        model=record.request.model,
+        num_tokens=record.meter.processed_tokens + record.num_generated,
+        request_id=record.request_id,
+        priority=record.request.priority,
+    )
+
+
+def _waiting(record: RequestRecord, now: float, position: int | None) -> WaitStatus:
+    return WaitStatus(
+        request_id=record.request_id,
+        priority=record.request.priority,
+        model=record.request.model,
+        position=position,
+        eta_s=None if position is None else record.meter.eta_s(now),
+        num_tokens=record.meter.prompt_tokens + record.num_generated,
+    )
