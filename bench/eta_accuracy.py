@@ -2,8 +2,9 @@
 
     python -m bench.eta_accuracy --model FILE --repeat 3
 
-A crowd asks two slots at once, alone and beside another program that takes a core. An estimate is right if
-the time was within a factor of two of it, or both were short. One that was not given counts as wrong.
+A crowd asks two slots at once, alone, beside a person who asks again and again, and beside another program
+that takes a core. An estimate is right if the time was within a factor of two of it, or both were short. One
+that was not given counts as wrong.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import json
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from stoker.ipc.events import Admitted, Queued
 from stoker.ipc.request import Priority
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
     from contextlib import AbstractContextManager
 
 NUM_SLOTS = 2
@@ -34,7 +35,6 @@ CTX_SIZE = 8192
 SHORT_S = 1.0
 """Two times below this are both short: nobody tells them apart."""
 FACTOR = 2.0
-ARRIVE_EVERY_S = 1.5
 SETTLE_S = 6.0
 BETWEEN_S = 3.0
 """Between two crowds, so that the people of one are not expected among the jobs of the next."""
@@ -70,22 +70,19 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request of a crowd: when it comes, after the first one, and what it asks for."""
+    """One request of a crowd: what it asks for."""
 
     priority: Priority
-    after_s: float
     num_words: int
     max_tokens: int
 
 
 def crowd_of(name: str) -> list[Asked]:
-    """Who asks: eight people, eight jobs, or eight jobs while people come one by one; of several lengths."""
+    """Who asks: eight people, eight jobs, or eight jobs beside a reader; of several lengths."""
     person, job = Priority.INTERACTIVE, Priority.BACKGROUND
-    people = [Asked(person, 0.0, 20 + 25 * (at % 3), 60) for at in range(8)]
-    jobs = [Asked(job, 0.0, 40 + 120 * (at % 2), 40 + 40 * (at % 3)) for at in range(8)]
-    flow = [Asked(person, ARRIVE_EVERY_S * at, 40, 30) for at in range(16)]
-    behind = [replace(job, after_s=4 * ARRIVE_EVERY_S) for job in jobs]
-    return {"people": people, "jobs": jobs, "both": flow + behind}[name]
+    people = [Asked(person, 20 + 25 * (at % 3), 60) for at in range(8)]
+    jobs = [Asked(job, 40 + 120 * (at % 2), 40 + 40 * (at % 3)) for at in range(8)]
+    return {"people": people, "jobs": jobs, "both": jobs}[name]
 
 
 CROWDS = ("people", "jobs", "both")
@@ -98,7 +95,6 @@ def _machine(name: str) -> AbstractContextManager[object]:
 
 async def _ask(runtime: Runtime, asked: Asked, seed: str) -> list[tuple[float, float | None, float]]:
     """Of each estimate that it is told: when, how much, and when it got its slot."""
-    await asyncio.sleep(asked.after_s)
     request = GenerateRequest(
         prompt=random_prompt(asked.num_words, seed), max_tokens=asked.max_tokens, priority=asked.priority
     )
@@ -116,7 +112,27 @@ async def _settle(runtime: Runtime, seed: str) -> None:
     """Some work, so that the machine is seen as it is."""
     began_s = time.monotonic()
     while time.monotonic() - began_s < SETTLE_S:
-        await _ask(runtime, Asked(Priority.INTERACTIVE, 0.0, 40, 30), f"settle {seed} {time.monotonic()}")
+        await _ask(runtime, Asked(Priority.INTERACTIVE, 40, 30), f"settle {seed} {time.monotonic()}")
+
+
+@asynccontextmanager
+async def _reader(runtime: Runtime, seed: str) -> AsyncIterator[None]:
+    """Beside a person who asks, reads for as long as the answer took, and asks again, for a while already."""
+
+    async def read_on() -> None:
+        while True:
+            began_s = time.monotonic()
+            await _ask(runtime, Asked(Priority.INTERACTIVE, 40, 30), f"reader {seed} {began_s}")
+            await asyncio.sleep(time.monotonic() - began_s)
+
+    reading = asyncio.create_task(read_on())
+    try:
+        await asyncio.sleep(SETTLE_S)
+        yield
+    finally:
+        reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
 
 
 async def estimates(model: Path, seed: int) -> list[Estimate]:
@@ -130,11 +146,11 @@ async def estimates(model: Path, seed: int) -> list[Estimate]:
                     for crowd in CROWDS:
                         await asyncio.sleep(BETWEEN_S)
                         asked = crowd_of(crowd)
-                        asks = [
-                            _ask(runtime, one, f"{seed} {machine} {crowd} {at}")
-                            for at, one in enumerate(asked)
-                        ]
-                        for one, told in zip(asked, await asyncio.gather(*asks), strict=True):
+                        where = f"{seed} {machine} {crowd}"
+                        async with _reader(runtime, where) if crowd == "both" else nullcontext():
+                            asks = [_ask(runtime, one, f"{where} {at}") for at, one in enumerate(asked)]
+                            answers = await asyncio.gather(*asks)
+                        for one, told in zip(asked, answers, strict=True):
                             found += [
                                 Estimate(crowd, machine, one.priority, at == 0, eta_s, admitted_s - at_s)
                                 for at, (at_s, eta_s, admitted_s) in enumerate(told)

@@ -327,11 +327,7 @@ class Runtime:
         return self._client.attach(request_id, owner)
 
     def events(self, *, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
-        """What happens from now on, until it is closed, after a snapshot; `lagged` tells of lost ones.
-
-        `after` is the id of the last event that is known: what came after it is told, without a snapshot,
-        while it is still kept.
-        """
+        """What happens, after a snapshot, or after the event of that id while it is kept."""
         return self._client.bus.subscribe(self._client.snapshot, after)
 
     # ------------------------------------------------------------ generation

@@ -69,7 +69,7 @@ def test_the_report_shows_the_share_that_was_wrong(monkeypatch: pytest.MonkeyPat
 
 async def test_every_crowd_is_asked_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the deterministic backend, whose steps take no time; each who asks is told something (D12)."""
-    for name in ("SETTLE_S", "BETWEEN_S", "ARRIVE_EVERY_S"):
+    for name in ("SETTLE_S", "BETWEEN_S"):
         monkeypatch.setattr(eta_accuracy, name, 0.0)
     monkeypatch.setattr(eta_accuracy, "busy_process", eta_accuracy.nullcontext)
     found = await eta_accuracy.estimates(Path("fake:eog_period=0"), 1)
