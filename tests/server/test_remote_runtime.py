@@ -197,6 +197,25 @@ def picture_part(picture: Any) -> Any:
     return Image(picture)
 
 
+async def test_a_picture_is_read_into_json(runtime: Any) -> None:
+    """V4: of the form that was asked for, with what became of the picture."""
+    reading = await runtime.read(
+        Pillow.new("RGB", (40, 30), "red"), ask="Is it red?", schema=RED, model="eyes"
+    )
+    assert reading.value in ({"red": True}, {"red": False})
+    assert [(one.width, one.height) for one in reading.images] == [(40, 30)]
+    with pytest.raises(InvalidRequestError, match="one answer"):
+        await runtime.read(Pillow.new("RGB", (4, 4)), model="eyes", n=2)
+
+
+RED = {
+    "type": "object",
+    "properties": {"red": {"type": "boolean"}},
+    "required": ["red"],
+    "additionalProperties": False,
+}
+
+
 # ------------------------------------------------------------ one request
 
 
@@ -256,7 +275,8 @@ async def test_a_call_is_cancelled_by_the_id_that_it_was_given(runtime: Any) -> 
 
 async def test_texts_are_embedded_ranked_and_chosen(runtime: Any) -> None:
     """K2, K4, D5: vectors bit by bit, scores and probabilities."""
-    found = await runtime.embed(["one", "two"], model="enc", dimensions=3, priority="background")
+    how = {"priority": "background", "keep_alive": "5m", "timeout_s": 60.0}
+    found = await runtime.embed(["one", "two"], model="enc", dimensions=3, **how)
     assert [len(vector) for vector in found.floats()] == [3, 3]
     assert sum(number**2 for number in found.floats()[0]) == pytest.approx(1.0)
     alone = await runtime.embed([256, 104], model="enc", normalize=False)
@@ -265,6 +285,8 @@ async def test_texts_are_embedded_ranked_and_chosen(runtime: Any) -> None:
     ranking = await runtime.rerank("query", ["a", "bb", "ccc"], model="rank", top_n=2)
     assert len(ranking.results) == 2
     assert ranking.results[0].score >= ranking.results[1].score
+    with pytest.raises((InvalidRequestError, UnsupportedError)):
+        await runtime.embed("one", model="enc", temperatur=1)
     chosen = await runtime.choose("hello", ["a", "b", ""], calibrate=True)
     assert [each.rank for each in chosen.results] == [0, 1, 2]
     assert chosen.results[-1].choice == ""

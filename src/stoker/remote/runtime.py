@@ -424,7 +424,6 @@ class RemoteRuntime:
         """As `Runtime.embed`."""
         own = taken(fields, "normalize", "dimensions")
         if not inputs:
-            self.resolve(fields.get("model"))
             return TextEmbeddings(model=self.resolve(fields.get("model")).id, vectors=[], usage=Usage())
         body = {"input": inputs, "encoding_format": "base64", **own, **call_body(fields)}
         return embeddings_of(await self._server.post("/v1/embeddings", body, headers=request_headers(fields)))
@@ -438,7 +437,10 @@ class RemoteRuntime:
         **fields: Unpack[CallKeywords],
     ) -> Reading:
         """As `Runtime.read`; images travel as they are, and the server shrinks them."""
+        warn_former(fields)
         refuse(taken(fields, "names", "owner", "route"))
+        if fields.get("n", 1) != 1:
+            raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
         max_tokens = fields.pop("max_tokens", None)
         question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
         known_as = taken(fields, "request_id")
