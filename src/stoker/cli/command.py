@@ -7,6 +7,7 @@ becomes a line on stderr and an exit code. What the lines say is the errors' own
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 import traceback
@@ -137,10 +138,17 @@ def _text_of(error: TyperException | StokerError) -> str:
     if problems is not None and isinstance(error, typer.BadParameter):
         text = f"{_name_of(error.param)}: {wrong_value_text(problems()[0])}"
     else:
-        text = error.format_message().rstrip(".")
+        text = _with_nearest(error).rstrip(".")
         text = text[:1].lower() + text[1:]
     ctx = getattr(error, "ctx", None)
     return text if ctx is None else f"{text}; see {ctx.command_path} --help"
+
+
+def _with_nearest(error: TyperException) -> str:
+    """The library's message; of a misspelt option with the one that is most like it."""
+    option, offered = getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ()
+    near = difflib.get_close_matches(option, offered, n=1)
+    return f"no such option: {option}; did you mean {near[0]}?" if near else error.format_message()
 
 
 def _name_of(parameter: Any) -> str:

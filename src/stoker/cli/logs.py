@@ -13,15 +13,17 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Self
 
+from rich.console import Console
 from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.text import Text
 
+from stoker.settings import load_settings
+
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable
-
-    from rich.console import Console
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from stoker.settings import ServerSettings
 
@@ -44,6 +46,17 @@ def set_up(settings: ServerSettings, console: Console) -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("stoker").setLevel(settings.log_level.upper())
     logging.captureWarnings(capture=True)
+
+
+def set_up_if_asked(config: Path | None, flags: Mapping[str, Any]) -> None:
+    """As `set_up` for a command that shows no log unless flags, environment or file ask for one.
+
+    Raises:
+        InvalidRequestError, MachineSetupError: see `stoker.settings.load_settings`.
+    """
+    settings = load_settings(flags, config)[1]
+    if settings.model_fields_set & {"log_level", "log_file"}:
+        set_up(settings, Console(stderr=True))
 
 
 def _handler(settings: ServerSettings, console: Console) -> logging.Handler:
@@ -106,7 +119,7 @@ class TerminalHandler(RichHandler):
 class NotesHandler(logging.Handler):
     """Gives warnings to a function of an event loop's thread, from whichever thread they come.
 
-    While entered with `with`, it has the log of `stoker` to itself.
+    While entered with `with`, it has the log of `stoker` to itself, unless that is written to a file.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, note: Callable[[str], None]) -> None:
@@ -122,7 +135,8 @@ class NotesHandler(logging.Handler):
     def __enter__(self) -> Self:
         logger = logging.getLogger("stoker")
         logger.addHandler(self)
-        self._propagated, logger.propagate = logger.propagate, False
+        has_file = any(isinstance(each, logging.FileHandler) for each in logging.root.handlers)
+        self._propagated, logger.propagate = logger.propagate, has_file
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -99,6 +99,19 @@ Model = Annotated[
 ]
 CtxSize = Annotated[int | None, option_of("ctx_size", PANEL)]
 Threads = Annotated[str | None, option_of("threads", PANEL)]
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        help="Show the log, from that level on.",
+        metavar=flag_of("log_level").metavar,
+        rich_help_panel=PANEL,
+    ),
+]
+LogFile = Annotated[
+    str | None,
+    typer.Option("--log-file", help="Write the log there.", metavar="FILE", rich_help_panel=PANEL),
+]
 MaxTokens = Annotated[
     int, typer.Option("--max-tokens", "-n", help="Tokens to answer with at most.", min=1, metavar="N")
 ]

@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from stoker.cli import logs
 from stoker.cli.fitting_model import with_fitting_model
-from stoker.cli.options import PANEL, Config, CtxSize, Model, Threads, engine_settings, with_options
+from stoker.cli.options import (
+    PANEL,
+    Config,
+    CtxSize,
+    LogFile,
+    LogLevel,
+    Model,
+    Threads,
+    engine_settings,
+    with_options,
+)
 from stoker.cli.session import opened
 from stoker.errors import InvalidRequestError
 
@@ -119,6 +130,8 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "ctx_size": (CtxSize, None),
     "threads": (Threads, None),
     "config": (Config, None),
+    "log_level": (LogLevel, None),
+    "log_file": (LogFile, None),
 }
 
 
@@ -127,6 +140,9 @@ def asks_model(command: Callable[..., None]) -> Callable[..., None]:
 
     def call(own: dict[str, Any], further: dict[str, Any]) -> None:
         ctx = further.pop("ctx")
+        logs.set_up_if_asked(
+            further["config"], {name: further.pop(name) for name in ("log_level", "log_file")}
+        )
         target = Target(factory=ctx.obj, **further)
         _refuse_both(ctx, target)
         command(target, **own)
