@@ -104,7 +104,7 @@ class Piped:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_shows_where_a_line_a_request_and_how_it_is_doing(place, columns):
-    """D3: one block, a line for each request, a status at the bottom; the readiness line is there too."""
+    """T7: one block, a line for each request, a status at the bottom; the readiness line is there too."""
     with Terminal("stoker", *words(), columns=columns, env=place) as terminal:
         shown = terminal.until("0 running · 0 waiting")
         ready = readiness(shown)
@@ -134,7 +134,7 @@ def test_a_terminal_shows_where_a_line_a_request_and_how_it_is_doing(place, colu
 
 
 def test_a_window_made_narrower_keeps_one_status_line(place):
-    """D3: the line fits any usual width, so nothing of it stays behind."""
+    """T7: the line fits any usual width, so nothing of it stays behind."""
     with Terminal("stoker", *words(), columns=120, env=place) as terminal:
         client = Client(readiness(terminal.until("0 running")))
         terminal.resize(80)
@@ -146,7 +146,7 @@ def test_a_window_made_narrower_keeps_one_status_line(place):
 
 
 def test_ctrl_c_says_what_it_waits_for_and_again_ends_at_once(place):
-    """D3: the first lets a request finish and says so, the second ends it, its stream has an end."""
+    """T9: the first lets a request finish and says so, the second ends it, its stream has an end."""
     with Terminal("stoker", *words("--drain-s", "600", model=SLOW), env=place) as terminal:
         terminal.until("0 running")
         client = Client(readiness(terminal.text))
@@ -160,7 +160,7 @@ def test_ctrl_c_says_what_it_waits_for_and_again_ends_at_once(place):
 
 
 def test_a_third_ctrl_c_changes_nothing(place):
-    """D3: who presses it often gets no traceback."""
+    """T9: who presses it often gets no traceback."""
     with Terminal("stoker", *words("--drain-s", "600", model=SLOW), env=place) as terminal:
         terminal.until("0 running")
         client = Client(readiness(terminal.text))
@@ -176,7 +176,7 @@ def test_a_third_ctrl_c_changes_nothing(place):
 
 
 def test_sigterm_names_itself_and_drains_for_drain_s(place):
-    """D3, L4: with a short drain the request ends as cancelled, and the server with 0."""
+    """T9, L4: with a short drain the request ends as cancelled, and the server with 0."""
     with Piped(*words("--drain-s", "0.2", model=SLOW), env=place) as server:
         server.client.begin()
         code, out, err = server.ended()
@@ -186,7 +186,7 @@ def test_sigterm_names_itself_and_drains_for_drain_s(place):
 
 
 def test_in_a_pipe_the_log_is_plain_lines(place):
-    """Issue 15: level and logger in each line; stdout has the readiness line alone."""
+    """T8: level and logger in each line; stdout has the readiness line alone."""
     with Piped(*words(), env=place) as server:
         server.client.ask()
         _, out, err = server.ended()
@@ -201,7 +201,7 @@ def test_in_a_pipe_the_log_is_plain_lines(place):
 
 
 def test_json_lines_carry_the_figures(place):
-    """Issue 15: `--log-format json` is one object a line, a request's with all that its event has."""
+    """T8: `--log-format json` is one object a line, a request's with all that its event has."""
     with Piped(*words("--log-format", "json"), env=place) as server:
         server.client.ask(user="x")
         _, _, err = server.ended()
@@ -214,7 +214,7 @@ def test_json_lines_carry_the_figures(place):
 
 
 def test_the_journal_gets_priorities(place):
-    """Issue 15: under systemd each line says its level as journald reads it, and no time, which it has."""
+    """T8: under systemd each line says its level as journald reads it, and no time, which it has."""
     ours, theirs = socket.socketpair()
     found = os.fstat(theirs.fileno())
     env = os.environ | place | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
@@ -242,7 +242,7 @@ def test_the_journal_gets_priorities(place):
 
 
 def test_quiet_says_nothing_but_the_readiness_line(place):
-    """Issue 15: in a terminal and elsewhere; warnings stay."""
+    """T7: in a terminal and elsewhere; warnings stay."""
     with Terminal("stoker", *words("--quiet"), env=place) as terminal:
         terminal.until('"fake"]}')
         Client(readiness(terminal.text)).ask()
@@ -253,7 +253,7 @@ def test_quiet_says_nothing_but_the_readiness_line(place):
 
 
 def test_a_log_file_gets_the_log(place, tmp_path):
-    """Issue 15: `--log-file`; stderr stays empty."""
+    """T8: `--log-file`; stderr stays empty."""
     file = tmp_path / "deep" / "stoker.log"
     with Piped(*words("--log-file", str(file), "--log-level", "warning"), env=place) as server:
         server.client.get("/v1/models", Host="box.lan")
@@ -264,7 +264,7 @@ def test_a_log_file_gets_the_log(place, tmp_path):
 
 
 def test_other_machines_need_a_key_or_a_word(place, tmp_path):
-    """D28: `--host 0.0.0.0` alone is refused with the flags; with a key file it serves."""
+    """S4: `--host 0.0.0.0` alone is refused with the flags; with a key file it serves."""
     command = [sys.executable, "-m", "stoker.cli", *words("--host", EVERYWHERE)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | place
@@ -281,7 +281,7 @@ def test_other_machines_need_a_key_or_a_word(place, tmp_path):
 
 
 def test_a_service_manager_is_told_when_it_is_ready_and_when_it_stops(place, tmp_path):
-    """Issue 15: `Type=notify` of systemd."""
+    """T7: `Type=notify` of systemd."""
     address = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(address))
@@ -293,7 +293,7 @@ def test_a_service_manager_is_told_when_it_is_ready_and_when_it_stops(place, tmp
 
 
 def test_help_names_every_option_whole(place):
-    """D2: at 80 columns each can be typed as it stands there; they stand in panels."""
+    """T1: at 80 columns each can be typed as it stands there; they stand in panels."""
     with Terminal("stoker", "serve", "--help", columns=80, rows=200, env=place) as terminal:
         assert terminal.ended() == 0
         shown = terminal.text

@@ -1,4 +1,4 @@
-"""The engine process's log reaches this process's log, and nothing else (D5)."""
+"""The engine process's log reaches this process's log, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def said_by(*arguments: str) -> str:
 async def test_a_warning_of_the_engine_is_a_record_with_its_logger_level_and_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As if it had been logged here (D5)."""
+    """T8: As if it had been logged here."""
     runtime = Runtime("fake:load_fails=1")
     with pytest.raises(StokerError):
         await runtime.start()
@@ -50,19 +50,19 @@ async def test_a_warning_of_the_engine_is_a_record_with_its_logger_level_and_pro
 
 
 def test_the_terminal_of_a_program_that_configures_no_log_stays_clean() -> None:
-    """Neither warnings of the engine nor what native code prints as it dies (D5)."""
+    """T8: Neither warnings of the engine nor what native code prints as it dies."""
     assert said_by() == ""
 
 
 def test_a_program_that_configures_its_log_gets_the_engines_too() -> None:
-    """Its warnings, and what native code prints, line by line (D5)."""
+    """T8: Its warnings, and what native code prints, line by line."""
     lines = said_by("shown").splitlines()
     assert [line for line in lines if line.startswith("WARNING stoker.engine.residency.residency engine: ")]
     assert "WARNING stoker.engine.output MainProcess: fake.cpp:1: ASSERT(!load_aborts) failed" in lines
 
 
 def test_the_level_that_is_wanted_is_the_lowest_of_all_our_loggers() -> None:
-    """A program that asks one logger for more gets it, also from the engine (D5)."""
+    """T8: A program that asks one logger for more gets it, also from the engine."""
     before = wanted_level()
     one = logging.getLogger("stoker.engine.threads.controller")
     one.setLevel(logging.DEBUG)
@@ -74,7 +74,7 @@ def test_the_level_that_is_wanted_is_the_lowest_of_all_our_loggers() -> None:
 
 
 def test_a_record_below_its_loggers_level_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    """The engine sends what any logger wants; each takes only its own (D5)."""
+    """T8: The engine sends what any logger wants; each takes only its own."""
     with caplog.at_level(logging.INFO, "stoker.one"):
         relay(Logged(logger="stoker.one", level=logging.INFO, at=5.25, text="kept"), pid=7)
         relay(Logged(logger="stoker.one", level=logging.DEBUG, at=5.5, text="dropped"), pid=7)
@@ -82,7 +82,7 @@ def test_a_record_below_its_loggers_level_is_dropped(caplog: pytest.LogCaptureFi
 
 
 def test_other_packages_of_the_engine_log_below_our_name() -> None:
-    """Who filters by `stoker` gets everything; a traceback travels with its message (D5)."""
+    """T8: Who filters by `stoker` gets everything; a traceback travels with its message."""
     sent: list[Event] = []
     handler = LogToClient(sent.extend)
     error = ValueError("why")
