@@ -326,14 +326,8 @@ def resolved(request: GenerateRequest, info: ModelInfo, max_tokens: int | None) 
         UnsupportedError: the model is an encoder, and anything but a vector or a score is wanted (SPEC K2).
         InvalidRequestError: the model has no such adapter, or one is named twice.
     """
-    if info.model_class == ModelClass.ENCODER and request.state_output not in {
-        StateOutput.EMBED,
-        StateOutput.SCORE,
-    }:
-        raise UnsupportedError(
-            f"{info.id} is an encoder ({info.architecture}): it embeds texts and generates none",
-            param="model",
-        )
+    if request.state_output not in {StateOutput.EMBED, StateOutput.SCORE}:
+        require_generating(info)
     sampling = request.sampling
     if sampling.seed is None:
         sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
@@ -342,6 +336,13 @@ def resolved(request: GenerateRequest, info: ModelInfo, max_tokens: int | None) 
     adapters = _adapters(request, info)
     changes = {"model": info.id, "sampling": sampling, "max_tokens": max_tokens, "adapters": adapters}
     return msgspec.structs.replace(request, **changes)
+
+
+def require_generating(info: ModelInfo) -> None:
+    """Raises UnsupportedError where a model is an encoder (SPEC K2)."""
+    if info.model_class == ModelClass.ENCODER:
+        text = f"{info.id} is an encoder ({info.architecture}): it embeds texts and generates none"
+        raise UnsupportedError(text, param="model")
 
 
 def _adapters(request: GenerateRequest, info: ModelInfo) -> tuple[tuple[str, float], ...]:

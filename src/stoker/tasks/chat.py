@@ -28,6 +28,7 @@ from stoker.chat.answer_events import (
 from stoker.chat.conversation import NO_TOOLS, Conversation, Layout, ToolOffer
 from stoker.chat.tools.constraints import MAX_FORCED_CALLS
 from stoker.chat.tools.tools import ChoiceMode, LeftOut, checked_choice, checked_toolset
+from stoker.client.client import require_generating
 from stoker.client.requests.stream import TextDelta, ToolCall
 from stoker.client.worker.jobs import RenderChat
 from stoker.errors import InvalidRequestError, UnsupportedError
@@ -123,12 +124,13 @@ def chat_job(
 
     Raises:
         InvalidRequestError: they are no messages, or an image in them is malformed.
-        UnsupportedError: there are images and the model reads none, or it has no chat template.
+        UnsupportedError: there are images and it reads none, it is an encoder, or it has no chat template.
     """
     turns, images = illustrated(turns_of(messages), info)
+    require_generating(info)
     if not info.chat_template:
         text = (
-            f"{info.id}, {info.class_text}, has no chat template: send it a text as a prompt, or serve it"
+            f"{info.id} is {info.class_text} without a chat template: send it a text as a prompt, or serve it"
             " with a template for conversations (chat_template, --chat-template FILE)"
         )
         raise UnsupportedError(text, param="messages")
