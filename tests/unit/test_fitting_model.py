@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stoker.cli.fitting_model import EMBED, GENERATE, READ, RERANK, with_fitting_model
-from stoker.errors import ModelNotFoundError
+from stoker.errors import InvalidRequestError, ModelNotFoundError
 from stoker.models import store
 from stoker.settings import EngineSettings
 from tiny_models import write_bert, write_llama
@@ -75,7 +75,7 @@ def test_of_the_models_that_settings_name_the_fit_one_is_taken(folder):
 def test_several_are_not_chosen_between(folder):
     """T5: they are named, with the option that chooses."""
     write_bert(folder / "second.gguf")
-    with pytest.raises(ModelNotFoundError, match="embedder, second are here; choose with -m"):
+    with pytest.raises(InvalidRequestError, match="embedder, second; choose with -m"):
         chosen(EMBED, folder)
 
 

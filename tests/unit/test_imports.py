@@ -83,7 +83,7 @@ ALLOWED = {
     | {"", "ipc", "settings", "chat", "images", "power", "client", "tasks", "remote", "runtime"},
     "cli": BASE
     | {"", "ipc", "settings", "cache", "chat", "images", "machine", "models", "models.store", "backends"}
-    | {"backends.registry", "client", "tasks", "runtime", "server"},
+    | {"backends.registry", "client", "tasks", "runtime", "remote", "server"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (

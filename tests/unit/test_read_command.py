@@ -9,9 +9,7 @@ from typer.testing import CliRunner
 
 from pictures import plain
 from reading_runtime import ReadingRuntime
-from stoker.cli.commands import read as command
 from stoker.cli.main import app
-from stoker.errors import RequestTooLargeError
 
 
 @pytest.fixture
@@ -90,46 +88,3 @@ def test_a_schema_that_is_none_ends_it_at_once(folder):
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert stoker(folder / "a.png", "--schema", folder / "none.json", runtime=runtime).exit_code == 2
     assert not runtime.requests
-
-
-class _Server:
-    """A server's answers, and what it was asked."""
-
-    def __init__(self, url, api_key=None):
-        self.asked = []
-        _Server.last = self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *args):
-        pass
-
-    def post(self, path, body):
-        """The first answer is wrong."""
-        self.asked.append((path, body))
-        if len(self.asked) == 3:
-            raise RequestTooLargeError("the request body is over 32 bytes")
-        content = "[]" if len(self.asked) == 1 else ' {"n": 2}'
-        images = [{"width": 200, "height": 100, "shrunk_to": [100, 50]}]
-        choice = {"message": {"content": content}, "finish_reason": "stop"}
-        return {"choices": [choice], "images": images}
-
-
-def test_a_server_can_read_for_it(folder, monkeypatch):
-    """SPEC I1, V4: pictures as data URIs, the schema as a response format, checked and retried here."""
-    monkeypatch.setattr(command, "RemoteServer", _Server)
-    args = ("--url", "http://there", "--schema", folder / "s.json", "--model", "m")
-    done = stoker(folder / "a.png", folder / "c.png", *args)
-    assert done.exit_code == 2
-    assert done.stdout == '{"n": 2}\n'
-    assert "200 x 100 shrunk to 100 x 50" in done.stderr
-    assert "over 32 bytes" in done.stderr
-    (path, body), (_, again), _ = _Server.last.asked
-    assert path == "/v1/chat/completions"
-    picture, text = body["messages"][0]["content"]
-    assert picture["image_url"]["url"].startswith("data:application/octet-stream;base64,iVBORw0KGgo")
-    assert text["text"] == "\nRead this report as JSON."
-    assert body["response_format"]["json_schema"]["schema"] == {"type": "object", "required": ["n"]}
-    assert (body["temperature"], body["model"]) == (0.0, "m")
-    assert again["temperature"] > 0

@@ -23,7 +23,7 @@ MEANINGS = {
     ExitCode.NO: "It worked, and the answer is no: `doctor` or `cache verify` found something broken, "
     "`plan` no room, or a question was answered with no.",
     ExitCode.FAULT: "The input, the model or the machine is at fault; one line on stderr says what. "
-    "`read`, `embed` and a `chat` from a pipe go on with the rest first.",
+    "`read` and a `chat` from a pipe go on with the rest first.",
     ExitCode.INTERRUPTED: "Ctrl-C.",
     ExitCode.READER_LEFT: "Whoever read the output left before its end, as in `| head -1`; "
     "a shell says the same of a program that SIGPIPE ended.",

@@ -1,4 +1,4 @@
-"""Which of the models that are here a command takes where it is told none (SPEC I1).
+"""Which model a command takes, of those that are here or of a server's (SPEC I1).
 
 Owns which classes do which work. A command that generates takes the embedded default where that is installed;
 every other takes the one model that is fit for its work, of the settings if they name any, else of the models
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from stoker.errors import ModelNotFoundError, StokerError
+from stoker.errors import InvalidRequestError, ModelNotFoundError, StokerError
 from stoker.ipc.model import ModelClass, Pairing, Pooling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from stoker.ipc.model import ModelInfo
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
@@ -82,7 +83,8 @@ def with_fitting_model(work: Work, settings: EngineSettings, *, is_named: bool) 
         is_named: the user named the model for this command, so it stays, whatever it is.
 
     Raises:
-        ModelNotFoundError: there is none, or more than one.
+        ModelNotFoundError: there is none.
+        InvalidRequestError: there is more than one.
         StokerError: a model that the settings name is broken.
     """
     from stoker.models.store import embedded_default
@@ -95,6 +97,48 @@ def with_fitting_model(work: Work, settings: EngineSettings, *, is_named: bool) 
         file.id for file in _candidates(settings) if file.description and work.is_done_by(file.description)
     ]
     return settings.replace(models=(_only(found, work, settings),))
+
+
+def of_served_models(work: Work, models: Sequence[ModelInfo], wanted: str | None) -> str:
+    """The id of the served model that does the work.
+
+    Args:
+        work: what it is wanted for.
+        models: those that a server has, the default first.
+        wanted: its name or its file; None: for text the first that generates, else the only one that is fit.
+
+    Raises:
+        ModelNotFoundError: there is none.
+        InvalidRequestError: there is more than one.
+    """
+    if wanted is not None:
+        if (info := next((info for info in models if _is_meant(info, wanted)), None)) is None:
+            raise ModelNotFoundError(
+                f"it does not serve {wanted}; stoker load has it serve more", param="model"
+            )
+        return info.asked_as
+    found = [info.id for info in models if _serves(info, work)]
+    if not found:
+        raise ModelNotFoundError(f"none of its models {work.does}", param="model")
+    if len(found) > 1 and work is not GENERATE:
+        raise InvalidRequestError(_which(found), param="model")
+    return found[0]
+
+
+def _is_meant(info: ModelInfo, wanted: str) -> bool:
+    """Whether a served model has that name, or is that file."""
+    if wanted.casefold() in {info.asked_as.casefold(), f"{info.asked_as}.gguf".casefold()}:
+        return True
+    try:
+        return bool(info.path) and Path(wanted).expanduser().samefile(info.path)
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _serves(info: ModelInfo, work: Work) -> bool:
+    if work is READ:
+        return info.pairing == Pairing.READY
+    return work.is_done_by(info)
 
 
 def _candidates(settings: EngineSettings) -> list[ModelFile]:
@@ -143,13 +187,16 @@ def _is_pair(file: ModelFile, projector: Path) -> bool:
     return file.header is not None
 
 
+def _which(names: Sequence[str]) -> str:
+    return f"which model? {', '.join(names)}; choose with -m"
+
+
 def _only(names: Sequence[str], work: Work, settings: EngineSettings) -> str:
-    """The one name. Raises ModelNotFoundError where there is none, or more than one."""
+    """The one name; raises where there is none, or more than one."""
     if len(names) == 1:
         return names[0]
     if names:
-        text = f"which model? {', '.join(names)} are here; choose with -m"
-        raise ModelNotFoundError(text, param="model")
+        raise InvalidRequestError(_which(names), param="model")
     where = f"none of {', '.join(settings.models)}" if settings.models else "no model here"
     remedy = work.remedy.format(folder=settings.models_dir)
     raise ModelNotFoundError(f"{where} {work.does}: {remedy}", param="model")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.cli.options import RuntimeFactory
     from stoker.ipc.events import ModelState
     from stoker.ipc.request import FinishReason, GenerateRequest
+    from stoker.remote.runtime import RemoteRuntime
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
 
@@ -63,10 +64,16 @@ def piped_beside_a_prompt() -> str:
     return ""
 
 
-def lines_of(text: str, what: str) -> list[str]:
-    """The lines of a text that are not blank. Raises InvalidRequestError where there are none."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
+def given_lines(arguments: list[str] | None, what: str) -> list[str | None]:
+    """Texts of the command line, else the lines of standard input; None for a blank one.
+
+    Raises:
+        InvalidRequestError: there are none, or an argument is blank.
+    """
+    if arguments and not all(map(str.strip, arguments)):
+        raise InvalidRequestError(f"one of the {what} is blank", param=what)
+    lines = [line if line.strip() else None for line in arguments or piped_text().splitlines()]
+    if not any(lines):
         raise InvalidRequestError(f"there are no {what}: give some, or pipe them in, one a line", param=what)
     return lines
 
@@ -164,7 +171,7 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
         await runtime.close()
 
 
-async def write_answer(runtime: Runtime, request: GenerateRequest, answer: ReplyText) -> None:
+async def write_answer(runtime: Runtime | RemoteRuntime, request: GenerateRequest, answer: ReplyText) -> None:
     """Stream the answer to stdout and into `answer`, which keeps what came before an interruption.
 
     Raises:

@@ -1,13 +1,15 @@
-"""Where a command computes: by the server that runs here, or by a model that it loads itself.
+"""Where a command computes: at the server that runs here, or with a model that it loads itself.
 
-Owns the options that say so, which `asks_model` adds to a command, and how a running server is found: by its
-run file (`stoker.server.run_file`), if it answers.
+Owns the options that say so, which `asks_model` adds to a command, how a running server is found (by its run
+file, if it answers), which of its models is asked, and the line that says so. A server that was found and
+does not serve what is asked is left aside; one that was named is not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from stoker.cli import logs
-from stoker.cli.fitting_model import with_fitting_model
+from stoker.cli.fitting_model import of_served_models, with_fitting_model
 from stoker.cli.options import (
     PANEL,
     Config,
@@ -28,20 +30,20 @@ from stoker.cli.options import (
     engine_settings,
     with_options,
 )
-from stoker.cli.session import opened
-from stoker.errors import InvalidRequestError
+from stoker.cli.session import Activity, opened
+from stoker.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError, NotReadyError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from stoker.cli.fitting_model import Work
     from stoker.cli.options import RuntimeFactory
+    from stoker.remote.runtime import RemoteRuntime
     from stoker.runtime import Runtime
     from stoker.server.run_file import RunFile
 
 T = TypeVar("T")
 
-DEFAULT_URL = "http://127.0.0.1:8686"
 _HEALTH_S = 2.0
 
 Url = Annotated[
@@ -72,6 +74,14 @@ NoServer = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command asks: a started runtime, and the id of one of its models."""
+
+    runtime: Runtime | RemoteRuntime
+    model: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """What the options of a command say of where it computes, and with what.
@@ -97,28 +107,62 @@ class Target:
     factory: RuntimeFactory | None = None
 
     @asynccontextmanager
-    async def opened(self, work: Work, **flags: Any) -> AsyncIterator[Runtime]:
-        """A started runtime that has a model for the work; `flags` are settings of one that is loaded here.
+    async def opened(self, work: Work, **flags: Any) -> AsyncIterator[Asked]:
+        """A started runtime and its model for the work.
+
+        Args:
+            work: what a model is wanted for.
+            flags: settings of a model that is loaded here.
 
         Raises:
             InvalidRequestError, MachineSetupError: a setting is wrong.
-            StokerError: no model can be served.
+            StokerError: no model can be served, or the server does not answer.
         """
         own = {"ctx_size": self.ctx_size, "threads": self.threads}
         settings = engine_settings(self.config, model=self.model, **own, **flags)
+        url = self._server(settings.run_dir)
+        if url is not None:
+            async with _connected(url, self.api_key, is_named=self.url is not None) as remote:
+                try:
+                    model = of_served_models(work, remote.models, self.model)
+                except ModelNotFoundError as error:
+                    if self.url is not None:
+                        raise
+                    _note(f"the server at {url} is left aside: {error.message}")
+                else:
+                    _note(f"asking {model} at {url} (--no-server loads a model here)")
+                    yield Asked(remote, model)
+                    return
         if self.factory is None:
             settings = with_fitting_model(work, settings, is_named=self.model is not None)
         async with opened(settings, self.factory) as runtime:
-            yield runtime
+            yield Asked(runtime, runtime.resolve(None).id)
 
-    def answered(self, work: Work, question: Callable[[Runtime], Awaitable[T]]) -> T:
+    def answered(self, work: Work, question: Callable[[Asked], Awaitable[T]]) -> T:
         """What one question to such a runtime comes to; raises what `opened` and the question raise."""
 
         async def ask() -> T:
-            async with self.opened(work) as runtime:
-                return await question(runtime)
+            async with self.opened(work) as asked:
+                return await question(asked)
 
         return asyncio.run(ask())
+
+    def _server(self, run_dir: Path) -> str | None:
+        """The server to ask. Raises InvalidRequestError where options exclude one that was named."""
+        if self.no_server or self.factory is not None:
+            return None
+        only_here = {"--ctx-size": self.ctx_size, "--threads": self.threads}
+        given = [flag for flag, value in only_here.items() if value is not None]
+        if self.url is not None:
+            if given:
+                text = f"{given[0]} is of a model that is loaded here, and --url of a server that has its own"
+                raise InvalidRequestError(text, param="url")
+            return self.url
+        found = running_server(run_dir)
+        if found is not None and given:
+            _note(f"the server at {found.url} is left aside: {given[0]} is of a model that is loaded here")
+            return None
+        return found.url if found else None
 
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -157,6 +201,9 @@ def _refuse_both(ctx: typer.Context, target: Target) -> None:
         raise InvalidRequestError("--url and --no-server exclude each other", param="url")
 
 
+# ---------------------------------------------------------------- servers
+
+
 def running_server(run_dir: Path) -> RunFile | None:
     """The server that runs here and answers, the last started first; None: none does."""
     from stoker.server.run_file import found_servers
@@ -166,10 +213,32 @@ def running_server(run_dir: Path) -> RunFile | None:
 
 def server_url(url: str | None) -> str:
     """Where the server is that a command asks: as given, else the running one's, else the usual address."""
+    from stoker.settings import DEFAULT_URL
+
     if url is not None:
         return url
     found = running_server(engine_settings(None).run_dir)
     return found.url if found else DEFAULT_URL
+
+
+def ask_server(
+    url: str | None, api_key: str | None, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The document that a server answers with, to a body if there is one, however long it takes.
+
+    Raises:
+        StokerError: what the server said is wrong, or none answers.
+    """
+    from stoker.remote.connection import ServerConnection
+
+    async def ask(server: ServerConnection) -> dict[str, Any]:
+        server.open()
+        try:
+            return await (server.get(path, dict) if body is None else server.post(path, body))
+        finally:
+            await server.close()
+
+    return asyncio.run(ask(ServerConnection(server_url(url), api_key)))
 
 
 def _answers(url: str) -> bool:
@@ -180,3 +249,34 @@ def _answers(url: str) -> bool:
         return bool(httpx.get(f"{url}/health", timeout=_HEALTH_S, trust_env=False).json()["engine"])
     except (httpx.TransportError, httpx.InvalidURL, ValueError, KeyError, TypeError):
         return False
+
+
+@asynccontextmanager
+async def _connected(url: str, api_key: str | None, *, is_named: bool) -> AsyncIterator[RemoteRuntime]:
+    """The runtime of a server; a bar shows what it loads.
+
+    Raises:
+        NotReadyError: it is suspended, so that what is asked would wait for somebody.
+        StokerError: it does not answer, or lets nobody in.
+    """
+    from stoker.remote.runtime import RemoteRuntime
+
+    other_way = "" if is_named else "; --no-server loads a model here"
+    remote = RemoteRuntime(url, api_key=api_key)
+    try:
+        with Activity() as activity:
+            remote.on_load = activity.on_load
+            await remote.start()
+        if remote.is_suspended:
+            raise NotReadyError(f"the server at {url} is suspended: stoker resume wakes it{other_way}")
+        yield remote
+    except AuthenticationError as error:
+        text = f"the server at {url} lets nobody in without a key: --api-key, or STOKER_API_KEY{other_way}"
+        raise AuthenticationError(text if api_key is None else f"{error.message}{other_way}") from None
+    finally:
+        await remote.close()
+
+
+def _note(text: str) -> None:
+    """A line about where it computes: for people, so only where somebody may read it."""
+    typer.secho(f"stoker: {text}", err=True, dim=sys.stderr.isatty())

@@ -14,8 +14,8 @@ import typer
 from stoker.cli.fitting_model import GENERATE
 from stoker.cli.options import AsJson
 from stoker.cli.session import piped_text
-from stoker.cli.target import Target, asks_model
-from stoker.tasks.choose import Choices, score_choices
+from stoker.cli.target import Asked, Target, asks_model
+from stoker.tasks.choose import Choices
 
 
 @asks_model
@@ -35,9 +35,11 @@ def choose(
 ) -> None:
     """Print the choices, the likeliest first, each after its probability among them and its score in nats."""
     given = (piped_text() if prompt is None else prompt) or ""
-    found = target.answered(
-        GENERATE, lambda runtime: score_choices(runtime, given, choices, calibrate=calibrate)
-    )
+
+    async def choose_from(asked: Asked) -> Choices:
+        return await asked.runtime.choose(given, choices, calibrate=calibrate, model=asked.model)
+
+    found = target.answered(GENERATE, choose_from)
     if as_json:
         typer.echo(json.dumps(_record(found)))
         return

@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stoker.cli.options import AsJson
-from stoker.cli.remote_server import RemoteServer
-from stoker.cli.target import ApiKey, Url, server_url
+from stoker.cli.target import ApiKey, Url, ask_server
 from stoker.ipc.model import ModelLife
 
 _BUSY = frozenset({"prefill", "decode"})
@@ -24,8 +23,7 @@ _HOUR_S = 3600
 
 def ps(*, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> None:
     """Show the models, requests and memory of the running server."""
-    with RemoteServer(server_url(url), api_key) as server:
-        status = server.get("/v1/runtime")
+    status = ask_server(url, api_key, "/v1/runtime")
     if as_json:
         typer.echo(json.dumps(status, indent=2))
         return

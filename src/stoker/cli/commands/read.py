@@ -16,17 +16,12 @@ import typer
 
 from stoker.cli.exits import ExitCode
 from stoker.cli.fitting_model import READ
-from stoker.cli.remote_server import RemoteServer
 from stoker.cli.target import Target, asks_model
 from stoker.errors import CallerError, InvalidRequestError, ReadingError, StokerError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from stoker.images import ImageReport
-    from stoker.tasks.read_images import Attempt, Question, Reading, Told
-
-    Read = Callable[[Path], Awaitable[Reading]]
+    from stoker.tasks.read_images import Question, Reading
 
 _MAX_TOKENS = 1024  # as in `stoker.tasks.read_images`, which is too heavy for --help
 
@@ -62,11 +57,7 @@ def read(
 
     question = Question(ask, _schema_of(schema), max_tokens)
     lines = _Lines(len(images), is_long=json_lines)
-    if target.url is not None and not target.no_server:
-        with RemoteServer(target.url, target.api_key) as server:
-            asyncio.run(_each(images, _remote(server, question, target.model), lines))
-    else:
-        asyncio.run(_local(target, mmproj, images, question, lines))
+    asyncio.run(_read(target, mmproj, images, question, lines))
     if lines.num_unread:
         raise typer.Exit(ExitCode.FAULT)
 
@@ -80,75 +71,22 @@ def _schema_of(path: Path | None) -> Any:
         raise InvalidRequestError(f"{path} is no JSON: {error}", param="schema") from None
 
 
-async def _local(
+async def _read(
     target: Target, mmproj: Path | None, images: list[Path], question: Question, lines: _Lines
 ) -> None:
-    from stoker.tasks.read_images import read_images
-
-    async with target.opened(READ, mmproj=mmproj, slots=1) as runtime:
-
-        async def read_one(path: Path) -> Reading:
-            return await read_images(runtime, path, question)
-
-        await _each(images, read_one, lines)
-
-
-def _remote(server: RemoteServer, question: Question, model: str | None) -> Read:
-    """The same by a server: images travel as they are, the server shrinks them."""
-    from stoker.images import Image
-    from stoker.tasks.read_images import read_with
-
-    async def read_one(path: Path) -> Reading:
-        link = await asyncio.to_thread(Image(path).data_uri)
-        parts = [{"type": "image_url", "image_url": {"url": link}}, {"type": "text", "text": question.text}]
-
-        async def answer(attempt: Attempt) -> Told:
-            body = {
-                "messages": [{"role": "user", "content": parts}],
-                "max_tokens": attempt.max_tokens,
-                **attempt.sampling,
-                **({"model": model} if model else {}),
-                **_format(question),
-            }
-            return _told(await asyncio.to_thread(server.post, "/v1/chat/completions", body))
-
-        return await read_with(question, answer)
-
-    return read_one
-
-
-def _format(question: Question) -> dict[str, Any]:
-    if question.schema is not None:
-        named = {"name": "answer", "schema": question.schema}
-        return {"response_format": {"type": "json_schema", "json_schema": named}}
-    return {"response_format": {"type": "json_object"}} if question.constraint else {}
-
-
-def _told(answer: dict[str, Any]) -> Told:
-    from stoker.images import ImageReport
-    from stoker.tasks.read_images import Told
-
-    choice = answer["choices"][0]
-    reports = tuple(
-        ImageReport(one["width"], one["height"], shrunk_to=_size(one.get("shrunk_to")))
-        for one in answer.get("images", ())
-    )
-    return Told((choice["message"]["content"] or "").strip(), reports, choice["finish_reason"] == "length")
-
-
-def _size(given: list[int] | None) -> tuple[int, int] | None:
-    return (given[0], given[1]) if given else None
-
-
-async def _each(images: list[Path], read_one: Read, lines: _Lines) -> None:
-    for path in images:
-        began_s = time.monotonic()
-        try:
-            reading = await read_one(path)
-        except (CallerError, ReadingError) as error:  # of this image; another kind would meet the next too
-            lines.unread(path, error)
-        else:
-            lines.read(path, reading, time.monotonic() - began_s)
+    how: dict[str, Any] = {"ask": question.ask, "schema": question.schema, "max_tokens": question.max_tokens}
+    async with target.opened(READ, mmproj=mmproj, slots=1) as asked:
+        for path in images:
+            began_s = time.monotonic()
+            try:
+                reading = await asked.runtime.read(path, model=asked.model, **how)
+            except (
+                CallerError,
+                ReadingError,
+            ) as error:  # of this image; another kind would meet the next too
+                lines.unread(path, error)
+            else:
+                lines.read(path, reading, time.monotonic() - began_s)
 
 
 class _Lines:

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from stoker.cli.options import AsJson
-from stoker.cli.remote_server import RemoteServer
-from stoker.cli.target import ApiKey, Url, server_url
+from stoker.cli.target import ApiKey, Url, ask_server
 
 _MODELS = "/v1/runtime/models"
 
@@ -104,8 +103,8 @@ def _post(
     url: str | None, api_key: str | None, path: str, body: dict[str, Any], doing: str
 ) -> dict[str, Any]:
     """The server's answer; on a terminal it shows what is being waited for."""
-    with RemoteServer(server_url(url), api_key) as server, Console(stderr=True).status(doing):
-        return server.post(path, body)
+    with Console(stderr=True).status(doing):
+        return ask_server(url, api_key, path, body)
 
 
 def _say(answer: dict[str, Any], text: str, *, as_json: bool) -> None:

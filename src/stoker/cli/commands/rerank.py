@@ -13,9 +13,9 @@ import typer
 
 from stoker.cli.fitting_model import RERANK
 from stoker.cli.options import AsJson
-from stoker.cli.session import lines_of, piped_text
-from stoker.cli.target import Target, asks_model
-from stoker.tasks.rerank import Ranking, rank_documents
+from stoker.cli.session import given_lines
+from stoker.cli.target import Asked, Target, asks_model
+from stoker.tasks.rerank import Ranking
 
 
 @asks_model
@@ -42,24 +42,28 @@ def rerank(
     as_json: AsJson = False,
 ) -> None:
     """Print the documents, the best first, each after its score: the model's own number, no probability."""
-    given = documents or lines_of(piped_text(), "documents")
-    found = target.answered(
-        RERANK, lambda runtime: rank_documents(runtime, query, given, top_n=top_n, output=output)
-    )
+    lines = given_lines(documents, "documents")
+    given = [text for text in lines if text is not None]
+
+    async def rank(asked: Asked) -> Ranking:
+        return await asked.runtime.rerank(query, given, top_n=top_n, output=output, model=asked.model)
+
+    found = target.answered(RERANK, rank)
     if as_json:
-        typer.echo(json.dumps(_record(found, given)))
+        places = [index for index, text in enumerate(lines) if text is not None]
+        typer.echo(json.dumps(_record(found, given, places)))
         return
     sys.stdout.writelines(f"{each.score:.4f}\t{given[each.index]}\n" for each in found.results)
 
 
-def _record(found: Ranking, documents: list[str]) -> dict[str, object]:
-    """As /v1/rerank answers with `return_documents`."""
+def _record(found: Ranking, documents: list[str], places: list[int]) -> dict[str, object]:
+    """As /v1/rerank answers with `return_documents`; an index counts blank lines too."""
     num_tokens = found.usage.prompt_tokens
     return {
         "object": "list",
         "results": [
             {
-                "index": each.index,
+                "index": places[each.index],
                 "relevance_score": each.score,
                 "document": {"text": documents[each.index]},
             }

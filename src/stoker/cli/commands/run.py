@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,12 +18,9 @@ from stoker.cli.options import (
     Temperature,
 )
 from stoker.cli.session import ReplyText, piped_beside_a_prompt, piped_text, write_answer
-from stoker.cli.target import Target, asks_model
+from stoker.cli.target import Asked, Target, asks_model
 from stoker.errors import InvalidRequestError
 from stoker.ipc.request import GenerateRequest, Sampling
-
-if TYPE_CHECKING:
-    from stoker.runtime import Runtime
 
 DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence."
 
@@ -72,12 +69,14 @@ class _Ask:
     max_tokens: int
     is_raw: bool
 
-    def request(self, runtime: Runtime) -> GenerateRequest:
+    def request(self, asked: Asked) -> GenerateRequest:
         """The request, with the model's chat template around the text unless it is raw or can have none."""
-        is_raw = self.is_raw or not runtime.resolve("default").takes_conversations
-        prompt = self.text if is_raw else runtime.render_chat([{"role": "user", "content": self.text}])
+        is_raw = self.is_raw or not asked.runtime.resolve(asked.model).takes_conversations
+        turn = {"role": "user", "content": self.text}
+        prompt = self.text if is_raw else asked.runtime.render_chat([turn], asked.model)
         return GenerateRequest(
             prompt=prompt,
+            model=asked.model,
             sampling=self.sampling,
             max_tokens=self.max_tokens,
             is_chat=not is_raw,
@@ -86,8 +85,8 @@ class _Ask:
 
 
 async def _run(target: Target, ask: _Ask) -> None:
-    async with target.opened(GENERATE, slots=1) as runtime:
+    async with target.opened(GENERATE, slots=1) as asked:
         answer = ReplyText()
-        await write_answer(runtime, ask.request(runtime), answer)
+        await write_answer(asked.runtime, ask.request(asked), answer)
         if sys.stderr.isatty():
             typer.secho(answer.summary, err=True, dim=True)
