@@ -37,14 +37,15 @@ _WRONG = {
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes in binary units: "812 B", "585.0 MiB", "1.5 GiB"; three to four digits."""
+    """Bytes in binary units: "812 B", "64 MiB", "93.5 MiB", "1.5 GiB"."""
     if num_bytes < _STEP:
         return f"{num_bytes:.0f} B"
     power = 1
     while num_bytes >= (_STEP - 0.5) * _STEP**power and power < len(_UNITS):
         power += 1
     number = num_bytes / _STEP**power
-    return f"{number:.{0 if number >= _THREE_DIGITS else 1}f} {_UNITS[power - 1]}"
+    text = f"{number:.{0 if number >= _THREE_DIGITS else 1}f}".removesuffix(".0")
+    return f"{text} {_UNITS[power - 1]}"
 
 
 def count_text(number: int, one: str, many: str | None = None) -> str:

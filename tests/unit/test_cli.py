@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import pytest
 from typer.testing import CliRunner
 
 from stoker.chat.template import ChatTemplate
-from stoker.cli import logs, session
+from stoker.cli import download, logs, session
 from stoker.cli.commands import doctor
 from stoker.cli.main import app
 from stoker.cli.session import Activity
+from stoker.client.requests.stream import TextDelta, text_deltas
 from stoker.errors import DownloadError, ModelFileError
 from stoker.ipc.events import Delta, Finished, ModelState, PrefillProgress
 from stoker.ipc.request import FinishReason, GenerateRequest
@@ -28,6 +30,8 @@ from stoker.machine.cores import BusyProcess, CoreUse
 from stoker.models.hub import hub
 from stoker.server import serve
 from stoker.settings import EngineSettings, ServerSettings
+from stoker.tasks.fields import request_of
+from tiny_models import write_llama
 from tiny_projector import write_projector
 
 ANSWER = ("Hello", " there", ".")
@@ -73,6 +77,20 @@ class RuntimeStandIn:
         return ChatTemplate("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}").render(
             messages
         )
+
+    async def generate(self, prompt: str, **fields: Any) -> AsyncIterator[TextDelta]:
+        """Its words, as the library hands them out."""
+        on_notice = fields.pop("on_notice", None)
+        request = request_of(prompt, fields)
+        async with aclosing(text_deltas(request, self.stream(request), on_notice)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def chat(self, messages: list[dict[str, str]], **fields: Any) -> AsyncIterator[TextDelta]:
+        """The same for a conversation."""
+        async with aclosing(self.generate(self.render_chat(messages), is_chat=True, **fields)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Any]:
         """Progress, three deltas, the end."""
@@ -234,7 +252,7 @@ def test_a_closed_pipe_ends_run_quietly() -> None:
         stdin=subprocess.DEVNULL,
         stdout=writing,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root / "src", root, root / "tests")))},
         check=False,
     )
     os.close(writing)
@@ -523,3 +541,84 @@ def test_an_unknown_option_is_a_usage_error() -> None:
     result = invoke("run", "--nonsense")
     assert result.exit_code == 2
     assert "--nonsense" in result.stderr
+
+
+# ---------------------------------------------------------------- options of run
+
+
+def test_run_takes_what_the_library_takes(runtime: RuntimeStandIn, tmp_path: Path) -> None:
+    """I1: a system message, stops, sampling and a form are the fields of the library."""
+    (tmp_path / "s.json").write_text('{"type": "object"}')
+    options = ("--system", "Be brief.", "--stop", "END", "--stop", "\n", "--top-p", "0.5", "--top-k", "3")
+    schema = ("--schema", str(tmp_path / "s.json"))
+    assert invoke("run", "Hi", *options, "--min-p", "0.2", *schema, runtime=runtime).exit_code == 0
+    assert invoke("run", "Hi", "--regex", "[0-9]+", runtime=runtime).exit_code == 0
+    first, second = runtime.requests
+    assert first.prompt == "[system] Be brief.\n[user] Hi\n"
+    assert first.stop == ("END", "\n")
+    assert (first.sampling.top_p, first.sampling.top_k, first.sampling.min_p) == (0.5, 3, 0.2)
+    assert first.constraint is not None
+    assert (first.constraint.kind, json.loads(first.constraint.source)) == ("json_schema", {"type": "object"})
+    assert second.constraint is not None
+    assert (second.constraint.kind, second.constraint.source) == ("regex", "[0-9]+")
+
+
+def test_run_prints_one_document_for_programs(runtime: RuntimeStandIn) -> None:
+    """I1: the answer with its figures, and nothing else on stdout."""
+    found = json.loads(invoke("run", "Hi", "--json", runtime=runtime).stdout)
+    assert (found["model"], found["text"], found["finish_reason"]) == ("stand-in", "Hello there.", "stop")
+    assert (found["prompt_tokens"], found["completion_tokens"], found["decode_s"]) == (9, 3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--raw", "--system", "x"], "--raw has no turns: it takes neither --system nor --image"),
+        (["--top-p", "3"], "--top-p must be between 0 and 1, got 3"),
+        (["--seed", "9" * 30], "--seed must fit in 64 bits"),
+        (["--schema", "{"], "--json-schema: it is no JSON: "),
+        (["--schema", "none.json"], "No such file or directory: none.json"),
+        (["--threads", "banana"], "--threads: "),
+    ],
+)
+def test_wrong_options_of_run_are_named_as_they_are_written(
+    arguments: list[str], text: str, runtime: RuntimeStandIn
+) -> None:
+    """T2: no field of the library, no path in a body, one line."""
+    done = invoke("run", "Hi", *arguments, runtime=runtime)
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"stoker: {text}")
+    assert not runtime.requests
+
+
+def test_places_in_a_body_are_no_part_of_a_message_here() -> None:
+    """T2: `messages.0.content.0` is of HTTP."""
+    done = invoke("run", "Hi", "--no-server", "-m", "fake:", "--image", __file__)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("stoker: the model fake takes text, no pictures")
+
+
+# ---------------------------------------------------------------- models that are not here
+
+
+def test_a_repository_that_is_not_here_is_offered(monkeypatch: pytest.MonkeyPatch, folders: Path) -> None:
+    """T9: at a terminal a yes downloads and uses it and a no ends with 1; a pipe gets the remedy."""
+    asked: list[str] = []
+
+    def stand_in(request: hub.PullRequest, on_progress: hub.Progress) -> Path:
+        asked.append(request.reference)
+        file = request.models_dir / "owner" / "repo" / "m.gguf"
+        file.parent.mkdir(parents=True)
+        return write_llama(file)
+
+    monkeypatch.setattr(hub, "pull", stand_in)
+    refused = invoke("run", "Hi", "-m", "owner/repo")
+    assert refused.exit_code == 2
+    assert refused.stderr == "stoker: no model 'owner/repo' here; to download it: stoker pull owner/repo\n"
+    assert asked == []
+    monkeypatch.setattr(download, "_is_somebody_there", lambda: True)
+    assert invoke("run", "Hi", "-m", "owner/repo", stdin="n\n").exit_code == 1
+    done = invoke("run", "Hi", "-n", "2", "-m", "owner/repo", stdin="y\n")
+    assert (done.exit_code, asked) == (0, ["owner/repo"]), done.output
+    again = invoke("run", "Hi", "-n", "2", "-m", "owner/repo")
+    assert (again.exit_code, asked) == (0, ["owner/repo"]), again.output

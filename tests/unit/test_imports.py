@@ -60,7 +60,7 @@ ALLOWED = {
     "chat": {"errors", "json_size"},
     "images": BASE | {"ipc", "settings", "machine"},
     "power": {"errors"},
-    "client.worker": {"errors", "ipc", "chat", "grammar"},
+    "client.worker": {"errors", "wording", "ipc", "chat", "grammar"},
     "client": BASE
     | {"ipc", "settings", "chat", "images", "machine", "models", "models.store", "backends.registry"}
     | {"client.worker"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections import defaultdict
@@ -19,13 +20,15 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from stoker.cli.exits import ExitCode
-from stoker.errors import StokerError
+from stoker.errors import CallerError, StokerError
 from stoker.wording import wrong_value_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CONTEXT_SETTINGS = {"help_option_names": ["--help", "-h"], "max_content_width": 100}
+_PLACE = re.compile(r"^messages(\.\w+)+: ")
+"""Where an error is in a body of HTTP, which a command line has not."""
 _WIDEST_NAME = 30  # a wider option has its text on the next line
 _ARGUMENTS, _OPTIONS, _HELP = "Arguments", "Options", "Help"
 
@@ -33,7 +36,18 @@ _ARGUMENTS, _OPTIONS, _HELP = "Arguments", "Options", "Help"
 class HelpfulCommand(TyperCommand):
     """A command whose `--help` shows its options by panel and its examples line by line."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:  # the library keeps a copy of click's types
+    def invoke(self, ctx: Any) -> Any:  # the library keeps a copy of click's types
+        """Run it; an error over a field of the library names the option that sets it."""
+        try:
+            return super().invoke(ctx)
+        except CallerError as error:
+            for parameter in self.params:
+                name = parameter.name or ""
+                if error.param == name and error.message.startswith(name):
+                    error.message = f"{_name_of(parameter)}{error.message.removeprefix(name)}"
+            raise
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options."""
         _write_parameters(self, ctx, formatter)
 
@@ -133,7 +147,7 @@ def _ending_in_one_line() -> Iterator[None]:
 
 def _text_of(error: TyperException | StokerError) -> str:
     if isinstance(error, StokerError):
-        return error.message
+        return " ".join(_PLACE.sub("", error.message).split())
     problems = getattr(error.__cause__, "errors", None)  # pydantic's, with which the library reads values
     if problems is not None and isinstance(error, typer.BadParameter):
         text = f"{_name_of(error.param)}: {wrong_value_text(problems()[0])}"

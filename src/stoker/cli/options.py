@@ -112,17 +112,52 @@ LogFile = Annotated[
     str | None,
     typer.Option("--log-file", help="Write the log there.", metavar="FILE", rich_help_panel=PANEL),
 ]
+_SAMPLING, _FORM = "Sampling", "Form of the answer"
+
+
+def _drawing(text: str, metavar: str) -> Any:
+    """An option that says how tokens are drawn, for `Annotated`."""
+    return typer.Option(help=text, metavar=metavar, rich_help_panel=_SAMPLING)
+
+
 MaxTokens = Annotated[
     int, typer.Option("--max-tokens", "-n", help="Tokens to answer with at most.", min=1, metavar="N")
 ]
-Temperature = Annotated[
-    float, typer.Option("--temperature", help="0 always takes the likeliest token.", metavar="X")
+System = Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option("--image", help="Picture before the prompt; repeat for more.", metavar="FILE"),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same answer. [random]", metavar="N")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", help="Text that ends the answer; repeat for more.", metavar="TEXT"),
+]
+Temperature = Annotated[float, _drawing("0 always takes the likeliest token.", "X")]
+TopP = Annotated[float | None, _drawing("Draw from the likeliest tokens of this share. [0.95]", "X")]
+TopK = Annotated[int | None, _drawing("Draw from so many of the likeliest tokens. [40]", "N")]
+MinP = Annotated[float | None, _drawing("Draw from tokens this likely beside the likeliest. [0.05]", "X")]
+Seed = Annotated[int | None, _drawing("Same seed, same answer. [random]", "N")]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(
+        "--json-schema",
+        "--schema",
+        help="JSON Schema that the answer matches, or a file with one.",
+        metavar="SCHEMA",
+        rich_help_panel=_FORM,
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(
+        "--regex", help="Expression that the answer matches.", metavar="REGEX", rich_help_panel=_FORM
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 DEFAULT_MAX_TOKENS = 512
-DEFAULT_TEMPERATURE = 0.8
+DEFAULT_TEMPERATURE = 0.3
+"""Low, as small models wander at the library's 0.8."""
 
 
 def engine_settings(config: Path | None, *, model: str | None = None, **flags: Any) -> EngineSettings:

@@ -18,18 +18,22 @@ from typing import TYPE_CHECKING, Any, Self
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from stoker.errors import InvalidRequestError
-from stoker.ipc.events import Delta, Finished, PrefillProgress
+from stoker.ipc.events import Delta, Finished, Parked, PrefillProgress, Queued
+from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, Usage
+from stoker.wording import count_text, duration_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
 
     from stoker.cli.options import RuntimeFactory
+    from stoker.client.requests.stream import Notice, TextDelta
     from stoker.ipc.events import ModelState
-    from stoker.ipc.request import FinishReason, GenerateRequest
+    from stoker.ipc.request import GenerateRequest
     from stoker.remote.runtime import RemoteRuntime
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
@@ -94,7 +98,7 @@ class Activity:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not console.is_interactive,  # TERM=dumb shows no bars
         )
         self._bars: dict[str, TaskID] = {}
 
@@ -111,6 +115,17 @@ class Activity:
         """Show how far a model is."""
         stage = f" ({state.stage})" if state.stage else ""
         self._show(f"load {state.model}", f"{state.state} {state.model}{stage}", state.fraction)
+
+    def on_notice(self, notice: Notice | PrefillProgress) -> None:
+        """Show what an answer waits for."""
+        match notice:
+            case PrefillProgress():
+                self.on_prefill(notice)
+            case Queued(position=position, eta_s=eta_s) if position:
+                eta = "" if eta_s is None else f", about {duration_text(eta_s)} to go"
+                self._show("queue", f"in the queue, {position} before it{eta}", 0.0)
+            case Parked():
+                self._show("queue", "makes room for another request", 0.0)
 
     def on_prefill(self, progress: PrefillProgress) -> None:
         """Show how much of a prompt has been read, and how much of it did not have to be."""
@@ -134,10 +149,35 @@ class Activity:
 class ReplyText:
     """What has come of an answer so far; whole once `usage` is there."""
 
+    model: str = ""
     text: str = ""
+    reasoning: str = ""
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timings: Timings | None = None
+
+    def take(self, delta: TextDelta) -> None:
+        """Add a piece."""
+        self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.usage, self.timings = delta.usage or self.usage, delta.timings or self.timings
+
+    def record(self) -> dict[str, Any]:
+        """As JSON for programs."""
+        usage, timings = self.usage or Usage(), self.timings or Timings()
+        return {
+            "model": self.model,
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "finish_reason": self.finish_reason or FinishReason.CANCELLED,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "queue_s": timings.queue_s,
+            "prefill_s": timings.prefill_s,
+            "decode_s": timings.decode_s,
+        }
 
     @property
     def summary(self) -> str:
@@ -146,8 +186,8 @@ class ReplyText:
             return ""
         speed = self.usage.completion_tokens / self.timings.decode_s if self.timings.decode_s else 0.0
         return (
-            f"{self.usage.completion_tokens} tokens, {speed:.0f} a second, "
-            f"prompt of {self.usage.prompt_tokens} read in {self.timings.prefill_s:.2f} s, "
+            f"{count_text(self.usage.completion_tokens, 'token')}, {speed:.0f} a second, "
+            f"prompt of {self.usage.prompt_tokens} read in {duration_text(self.timings.prefill_s)}, "
             f"ended by {self.finish_reason}"
         )
 
@@ -184,7 +224,7 @@ async def write_answer(runtime: Runtime | RemoteRuntime, request: GenerateReques
                     _take(event, answer, activity)
     finally:
         if answer.text and not answer.text.endswith("\n"):
-            _write("\n")
+            write("\n")
 
 
 def _take(event: Any, answer: ReplyText, activity: Activity) -> None:
@@ -195,12 +235,17 @@ def _take(event: Any, answer: ReplyText, activity: Activity) -> None:
             activity.clear()
             answer.text += event.text
             answer.finish_reason = event.finish_reason or answer.finish_reason
-            _write(event.text)
+            write(event.text)
         case Finished():
             answer.usage, answer.timings = event.usage, event.timings
 
 
-def _write(text: str) -> None:
+def tell(text: str, *, end: str = "\n") -> None:
+    """A dim text on stderr, about the answer and not of it; without escapes where a terminal takes none."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text), style="dim", end=end)
+
+
+def write(text: str) -> None:
     """To stdout at once; a terminal does not get control characters that a model made up."""
     sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from stoker.cli import logs
+from stoker.cli.download import here_or_offered
 from stoker.cli.fitting_model import of_served_models, with_fitting_model
 from stoker.cli.options import (
     PANEL,
@@ -30,7 +30,7 @@ from stoker.cli.options import (
     engine_settings,
     with_options,
 )
-from stoker.cli.session import Activity, opened
+from stoker.cli.session import Activity, opened, tell
 from stoker.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError, NotReadyError
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ class Target:
                     yield Asked(remote, model)
                     return
         if self.factory is None:
+            if self.model is not None:
+                settings = settings.replace(models=(here_or_offered(self.model, settings.models_dir),))
             settings = with_fitting_model(work, settings, is_named=self.model is not None)
         async with opened(settings, self.factory) as runtime:
             yield Asked(runtime, runtime.resolve(None).id)
@@ -278,5 +280,5 @@ async def _connected(url: str, api_key: str | None, *, is_named: bool) -> AsyncI
 
 
 def _note(text: str) -> None:
-    """A line about where it computes: for people, so only where somebody may read it."""
-    typer.secho(f"stoker: {text}", err=True, dim=sys.stderr.isatty())
+    """A line about where it computes, which is no part of the answer."""
+    tell(f"stoker: {text}")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from stoker.backends.registry import has_scheme, open_model, suffixes
 from stoker.errors import ErrorInfo, ModelNotFoundError, StokerError
 from stoker.models import shards
+from stoker.models.hub.downloads import is_reference
+from stoker.models.projector import is_projector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,13 +158,16 @@ class ModelStore:
         return matches[0] if matches else None
 
     def _at_path(self, ref: str, path: Path) -> tuple[str, Path]:
-        for candidate in (path, self._models_dir / path):
+        pulled = _only_model(self._models_dir / path) if is_reference(ref) else None
+        for candidate in (path, pulled or self._models_dir / path):
             if _exists(candidate):
                 shards.refuse_partial(candidate)
                 return _label(Path(candidate.name)), candidate
         raise ModelNotFoundError(self._not_found(ref, path), model=ref)
 
     def _not_found(self, ref: str, path: Path) -> str:
+        if is_reference(ref) and path.suffix.lower() not in suffixes():
+            return f"no model {ref!r} here; to download it: stoker pull {ref}"
         if path.suffix.lower() in suffixes() or len(path.parts) > 1:
             return f"no such model file: {ref}"
         names = list(self._names())
@@ -182,6 +187,13 @@ class ModelStore:
                 " pass --model FILE, or run: stoker pull REPO"
             )
         return _described(DEFAULT_ID, path)
+
+
+def _only_model(folder: Path) -> Path | None:
+    """The one model in a folder, projectors and further shards aside; None: it is none, or holds several."""
+    found = [path for path in folder.rglob("*") if path.suffix.lower() in suffixes()]
+    models = [path for path in found if not shards.is_further_shard(path.name) and not is_projector(path)]
+    return models[0] if len(models) == 1 else None
 
 
 def _check_name(ref: str) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, engine_settings
+from stoker.wording import size_text
 
 if TYPE_CHECKING:
     from stoker.ipc.model import ModelSpec, ProjectorSpec
@@ -128,10 +129,11 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
 
 
 def _why_too_large(least: Estimate, budget: MemoryBudget) -> str:
-    from stoker.models.memory_estimate.fit import text_of
-
-    needed, most = text_of(least.total_bytes), text_of(budget.most_bytes)
-    return f"it needs {needed} at the least; a model may take {most} here"
+    needed = f"it needs {size_text(least.total_bytes)} at the least"
+    if budget.most_bytes:
+        return f"{needed}; a model may take {size_text(budget.most_bytes)} here"
+    limit, margin = size_text(budget.limit_bytes), size_text(budget.margin_bytes)
+    return f"{needed}; the limit of {limit} leaves nothing beside the margin of {margin} that stays free"
 
 
 def _spec(settings: EngineSettings, model: str | None, mmproj: Path | None) -> ModelSpec:
@@ -177,21 +179,19 @@ def _as_record(found: _Plan) -> dict[str, object]:
 
 
 def _show(found: _Plan) -> None:
-    from stoker.models.memory_estimate.fit import text_of
-
     console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     for name, size in found.estimate.lines.items():
-        table.add_row(name, text_of(size))
-    table.add_row("total", text_of(found.estimate.total_bytes), style="bold", end_section=True)
+        table.add_row(name, size_text(size))
+    table.add_row("total", size_text(found.estimate.total_bytes), style="bold", end_section=True)
     for name, size in (
         ("free", found.budget.free_bytes),
         ("margin", found.budget.margin_bytes),
         ("limit", found.budget.limit_bytes),
     ):
-        table.add_row(name, text_of(size), style="dim")
+        table.add_row(name, size_text(size), style="dim")
     table.add_row("tier", found.tier, style="dim")
     form = f"context {found.estimate.n_ctx}, slots {found.spec.num_slots}"
     console.print(f"[bold]{escape(found.spec.id)}[/] {escape(form)}")

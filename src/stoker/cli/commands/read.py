@@ -124,6 +124,8 @@ class _Lines:
 
     def _progress(self, path: Path, text: str) -> None:
         self._num_done += 1
+        for name in (str(path), path.name):
+            text = text.removeprefix(f"{name}: ")
         typer.echo(f"[{self._num_done}/{self._num_images}] {path}: {text}", err=True)
 
 

@@ -1,11 +1,17 @@
-"""`stoker run`: one prompt, one answer, streamed."""
+"""`stoker run`: one prompt, one answer, streamed.
+
+Owns how a prompt comes together, the options that are fields of the request, and where the answer, what the
+model thinks and the figures go.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
-from dataclasses import dataclass
-from typing import Annotated
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,14 +19,27 @@ from stoker.cli.fitting_model import GENERATE
 from stoker.cli.options import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_TEMPERATURE,
+    AsJson,
+    Images,
+    JsonSchema,
     MaxTokens,
+    MinP,
+    Regex,
     Seed,
+    Stop,
+    System,
     Temperature,
+    TopK,
+    TopP,
 )
-from stoker.cli.session import ReplyText, piped_beside_a_prompt, piped_text, write_answer
+from stoker.cli.session import Activity, ReplyText, piped_beside_a_prompt, piped_text, tell, write
 from stoker.cli.target import Asked, Target, asks_model
 from stoker.errors import InvalidRequestError
-from stoker.ipc.request import GenerateRequest, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from stoker.client.requests.stream import TextDelta
 
 DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence."
 
@@ -35,17 +54,43 @@ def run(
             help="What to ask; - reads standard input. Piped input is added to it.", metavar="PROMPT"
         ),
     ] = None,
-    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
-    temperature: Temperature = DEFAULT_TEMPERATURE,
-    seed: Seed = None,
+    system: System = None,
+    image: Images = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")
+        bool, typer.Option("--raw", help="Continue the text as it is, without a template.")
     ] = False,
+    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
+    stop: Stop = None,
+    as_json: AsJson = False,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
 ) -> None:
     """Answer a prompt and stream the answer to the terminal."""
     text = _prompt_text(prompt)
-    ask = _Ask(text, Sampling(temperature=temperature, seed=seed), max_tokens, is_raw=raw)
-    asyncio.run(_run(target, ask))
+    if raw and (system is not None or image):
+        raise InvalidRequestError("--raw has no turns: it takes neither --system nor --image", param="raw")
+    turns: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    turns.append({"role": "user", "content": text})
+    given = {
+        "max_tokens": max_tokens,
+        "stop": stop,
+        "json_schema": None if json_schema is None else _schema_of(json_schema),
+        "regex": regex,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if image:
+        fields["images"] = image
+    asyncio.run(_run(target, text if raw else turns, fields, as_json=as_json))
 
 
 def _prompt_text(prompt: str | None) -> str:
@@ -60,33 +105,60 @@ def _prompt_text(prompt: str | None) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What the options of one `run` ask for."""
-
-    text: str
-    sampling: Sampling
-    max_tokens: int
-    is_raw: bool
-
-    def request(self, asked: Asked) -> GenerateRequest:
-        """The request, with the model's chat template around the text unless it is raw or can have none."""
-        is_raw = self.is_raw or not asked.runtime.resolve(asked.model).takes_conversations
-        turn = {"role": "user", "content": self.text}
-        prompt = self.text if is_raw else asked.runtime.render_chat([turn], asked.model)
-        return GenerateRequest(
-            prompt=prompt,
-            model=asked.model,
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-            is_chat=not is_raw,
-            return_progress=True,
-        )
+def _schema_of(given: str) -> str:
+    """The text of a JSON Schema that stands on the command line or in a file."""
+    text = given if given.lstrip().startswith("{") else Path(given).expanduser().read_text(encoding="utf-8")
+    try:
+        json.loads(text)
+    except ValueError as error:
+        what = "it" if text is given else given
+        raise InvalidRequestError(f"--json-schema: {what} is no JSON: {error}", param="json_schema") from None
+    return text
 
 
-async def _run(target: Target, ask: _Ask) -> None:
+async def _run(
+    target: Target, prompt: str | list[dict[str, Any]], fields: dict[str, Any], *, as_json: bool
+) -> None:
     async with target.opened(GENERATE, slots=1) as asked:
-        answer = ReplyText()
-        await write_answer(asked.runtime, ask.request(asked), answer)
-        if sys.stderr.isatty():
-            typer.secho(answer.summary, err=True, dim=True)
+        reply = ReplyText(asked.model)
+        try:
+            with Activity() as activity:
+                async with aclosing(_deltas(asked, prompt, fields, activity)) as deltas:
+                    async for delta in deltas:
+                        activity.clear()
+                        reply.take(delta)
+                        if not as_json:
+                            write(delta.text)
+                            _think(delta.reasoning)
+        finally:
+            if reply.text and not as_json and not reply.text.endswith("\n"):
+                write("\n")
+    if as_json:
+        typer.echo(json.dumps(reply.record(), ensure_ascii=False))
+    elif not reply.text.strip():
+        typer.echo(f"stoker: the model ended its answer without a word ({reply.finish_reason})", err=True)
+    if sys.stderr.isatty():
+        tell(reply.summary)
+
+
+def _deltas(
+    asked: Asked, prompt: str | list[dict[str, Any]], fields: dict[str, Any], activity: Activity
+) -> AsyncGenerator[TextDelta, None]:
+    """The answer; a text, and what a model that takes no conversations is asked, is continued as it is."""
+    how: dict[str, Any] = {
+        "model": asked.model,
+        "return_progress": True,
+        "on_notice": activity.on_notice,
+        **fields,
+    }
+    if not isinstance(prompt, str):
+        if asked.runtime.resolve(asked.model).takes_conversations:
+            return asked.runtime.chat(prompt, **how)
+        prompt = "\n".join(turn["content"] for turn in prompt)
+    return asked.runtime.generate(prompt, **how)
+
+
+def _think(text: str) -> None:
+    """What a model thinks is for people who watch, and no part of the answer."""
+    if text and sys.stderr.isatty():
+        tell(text, end="")

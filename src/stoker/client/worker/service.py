@@ -17,6 +17,7 @@ import msgspec
 
 from stoker.client.worker.jobs import FrameError, FrameKind, WorkerJob, do, receive, send
 from stoker.errors import EngineError, StokerError, WorkLimitError
+from stoker.wording import size_text
 
 try:
     import resource
@@ -67,7 +68,7 @@ def _answer(kind: FrameKind, body: bytearray, max_bytes: int) -> tuple[FrameKind
 
 
 def _too_much(job: WorkerJob | None, max_bytes: int) -> WorkLimitError:
-    text = f"needs more than {max_bytes // 1024**2} MiB of memory and was stopped"
+    text = f"needs more than {size_text(max_bytes)} of memory and was stopped"
     if job is None:
         return WorkLimitError(f"reading the request {text}; shorten it", limit_bytes=max_bytes)
     return WorkLimitError(f"{job.label} {text}; {job.remedy}", param=job.param, limit_bytes=max_bytes)

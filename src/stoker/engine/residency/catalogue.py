@@ -19,6 +19,7 @@ from stoker.backends.protocol.encoding import Encoder
 from stoker.errors import InsufficientMemoryError, ModelNotFoundError, ModelTooLargeError
 from stoker.ipc.model import MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelLife, is_move
 from stoker.models.memory_estimate.fit import Fit, MemoryBudget, weigh
+from stoker.wording import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -268,8 +269,9 @@ class Placement:
             )
         if fitted.fit is Fit.TOO_LARGE:
             raise ModelTooLargeError(
-                f"{load.spec.id} needs {_mib(needed_bytes)} at the least; models may take"
-                f" {_mib(budget.limit_bytes)} here, of which {_mib(self._margin_bytes)} have to stay free",
+                f"{load.spec.id} needs {size_text(needed_bytes)} at the least; models may take"
+                f" {size_text(budget.limit_bytes)} here,"
+                f" of which {size_text(self._margin_bytes)} have to stay free",
                 needed=needed_bytes,
                 limit=budget.limit_bytes,
                 margin=self._margin_bytes,
@@ -282,7 +284,7 @@ class Placement:
         self, error: InsufficientMemoryError, free_bytes: int, evictable_bytes: int
     ) -> InsufficientMemoryError:
         return InsufficientMemoryError(
-            f"{error.message}; {_mib(evictable_bytes)} of that by eviction",
+            f"{error.message}; {size_text(evictable_bytes)} of that by eviction",
             retry_after_s=RETRY_AFTER_S,
             **(error.details | {"free": free_bytes, "evictable": evictable_bytes}),
         )
@@ -316,10 +318,6 @@ def _with_context(spec: ModelSpec, least_n_ctx: int) -> ModelSpec:
     n_ctx = max(spec.n_ctx, least_n_ctx) if spec.n_ctx else 0
     num_cells = max(spec.num_cells, least_n_ctx) if spec.num_cells else 0
     return msgspec.structs.replace(spec, n_ctx=n_ctx, num_cells=num_cells)
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:,.0f} MiB"
 
 
 def model_info(runner: ModelRunner) -> ModelInfo:

@@ -15,6 +15,7 @@ import msgspec
 
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.model import ModelSpec
+from stoker.wording import size_text
 
 SMALLEST_N_CTX = 2048
 DRAFT_BATCH = 64
@@ -127,8 +128,8 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
     if needed > budget.most_bytes:
         return least
     raise InsufficientMemoryError(
-        f"{spec.id} needs {text_of(needed)} at the least; {text_of(budget.free_bytes)} can be had now,"
-        f" of which {text_of(budget.margin_bytes)} have to stay free",
+        f"{spec.id} needs {size_text(needed)} at the least; {size_text(budget.free_bytes)} can be had now,"
+        f" of which {size_text(budget.margin_bytes)} have to stay free",
         needed=needed,
         free=budget.free_bytes,
         margin=budget.margin_bytes,
@@ -178,11 +179,6 @@ def _fitted(fit: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, foun
         noun = "slot" if smaller.num_slots == 1 else "slots"
         phrases.append(f"{smaller.num_slots} {noun} instead of {spec.num_slots}")
     return FittedSpec(fit=fit, spec=smaller, estimate=found, degraded=tuple(phrases))
-
-
-def text_of(size_bytes: int) -> str:
-    """A size for people, in MiB."""
-    return f"{size_bytes / 2**20:.0f} MiB"
 
 
 def with_draft(estimate: Estimator, draft: Estimator) -> Estimator:

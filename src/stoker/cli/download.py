@@ -1,0 +1,83 @@
+"""Downloads of the command line: with a bar a file, and offered where a model is asked for and not here."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from stoker.errors import ModelNotFoundError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def download(reference: str, models_dir: Path, revision: str = "main") -> Path:
+    """Get a model from the hub; a bar a file on stderr shows how far it is.
+
+    Raises:
+        StokerError: there is no such model, or it cannot be downloaded.
+    """
+    from stoker.models.hub import hub
+
+    request = hub.PullRequest(reference=reference, models_dir=models_dir, revision=revision)
+    with _Bars() as bars:
+        return hub.pull(request, bars.show)
+
+
+def here_or_offered(name: str, models_dir: Path) -> str:
+    """A model's name, or the file of it where it was not here and was downloaded on demand (SPEC T9).
+
+    Raises:
+        ModelNotFoundError: it is not here, and there is nothing to download or nobody to ask.
+        StokerError: it is broken, or cannot be downloaded.
+    """
+    from stoker.models.hub.downloads import is_reference
+    from stoker.models.store import ModelStore
+
+    try:
+        ModelStore(models_dir).resolve(name)
+    except ModelNotFoundError as error:
+        if not is_reference(name) or not _is_somebody_there():
+            raise
+        typer.echo(f"stoker: {error.message}", err=True)
+        if not typer.confirm("Download it now?", err=True):
+            raise typer.Abort from None
+        return str(download(name, models_dir))
+    return name
+
+
+def _is_somebody_there() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+class _Bars(Progress):
+    """One bar a file, on stderr."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._by_name: dict[str, TaskID] = {}
+
+    def show(self, num_done: int, num_bytes: int, name: str) -> None:
+        """Take what the download says."""
+        if name not in self._by_name:
+            self._by_name[name] = self.add_task(name, total=num_bytes)
+        self.update(self._by_name[name], completed=num_done)
