@@ -10,10 +10,9 @@ from __future__ import annotations
 import select
 import stat
 import sys
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from os import fstat
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import typer
 from rich.console import Console
@@ -21,20 +20,16 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from stoker.errors import InvalidRequestError
-from stoker.ipc.events import Delta, Finished, Parked, PrefillProgress, Queued
-from stoker.ipc.request import FinishReason
-from stoker.ipc.usage import Timings, Usage
-from stoker.wording import count_text, duration_text
+from stoker.ipc.events import Parked, PrefillProgress, Queued
+from stoker.wording import duration_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
 
     from stoker.cli.options import RuntimeFactory
-    from stoker.client.requests.stream import Notice, TextDelta
+    from stoker.client.requests.stream import Notice
     from stoker.ipc.events import ModelState
-    from stoker.ipc.request import GenerateRequest
-    from stoker.remote.runtime import RemoteRuntime
     from stoker.runtime import Runtime
     from stoker.settings import EngineSettings
 
@@ -145,53 +140,6 @@ class Activity:
         self._progress.update(self._bars[key], description=text, completed=fraction)
 
 
-@dataclass
-class ReplyText:
-    """What has come of an answer so far; whole once `usage` is there."""
-
-    model: str = ""
-    text: str = ""
-    reasoning: str = ""
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    timings: Timings | None = None
-
-    def take(self, delta: TextDelta) -> None:
-        """Add a piece."""
-        self.text += delta.text
-        self.reasoning += delta.reasoning
-        self.finish_reason = delta.finish_reason or self.finish_reason
-        self.usage, self.timings = delta.usage or self.usage, delta.timings or self.timings
-
-    def record(self) -> dict[str, Any]:
-        """As JSON for programs."""
-        usage, timings = self.usage or Usage(), self.timings or Timings()
-        return {
-            "model": self.model,
-            "text": self.text,
-            "reasoning": self.reasoning,
-            "finish_reason": self.finish_reason or FinishReason.CANCELLED,
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "queue_s": timings.queue_s,
-            "prefill_s": timings.prefill_s,
-            "decode_s": timings.decode_s,
-        }
-
-    @property
-    def summary(self) -> str:
-        """One line of figures; empty if the answer did not end by itself."""
-        if self.usage is None or self.timings is None:
-            return ""
-        speed = self.usage.completion_tokens / self.timings.decode_s if self.timings.decode_s else 0.0
-        return (
-            f"{count_text(self.usage.completion_tokens, 'token')}, {speed:.0f} a second, "
-            f"prompt of {self.usage.prompt_tokens} read in {duration_text(self.timings.prefill_s)}, "
-            f"ended by {self.finish_reason}"
-        )
-
-
 @asynccontextmanager
 async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> AsyncIterator[Runtime]:
     """A started runtime, closed at the end; a bar shows the load.
@@ -209,35 +157,6 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
         yield runtime
     finally:
         await runtime.close()
-
-
-async def write_answer(runtime: Runtime | RemoteRuntime, request: GenerateRequest, answer: ReplyText) -> None:
-    """Stream the answer to stdout and into `answer`, which keeps what came before an interruption.
-
-    Raises:
-        StokerError: the request failed.
-    """
-    try:
-        with Activity() as activity:
-            async with aclosing(runtime.stream(request)) as events:
-                async for event in events:
-                    _take(event, answer, activity)
-    finally:
-        if answer.text and not answer.text.endswith("\n"):
-            write("\n")
-
-
-def _take(event: Any, answer: ReplyText, activity: Activity) -> None:
-    match event:
-        case PrefillProgress():
-            activity.on_prefill(event)
-        case Delta():
-            activity.clear()
-            answer.text += event.text
-            answer.finish_reason = event.finish_reason or answer.finish_reason
-            write(event.text)
-        case Finished():
-            answer.usage, answer.timings = event.usage, event.timings
 
 
 def tell(text: str, *, end: str = "\n") -> None:

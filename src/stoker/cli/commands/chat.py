@@ -15,10 +15,20 @@ from typing import TYPE_CHECKING, Annotated
 import platformdirs
 import typer
 
+from stoker.cli.exits import ExitCode
 from stoker.cli.fitting_model import GENERATE
 from stoker.cli.logs import NotesHandler
-from stoker.cli.options import DEFAULT_MAX_TOKENS, AsJson, MaxTokens, Seed, Temperature, engine_settings
-from stoker.cli.target import Target, asks_model
+from stoker.cli.options import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_TEMPERATURE,
+    AsJson,
+    MaxTokens,
+    Seed,
+    System,
+    Temperature,
+    engine_settings,
+)
+from stoker.cli.target import Asked, Target, asks_model
 from stoker.ipc.request import Sampling
 from stoker.private import FILE_MODE, make_folder
 
@@ -30,19 +40,15 @@ if TYPE_CHECKING:
     from stoker.cli.chat.plain import PlainScreen
     from stoker.cli.chat.screen import TerminalScreen
     from stoker.cli.chat.session import ChatSession
-    from stoker.runtime import Runtime
 
 HISTORY_FILE = "chat_history"
-EXIT_FAILED = 2
-DEFAULT_TEMPERATURE = 0.3
-"""Low, as small models wander at the library's 0.8."""
 
 
 @asks_model
 def chat(
     target: Target,
     *,
-    system: Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")] = None,
+    system: System = None,
     image: Annotated[
         list[Path] | None,
         typer.Option("--image", help="Image for the first turn; may be repeated.", metavar="FILE"),
@@ -74,7 +80,7 @@ def chat(
             _chat(target, session, image or [], has_history=not no_history, as_json=as_json)
         )
     if num_failed and not sys.stdin.isatty():
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(ExitCode.FAULT)
 
 
 async def _chat(
@@ -83,16 +89,17 @@ async def _chat(
     """Talk until the last line; how many turns and commands have failed."""
     from stoker.cli.chat.loop import ChatLoop
 
-    async with target.opened(GENERATE, slots=1) as runtime:
+    async with target.opened(GENERATE, slots=1) as asked:
+        session.model = asked.model
 
         def models() -> list[str]:
-            return _models(runtime, target)
+            return _models(asked, target)
 
         async with _screen(models, has_history=has_history, as_json=as_json) as screen:
-            loop = ChatLoop(runtime, session, screen, models)
+            loop = ChatLoop(asked.runtime, session, screen, models)
             with NotesHandler(asyncio.get_running_loop(), loop.note):
                 if sys.stdin.isatty():
-                    screen.say(f"{runtime.resolve(None).id}: /help says what can be done")
+                    screen.say(f"{asked.model}: /help says what can be done")
                 for image in images:
                     await loop.attach(str(image))
                 await loop.run()
@@ -132,11 +139,11 @@ def _history(*, is_kept: bool) -> History:
     return FileHistory(str(file))
 
 
-def _models(runtime: Runtime, target: Target) -> list[str]:
+def _models(asked: Asked, target: Target) -> list[str]:
     """Names of models that answer: the served ones, and those that are here where the chat loads its own."""
     from stoker.models.store import ModelStore
 
-    served = [info.id for info in runtime.models if GENERATE.is_done_by(info)]
+    served = [info.id for info in asked.runtime.models if GENERATE.is_done_by(info)]
     here = ModelStore(engine_settings(target.config).models_dir).list()
     found = [file.id for file in here if file.description and GENERATE.is_done_by(file.description)]
     return list(dict.fromkeys([*served, *found]))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.cli.chat.session import ChatReply
 from stoker.cli.fitting_model import GENERATE
 from stoker.cli.options import (
     DEFAULT_MAX_TOKENS,
@@ -32,7 +33,7 @@ from stoker.cli.options import (
     TopK,
     TopP,
 )
-from stoker.cli.session import Activity, ReplyText, piped_beside_a_prompt, piped_text, tell, write
+from stoker.cli.session import Activity, piped_beside_a_prompt, piped_text, tell, write
 from stoker.cli.target import Asked, Target, asks_model
 from stoker.errors import InvalidRequestError
 
@@ -120,7 +121,7 @@ async def _run(
     target: Target, prompt: str | list[dict[str, Any]], fields: dict[str, Any], *, as_json: bool
 ) -> None:
     async with target.opened(GENERATE, slots=1) as asked:
-        reply = ReplyText(asked.model)
+        reply = ChatReply(asked.model, fields["max_tokens"])
         try:
             with Activity() as activity:
                 async with aclosing(_deltas(asked, prompt, fields, activity)) as deltas:
@@ -135,10 +136,8 @@ async def _run(
                 write("\n")
     if as_json:
         typer.echo(json.dumps(reply.record(), ensure_ascii=False))
-    elif not reply.text.strip():
-        typer.echo(f"stoker: the model ended its answer without a word ({reply.finish_reason})", err=True)
-    if sys.stderr.isatty():
-        tell(reply.summary)
+    if sys.stderr.isatty() or not (reply.text.strip() or as_json):
+        tell(reply.figures)
 
 
 def _deltas(
