@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import httpx
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from stoker.client.event_bus import RuntimeEvent
 from stoker.runtime import Runtime
+from stoker.server.ended_metrics import MAX_MODELS, EndedMetrics
 
 EVENTS = "/v1/runtime/events"
 
@@ -83,3 +86,107 @@ def test_calls_of_every_route_are_told_of_by_their_route(start_server):
         http.post("/v1/embeddings", json={"input": ["a", "b"]}).raise_for_status()
         end = next(event for event in found if event.get("what") == "finished")
     assert (end["kind"], end["route"], end["finish_reason"]) == ("embed", "/v1/embeddings", "stop")
+
+
+def samples(http, name):
+    """Values of a metric by its labels, which stand in order of their names."""
+    return {
+        tuple(sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_what_ended_is_counted_by_model_and_class(start_server):
+    """SPEC O1: with how it ended, its tokens and its times; steps have figures by model."""
+    server = start_server(lambda: Runtime(model="fake:eog_period=0", isolation="thread"))
+    server.ready.result(60)
+    with httpx.Client(base_url=server.url, timeout=60) as http, http.stream("GET", EVENTS) as answer:
+        found = data_of(answer.iter_lines())
+        next(found)
+        body = {"prompt": "one two", "max_tokens": 4, "service_tier": "flex"}
+        http.post("/v1/completions", json=body).raise_for_status()
+        http.post("/v1/choose", json={"prompt": "a", "choices": ["b", "c"]}).raise_for_status()
+        ends = (event for event in found if event.get("what") == "finished")
+        assert [next(ends)["kind"], next(ends)["kind"]] == ["completion", "choose"]
+        ended = samples(http, "stoker:ended_requests_total")
+        assert ended["completion", "fake", "length", "background"] == 1
+        assert ended["choose", "fake", "stop", "interactive"] == 1
+        assert samples(http, "stoker:ended_tokens_total")["fake", "background", "generated"] == 4
+        assert samples(http, "stoker:ended_first_token_seconds_count")["fake", "background"] == 1
+        assert samples(http, "stoker:rows_per_step")["fake",] > 0
+        assert set(samples(http, "stoker:time_share")) == {("fake", "interactive"), ("fake", "background")}
+
+
+def test_labels_of_models_have_a_bound():
+    """SPEC O1: who makes up names makes no metrics."""
+    registry = CollectorRegistry()
+    metrics = EndedMetrics(registry)
+    end = {
+        "priority": "interactive",
+        "kind": "chat",
+        "finish_reason": "stop",
+        "queue_s": 0.1,
+        "first_token_s": None,
+    }
+    end |= {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
+    for number in range(MAX_MODELS + 5):
+        metrics.count(end | {"model": f"m{number}"})
+    (family,) = [found for found in registry.collect() if found.name == "stoker:ended_requests"]
+    models = {sample.labels["model"] for sample in family.samples}
+    assert len(models) == MAX_MODELS + 1
+    assert "other" in models
+
+
+def test_a_client_that_comes_back_gets_what_it_missed(start_server):
+    """SPEC O3: by the id of its last event, in the header that browsers send."""
+    server = start_server(lambda: Runtime(model="fake:eog_period=0", isolation="thread"))
+    server.ready.result(60)
+    body = {"prompt": "one", "max_tokens": 2}
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        with http.stream("GET", EVENTS) as answer:
+            first = next(data_of(answer.iter_lines()))
+        assert first["event"] == "snapshot"
+        http.post("/v1/completions", json=body).raise_for_status()
+        with http.stream("GET", EVENTS, headers={"Last-Event-ID": first["id"]}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("id: ")
+            assert next(data_of(lines))["event"] == "request"
+
+
+def test_operators_see_prefixes_and_the_log_and_others_do_not(start_server, tmp_path):
+    """SPEC S4, O3: nor requests that are not theirs, ended ones and those of a snapshot included."""
+    keys, operators = tmp_path / "keys", tmp_path / "admins"
+    keys.write_text("key-one\nkey-two\n", encoding="utf-8")
+    operators.write_text("key-admin\n", encoding="utf-8")
+    server = start_server(
+        lambda: Runtime(model="fake:eog_period=0", isolation="thread"),
+        api_key_file=keys,
+        admin_key_file=operators,
+    )
+    server.ready.result(60)
+    one, two, admin = ({"Authorization": f"Bearer key-{name}"} for name in ("one", "two", "admin"))
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        body = {"prompt": "word " * 100, "max_tokens": 2}
+        http.post("/v1/completions", json=body, headers=one).raise_for_status()
+        for path in ("/v1/runtime/prefixes", "/v1/runtime/log"):
+            assert http.get(path, headers=one).status_code == 403
+            http.get(path, headers=admin).raise_for_status()
+        shown = [http.get("/v1/runtime", headers=caller).json() for caller in (one, two, admin)]
+        assert [len(document["recent"]) for document in shown] == [1, 0, 1]
+        assert [bool(document["settings"]) for document in shown] == [False, False, True]
+        row = shown[0]["recent"][0]
+        assert (row["priority"], row["class"], row["completion_tokens"]) == ("interactive", "interactive", 2)
+        assert "owner" not in row
+        assert all(
+            isinstance(value, int) for name, value in shown[2]["counters"].items() if name.endswith("_total")
+        )
+        for caller, number in ((one, 1), (two, 0), (admin, 1)):
+            with http.stream("GET", EVENTS, headers=caller) as answer:
+                snapshot = next(data_of(answer.iter_lines()))
+            assert len(snapshot["recent"]) == number
+            assert "owner" not in json.dumps(snapshot)
+        health = http.get("/health").json()
+        assert health["models"] == {"served": 1, "ready": 1}
+        assert {"version", "up_s"} <= health.keys()

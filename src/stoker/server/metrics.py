@@ -18,8 +18,10 @@ from prometheus_client.registry import Collector
 from stoker.errors import StokerError
 from stoker.ipc.events import Delta, Finished
 from stoker.ipc.model import ModelLife
+from stoker.ipc.request import Priority
 from stoker.ipc.usage import CacheSource
 from stoker.server.context import models_now
+from stoker.server.ended_metrics import EndedMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -59,6 +61,7 @@ class Metrics:
             registry=self._registry,
         )
         self.kinds = KindMetrics(self._registry)
+        self.ended = EndedMetrics(self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"stoker:{name}", text, buckets=buckets, registry=self._registry)
@@ -209,6 +212,7 @@ class StatusCollector(Collector):
         yield from _counted(engine.counters)
         yield from _cached(engine.counters)
         yield from _stored(engine.cache)
+        yield from _active(engine.activity)
         yield from _served(models_now(status, self.models))
         if engine.memory.limit:  # else it was not measured
             yield from _measured(engine.memory)
@@ -282,6 +286,23 @@ def _stored(cache: CacheStatus) -> Iterable[Metric]:
     entries.add_metric(["ram"], cache.num_ram)
     entries.add_metric(["disk"], cache.num_disk)
     yield from (num_bytes, entries)
+
+
+def _active(activity: dict[str, dict[str, float]]) -> Iterable[Metric]:
+    """What the steps of each model were like lately, and whose the time was."""
+    steps = GaugeMetricFamily("stoker:step_seconds", "Of a step, on average lately.", labels=["model"])
+    rows = GaugeMetricFamily("stoker:rows_per_step", "Of a step, on average lately.", labels=["model"])
+    shares = GaugeMetricFamily(
+        "stoker:time_share",
+        "Of the time lately, in steps with a person's row or without.",
+        labels=["model", "priority"],
+    )
+    for model, figures in activity.items():
+        steps.add_metric([model], figures["step_ms"] / _MILLISECONDS)
+        rows.add_metric([model], figures["rows_per_step"])
+        for priority, name in ((Priority.INTERACTIVE, "people_share"), (Priority.BACKGROUND, "jobs_share")):
+            shares.add_metric([model, priority], figures[name])
+    yield from (steps, rows, shares)
 
 
 def _served(models: Sequence[ModelStatus]) -> Iterable[Metric]:
