@@ -24,7 +24,7 @@ HEAD = f"""# Library
 {MADE}
 Everything below is imported from `stoker`. Calls of `Runtime` are coroutines (`await`) or, where they
 yield, asynchronous iterators (`async for`); `stoker.sync.Runtime` has the same names as plain calls and
-iterators. [errors.md](errors.md) says what they raise.
+iterators. [library.md](library.md) shows how they are used, [errors.md](errors.md) what they raise.
 """
 KEYWORDS = """
 ## Keyword arguments of calls
