@@ -301,6 +301,8 @@ IN_WORDS = {
     "as --ctx-size": (None,),
     "what the machine has": (None,),
     "stderr": (None,),
+    "the model's own": ((),),
+    "what its labels say": ((),),
     "by the machine's memory": (None,),
 }
 """Defaults that are shown in words or not at all, and what they stand for."""

@@ -46,7 +46,7 @@ MAX_FAILED_STARTS = 3
 """After so many failed starts in a row requests fail at once; further starts are tried all the same."""
 EXIT_LIMIT_S = 10.0
 """What an engine may take, after its drain, to save what it computed, free everything and exit."""
-HURRY_S = 0.4
+HURRY_S = 0.2
 """What it may take for that where the user does not wait."""
 STATUS_WAIT_S = 2.0
 MAX_EXITS = 16

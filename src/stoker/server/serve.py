@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _CLOSE_S = 5  # for connections to take their last bytes after every stream has ended
-_LAST_BYTES_S = 0.5  # the same where the user does not wait
+_LAST_BYTES_S = 0.3  # the same where the user does not wait
 _REASONS = {
     errno.EADDRINUSE: "is in use; stop the other program or choose another port with --port",
     errno.EACCES: "may not be opened by this user; choose one above 1023 with --port",
