@@ -41,6 +41,7 @@ from stoker.ipc.status import (
     WaitStatus,
 )
 from stoker.ipc.usage import Tensor, Timings, TokenLogprob, Usage
+from stoker.models.chat_templates import CHATML
 from stoker.tasks.chat import ChatPlan, chat_job, planned
 from stoker.tasks.states import States
 
@@ -66,6 +67,7 @@ INFO = ModelInfo(
     kv_type="f16",
     flash_attention="off",
     memory_bytes={"weights": 1},
+    chat_template=CHATML,
 )
 FINISHED = Finished(
     request_id="x",
