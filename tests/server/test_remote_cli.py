@@ -85,15 +85,15 @@ def test_ps_shows_models_requests_and_memory(call, scripted):
     done = call("ps")
     assert done.exit_code == 0
     rows = {line.split()[0]: " ".join(line.split()) for line in done.stdout.splitlines() if line.strip()}
-    assert rows["stand-in"] == "stand-in ready 100.0 MB 1/2 100 in use context 4096 instead of 16384"
-    assert rows["tiny[x]"] == "tiny[x] loading weights 25% (3.0 MB)"
+    assert rows["stand-in"] == "stand-in ready 95.4 MiB 1/2 100 in use context 4096 instead of 16384"
+    assert rows["tiny[x]"] == "tiny[x] loading weights 25% (2.9 MiB)"
     assert rows["idle"].endswith("for 2 min")
     assert rows["held"].endswith("pinned")
     assert rows["broken"] == "broken failed it is cut short"
-    assert rows["chatcmpl-1"] == "chatcmpl-1 stand-in interactive decode 70"
-    assert rows["cmpl-2"] == "cmpl-2 stand-in background waits at 0, about 2 min 0"
-    assert rows["cmpl-3"] == "cmpl-3 stand-in background parked 0"
-    assert "600.0 MB of 4.0 GB used, 3.0 GB available, pressure warning, heat fair" in done.stdout
+    assert rows["chatcmpl-1"] == "chatcmpl-1 stand-in interactive 70 decode"
+    assert rows["cmpl-2"] == "cmpl-2 stand-in background 0 waits, next in line, about 2 min"
+    assert rows["cmpl-3"] == "cmpl-3 stand-in background 0 parked"
+    assert "572 MiB of 3.7 GiB used, 2.8 GiB available, pressure warning, heat fair" in done.stdout
 
 
 def test_ps_speaks_json(call):
@@ -126,7 +126,7 @@ def test_each_command_asks_the_server_for_its_one_thing(call, scripted):
     ]
     assert [done.exit_code for done in said] == [2, *[0] * 7]
     assert "no model 'm' is served" in said[0].stderr
-    assert f"stand-in is ready: 1 byte, context {INFO.n_ctx}" in said[1].stdout.replace("bytes", "byte")
+    assert f"stand-in is ready: 1 B, context {INFO.n_ctx}" in said[1].stdout
     assert [done.stdout.strip() for done in said[2:]] == [
         "stand-in is not in memory any more",
         "stand-in stays in memory",

@@ -70,7 +70,7 @@ def test_ls_speaks_json(folder):
 def test_size_shows_what_is_taken_and_what_may_be(folder):
     """SPEC C7, C9: the bound is the one of the settings."""
     total = folder.total_bytes()
-    assert _invoke("size").stdout == f"{total / 1000:.1f} kB of 1.0 MB, 2 prefixes, in {folder.folder}\n"
+    assert _invoke("size").stdout == f"{total / 1024:.1f} KiB of 977 KiB, 2 prefixes, in {folder.folder}\n"
     record = json.loads(_invoke("size", "--json").stdout)
     assert record["size_bytes"] == total
     assert record["limit_bytes"] == 1_000_000
@@ -147,8 +147,8 @@ def test_a_folder_that_was_never_made_is_empty(tmp_path, monkeypatch):
     monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path / "nowhere"))
     assert "nothing is stored" in _invoke("ls").stdout
     assert json.loads(_invoke("ls", "--json").stdout) == []
-    assert _invoke("size").stdout.startswith("0 bytes of ")
-    assert _invoke("clear", "--yes").stdout == "removed 0 files, 0 bytes\n"
+    assert _invoke("size").stdout.startswith("0 B of ")
+    assert _invoke("clear", "--yes").stdout == "removed 0 files, 0 B\n"
     assert _invoke("verify").stdout == "0 files sound, 0 damaged\n"
     assert not (tmp_path / "nowhere").exists()
 

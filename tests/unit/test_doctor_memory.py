@@ -24,10 +24,10 @@ def sample(**fields):
 
 
 def test_doctor_names_the_tier_and_its_limit():
-    """SPEC M2: a machine of 4 GiB may use 2.5 GB."""
+    """SPEC M2: a machine of 4 GiB may use 2.3 GiB."""
     finding = doctor._limits(EngineSettings(), MemoryLimits(physical_bytes=4 * GIB, available_bytes=3 * GIB))
     assert finding.level == "ok"
-    assert "limit 2.5 GB (physical 4.3 GB, tier 2.5 GB), tier standard" in finding.text
+    assert "limit 2.3 GiB (physical 4 GiB, tier 2.3 GiB), tier standard" in finding.text
     assert "answers of 800 tokens, idle models kept 600 s" in finding.text
 
 
@@ -37,7 +37,7 @@ def test_doctor_shows_what_settings_put_in_the_place_of_the_tiers_defaults():
     profile = MemoryLimits(physical_bytes=4 * GIB, available_bytes=GIB // 2, user_bytes=3 * GIB)
     finding = doctor._limits(settings, profile)
     assert finding.level == "warning"
-    assert "limit 3.2 GB (physical 4.3 GB, memory_limit 3.2 GB)" in finding.text
+    assert "limit 3 GiB (physical 4 GiB, --memory-limit 3 GiB)" in finding.text
     assert "answers of any number of tokens, idle models kept for good" in finding.text
 
 

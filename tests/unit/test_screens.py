@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
+from stoker.cli import tables
+from stoker.cli.commands import ps
+from stoker.cli.main import app
 from terminal import Terminal
+from tiny_models import write_llama
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
@@ -17,3 +23,60 @@ def test_an_answer_is_plain_text_where_no_cursor_moves(term):
     assert "12 tokens, " in shown[-1]
     assert len(shown) == 2, "an answer of a line and its figures"
     assert (b"\x1b" in terminal.transcript) == (term != "dumb")
+
+
+NAME = "a-model-with-a-rather-long-name-Q4_K_M-00001"
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_what_has_to_be_typed_is_whole_in_the_table_of_models(columns, tmp_path):
+    """T10: a name stands in one piece at any width; a path goes below its row where it does not fit."""
+    write_llama(tmp_path / f"{NAME}.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"MZ")
+    with Terminal("stoker", "models", columns=columns, env={"STOKER_MODELS_DIR": str(tmp_path)}) as terminal:
+        assert terminal.ended() == 0
+        shown = terminal.text
+    assert "…" not in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith(NAME)]
+    assert row.split()[:2] == [NAME, "decoder"]
+    assert str(tmp_path / f"{NAME}.gguf") in shown.replace("\n", "")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_ps_shows_ids_whole(columns, capsys, monkeypatch):
+    """T10: the id of a request is what `cancel` takes."""
+    monkeypatch.setattr(tables, "Console", lambda **how: Console(width=columns, force_terminal=True, **how))
+    name = "chatcmpl-0123456789abcdef0123456789abcdef"
+    slot = {"state": "decode", "model": NAME, "num_tokens": 7, "request_id": name, "class": "interactive"}
+    model = {"id": NAME, "state": "ready", "bytes": {"kv": 2**20}, "pinned": True}
+    status = {
+        "models": [model | {"degraded": ["context 4096 instead of 16384"], "reason": ""}],
+        "slots": [slot],
+        "queue": [slot | {"request_id": "cmpl-2", "position": 3, "eta_s": 4.0}],
+        "parked": [],
+        "paused": [],
+        "engine": {"state": "serving", "label": "", "threads": 1, "restarts": 0},
+        "memory": {"footprint": 2**20, "limit": 2**30, "available": 2**29, "pressure": ""},
+        "heat": "nominal",
+    }
+    monkeypatch.setattr(ps, "ask_server", lambda *_: status)
+    ps.ps()
+    shown = capsys.readouterr().out
+    for whole in (
+        name,
+        NAME,
+        "context 4096 instead of 16384",
+        "waits, 3 before it, about 4.0 s",
+        "1 thread,",
+    ):
+        assert whole in shown
+    assert "…" not in shown
+
+
+def test_a_pipe_gets_a_row_a_line(tmp_path, monkeypatch):
+    """T8, T10: paths beside their names, without an escape, for `grep` and `awk`."""
+    write_llama(tmp_path / f"{NAME}.gguf")
+    monkeypatch.setenv("STOKER_MODELS_DIR", str(tmp_path))
+    shown = CliRunner().invoke(app, ["models"]).stdout
+    assert any(line.startswith(NAME) and line.rstrip().endswith(".gguf") for line in shown.splitlines())
+    assert "\x1b" not in shown

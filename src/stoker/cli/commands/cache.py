@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.table import Table
 
 from stoker.cli.command import HelpfulCommand, HelpfulGroup
 from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, Version, engine_settings, with_version
+from stoker.cli.tables import new_console, print_table
+from stoker.wording import count_text, size_text
 
 if TYPE_CHECKING:
     from stoker.cache.disk.files import PrefixFolder
@@ -71,8 +69,8 @@ def size(*, as_json: AsJson = False, config: Config = None) -> None:
         }
         typer.echo(json.dumps(record, indent=2))
         return
-    prefixes = _count(len(files), "prefix", "prefixes")
-    typer.echo(f"{decimal(total)} of {decimal(folder.limit_bytes)}, {prefixes}, in {folder.folder}")
+    prefixes = count_text(len(files), "prefix", "prefixes")
+    typer.echo(f"{size_text(total)} of {size_text(folder.limit_bytes)}, {prefixes}, in {folder.folder}")
 
 
 @app.command("clear", cls=HelpfulCommand, epilog="stoker cache clear")
@@ -82,9 +80,9 @@ def clear(*, yes: Yes = False, config: Config = None) -> None:
     folder = _folder(config)
     total = folder.total_bytes()
     if not yes:
-        typer.confirm(f"Remove {decimal(total)} of stored prefixes from {folder.folder}?", abort=True)
+        typer.confirm(f"Remove {size_text(total)} of stored prefixes from {folder.folder}?", abort=True)
     removed = folder.clear()
-    typer.echo(f"removed {_count(len(removed), 'file', 'files')}, {decimal(total)}")
+    typer.echo(f"removed {count_text(len(removed), 'file', 'files')}, {size_text(total)}")
 
 
 @app.command("verify", cls=HelpfulCommand, epilog="stoker cache verify")
@@ -106,7 +104,7 @@ def verify(*, keep: Keep = False, as_json: AsJson = False, config: Config = None
         for each in damaged:
             fate = "kept" if keep else "removed"
             typer.echo(f"{each['name']}: {each['problem']}; {fate}")
-        typer.echo(f"{_count(num_sound, 'file', 'files')} sound, {len(damaged)} damaged")
+        typer.echo(f"{count_text(num_sound, 'file', 'files')} sound, {len(damaged)} damaged")
     if damaged:
         raise typer.Exit(ExitCode.NO)
 
@@ -132,26 +130,21 @@ def _as_record(file: PrefixFile) -> dict[str, object]:
 
 
 def _show(found: list[PrefixFile], folder: Path) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 240  # a pipe has no edge to fold at
-    table = Table("name", "model", "tokens", "size", "class", "last used", box=None, header_style="bold")
-    for file in found:
-        table.add_row(
+    console = new_console()
+    rows = [
+        (
             file.name,
-            escape(Path(file.source).name),
             str(file.num_tokens),
-            decimal(file.size_bytes),
+            size_text(file.size_bytes),
             "background" if file.is_background else "interactive",
             _time(file.used_s).strftime("%Y-%m-%d %H:%M"),
+            Path(file.source).name,
         )
-    console.print(table)
-    console.print(f"folder: {escape(str(folder))}", style="dim", soft_wrap=True)
+        for file in found
+    ]
+    print_table(console, ("name", "tokens", "size", "class", "last used", "model"), rows)
+    console.print(f"folder: {folder}", style="dim")
 
 
 def _time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC).astimezone()
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 
 from stoker.cli.exits import ExitCode
@@ -31,6 +30,7 @@ from stoker.machine.thermal import Heat, heat_source
 from stoker.models.projector import is_projector
 from stoker.models.store import ModelStore
 from stoker.private import make_folder
+from stoker.wording import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,17 +175,17 @@ def _memory(settings: EngineSettings) -> Finding:
 
 def _limits(settings: EngineSettings, profile: MemoryLimits) -> Finding:
     """Every limit, the one that counts, and the tier that follows."""
-    limits = [f"physical {decimal(profile.physical_bytes)}"]
+    limits = [f"physical {size_text(profile.physical_bytes)}"]
     if profile.cgroup_bytes is not None:
-        limits.append(f"control group {decimal(profile.cgroup_bytes)}")
+        limits.append(f"control group {size_text(profile.cgroup_bytes)}")
     if profile.user_bytes is not None:
-        limits.append(f"memory_limit {decimal(profile.user_bytes)}")
+        limits.append(f"--memory-limit {size_text(profile.user_bytes)}")
     tier = tier_of(profile.effective_bytes)
     limit = effective_limit(profile)
     if limit < profile.effective_bytes:
-        limits.append(f"tier {decimal(limit)}")
+        limits.append(f"tier {size_text(limit)}")
     text = (
-        f"{decimal(profile.available_bytes)} available, limit {decimal(limit)} ({', '.join(limits)}), "
+        f"{size_text(profile.available_bytes)} available, limit {size_text(limit)} ({', '.join(limits)}), "
         f"tier {tier}: {_tier_text(DEFAULTS[tier], settings)}"
     )
     if profile.available_bytes < TIGHT_MEMORY_BYTES:

@@ -6,11 +6,10 @@ import json
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 
 from stoker.cli.options import AsJson, Config, engine_settings
+from stoker.cli.tables import new_console, print_table
+from stoker.wording import size_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,19 +52,21 @@ def _is_projector(model: ModelFile) -> bool:
 
 
 def _show(found: list[ModelFile], folder: Path) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 240  # a pipe has no edge to fold at
-    table = Table("name", "class", "size", "context", "quantisation", "path", box=None, header_style="bold")
-    for model in found:
-        size = decimal(model.size_bytes)
-        if model.error is None:
-            table.add_row(
-                model.id, model.model_class, size, str(model.n_ctx_train), model.quantisation, model.path
-            )
-        elif _is_projector(model):
-            table.add_row(model.id, "projector", size, "", "", f"{model.path} (--mmproj)")
-        else:
-            table.add_row(model.id, "broken", size, "", "", model.error.message, style="red")
-    console.print(table)
-    console.print(f"models folder: {folder}", style="dim", soft_wrap=True)
+    console = new_console()
+    header = ("name", "class", "size", "context", "quantisation", "path")
+    print_table(console, header, [_row(model) for model in found], [_style(model) for model in found])
+    console.print(f"models folder: {folder}", style="dim")
+
+
+def _row(model: ModelFile) -> tuple[str, ...]:
+    size = size_text(model.size_bytes)
+    if model.error is None:
+        context = str(model.n_ctx_train)
+        return model.id, str(model.model_class), size, context, model.quantisation, model.path
+    if _is_projector(model):
+        return model.id, "projector", size, "", "", f"{model.path} (--mmproj)"
+    return model.id, "broken", size, "", "", model.error.message
+
+
+def _style(model: ModelFile) -> str:
+    return "red" if model.error is not None and not _is_projector(model) else ""

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.filesize import decimal
 
 from stoker.cli.options import AsJson
 from stoker.cli.target import ApiKey, Url, ask_server
+from stoker.wording import size_text
 
 _MODELS = "/v1/runtime/models"
 
@@ -50,7 +50,7 @@ def load(
     asked = {"model": model, "keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots}
     body = {name: value for name, value in asked.items() if value is not None}
     loaded = _post(url, api_key, f"{_MODELS}/load", body, f"loading {model}")
-    size = decimal(sum(loaded["bytes"].values()))
+    size = size_text(sum(loaded["bytes"].values()))
     less = f", with less than asked for: {'; '.join(loaded['degraded'])}" if loaded["degraded"] else ""
     _say(loaded, f"{loaded['id']} is ready: {size}, context {loaded['n_ctx']}{less}", as_json=as_json)
 

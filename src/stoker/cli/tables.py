@@ -1,0 +1,62 @@
+"""Tables on a terminal and in a pipe: what has to be typed elsewhere is never cut.
+
+Every column but the last is as wide as its widest cell. The last one, a path or a reason, stands beside them
+where it fits, else below its row, where the terminal wraps it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PIPE_COLUMNS = 240  # a pipe has no edge to fold at
+_GAP = 2
+
+
+def new_console() -> Console:
+    """A console on stdout, where texts are shown as they are; wide where no terminal has an edge."""
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPE_COLUMNS
+    return console
+
+
+def print_table(
+    console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+) -> None:
+    """Print rows of texts below their header.
+
+    Args:
+        console: from `new_console`.
+        header: names of the columns.
+        rows: a text for each column; empty ones of the last are left out where they would stand below.
+        styles: of the rows; too few: the rest has none.
+    """
+    widths = [max(len(name), *(len(row[at]) for row in rows), 0) for at, name in enumerate(header)]
+    is_beside = sum(widths) + _GAP * len(widths) <= console.width
+    shown = len(header) if is_beside else len(header) - 1
+    needed = sum(widths[:shown]) + _GAP * shown
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", show_edge=False)
+    for name in header[:shown]:
+        table.add_column(name, no_wrap=True)
+    for at, row in enumerate(rows):
+        table.add_row(*map(Text, row[:shown]), style=styles[at] if at < len(styles) else "")
+    if is_beside:
+        console.print(table)
+        return
+    width, console.width = console.width, max(needed, console.width)
+    with console.capture() as captured:
+        console.print(table)
+    console.width = width
+    first, *lines = captured.get().splitlines()
+    console.print(Text.from_ansi(first.rstrip()))
+    for line, row in zip(lines, rows, strict=True):
+        console.print(Text.from_ansi(line.rstrip()))
+        if row[-1]:
+            console.print(f"{'':{_GAP}}{row[-1]}", style="dim")
