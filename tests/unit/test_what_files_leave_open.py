@@ -52,7 +52,7 @@ def running(model: Path, **fields: Any) -> Runtime:
 def test_a_family_is_told_by_its_name_or_by_what_ends_its_turns(
     architecture: str, eos_text: str, expected: str | None
 ) -> None:
-    """D15: a model of another family gets no template that it has never seen."""
+    """A model of another family gets no template that it has never seen (D15)."""
     assert family_template(architecture, eos_text) == expected
 
 
@@ -94,12 +94,12 @@ def test_a_family_is_told_by_its_name_or_by_what_ends_its_turns(
     ],
 )
 def test_a_familys_template_lays_turns_out_as_its_models_were_trained(template: str, expected: str) -> None:
-    """D15: as the families' own files have it."""
+    """As the families' own files have it (D15)."""
     assert ChatTemplate(template, bos_text="<s>").render(TURNS) == expected
 
 
 async def test_a_model_without_a_template_takes_no_conversation_until_it_is_given_one(tmp_path: Path) -> None:
-    """D15: the refusal names the setting; with it the same conversation is answered."""
+    """The refusal names the setting; with it the same conversation is answered (D15)."""
     model = write_llama(tmp_path / "base.gguf")
     async with running(model) as runtime:
         assert not runtime.resolve("default").takes_conversations
@@ -117,7 +117,7 @@ async def test_a_model_without_a_template_takes_no_conversation_until_it_is_give
 
 
 def test_a_template_of_the_settings_is_for_models_without_one_or_for_one_by_name(tmp_path: Path) -> None:
-    """D15: what a family brings is its model's own."""
+    """What a family brings is its model's own (D15)."""
     base, gemma = write_llama(tmp_path / "base.gguf"), write_gemma3(tmp_path / "gemma.gguf")
     template = tmp_path / "plain.jinja"
     template.write_text(PLAIN_TEMPLATE)
@@ -146,7 +146,7 @@ def test_a_template_of_the_settings_is_for_models_without_one_or_for_one_by_name
 def test_a_template_that_cannot_be_used_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], message: str
 ) -> None:
-    """D15: with the setting's name and what is wrong."""
+    """With the setting's name and what is wrong (D15)."""
     monkeypatch.chdir(tmp_path)
     Path("plain.jinja").write_text(PLAIN_TEMPLATE)
     Path("empty.jinja").write_text("\n")
@@ -175,14 +175,14 @@ def test_a_template_that_cannot_be_used_is_refused_at_the_start(
 def test_the_score_is_the_only_output_the_relevant_one_or_the_chosen_one(
     tmp_path: Path, labels: list[str], given: tuple[str, ...], expected: int | None
 ) -> None:
-    """D14: labels that say nothing choose nothing; a setting is for rerankers that do not say, or for one."""
+    """Labels that say nothing choose nothing; a setting is for rerankers that do not say, or for one (D14)."""
     model = write_bert(tmp_path / "ranker.gguf", pooling=4, labels=labels)
     (found,) = served(model, rerank_output=given).served
     assert found.spec.score_output == found.info.score_output == expected
 
 
 async def test_a_reranker_with_two_outputs_ranks_nothing_until_one_is_chosen(tmp_path: Path) -> None:
-    """D14: never by the first one without a word; by the call, by the setting, or by its labels."""
+    """Never by the first one without a word; by the call, by the setting, or by its labels (D14)."""
     documents = ["the sun", "a bee", "the king"]
     model = write_bert(tmp_path / "ranker.gguf", pooling=4, labels=["0", "1"])
     async with running(model) as runtime:
@@ -200,7 +200,7 @@ async def test_a_reranker_with_two_outputs_ranks_nothing_until_one_is_chosen(tmp
 
 @pytest.mark.parametrize("given", ["-1", "one", "1.5", "ranker=", "²"])
 def test_an_output_that_is_no_number_is_refused_at_the_start(tmp_path: Path, given: str) -> None:
-    """D14: with the setting's name."""
+    """With the setting's name (D14)."""
     model = write_bert(tmp_path / "ranker.gguf", pooling=4, labels=["0", "1"])
     with pytest.raises(InvalidRequestError, match="rerank_output") as caught:
         served(model, rerank_output=(given,))
