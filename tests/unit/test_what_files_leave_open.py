@@ -175,7 +175,7 @@ def test_a_template_that_cannot_be_used_is_refused_at_the_start(
 def test_the_score_is_the_only_output_the_relevant_one_or_the_chosen_one(
     tmp_path: Path, labels: list[str], given: tuple[str, ...], expected: int | None
 ) -> None:
-    """Labels that say nothing choose nothing; a setting is for rerankers that do not say, or for one (D14)."""
+    """Labels that say nothing choose nothing; a setting is for rerankers without them, or for one (D14)."""
     model = write_bert(tmp_path / "ranker.gguf", pooling=4, labels=labels)
     (found,) = served(model, rerank_output=given).served
     assert found.spec.score_output == found.info.score_output == expected
