@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 
 import openai
@@ -62,6 +63,15 @@ def test_an_unforeseen_failure_is_a_typed_500_without_its_text(scripted, scripte
     assert answer.json()["error"]["code"] == "internal_error"
     assert "secret" not in answer.text
     assert "secret" in caplog.text
+
+
+def test_what_a_client_got_wrong_is_in_the_log_where_that_is_asked_for(scripted_http, caplog):
+    """T8: whoever looks for the fault of a client finds it at level debug, in one line."""
+    with caplog.at_level(logging.DEBUG, "stoker.server.errors"):
+        scripted_http.post(CHAT, json={"messages": HELLO, "temperature": "hot\ner"})
+    (record,) = [each for each in caplog.records if each.name == "stoker.server.errors"]
+    assert record.getMessage().startswith(f"POST {CHAT}: 400 invalid_request: 'temperature: ")
+    assert "\n" not in record.getMessage()
 
 
 def test_an_unknown_model_is_not_found(client):

@@ -106,6 +106,7 @@ def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | N
         scope: of the request; its path decides the shape, its state has the request's id.
         headers: further ones.
     """
+    log.debug("%s %s: %d %s: %r", scope["method"], scope["path"], info.http_status, info.code, info.message)
     sent = dict(headers or {})
     if info.http_status in _RETRY_STATUSES:
         sent["Retry-After"] = str(max(1, math.ceil(info.retry_after_s or 1.0)))
