@@ -12,7 +12,15 @@ from gguf_files import write_tiny
 
 from stoker import Runtime
 from stoker.client.models.specs import ModelSource
-from stoker.errors import DownloadError, InvalidRequestError, ModelNotFoundError, NotReadyError, StokerError
+from stoker.errors import (
+    DownloadError,
+    InvalidRequestError,
+    ModelLoadError,
+    ModelNotFoundError,
+    NotReadyError,
+    StokerError,
+)
+from stoker.ipc.model import Reach
 from stoker.models.hub import hub as hub_module
 from stoker.models.hub.downloads import Downloads
 from stoker.models.hub.hub import PullRequest
@@ -159,6 +167,26 @@ async def test_a_served_model_is_unloaded_loaded_and_loaded_otherwise(runtime: R
     (status,) = runtime.model_states()
     assert (status.is_pinned, status.keep_alive_s) == (True, -1.0)
     assert runtime.resolve("fake").num_slots == 2
+
+
+async def test_a_model_whose_only_load_failed_is_none_of_the_models(runtime: Runtime) -> None:
+    """D25: no row of it, no model of that name; it is loaded as soon as its file is good."""
+    bad = "fake:id=other,load_fails=1"
+    with pytest.raises(ModelLoadError):
+        await runtime.load_model(bad, reach=Reach.ANY)
+    status = await runtime.status()
+    assert states(runtime) == {"fake": "ready"}
+    assert [model.id for model in status.models] == ["fake"]
+    assert [info.id for info in runtime.models] == ["fake"]
+    with pytest.raises(ModelNotFoundError, match=r"served: fake$"):
+        runtime.resolve("other")
+    with pytest.raises(ModelNotFoundError):
+        await runtime.unload_model("other")
+    info = await runtime.load_model("fake:id=other", reach=Reach.ANY)
+    assert (info.id, runtime.resolve("other").path) == ("other", "fake:id=other")
+    with pytest.raises(ModelLoadError):  # one that was served stays, and says why it is not in memory
+        await runtime.load_model(bad, reach=Reach.ANY)
+    assert set(states(runtime)) == {"fake", "other"}
 
 
 async def test_nothing_is_loaded_before_the_start() -> None:

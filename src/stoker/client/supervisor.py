@@ -192,9 +192,10 @@ class EngineSupervisor:
             return NO_STATUS
         except TimeoutError:  # a step is long
             return known_status(self._table.live(), self._last_status, time.monotonic())
-        self._last_status = (
-            answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
-        )
+        status = answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
+        shown = {model.id for model in self.registry.statuses({})}
+        models = [model for model in status.models if model.id in shown]
+        self._last_status = msgspec.structs.replace(status, models=models)
         self._status_s = time.monotonic()
         return self._last_status
 

@@ -315,8 +315,7 @@ class ModelLoading:
         return [come for come in self._coming.pop(model, []) if not come.done()]
 
     def _state(self, model: str) -> ModelLife:
-        entry = self._registry.get(model)
-        return entry.state if entry else ModelLife.ABSENT
+        return ModelLife(self._registry.stats().get(model, ModelLife.ABSENT))
 
     def _check_served(self, model: str) -> None:
         if self._registry.get(model) is None:

@@ -59,6 +59,7 @@ class ModelEntry:
         is_due: a fresh engine has to load it.
         may_evict: idle models may be unloaded for that.
         is_leaving: its unload was asked for, so a fresh engine need not load it.
+        is_served: the settings name it, or it was ready once; else a caller wants it loaded, by its name.
         is_barred: it has failed for good; requests are refused with `error`.
         mark: of the file it was barred for; another file in its place is tried again.
         load_crashes: engines that its loads have ended since it was last in memory.
@@ -77,11 +78,17 @@ class ModelEntry:
     is_due: bool = False
     may_evict: bool = False
     is_leaving: bool = False
+    is_served: bool = False
     is_barred: bool = False
     mark: object = None
     load_crashes: int = 0
     reload_error: ErrorInfo | None = None
     story: deque[str] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether it is one of the models; one whose only load failed is none."""
+        return self.is_served or self.state is not ModelLife.FAILED
 
     @property
     def is_suspect(self) -> bool:
@@ -147,7 +154,7 @@ class ModelRegistry:
         self._mark_of = mark_of
         self._entries = {spec.id: ModelEntry(spec, info) for spec, info in models}
         for number, entry in enumerate(self._entries.values()):
-            entry.is_due = True
+            entry.is_due = entry.is_served = True
             entry.may_evict = number == 0
 
     def __repr__(self) -> str:
@@ -160,8 +167,9 @@ class ModelRegistry:
         return {model: str(entry.state) for model, entry in self._entries.items()}
 
     def get(self, model: str) -> ModelEntry | None:
-        """A served model by its id, as it stands; changed by this class only."""
-        return self._entries.get(model)
+        """A model by its id, as it stands, one that is barred too; changed by this class only."""
+        entry = self._entries.get(model)
+        return entry if entry and (entry.is_shown or entry.is_barred) else None
 
     def known(self) -> list[KnowModel]:
         """What a fresh engine has to know: all of them, as the file of one that failed may be replaced."""
@@ -173,7 +181,7 @@ class ModelRegistry:
 
     def infos(self) -> list[ModelInfo]:
         """Of every model that has not failed for good, the default first."""
-        return [entry.info for entry in self._entries.values() if not entry.is_barred]
+        return [entry.info for entry in self._entries.values() if entry.is_shown and not entry.is_barred]
 
     def num_slots(self, model: str) -> int:
         """Sequences that a model runs at once, as far as is known; 0 for one that is not served."""
@@ -188,12 +196,12 @@ class ModelRegistry:
             ModelError: it has failed for good.
         """
         named = next(iter(self._entries), None) if model in {None, "default"} else model
-        entry = self._entries.get(named) if named is not None else None
+        entry = self.get(named) if named is not None else None
         adapter = "" if entry or named is None else named
         if adapter:
             entry = self._adapted(adapter)
         if entry is None:
-            served = ", ".join(self._entries) or "none"
+            served = ", ".join(model for model, entry in self._entries.items() if entry.is_shown) or "none"
             raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
         self._forgive_replaced(entry)
         if entry.is_barred and entry.error:
@@ -234,7 +242,8 @@ class ModelRegistry:
 
     def statuses(self, leases: Mapping[str, int]) -> list[ModelStatus]:
         """Every model as last reported; `leases` are live requests by model."""
-        return [_status(entry, leases.get(model, 0)) for model, entry in self._entries.items()]
+        shown = [(model, entry) for model, entry in self._entries.items() if entry.is_shown]
+        return [_status(entry, leases.get(model, 0)) for model, entry in shown]
 
     # ------------------------------------------------------------ what callers want
 
@@ -254,6 +263,8 @@ class ModelRegistry:
         entry = self._entries.get(spec.id)
         if entry is None:
             entry = self._entries[spec.id] = ModelEntry(spec, info)
+        if not entry.is_served:
+            entry.info = info
         self._forgive_replaced(entry)
         if entry.is_barred:  # once more, as it was asked for
             entry.is_barred, entry.load_crashes = False, MAX_LOAD_CRASHES - 1
@@ -320,7 +331,7 @@ class ModelRegistry:
         if event.info is not None:
             entry.info = event.info
         if entry.state is ModelLife.READY:
-            entry.load_crashes = 0
+            entry.is_served, entry.load_crashes = True, 0
             if event.error is None:  # else another was to take its place, and it stays
                 entry.spec = entry.to_load
         entry.asked = None
