@@ -6,6 +6,7 @@ of itself is `engine.runners.status`'s.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,16 +15,19 @@ from stoker.client.requests.record import RequestRecord, Stage
 from stoker.ipc.status import EngineStatus, SlotStatus, WaitStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 NO_STATUS = EngineStatus(slots=[], queue=[], parked=[], counters={}, kv_cells_total=0, kv_cells_used=0)
 
 
-def known_status(records: Iterable[RequestRecord], last: EngineStatus, now: float) -> EngineStatus:
+def known_status(
+    records: Iterable[RequestRecord], slots: Mapping[str, int], last: EngineStatus, now: float
+) -> EngineStatus:
     """An engine that does not answer, as its last status and the live requests tell of it.
 
     Args:
         records: of the live requests, in order of submission.
+        slots: how many each model has that is in memory, by its id.
         last: what the engine said last.
         now: on the clock of the records.
     """
@@ -32,13 +36,14 @@ def known_status(records: Iterable[RequestRecord], last: EngineStatus, now: floa
     parked = [record for record in live if record.parked]
     paused = [record for record in live if record.stage is Stage.PAUSED]
     waiting = [record for record in live if record.is_waiting and record not in paused]
-    num_idle = max(0, len(last.slots) - len(running))
-    slots = [_slot(at, record) for at, record in enumerate(running)]
-    model = last.slots[0].model if last.slots else ""
-    idle = [SlotStatus(id=len(slots) + at, state="idle", model=model, num_tokens=0) for at in range(num_idle)]
+    shown = [_slot(at, record) for at, record in enumerate(running)]
+    busy = Counter(slot.model for slot in shown)
+    for model, count in slots.items():
+        for _ in range(count - busy[model]):
+            shown.append(SlotStatus(id=len(shown), state="idle", model=model, num_tokens=0))
     return msgspec.structs.replace(
         last,
-        slots=slots + idle,
+        slots=shown,
         queue=[_waiting(record, now, at) for at, record in enumerate(waiting)],
         parked=[_waiting(record, now, None) for record in parked],
         paused=[_waiting(record, now, None) for record in paused],

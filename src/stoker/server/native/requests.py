@@ -59,7 +59,8 @@ def _request(request: KeptRequest, state: str, place: SlotStatus | WaitStatus | 
         "id": request.id,
         "names": request.names,
         "kind": kind_of(request),
-        "class": request.priority,
+        "priority": request.priority,
+        "class": request.priority,  # its name until the next version
         "model": request.model,
         "state": state,
         "position": waiting.position if waiting else None,
