@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,6 +109,26 @@ def test_a_path_orders_limits_and_faults() -> None:
 def recurrent() -> FakeBackend:
     """A fake that cannot go back."""
     return FakeBackend(faults=FakeFaults(recurrent=True))
+
+
+def test_a_script_is_said_word_for_word_turn_by_turn(tmp_path: Path) -> None:
+    """B4: answers of a file, after the last the first again; where no turn is opened the text ends."""
+    file = tmp_path / "script"
+    file.write_bytes(b"ab\fc")
+    backend = load(ModelSpec(id="f", path=f"fake:script={file}"))
+    vocabulary = backend.vocabulary
+    said = ""
+    for answer in ("ab", "c", "ab"):
+        said += "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        tokens = vocabulary.tokenize(said, add_special=False, parse_special=True)
+        rows = step(backend, (0, tokens[backend.length(0) :]))
+        for byte in answer.encode():
+            assert int(rows[0].argmax()) == byte
+            rows = step(backend, (0, [byte]))
+        assert int(rows[0].argmax()) == EOS
+        said += f"{answer}<|im_end|>\n"
+    with pytest.raises(ModelFileError, match="gone"):
+        load(ModelSpec(id="f", path=f"fake:script={tmp_path}/gone"))
 
 
 def test_a_path_orders_a_recurrent_model() -> None:

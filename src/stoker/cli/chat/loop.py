@@ -246,8 +246,9 @@ class ChatLoop:
         """Say what the answer waits for."""
         match notice:
             case Queued(_, position, eta_s) if position > 0 or (eta_s or 0) >= 1:
+                place = f"{position} before it in the queue" if position else "next in the queue"
                 eta = f", about {eta_s:.0f} s to go" if eta_s is not None else ""
-                self._screen.wait(f"waits in the queue: {position} before it{eta}")
+                self._screen.wait(f"waiting: {place}{eta}")
             case PrefillProgress() if notice.total >= LONG_PROMPT_TOKENS:
                 cached = f", {notice.cached} of them cached" if notice.cached else ""
                 text = f"reading the prompt: {notice.processed} of {notice.total} tokens{cached}"
