@@ -180,7 +180,8 @@ class ServerConnection:
                     self._checked(answer)
                 async with aclosing(EventSource(answer).aiter_sse()) as events:
                     async for event in events:
-                        yield event
+                        if event.data:  # what the library makes of a comment behind an event that has an id
+                            yield event
 
     # ------------------------------------------------------------ errors
 

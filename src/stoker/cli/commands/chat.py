@@ -142,8 +142,11 @@ def _history(*, is_kept: bool) -> History:
 def _models(asked: Asked, target: Target) -> list[str]:
     """Names of models that answer: the served ones, and those that are here where the chat loads its own."""
     from stoker.models.store import ModelStore
+    from stoker.runtime import Runtime
 
     served = [info.id for info in asked.runtime.models if GENERATE.is_done_by(info)]
+    if not isinstance(asked.runtime, Runtime):
+        return served
     here = ModelStore(engine_settings(target.config).models_dir).list()
     found = [file.id for file in here if file.description and GENERATE.is_done_by(file.description)]
     return list(dict.fromkeys([*served, *found]))
