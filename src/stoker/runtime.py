@@ -23,7 +23,7 @@ from stoker.client.models.loading import SpecChanges
 from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
-from stoker.client.requests.record import RequestRecord, new_request_id
+from stoker.client.requests.record import RequestRecord, request_id_of
 from stoker.client.requests.stream import StreamEvent, TextDelta
 from stoker.client.store.file import KeptRequest
 from stoker.images.image import ImageLike
@@ -356,7 +356,7 @@ class Runtime:
         Raises:
             StokerError: the request was refused or failed.
         """
-        own_id, now = request_id or new_request_id(), time.monotonic()
+        own_id, now = request_id_of(request_id), time.monotonic()
         record = RequestRecord(own_id, request, now, tuple(names), owner, route=route)
         async with aclosing(self._client.stream(record)) as events:
             async for event in events:

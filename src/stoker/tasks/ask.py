@@ -110,6 +110,8 @@ async def ask(
     given: dict[str, Any] = {**fields}
     if given.get("n", 1) != 1:
         raise InvalidRequestError("ask gives one answer; for several, n is a field of generate", param="n")
+    if not prompt and not isinstance(prompt, str) and prompt is not None:
+        raise InvalidRequestError("prompt is empty: there are no messages and no tokens", param="prompt")
     raw = given.pop("raw", False)
     schema = AnswerSchema(given["schema"]) if given.get("schema") is not None else None
     info = runtime.resolve(given.get("model"))

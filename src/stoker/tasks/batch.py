@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import msgspec
 
-from stoker.client.requests.record import new_request_id
+from stoker.client.requests.record import request_id_of
 from stoker.errors import InvalidRequestError, QueueFullError, StokerError
 from stoker.ipc.request import FinishReason
 from stoker.tasks.ask import Answer, AnsweringRuntime, AskKeywords, ask
@@ -124,7 +124,7 @@ class _Batch:
         self._runtime = runtime
         self._model = model
         self._fields = fields
-        self._id = fields.get("request_id") or new_request_id()
+        self._id = request_id_of(fields.get("request_id"))
         self._num_total = num_total
         self._num_failed = 0
         self._progress = progress

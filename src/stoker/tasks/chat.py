@@ -38,7 +38,7 @@ from stoker.ipc.events import Delta
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import IMAGE_MARKER, FinishReason
 from stoker.ipc.usage import TokenLogprob
-from stoker.tasks.fields import Message, turns_of
+from stoker.tasks.fields import Message, stops_of, turns_of
 from stoker.tasks.functions import described
 
 log = logging.getLogger(__name__)
@@ -80,11 +80,10 @@ class ChatPlan:
         Raises:
             InvalidRequestError: a call is forced, and a constraint is given that is no format of the answer.
         """
-        stop = given.get("stop") or ()
         return {
             **given,
             "is_chat": True,
-            "stop": ((stop,) if isinstance(stop, str) else tuple(stop)) + self.layout.stops,
+            "stop": stops_of(given.get("stop")) + self.layout.stops,
             "spelled": self.layout.control_tokens,
             "constraint": self._constraint(given.get("constraint")),
             "note": b"" if self.form == PLAIN else _encode(self.form),

@@ -175,8 +175,8 @@ def request_of(prompt: Prompt | GenerateRequest, fields: Mapping[str, Any]) -> G
     sampling = dict(msgspec.to_builtins(fields.pop("sampling", given.get("sampling", {}))))
     for name in fields.keys() & set(Sampling.__struct_fields__):
         sampling[name] = fields.pop(name)
-    if isinstance(fields.get("stop"), str):
-        fields["stop"] = (fields["stop"],)
+    if "stop" in fields:
+        fields["stop"] = stops_of(fields["stop"])
     try:
         return msgspec.convert({**given, **fields, "sampling": sampling}, GenerateRequest)
     except msgspec.ValidationError as error:
@@ -193,6 +193,13 @@ def _malformed(problem: str) -> InvalidRequestError:
     param = _FORMER.get(field, field)
     known = f"; known: {', '.join(_TEXTS[field])}" if field in _TEXTS else ""
     return InvalidRequestError(f"{param}: {what[:1].lower()}{what[1:]}{known}", param=param)
+
+
+def stops_of(stop: Any) -> tuple[str, ...]:
+    """Stop strings, of which one may be given alone. Raises InvalidRequestError: it is neither."""
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(texts_of(stop, "stop"))
 
 
 def unknown_field(name: str) -> InvalidRequestError:
@@ -343,6 +350,17 @@ def is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
+def _no_turn(turn: object) -> str:
+    """Why it is no turn of a conversation; empty: it is one."""
+    if not isinstance(turn, Mapping):
+        return f"is a {type(turn).__name__}"
+    if not isinstance(turn.get("role"), str):
+        return "has no role"
+    if turn.get("content") is None and turn["role"] in {"user", "system"}:
+        return "has no content"
+    return ""
+
+
 def turns_of(messages: object) -> Sequence[Message]:
     """The turns of a conversation; a text is one, the user's.
 
@@ -352,10 +370,11 @@ def turns_of(messages: object) -> Sequence[Message]:
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if isinstance(messages, Sequence) and not isinstance(messages, bytes | bytearray):
-        odd = next((at for at, turn in enumerate(messages) if not isinstance(turn, Mapping)), None)
-        if odd is None:
+        wrong = next(((at, why) for at, turn in enumerate(messages) if (why := _no_turn(turn))), None)
+        if wrong is None:
             return messages
-        what, param = f"messages.{odd} is a {type(messages[odd]).__name__}", f"messages.{odd}"
+        param = f"messages.{wrong[0]}"
+        what = f"{param} {wrong[1]}"
     else:
         what, param = f"messages is of type {type(messages).__name__}", "messages"
     text = f'{what}; a conversation is a text or a list of {{"role": "user", "content": "..."}}'

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar, get_origin
 
 from jsonschema import exceptions, validators
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
@@ -105,6 +105,9 @@ def _of_class(given: Any) -> tuple[TypeAdapter[Any], dict[str, Any]]:
         raise InvalidRequestError(text, param="schema")
     if isinstance(given, str):
         text = "schema is a class or a JSON Schema, not text; JSON text is taken by json_schema"
+        raise InvalidRequestError(text, param="schema")
+    if not isinstance(given, type) and get_origin(given) is None:
+        text = f"schema is a class or a JSON Schema, got {type(given).__name__}"
         raise InvalidRequestError(text, param="schema")
     try:
         adapter = TypeAdapter[Any](given)

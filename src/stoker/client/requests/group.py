@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.client.requests.meter import tokens_per_second
-from stoker.client.requests.record import RequestRecord, new_request_id
+from stoker.client.requests.record import RequestRecord, request_id_of
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished
 from stoker.ipc.request import FinishReason
@@ -99,7 +99,7 @@ class RequestGroup:
     _waited_for: str = ""
 
     def __post_init__(self) -> None:
-        self.id = self.known_as.request_id or new_request_id()
+        self.id = request_id_of(self.known_as.request_id)
 
     @property
     def owner(self) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
 from stoker.client.store.file import KeptFile, KeptRequest, Shown
-from stoker.errors import QueueFullError
+from stoker.errors import InvalidRequestError, QueueFullError
 from stoker.ipc.commands import Submit
 from stoker.ipc.events import (
     Admitted,
@@ -51,6 +51,15 @@ EventSink = Callable[[RequestEvent], None]
 def new_request_id() -> str:
     """Of a request or a group that its caller gave none."""
     return f"req-{secrets.token_hex(8)}"
+
+
+def request_id_of(given: str | None) -> str:
+    """The id that a caller gave, or a new one. Raises InvalidRequestError: it is no text, or empty."""
+    if given is None:
+        return new_request_id()
+    if not isinstance(given, str) or not given:
+        raise InvalidRequestError(f"request_id is a text, got {given!r:.60}", param="request_id")
+    return given
 
 
 class Stage(StrEnum):
