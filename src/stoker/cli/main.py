@@ -11,12 +11,14 @@ import sys
 from typing import TYPE_CHECKING
 
 import typer
+from typer.completion import get_completion_inspect_parameters
 
 from stoker.cli.command import CONTEXT_SETTINGS, HelpfulCommand, HelpfulGroup
 from stoker.cli.commands import (
     cache,
     chat,
     choose,
+    completion,
     doctor,
     embed,
     models,
@@ -114,13 +116,16 @@ _offer(SERVER, "suspend", remote.suspend, "stoker suspend", "stoker suspend --gr
 _offer(SERVER, "resume", remote.resume, "stoker resume")
 _offer(MACHINE, "doctor", doctor.doctor, "stoker doctor")
 app.add_typer(cache.app, name="cache", rich_help_panel=MACHINE)
+app.add_typer(completion.app, name="completion", rich_help_panel=MACHINE)
 
 
 def main() -> None:
     """Entry point of the `stoker` script."""
     _open_closed_streams()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a text file, outside of tests
-    app(prog_name="stoker")
+    if completion.VARIABLE in os.environ:
+        get_completion_inspect_parameters()  # registers the shells, which the library's own flags would do
+    app(prog_name=completion.PROGRAM)
 
 
 def _open_closed_streams() -> None:

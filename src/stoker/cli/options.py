@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stoker.errors import StokerError
 from stoker.settings import flag_of, load_settings
 
 if TYPE_CHECKING:
@@ -87,6 +88,19 @@ Config = Annotated[
         "--config", help="TOML file with any of the settings.", metavar="FILE", rich_help_panel=PANEL
     ),
 ]
+
+
+def models_that_begin(incomplete: str) -> list[str]:
+    """Names of the models that are here, for the Tab key."""
+    from stoker.models.store import ModelStore
+
+    try:
+        found = ModelStore(engine_settings(None).models_dir).list()
+    except StokerError:
+        return []  # what is wrong is said when the command runs
+    return [model.id for model in found if model.id.casefold().startswith(incomplete.casefold())]
+
+
 Model = Annotated[
     str | None,
     typer.Option(
@@ -95,6 +109,7 @@ Model = Annotated[
         help="Name from `stoker models` or path of a GGUF file. [the one that is fit]",
         metavar="MODEL",
         rich_help_panel=PANEL,
+        autocompletion=models_that_begin,
     ),
 ]
 CtxSize = Annotated[int | None, option_of("ctx_size", PANEL)]

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stoker.cli.exits import ExitCode
-from stoker.cli.options import AsJson, Config, engine_settings
+from stoker.cli.options import AsJson, Config, engine_settings, models_that_begin
 from stoker.wording import size_text
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ class _Plan:
 def plan(
     *,
     model: Annotated[
-        str | None, typer.Argument(help="Name or path. [embedded default]", metavar="MODEL")
+        str | None,
+        typer.Argument(
+            help="Name or path. [embedded default]", metavar="MODEL", autocompletion=models_that_begin
+        ),
     ] = None,
     ctx_size: Annotated[
         int | None, typer.Option("--ctx-size", "--ctx", "-c", help="Tokens of context. [16384]", metavar="N")
