@@ -28,6 +28,7 @@ from pydantic_settings import (
 )
 
 from stoker.errors import InvalidRequestError, MachineSetupError
+from stoker.wording import wrong_value_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,24 +55,6 @@ _OTHER_VARIABLES = frozenset({"STOKER_DEBUG", "STOKER_URL", "STOKER_API_KEY"})
 _MISSPELT = 0.75
 """Of `difflib`: a variable so like that of a setting is a misspelt one."""
 _METAVARS = {int: "N", float: "NUMBER", Path: "PATH", bool: ""}
-_WANTED = {
-    "greater_than_equal": "it is at least {ge}",
-    "greater_than": "it is more than {gt}",
-    "less_than_equal": "it is at most {le}",
-    "less_than": "it is less than {lt}",
-    "literal_error": "it is {expected}",
-    "int_parsing": "it is a whole number",
-    "int_type": "it is a whole number",
-    "int_from_float": "it is a whole number",
-    "float_parsing": "it is a number",
-    "float_type": "it is a number",
-    "bool_parsing": "it is true or false",
-    "bool_type": "it is true or false",
-    "string_type": "it is a text",
-    "path_type": "it is a path",
-    "tuple_type": "it is a list of texts",
-}
-"""What a setting takes, by pydantic's type of error, with what pydantic calls the limits."""
 _SINGULAR = {
     "model": "models",
     "allowed_host": "allowed_hosts",
@@ -106,7 +89,7 @@ def _threads(value: object) -> object:
     if not isinstance(value, str) or value.strip().isdigit():
         return value
     if value.strip().lower() != "auto":
-        raise ValueError(f"it is a whole number or auto, not {value!r}")
+        raise ValueError(f"{value!r} is neither a whole number nor auto")
     return 0
 
 
@@ -576,9 +559,6 @@ def _first_problem(error: ValidationError) -> InvalidRequestError:
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
         text = f"there is no such setting{_nearest(name, _known_names())}"
-    elif problem["type"] == "value_error":  # ours say what they got
-        text = problem["msg"].removeprefix("Value error, ")
     else:
-        wanted = _WANTED.get(problem["type"], problem["msg"]).format_map(problem.get("ctx", {}))
-        text = f"{wanted}, not {problem['input']!r}"
+        text = wrong_value_text(dict(problem))
     return InvalidRequestError(f"{name}: {text}", param=name)

@@ -116,7 +116,7 @@ def test_a_terminal_shows_where_a_line_a_request_and_how_it_is_doing(place, colu
         assert re.search(
             r"^  keys +not asked for; only this machine's programs reach it$", shown, re.MULTILINE
         )
-        assert re.search(r"^  cache +cells, 1.0 GiB of memory, 4.0 GiB in", shown, re.MULTILINE)
+        assert re.search(r"^  cache +cells, 1 GiB of memory, 4 GiB in", shown, re.MULTILINE)
         assert re.search(r"^  computes on +fake · CPU, 1 thread$", shown, re.MULTILINE)
         assert terminal.lines[-1].lstrip().startswith("0 running")
         client = Client(ready)

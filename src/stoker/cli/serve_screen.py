@@ -24,6 +24,7 @@ from stoker.errors import StokerError
 from stoker.server.inbound.security import is_loopback
 from stoker.server.run_file import url_of
 from stoker.server.serve import Screen, Service
+from stoker.wording import count_text, duration_text, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 MAX_STATUS_COLUMNS = 76  # in a window made narrower a longer line would be left behind in pieces
-_MIB, _GIB = 2**20, 2**30
 
 
 class ServeInLog(Screen):
@@ -158,7 +158,7 @@ class StatusLine:
         if service.context.is_stopping:
             left = service.num_live
             return (
-                f"stopping: {_counted(left, 'request')} left; Ctrl-C again ends at once"
+                f"stopping: {count_text(left, 'request')} left; Ctrl-C again ends at once"
                 if left
                 else "stopping"
             )
@@ -171,10 +171,10 @@ class StatusLine:
         parts.append(f"{self._speed(engine.slots, now):.0f} tokens/s")
         memory = engine.memory
         if memory.limit:
-            parts.append(f"{memory.footprint / _GIB:.1f} of {memory.limit / _GIB:.1f} GiB")
+            parts.append(f"{size_text(memory.footprint)} of {size_text(memory.limit)}")
         if memory.pressure not in {"", "normal"}:
             parts.append(f"memory {memory.pressure}")
-        return " · ".join([*parts, f"up {_duration(now - self._began_s)}"])
+        return " · ".join([*parts, f"up {duration_text(now - self._began_s)}"])
 
     def _speed(self, slots: Sequence[SlotStatus], now: float) -> float:
         """Tokens a second that requests have written since the last look; of those that ran then too."""
@@ -201,21 +201,21 @@ def facts_of(service: Service, engine: EngineSettings, server: ServerSettings) -
     facts.append(("keys", _keys_text(host, server)))
     facts.append(("cache", _cache_text(engine)))
     if models:
-        facts.append(("computes on", f"{models[0].label}, {_counted(models[0].num_threads, 'thread')}"))
+        facts.append(("computes on", f"{models[0].label}, {count_text(models[0].num_threads, 'thread')}"))
     return facts
 
 
 def _model_text(info: ModelInfo) -> str:
     parts = [info.id]
     if info.size_bytes:
-        parts.append(_size(info.size_bytes))
-    parts.append(f"{info.n_ctx:,} tokens of context")
+        parts.append(size_text(info.size_bytes))
+    parts.append(f"{count_text(info.n_ctx, 'token')} of context")
     return ", ".join([*parts, *info.degraded])
 
 
 def _context(engine: EngineSettings) -> str:
     num_tokens = engine.kv_cells or engine.ctx_size
-    return f"{num_tokens:,} tokens" if num_tokens else "the model's own context"
+    return count_text(num_tokens, "token") if num_tokens else "the model's own context"
 
 
 def _keys_text(address: str, server: ServerSettings) -> str:
@@ -232,22 +232,7 @@ def _cache_text(engine: EngineSettings) -> str:
     parts = ["cells"] if "live" in engine.cache_mode else []
     if "snapshot" in engine.cache_mode:
         if engine.cache_ram_bytes:
-            parts.append(f"{_size(engine.cache_ram_bytes)} of memory")
+            parts.append(f"{size_text(engine.cache_ram_bytes)} of memory")
         if engine.cache_disk_bytes:
-            parts.append(f"{_size(engine.cache_disk_bytes)} in {engine.cache_dir}")
+            parts.append(f"{size_text(engine.cache_disk_bytes)} in {engine.cache_dir}")
     return ", ".join(parts)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:.0f} MiB"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _duration(seconds: float) -> str:
-    minutes = int(seconds) // 60
-    if not minutes:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"  # noqa: PLR2004 - of an hour

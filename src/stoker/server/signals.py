@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from stoker.errors import StokerError
 from stoker.power.sleep import SleepWatch
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -63,8 +64,8 @@ class StopSwitch:
         self._is_stopping = True
         again = "Ctrl-C" if number is signal.SIGINT else number.name
         if num_live := self._service.num_live:
-            verb = "request is" if num_live == 1 else "requests are"
-            log.warning("%d %s finishing; %s again ends at once", num_live, verb, again)
+            live = count_text(num_live, "request is", "requests are")
+            log.warning("%s finishing; %s again ends at once", live, again)
         else:
             log.info("stopping")
         self._service.stop()
