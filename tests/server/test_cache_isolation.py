@@ -182,7 +182,7 @@ def recorded(start_server, tmp_path):
         made = Runtime(models=models, isolation="thread", cache_dir=tmp_path / "cache", drain_s=0.0)
         client = made._client
         stream = client.stream
-        client.stream = lambda request, *args: found.append(request) or stream(request, *args)
+        client.stream = lambda record, *args: found.append(record.request) or stream(record, *args)
         return made
 
     server = start_server(runtime, api_key_file=keys)

@@ -285,3 +285,12 @@ async def test_a_key_that_is_wrong_is_told_with_its_remedy(tmp_path: Path, start
     for key in (None, "wrong"):
         with pytest.raises(AuthenticationError, match=r"give it as api_key, --api-key, or in STOKER_API_KEY"):
             await Runtime.connect(server.url, api_key=key).start()
+
+
+async def test_an_id_that_no_header_takes_is_refused_before_anything_is_sent() -> None:
+    """I8, I11: in words of ours."""
+    runtime = Runtime.connect("http://127.0.0.1:9")
+    for call in (anext(runtime.generate("x", request_id="a b")), runtime.embed("x", request_id="a b")):
+        with pytest.raises(InvalidRequestError, match="letters, digits") as caught:
+            await call
+        assert caught.value.param == "request_id"

@@ -48,6 +48,8 @@ async def test_another_keys_request_is_counted_and_not_shown(connected) -> None:
             if isinstance(event, Delta):
                 break
         for caller, wanted in ((one, "mine"), (two, None), (root, "mine")):
+            requests = (await caller.status()).requests
+            assert [(one.request_id, one.owner) for one in requests] == ([(wanted, "")] if wanted else [])
             slots = [slot for slot in (await caller.status()).engine.slots if slot.state != "idle"]
             assert [slot.request_id for slot in slots] == [wanted]
             assert all(bool(slot.story) is bool(wanted) for slot in slots)

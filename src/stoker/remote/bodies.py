@@ -141,18 +141,23 @@ def taken(fields: Any, *names: str) -> dict[str, Any]:
 
 
 def request_headers(fields: Mapping[str, Any]) -> dict[str, str]:
-    """The header that gives a call the id that `fields` have for it.
+    """The header that gives a call the id that `fields` have for it; raises as `id_field` does."""
+    given = id_field(fields.get("request_id"))
+    return {"X-Request-Id": given["request_id"]} if given else {}
+
+
+def id_field(request_id: str | None) -> dict[str, str]:
+    """The field of a body that gives a request its id; none for None.
 
     Raises:
-        InvalidRequestError: an id has other characters than those that a header takes.
+        InvalidRequestError: it has other characters than those that a header takes.
     """
-    request_id = fields.get("request_id")
     if request_id is None:
         return {}
     if not _SANE_ID.fullmatch(request_id):
-        text = f"request_id {request_id[:40]!r} has to be 1 to 128 of A to Z, a to z, 0 to 9 and . _ : -"
+        text = f"request_id is {request_id[:40]!r}; at a server it has 1 to 128 letters, digits and . _ : -"
         raise InvalidRequestError(text, param="request_id")
-    return {"X-Request-Id": request_id}
+    return {"request_id": request_id}
 
 
 def path_part(request_id: str) -> str:

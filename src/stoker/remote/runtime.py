@@ -29,6 +29,7 @@ from stoker.ipc.usage import Usage
 from stoker.remote import wire
 from stoker.remote.bodies import (
     call_body,
+    id_field,
     image_part,
     messages_body,
     offer_body,
@@ -288,7 +289,7 @@ class RemoteRuntime:
             StokerError: the request was refused or failed.
         """
         refuse({"names": names, "owner": owner, "route": route != "library"})
-        body = request_body(request) | {"request_id": request_id}
+        body = request_body(request) | id_field(request_id)
         async with aclosing(self._events("POST", wire.REQUESTS, body)) as events:
             async for event in events:
                 yield event
@@ -301,7 +302,7 @@ class RemoteRuntime:
         on_notice, request_id = fields.pop("on_notice", None), fields.pop("request_id", None)
         given = await asyncio.to_thread(state_fields, fields.pop("state", None))
         request = request_of(prompt, fields)
-        body = request_body(request) | {"request_id": request_id, **given}
+        body = request_body(request) | id_field(request_id) | given
         async with (
             aclosing(self._events("POST", wire.REQUESTS, body)) as events,
             aclosing(text_deltas(request, events, on_notice)) as deltas,
@@ -326,7 +327,7 @@ class RemoteRuntime:
             "chat_template_kwargs": template_args,
             **offer_body(offer),
         }
-        body = request_body(request, conversation) | {"request_id": request_id, **given}
+        body = request_body(request, conversation) | id_field(request_id) | given
         async with self._answer(request, body, on_notice) as (_, deltas):
             async for delta in deltas:
                 yield delta
@@ -443,7 +444,7 @@ class RemoteRuntime:
             raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
         max_tokens = fields.pop("max_tokens", None)
         question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
-        known_as = taken(fields, "request_id")
+        known_as = id_field(fields.pop("request_id", None))
         pictures = images_of(images)
         if not pictures:
             raise InvalidRequestError("there are no pictures to read", param="images")

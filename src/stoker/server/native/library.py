@@ -46,6 +46,7 @@ from stoker.tasks.chat import form_of
 if TYPE_CHECKING:
     from stoker.errors import ErrorInfo
     from stoker.ipc.model import ModelInfo
+    from stoker.ipc.status import RuntimeStatus
     from stoker.server.context import ServerContext
     from stoker.server.inbound.security import Identity
     from stoker.server.streaming import Source
@@ -162,7 +163,7 @@ def router(context: ServerContext) -> APIRouter:
             found = redacted_status(
                 found, lambda request_id: caller.may_see(owner_of(request_id)), caller.may_see
             )
-        return json_response(found)
+        return json_response(_without_owners(found))
 
     return routes
 
@@ -233,6 +234,17 @@ def _overview(context: ServerContext, caller: Identity) -> wire.Overview:
         health=runtime.health(),
         models=models,
         states=states,
+    )
+
+
+def _without_owners(status: RuntimeStatus) -> RuntimeStatus:
+    """The status without digests of keys, which nobody needs."""
+    replace = msgspec.structs.replace
+    return replace(
+        status,
+        groups=[replace(one, owner="") for one in status.groups],
+        requests=[replace(one, owner="") for one in status.requests],
+        recent=[replace(one, owner="") for one in status.recent],
     )
 
 
