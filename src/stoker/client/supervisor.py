@@ -32,7 +32,7 @@ from stoker.client.requests.table import RequestTable
 from stoker.client.status import NO_STATUS, known_status
 from stoker.errors import EngineError, ErrorInfo, MachineSetupError, NotReadyError, error_from_info
 from stoker.ipc.commands import GetStatus, Shutdown
-from stoker.ipc.model import ModelLife
+from stoker.ipc.model import ModelClass, ModelLife
 from stoker.ipc.status import EngineHealth, EngineStatus, ExitStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 
@@ -194,7 +194,7 @@ class EngineSupervisor:
         except TimeoutError:  # a step is long
             states = self.registry.stats()
             ready = [one for one in self.registry.infos() if states[one.id] == ModelLife.READY]
-            slots = {one.id: one.num_slots for one in ready}
+            slots = {one.id: one.num_slots for one in ready if one.model_class != ModelClass.ENCODER}
             return known_status(self._table.live(), slots, self._last_status, time.monotonic())
         status = answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
         shown = {model.id for model in self.registry.statuses({})}
