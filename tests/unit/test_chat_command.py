@@ -195,6 +195,9 @@ def test_an_image_goes_with_the_next_turn_of_a_model_that_reads_them(chat, tmp_p
     assert "gone.png" in told
     assert "with the next turn: a cat.png" in told
     assert "no image goes with the next turn" in told
+    lines = [f"/image {image}", "x" * 9000, "/image", "/retry", "/clear", "Hi", "/image"]
+    result = chat(lines, "--ctx-size", "512", orders=",vision=1")
+    assert result.stderr.count("with the next turn: a cat.png") == 1, "a turn that failed keeps its images"
     result = chat([f"/image {image}", "Hi"])
     assert "takes text, no pictures" in result.stderr
     assert (result.exit_code, result.stdout) == (2, "One.\n")

@@ -192,8 +192,7 @@ class ChatLoop:
         session = self._session
         images = tuple(session.attached)
         session.num_retries = 0
-        if await self._answered(text, images):
-            session.attached.clear()
+        await self._answered(text, images)
 
     async def _retry(self, given: str) -> None:
         """Answer the last turn again; its former answer comes back if that fails."""
@@ -220,6 +219,7 @@ class ChatLoop:
         session.failed = None if is_kept else (text, images)
         if is_kept:
             session.exchanges.append(Exchange(text, images, reply))
+            session.attached = [image for image in session.attached if image not in images]
         return is_kept
 
     async def _stream(self, text: str, images: tuple[Image, ...], reply: ChatReply, temperature: str) -> None:
@@ -259,10 +259,14 @@ class ChatLoop:
                 self._screen.wait("paused")
 
     def _on_load(self, state: ModelState) -> None:
-        """Say how far a model is."""
+        """Say how far a model is, while somebody waits here; a server loads for others too."""
+        if not self._is_busy:
+            return
         if state.state in {"downloading", "loading"}:
             stage = f" ({state.stage})" if state.stage else ""
             self._screen.wait(f"{state.state} {state.model}{stage}: {100 * state.fraction:.0f} %")
+        elif state.state == "ready":
+            self._screen.wait("")
 
     # ------------------------------------------------------------ commands
 
