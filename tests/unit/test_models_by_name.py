@@ -170,7 +170,7 @@ async def test_a_served_model_is_unloaded_loaded_and_loaded_otherwise(runtime: R
 
 
 async def test_a_model_whose_only_load_failed_is_none_of_the_models(runtime: Runtime) -> None:
-    """D25: no row of it, no model of that name; it is loaded as soon as its file is good."""
+    """No row of it, no model of that name; it is loaded as soon as its file is good (D25)."""
     bad = "fake:id=other,load_fails=1"
     with pytest.raises(ModelLoadError):
         await runtime.load_model(bad, reach=Reach.ANY)
