@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -80,3 +84,15 @@ def test_a_pipe_gets_a_row_a_line(tmp_path, monkeypatch):
     shown = CliRunner().invoke(app, ["models"]).stdout
     assert any(line.startswith(NAME) and line.rstrip().endswith(".gguf") for line in shown.splitlines())
     assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("words", [["models"], ["doctor"], ["plan"], ["cache", "ls"], ["cache", "size"]])
+def test_documents_have_the_fields_of_their_page(words, monkeypatch, tmp_path):
+    """T3: what docs/json.md names is there, and nothing that it does not name."""
+    monkeypatch.setenv("STOKER_CACHE_DIR", str(tmp_path))
+    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| `{' '.join(words)}` |")]
+    named = set(re.findall(r"`(\w+)`", line.split("|")[2])) - {"ok", "warning", "broken"}
+    found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    rows = found if isinstance(found, list) else [found]
+    assert [set(row) for row in rows if set(row) != named] == []

@@ -75,14 +75,17 @@ def size(*, as_json: AsJson = False, config: Config = None) -> None:
 
 @app.command("clear", cls=HelpfulCommand, epilog="stoker cache clear")
 @with_version
-def clear(*, yes: Yes = False, config: Config = None) -> None:
+def clear(*, yes: Yes = False, as_json: AsJson = False, config: Config = None) -> None:
     """Remove every stored prefix; what is asked for again is computed again."""
     folder = _folder(config)
     total = folder.total_bytes()
     if not yes:
         typer.confirm(f"Remove {size_text(total)} of stored prefixes from {folder.folder}?", abort=True)
     removed = folder.clear()
-    typer.echo(f"removed {count_text(len(removed), 'file', 'files')}, {size_text(total)}")
+    if as_json:
+        typer.echo(json.dumps({"num_removed": len(removed), "size_bytes": total}))
+    else:
+        typer.echo(f"removed {count_text(len(removed), 'file')}, {size_text(total)}")
 
 
 @app.command("verify", cls=HelpfulCommand, epilog="stoker cache verify")

@@ -49,7 +49,8 @@ def read(
         int, typer.Option("--max-tokens", "-n", help="Tokens of an answer at most.", min=1, metavar="N")
     ] = _MAX_TOKENS,
     json_lines: Annotated[
-        bool, typer.Option("--json-lines", help="Print the file and how it went beside each answer.")
+        bool,
+        typer.Option("--json-lines", "--json", help="Print the file and how it went beside each answer."),
     ] = False,
 ) -> None:
     """Print what is on each image as a line of JSON; how far it is goes to stderr."""
