@@ -508,8 +508,8 @@ def test_doctor_finds_free_cores_in_order() -> None:
 def test_doctor_shows_the_limit_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC M1: min(physical, control group, memory_limit)."""
     finding = doctor._memory(EngineSettings(memory_limit=2 * 10**9))
-    assert "limit 2.0 GB" in finding.text
-    assert "memory_limit 2.0 GB" in finding.text
+    assert "limit 1.9 GiB" in finding.text
+    assert "--memory-limit 1.9 GiB" in finding.text
 
 
 # ---------------------------------------------------------------- the program
