@@ -95,13 +95,7 @@ class LibraryRequest(Body):
         if request.state_output is not None:
             text = "state_output is not delivered over HTTP; embeddings and states have routes of their own"
             raise UnsupportedError(text, param="state_output")
-        constraint = request.constraint
-        return msgspec.structs.replace(
-            request,
-            cache_salt=salt_of(key_digest, request.cache_salt),
-            # What was translated elsewhere has not been checked here.
-            constraint=constraint and msgspec.structs.replace(constraint, native=None),
-        )
+        return msgspec.structs.replace(request, cache_salt=salt_of(key_digest, request.cache_salt))
 
 
 class LibraryCall(GenerationCall):
