@@ -92,6 +92,7 @@ async def test_keys_share_nothing_of_what_was_computed(connected) -> None:
     ("body", "param"),
     [
         ({"prompt": "x", "request": {"max_tokens": 0, "state_output": "save"}}, "state_output"),
+        ({"prompt": "x", "request": {"initial_state": "AAAA"}}, "initial_state"),
         ({"prompt": "x", "request": {"max_tokens": "many"}}, "request"),
         ({"prompt": [1, 99999], "request": {}}, "prompt"),
         ({"prompt": "x", "conversation": {"messages": [{"role": "user", "content": "x"}]}}, "prompt"),

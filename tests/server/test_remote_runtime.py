@@ -315,6 +315,10 @@ async def test_a_state_is_saved_begun_from_and_deleted(runtime: Any) -> None:
     by_name = await collect(runtime.generate("x", state="first", model="rnn", max_tokens=4, seed=1))
     by_bytes = await collect(runtime.generate("x", state=content, model="rnn", max_tokens=4, seed=1))
     assert [d.token_ids for d in by_name] == [d.token_ids for d in by_bytes]
+    whole = GenerateRequest(prompt="x", model="rnn", max_tokens=4, initial_state=content)
+    assert [d.token_ids for d in await collect(runtime.generate(whole, seed=1))] == [
+        d.token_ids for d in by_name
+    ]
     embedding = await runtime.states.embed("hello", model="rnn")
     assert len(embedding.data) == 4 * embedding.shape[0] * embedding.shape[1] * embedding.shape[2]
     for name in ("first", "second"):

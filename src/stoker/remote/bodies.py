@@ -50,8 +50,11 @@ def request_body(request: GenerateRequest, conversation: Mapping[str, Any] | Non
     """
     refuse({"state_output": request.state_output})
     given = msgspec.to_builtins(request, str_keys=True)
-    prompt = given.pop("prompt")
-    body = {"request": {name: value for name, value in given.items() if value != _DEFAULTS[name]}}
+    prompt, state = given.pop("prompt"), given.pop("initial_state")
+    body: dict[str, Any] = {
+        "request": {name: value for name, value in given.items() if value != _DEFAULTS[name]}
+    }
+    body |= {"state": {"data": state}} if state else {}
     return body | ({"prompt": prompt} if conversation is None else {"conversation": conversation})
 
 

@@ -83,7 +83,7 @@ class LibraryRequest(Body):
 
         Raises:
             InvalidRequestError: a field is missing, malformed or out of range.
-            UnsupportedError: it asks for a state to be delivered.
+            UnsupportedError: it asks for a state to be delivered, or brings one that nobody has checked.
         """
         if (self.prompt is None) == (self.conversation is None):
             raise InvalidRequestError("either prompt or conversation is needed, not both", param="prompt")
@@ -92,6 +92,10 @@ class LibraryRequest(Body):
             request = msgspec.convert(given, GenerateRequest, str_keys=True)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"the request is malformed: {error}", param="request") from None
+        if request.initial_state is not None:
+            raise UnsupportedError(
+                "initial_state is not taken as it is: send it as state", param="initial_state"
+            )
         if request.state_output is not None:
             text = "state_output is not delivered over HTTP; embeddings and states have routes of their own"
             raise UnsupportedError(text, param="state_output")
