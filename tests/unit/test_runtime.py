@@ -18,6 +18,7 @@ from stoker.client.requests.stream import StreamEvent
 from stoker.errors import (
     InvalidRequestError,
     ModelNotFoundError,
+    ModelTooLargeError,
     NotReadyError,
     QueueFullError,
     RequestNotFoundError,
@@ -322,3 +323,13 @@ async def test_a_request_is_listed_and_cancelled_while_its_constraint_is_transla
     assert end.finish_reason is FinishReason.CANCELLED
     assert isinstance(finished, Finished)
     assert runtime.with_client() == []
+
+
+async def test_a_limit_below_what_stoker_itself_takes_is_told_as_a_sum_that_is_true() -> None:
+    """SPEC R1: what may be used, what is taken and what has to stay free are named apart."""
+    with pytest.raises(ModelTooLargeError) as refused:
+        async with Runtime("fake:eog_period=5", memory_limit="100MB"):
+            pass
+    text = refused.value.message
+    assert "of the 95.4 MiB that may be used here Stoker itself takes" in text
+    assert text.endswith("and 512 MiB have to stay free")

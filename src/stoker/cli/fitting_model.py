@@ -64,7 +64,7 @@ EMBED = Work(
 )
 RERANK = Work(
     "ranks documents",
-    f"{_PULL} ggml-org/jina-reranker-v1-turbo-en-GGUF",
+    f"{_PULL} gpustack/bge-reranker-v2-m3-GGUF",
     lambda model: model.model_class == ModelClass.ENCODER and model.pooling == Pooling.RANK,
 )
 READ = Work(

@@ -269,9 +269,9 @@ class Placement:
             )
         if fitted.fit is Fit.TOO_LARGE:
             raise ModelTooLargeError(
-                f"{load.spec.id} needs {size_text(needed_bytes)} at the least; models may take"
-                f" {size_text(budget.limit_bytes)} here,"
-                f" of which {size_text(self._margin_bytes)} have to stay free",
+                f"{load.spec.id} needs {size_text(needed_bytes)} at the least; of the"
+                f" {size_text(sample.limit_bytes)} that may be used here Stoker itself takes"
+                f" {size_text(self._own_bytes)}, and {size_text(self._margin_bytes)} have to stay free",
                 needed=needed_bytes,
                 limit=budget.limit_bytes,
                 margin=self._margin_bytes,
