@@ -137,7 +137,9 @@ def test_url_and_key_come_from_the_environment_and_the_key_is_never_shown(
     found = Runtime.connect()
     assert found.url == "http://elsewhere:1"
     assert "hidden" not in repr(found) + repr(vars(found)) + repr(vars(found)["_server"])
-    assert Runtime.connect("http://here:2/").url == "http://here:2"
+    assert {Runtime.connect(f"http://here:2{end}").url for end in ("", "/", "/v1", "/v1/")} == {
+        "http://here:2"
+    }
     with pytest.raises(InvalidRequestError, match="printable"):
         Runtime.connect(api_key="a\nb")
 

@@ -99,6 +99,8 @@ def test_every_command_knows_the_short_names(words, command):
         (["run", "-n", "0"], "--max-tokens: '0' is less than 1; see stoker run --help"),
         (["run", "--tempeature", "1"], "no such option: --tempeature"),
         (["modles"], "no such command 'modles'. Did you mean 'models'"),
+        (["completion", "show", "ksh"], "SHELL: 'ksh' is not one of 'bash', 'zsh', 'fish'; see"),
+        (["run", "Hi", "-m", "a\x1b]0;b\x07"], "no model 'a"),
         (["rerank"], "missing argument 'QUERY'; see stoker rerank --help"),
         (["cache", "lss"], "no such command 'lss'"),
         (["embed", "x", "--url", "http://127.0.0.1:1", "--no-server"], "--url and --no-server exclude"),
@@ -111,6 +113,13 @@ def test_wrong_input_is_one_line_and_exit_code_2(arguments, text):
     assert done.stderr.startswith(f"stoker: {text}")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("words", [[], ["cache"], ["completion"]])
+def test_a_group_without_a_command_shows_its_help(words):
+    """T1: the first thing that is typed, `stoker`, is no mistake."""
+    done = invoke(*words)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, invoke(*words, "--help").stdout, "")
 
 
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["--help"], ["serve", "--help"]])

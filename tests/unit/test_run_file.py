@@ -37,9 +37,20 @@ def test_what_a_crash_or_another_program_left_is_removed(tmp_path):
     folder = tmp_path / FOLDER_NAME
     folder.mkdir()
     (folder / f"{gone.pid}.json").write_bytes(msgspec.json.encode(entry(gone.pid)))
-    (folder / "7.json").write_text("[1")
+    (folder / "notes.json").write_text("[1")
+    (folder / f"{10**30}.json").write_text("{}")
     assert found_servers(tmp_path) == []
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b'{"url": 1}', b'{"url": "\xff\xfe"}', b""])
+def test_a_file_that_cannot_be_read_stays_while_its_server_lives(content, tmp_path):
+    """T4: a server of another version is passed over, and still found by the commands of that version."""
+    file = tmp_path / FOLDER_NAME / f"{os.getpid()}.json"
+    file.parent.mkdir()
+    file.write_bytes(content)
+    assert found_servers(tmp_path) == []
+    assert file.exists()
 
 
 def test_of_several_servers_the_last_started_stands_first(tmp_path):

@@ -46,6 +46,21 @@ def test_what_has_to_be_typed_is_whole_in_the_table_of_models(columns, tmp_path)
     assert str(tmp_path / f"{NAME}.gguf") in shown.replace("\n", "")
 
 
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_name_of_a_file_breaks_the_table_of_models(columns, tmp_path):
+    """T10: wide letters count as such; what would command the terminal or end a line is not shown."""
+    wide = "\u30e2\u30c7\u30eb-\u6a21\u578b-\u65e5\u672c\u8a9e-0123456789"
+    for name in (wide, "two\nlines", "red\x1b[31m"):
+        (tmp_path / f"{name}.gguf").write_bytes(b"MZ")
+    with Terminal("stoker", "models", columns=columns, env={"STOKER_MODELS_DIR": str(tmp_path)}) as terminal:
+        assert terminal.ended() == 0
+        shown = terminal.text
+    assert "…" not in shown
+    assert wide in shown.replace(" ", "").replace("\n", "")
+    assert "two\ufffdlines" in shown
+    assert "red\ufffd[31m" in shown
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_ps_shows_ids_whole(columns, capsys, monkeypatch):
     """T10: the id of a request is what `cancel` takes."""

@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from stoker.cli.exits import ExitCode
+from stoker.cli.session import CONTROLS
 from stoker.errors import CallerError, StokerError
 from stoker.wording import wrong_value_text
 
@@ -58,6 +59,10 @@ class HelpfulCommand(TyperCommand):
 
 class HelpfulGroup(TyperGroup):
     """A group of commands that shows them by panel, and ends what one raised with a line and an exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words of the command line; none at all ask for the help."""
+        return super().parse_args(ctx, args if args or ctx.resilient_parsing else ["--help"])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write options, then the commands, whose texts are not cut."""
@@ -147,15 +152,15 @@ def _ending_in_one_line() -> Iterator[None]:
 
 def _text_of(error: TyperException | StokerError) -> str:
     if isinstance(error, StokerError):
-        return " ".join(_PLACE.sub("", error.message).split())
+        return " ".join(_PLACE.sub("", error.message).split()).translate(CONTROLS)
     problems = getattr(error.__cause__, "errors", None)  # pydantic's, with which the library reads values
     if problems is not None and isinstance(error, typer.BadParameter):
         text = f"{_name_of(error.param)}: {wrong_value_text(problems()[0])}"
     else:
-        text = _with_nearest(error).rstrip(".")
+        text = _with_nearest(error)
         text = text[:1].lower() + text[1:]
     ctx = getattr(error, "ctx", None)
-    return text if ctx is None else f"{text}; see {ctx.command_path} --help"
+    return text if ctx is None else f"{text.rstrip('.')}; see {ctx.command_path} --help"
 
 
 def _with_nearest(error: TyperException) -> str:

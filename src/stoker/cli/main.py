@@ -40,7 +40,6 @@ ASKING, MODELS, SERVER, MACHINE = "Ask a model", "Models", "Server", "This machi
 
 app = typer.Typer(
     cls=HelpfulGroup,
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

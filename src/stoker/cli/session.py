@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 LONG_PROMPT_TOKENS = 64  # a shorter one is read before a bar can be
 FIRST_BYTE_S = 2.0
 CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
-"""For `str.translate`: what a model makes up must not command a terminal."""
+"""For `str.translate`: what a model or a file name holds must not command a terminal."""
 
 
 def piped_text() -> str:
@@ -161,7 +161,9 @@ async def opened(settings: EngineSettings, factory: RuntimeFactory | None) -> As
 
 def tell(text: str, *, end: str = "\n") -> None:
     """A dim text on stderr, about the answer and not of it; without escapes where a terminal takes none."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text), style="dim", end=end)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        Text(text.translate(CONTROLS)), style="dim", end=end
+    )
 
 
 def write(text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -38,7 +39,8 @@ def print_table(
         rows: a text for each column; empty ones of the last are left out where they would stand below.
         styles: of the rows; too few: the rest has none.
     """
-    widths = [max(len(name), *(len(row[at]) for row in rows), 0) for at, name in enumerate(header)]
+    rows = [[_shown(cell) for cell in row] for row in rows]
+    widths = [max(len(name), *(cell_len(row[at]) for row in rows), 0) for at, name in enumerate(header)]
     is_beside = sum(widths) + _GAP * len(widths) <= console.width
     shown = len(header) if is_beside else len(header) - 1
     needed = sum(widths[:shown]) + _GAP * shown
@@ -60,3 +62,8 @@ def print_table(
         console.print(Text.from_ansi(line.rstrip()))
         if row[-1]:
             console.print(f"{'':{_GAP}}{row[-1]}", style="dim")
+
+
+def _shown(cell: str) -> str:
+    """A name may hold what would break the table's lines or command the terminal."""
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in cell)

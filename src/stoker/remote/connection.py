@@ -36,7 +36,7 @@ ANSWER_S = 30.0
 """Of what a server answers without computing."""
 QUIET_S = 6 * BEAT_S
 PING_S = 10.0
-_HINT = "start one with `stoker serve`, or say where it is: url (--url), or STOKER_URL"
+_HINT = "start one with `stoker serve`, or say where one is with url, --url or STOKER_URL"
 _GIVE_KEY = " (give it as api_key, --api-key, or in STOKER_API_KEY)"
 _HINTS = {AuthenticationError.code: _GIVE_KEY, OperatorOnlyError.code: _GIVE_KEY}
 _NO_SUCH_ROUTE = frozenset({"not_found", "method_not_allowed"})
@@ -55,7 +55,7 @@ class ServerConnection:
     """One server, from `open` to `close`.
 
     Args:
-        url: of the server, without a path.
+        url: of the server; the /v1 of its OpenAI API may stand behind it.
         api_key: None: it asks for none.
 
     Attributes:
@@ -66,14 +66,16 @@ class ServerConnection:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         try:
             parsed = httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError, TypeError) as error:
             raise InvalidRequestError(f"{url!r} is not the URL of a server: {error}", param="url") from None
-        if parsed.scheme not in {"http", "https"} or not parsed.host or parsed.userinfo:
-            text = f"the URL of a server looks like http://127.0.0.1:8686, not like {parsed!r}"
+        if parsed.userinfo:
+            raise InvalidRequestError("the URL of a server holds no name and no password", param="url")
+        if parsed.scheme not in {"http", "https"} or not parsed.host:
+            text = f"the URL of a server looks like http://127.0.0.1:8686, not like {url!r}"
             raise InvalidRequestError(text, param="url")
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):

@@ -70,20 +70,29 @@ def registered(run_dir: Path, entry: RunFile) -> Iterator[None]:
 
 
 def found_servers(run_dir: Path) -> list[RunFile]:
-    """The servers whose process lives, the last started first; files that a crash has left are removed."""
+    """The servers whose process lives, the last started first; files that a crash has left are removed.
+
+    One that cannot be read, as another version's may, is passed over, and stays while its process lives.
+    """
     found = []
     for file in (run_dir / FOLDER_NAME).glob("*.json"):
-        entry = _read(file)
-        if entry is not None and psutil.pid_exists(entry.pid):
-            found.append(entry)
-        else:
+        if not _is_alive(file.stem):
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
+        elif (entry := _read(file)) is not None:
+            found.append(entry)
     return sorted(found, key=lambda entry: entry.started_at, reverse=True)
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        return bool(psutil.pid_exists(int(pid)))
+    except (ValueError, OverflowError):  # no process has such a number
+        return False
 
 
 def _read(file: Path) -> RunFile | None:
     try:
         return msgspec.json.decode(file.read_bytes(), type=RunFile)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):  # no JSON of ours, or no text
         return None

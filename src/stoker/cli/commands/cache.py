@@ -27,7 +27,6 @@ Keep = Annotated[bool, typer.Option("--keep", help="Leave damaged files where th
 
 app = typer.Typer(
     cls=HelpfulGroup,
-    no_args_is_help=True,
     rich_markup_mode=None,
     help="Look at the stored prefixes on disk, check them or remove them.",
     epilog="stoker cache ls\nstoker cache clear --yes",

@@ -28,7 +28,6 @@ Shell = Annotated[
 
 app = typer.Typer(
     cls=HelpfulGroup,
-    no_args_is_help=True,
     rich_markup_mode=None,
     help="Complete commands, options and names of models with the Tab key.",
     epilog="stoker completion install\nstoker completion show zsh",

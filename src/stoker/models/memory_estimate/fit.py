@@ -128,8 +128,8 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
     if needed > budget.most_bytes:
         return least
     raise InsufficientMemoryError(
-        f"{spec.id} needs {size_text(needed)} at the least; {size_text(budget.free_bytes)} can be had now,"
-        f" of which {size_text(budget.margin_bytes)} have to stay free",
+        f"{spec.id} needs {size_text(needed)} at the least, and {size_text(budget.margin_bytes)} have to stay"
+        f" free; {size_text(max(0, budget.free_bytes))} can be had now",
         needed=needed,
         free=budget.free_bytes,
         margin=budget.margin_bytes,
