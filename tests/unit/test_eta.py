@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -63,6 +64,18 @@ class Times:
         return work_s
 
 
+class CountedSteps(EtaEstimator):
+    """Fails where an estimate asks for the times of more steps than any can need."""
+
+    num_asked = 0
+
+    def step_s(self, num_tokens: float) -> float:
+        """As the estimator's."""
+        self.num_asked += 1
+        assert self.num_asked < 1000, "the estimate does not come to its end"
+        return super().step_s(num_tokens)
+
+
 def person(num_tokens: float, num_prompt: float = 0.0) -> WorkLeft:
     """What a person's request still needs."""
     return WorkLeft(num_prompt, num_tokens)
@@ -93,6 +106,36 @@ def test_a_person_takes_a_jobs_slot_at_once_and_the_job_goes_on_before_later_one
     """SPEC Q14, Q3: the job has 100 tokens left, the person 50."""
     waiting = [person(50), job(10)]
     assert starts_s([job(100)], waiting, 1, Times()) == pytest.approx([0, 150])
+
+
+def test_a_person_takes_the_youngest_of_jobs_that_have_as_much_left_as_each_other() -> None:
+    """SPEC Q14: jobs of one batch are equal in all they have left, and each of them is one."""
+    running = [job(300.0), job(50.0, 100.0), job(50.0, 100.0)]
+    almost = [job(300.0), job(50.0, 100.0), job(50.001, 100.0)]
+    wanted = starts_s(almost, [person(5.0), job(1.0)], 3, Times())
+    assert starts_s(running, [person(5.0), job(1.0)], 3, Times()) == pytest.approx(wanted, 0.001)
+
+
+@pytest.mark.parametrize("policy", Policy)
+def test_every_line_comes_to_an_end_and_no_wait_is_negative(policy: Policy) -> None:
+    """SPEC Q14: whatever runs and waits, more slots than tokens of a step too: the engine computes it."""
+    chance = random.Random(4)
+
+    def some_work() -> WorkLeft:
+        num_prompt, num_tokens = chance.choice((0.0, 1.0, 100.0, 5000.5)), chance.choice((1.0, 33.0, 1e6))
+        return WorkLeft(num_prompt, num_tokens, chance.random() < 0.5)
+
+    for _ in range(300):
+        num_places = chance.choice((1, 2, 8, 16))
+        cost = StepCost()
+        for num_tokens in chance.sample((1, 7, 64, 512), 2):
+            cost.learn(num_tokens, chance.choice((1e-4, 0.01, 1.0)))
+        times = CountedSteps(cost, StepBudget(cost, chance.choice((1, 8, 512)), policy), num_places)
+        running = [some_work() for _ in range(chance.randint(0, num_places))]
+        waiting = sorted((some_work() for _ in range(12)), key=lambda work: work.is_background)
+        starts = starts_s(running, waiting, num_places, times)
+        assert len(starts) == 12
+        assert all(0.0 <= start < math.inf for start in starts)
 
 
 def test_jobs_beside_people_get_a_tenth_of_the_time() -> None:

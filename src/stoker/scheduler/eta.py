@@ -129,9 +129,12 @@ class AnswerLengths:
         self._areas = list(accumulate(map(mul, gaps, self._shares), initial=0.0))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkLeft:
-    """What a sequence still has to compute: tokens of its prompt, then tokens of its answer."""
+    """What a sequence still has to compute: tokens of its prompt, then tokens of its answer.
+
+    Two are never equal: jobs of one batch often have as much left as each other.
+    """
 
     num_prompt: float
     num_tokens: float
@@ -333,7 +336,7 @@ class EtaEstimator:
 
     def prompt_tokens(self, num_rows: int, num_prompts: int) -> float:
         """Tokens that prompts of people get in a step."""
-        return self._budget.prefill(num_rows, num_prompts)
+        return max(num_prompts, self._budget.prefill(num_rows, num_prompts))  # each gets one at least
 
     def background_prompt_tokens(self, num_rows: int) -> float:
         """Tokens that prompts of jobs get in a step without people."""
