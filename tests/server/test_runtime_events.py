@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from stoker.client.event_bus import RuntimeEvent
 from stoker.runtime import Runtime
-from stoker.server.ended_metrics import MAX_MODELS, EndedMetrics
+from stoker.server.metrics import MAX_MODELS, EndedMetrics
 
 EVENTS = "/v1/runtime/events"
 

@@ -7,7 +7,7 @@ import logging
 import httpx
 import pytest
 
-from stoker.server.inbound import unknown_fields
+from stoker.server.inbound import body
 from stoker.server.reply import IGNORED_HEADER
 
 HI = [{"role": "user", "content": "hi", "refusal": None}]
@@ -77,13 +77,13 @@ def test_many_are_counted(client):
 
 def test_the_log_tells_of_each_once_and_of_so_many_in_all(start_server, caplog, monkeypatch):
     """I7: with the field that may have been meant; a stranger does not fill the log."""
-    monkeypatch.setattr(unknown_fields, "MAX_TOLD", 3)
-    caplog.set_level(logging.WARNING, logger=unknown_fields.__name__)
+    monkeypatch.setattr(body, "MAX_TOLD", 3)
+    caplog.set_level(logging.WARNING, logger=body.__name__)
     server = start_server()
     server.ready.result(60)
     for at in range(6):
         httpx.post(f"{server.url}/tokenize", json={"content": "x", "add_specal": True, f"field_{at}": 1})
-    told = [record.getMessage() for record in caplog.records if record.name == unknown_fields.__name__]
+    told = [record.getMessage() for record in caplog.records if record.name == body.__name__]
     assert told[0] == "/tokenize ignores the unknown field 'add_specal'; did a client mean 'add_special'?"
     assert len(told) == 3
 

@@ -15,8 +15,7 @@ from stoker.cache.prefix_cache import CacheLimits
 from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.sequence import Sequence, SequenceKey
-from stoker.scheduler.activity import GONE_S, People, StepActivity
-from stoker.scheduler.cost import StepCost
+from stoker.scheduler.cost import GONE_S, People, StepActivity, StepCost
 from stoker.scheduler.eta import (
     CLOSE_POSITIONS,
     MOST_TIMES,

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from stoker import GenerateRequest, Runtime
-from stoker.client.requests.history import MAX_RECENT
-from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
+from stoker.client.requests.history import MAX_RECENT, RequestMeter, Wait, tokens_per_second
 from stoker.errors import ModelNotFoundError, QueueFullError
 from stoker.ipc.events import Admitted, Delta, Parked, Paused, Preparing, Queued, Resumed
 from stoker.ipc.request import Priority

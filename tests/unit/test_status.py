@@ -53,7 +53,7 @@ def test_an_engine_that_does_not_answer_is_shown_by_what_the_client_knows() -> N
     ]
     status = known_status(records, {"m": 2}, NO_STATUS, 2.0)
     slot, idle = status.slots
-    assert (slot.request_id, slot.state, slot.num_tokens) == ("runs", "decode", 4)
+    assert (slot.request_id, slot.state, slot.num_tokens) == ("runs", "decode", 7)
     assert (idle.id, idle.state, idle.request_id) == (1, "idle", None)
     assert [(one.request_id, one.position) for one in status.queue] == [("waits", 0)]
     assert [(one.request_id, one.priority) for one in status.parked] == [("parked", Priority.BACKGROUND)]

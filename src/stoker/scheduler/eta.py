@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from stoker.ipc.model import Policy
 from stoker.ipc.request import FinishReason
 from stoker.kv.sequence import SequenceState
-from stoker.scheduler.activity import People
+from stoker.scheduler.cost import People
 from stoker.scheduler.plan import BACKGROUND_SHARE, StepBudget
 
 if TYPE_CHECKING:

@@ -19,14 +19,12 @@ from stoker.kv.allocator import KVAllocator
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
 from stoker.kv.ops import Parking, Schedule
-from stoker.kv.prefix_wait import PrefixWait
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
-from stoker.scheduler.activity import StepActivity
-from stoker.scheduler.cost import StepCost
+from stoker.scheduler.cost import StepActivity, StepCost
 from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepBudget, StepPlan
-from stoker.scheduler.queue import Aging, RequestQueue, Throttle
+from stoker.scheduler.queue import Aging, PrefixWait, RequestQueue, Throttle
 
 
 class Scheduler:

@@ -1,4 +1,4 @@
-"""Prometheus metrics (SPEC O1): what this process measures of each request, and the engine's status.
+"""Prometheus metrics (SPEC O1): of each request while it runs and at its end, and of the engine's status.
 
 Names are the field's with the prefix `stoker:`. Reading them asks the engine for its status and wakes
 nothing (SPEC S6).
@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,11 +22,11 @@ from stoker.ipc.model import ModelLife
 from stoker.ipc.request import Priority
 from stoker.ipc.usage import CacheSource
 from stoker.server.context import models_now
-from stoker.server.ended_metrics import EndedMetrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 
+    from stoker.client.event_bus import RuntimeEvent
     from stoker.ipc.events import Event
     from stoker.ipc.status import CacheStatus, GroupStatus, MemoryStatus, ModelStatus
     from stoker.ipc.usage import Timings, Usage
@@ -139,6 +140,65 @@ class KindMetrics:
             usage, timings = finished
             self._queue_times.labels(kind).observe(timings.queue_s)
             self._prompt_tokens.labels(kind).inc(usage.prompt_tokens)
+
+
+MAX_MODELS = 32
+"""Models with a label of their own; later ones are "other"."""
+_OTHER = "other"
+_LABELS = ("model", "priority")
+
+
+class EndedMetrics:
+    """Requests and calls that have ended, by model and class, from the runtime's events."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._models: set[str] = set()
+        self._ended = Counter(
+            "stoker:ended_requests",
+            "Requests, or calls of several, by model, class, kind and outcome.",
+            [*_LABELS, "kind", "outcome"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "stoker:ended_tokens",
+            "Their tokens: of prompts, of these from the cache, and of answers.",
+            [*_LABELS, "what"],
+            registry=registry,
+        )
+        self._waits = self._histogram("queue", "From arrival to the first slot.", registry)
+        self._first_tokens = self._histogram("first_token", "From arrival to the first token.", registry)
+
+    @staticmethod
+    def _histogram(name: str, text: str, registry: CollectorRegistry) -> Histogram:
+        full_name = f"stoker:ended_{name}_seconds"
+        return Histogram(full_name, text, _LABELS, buckets=_SECONDS, registry=registry)
+
+    def __repr__(self) -> str:
+        return f"<EndedMetrics of {sorted(self._models)}>"
+
+    async def follow(self, events: AsyncGenerator[RuntimeEvent, None]) -> None:
+        """Count ends until there are no more events."""
+        async with aclosing(events) as followed:
+            async for event in followed:
+                if event.event == "request" and event.fields.get("what") in {"finished", "failed"}:
+                    self.count(event.fields)
+
+    def count(self, fields: Mapping[str, Any]) -> None:
+        """Count one end, as its event tells of it."""
+        labels = (self._label(fields["model"]), fields["priority"])
+        error = fields.get("error")
+        outcome = error["code"] if error else fields.get("finish_reason") or _OTHER
+        self._ended.labels(*labels, fields["kind"], outcome.partition(",")[0]).inc()
+        for what, name in (("prompt", "prompt"), ("cached", "cached"), ("generated", "completion")):
+            self._tokens.labels(*labels, what).inc(fields[f"{name}_tokens"])
+        self._waits.labels(*labels).observe(fields["queue_s"])
+        if fields["first_token_s"] is not None:
+            self._first_tokens.labels(*labels).observe(fields["first_token_s"])
+
+    def _label(self, model: str) -> str:
+        if model not in self._models and len(self._models) < MAX_MODELS:
+            self._models.add(model)
+        return model if model in self._models else _OTHER
 
 
 class StreamMeter:

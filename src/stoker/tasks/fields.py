@@ -279,6 +279,8 @@ def keep_alive_seconds(keep_alive: float | str | None) -> float | None:
     Raises:
         InvalidRequestError: it is no time.
     """
+    if keep_alive is None:
+        return None
     try:
         seconds = parse_keep_alive(keep_alive)
     except ValueError as error:

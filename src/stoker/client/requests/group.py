@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stoker.client.requests.meter import tokens_per_second
+from stoker.client.requests.history import tokens_per_second
 from stoker.client.requests.record import RequestRecord, request_id_of
 from stoker.errors import RequestCancelledError, RequestTimeoutError
 from stoker.ipc.events import Finished

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.requests.meter import RequestMeter, Wait, tokens_per_second
+from stoker.client.requests.history import RequestMeter, Wait, tokens_per_second
 from stoker.client.store.file import KeptFile, KeptRequest, Shown
 from stoker.errors import InvalidRequestError, QueueFullError
 from stoker.ipc.commands import Submit
@@ -149,7 +149,6 @@ class RequestRecord:
     is_quiet: bool = False
     was_accepted: bool = False
     num_context: int = 0
-    num_prompt_tokens: int = 0
     charges: int = 0
     preparation_crashes: int = 0
     meter: RequestMeter = field(init=False)
@@ -335,7 +334,6 @@ class RequestRecord:
             case Queued() | Admitted() | Parked() | Paused() | Resumed():
                 return self._take_move(event)
             case PrefillProgress():
-                self.num_prompt_tokens = event.total
                 return self.request.return_progress and self.num_generated == 0
             case Delta():
                 return self._take_delta(event)
@@ -432,7 +430,7 @@ class RequestRecord:
             for index in range(self.request.n)
             if not self._is_finished(index)
         ]
-        usage = Usage(prompt_tokens=self.num_prompt_tokens, completion_tokens=self.num_generated)
+        usage = Usage(prompt_tokens=self.meter.prompt_tokens, completion_tokens=self.num_generated)
         return self._noted(*ends, Finished(request_id=self.request_id, usage=usage, timings=Timings()))
 
     def _noted(self, *events: RequestEvent) -> list[RequestEvent]:

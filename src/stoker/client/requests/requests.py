@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from stoker.client.requests.meter import Wait
+from stoker.client.requests.history import Wait
 from stoker.client.requests.replay import Replay
 from stoker.errors import RequestNotFoundError, RequestTimeoutError
 from stoker.ipc.commands import Cancel, Pause, Resume

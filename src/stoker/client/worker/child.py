@@ -20,7 +20,7 @@ def _enter_package() -> None:
 def main() -> None:
     """Serve jobs on an inherited socket until its other end closes."""
     _enter_package()
-    from stoker.client.worker.service import serve  # noqa: PLC0415 - see above
+    from stoker.client.worker.jobs import serve  # noqa: PLC0415 - see above
 
     descriptor, limit_s, max_bytes = sys.argv[1:]
     serve(int(descriptor), float(limit_s), int(max_bytes))

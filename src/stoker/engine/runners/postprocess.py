@@ -86,10 +86,7 @@ class Postprocess:
             if sequence.wants_prompt_logits:
                 self._note_prompt_logprobs(job, start, rows)
             if sequence is job.leader and job.first_token_s is None:
-                now = self._timer.now()
-                if job.request.return_progress or now - job.progress_s >= PROGRESS_EVERY_S:
-                    job.progress_s = now
-                    self._jobs.events.append(job.progress(sequence, now))
+                self._tell_progress(job, sequence)
         if sequence.num_pending > sequence.is_to_embed:
             return
         index = sequence.key.index
@@ -99,6 +96,14 @@ class Postprocess:
             self._jobs.end_choice(job, index, FinishReason.LENGTH, self._timer.now())
             return
         self._draw_tokens(job, part, rows)
+
+    def _tell_progress(self, job: Job, sequence: Sequence) -> None:
+        """Publish how far the prompt is; whose client did not ask sees its end by what comes after it."""
+        now = self._timer.now()
+        is_due = sequence.num_pending > 0 and now - job.progress_s >= PROGRESS_EVERY_S
+        if job.request.return_progress or is_due:
+            job.progress_s = now
+            self._jobs.events.append(job.progress(sequence, now))
 
     def _draw_tokens(self, job: Job, part: Planned, rows: Rows) -> None:
         """The next token, and those after it that were computed ahead for as long as they are what is drawn.

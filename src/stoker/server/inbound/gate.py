@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from stoker.errors import CallerError, ErrorInfo, ForbiddenError
 from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
+from stoker.server.inbound.body import UnknownFields, ignored_names
 from stoker.server.inbound.security import Identity
-from stoker.server.inbound.unknown_fields import UnknownFields, ignored_names
 from stoker.server.reply import IGNORED_HEADER
 
 if TYPE_CHECKING:
