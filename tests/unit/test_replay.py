@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from scripted_engine import request
 
@@ -114,7 +115,11 @@ def test_a_request_that_no_engine_accepted_is_submitted_as_new() -> None:
 
 def test_what_the_client_has_seen_is_not_shown_again() -> None:
     """L3: line, prefill and echo are repeated by the engine, not to the client."""
-    replay = replay_of("a")
+    replay = Replay(RequestTable())
+    asked = msgspec.structs.replace(request(), return_progress=True)
+    replay.add(RequestRecord("a", asked, 0.0))
+    replay.release(0.0)
+    admit(replay, "a")
     echo = PromptEcho(request_id="a", text="x")
     progress = PrefillProgress(request_id="a", total=9, cached=0, processed=4, time_ms=1.0)
     assert replay.record(progress)

@@ -322,7 +322,7 @@ async def test_a_model_whose_template_does_not_end_generates_and_cannot_chat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """S9: it is loaded and completes texts; a chat says that it is the template."""
-    monkeypatch.setattr("stoker.backends.fake.vocabulary.CHATML", ENDLESS)
+    monkeypatch.setattr("stoker.backends.fake.vocabulary.FakeVocabulary.chat_template", ENDLESS)
     monkeypatch.setattr("stoker.client.client.WorkerPool", lambda: WorkerPool(BRIEF))
     async with Runtime("fake:", isolation="thread") as runtime:
         with pytest.raises(WorkLimitError, match="the chat template of fake did not end"):
