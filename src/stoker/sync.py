@@ -67,7 +67,12 @@ class _Loop:
         if self._loop is None:
             work.close()
             raise RuntimeError("the runtime is not running; use it in a `with` block")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        working = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return working.result()
+        except BaseException:  # Ctrl-C ends the work too; what has ended by itself is not touched
+            working.cancel()
+            raise
 
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """The items of an async generator, which is closed when the iteration is left."""

@@ -118,7 +118,16 @@ async def test_what_speaks_no_http_is_told_as_a_lost_server() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8686", "ftp://host", "http://", "http://user:secret@host", "http://[::1"]
+    "url",
+    [
+        "127.0.0.1:8686",
+        "ftp://host",
+        "http://",
+        "http://user:secret@host",
+        "http://[::1",
+        "http://host:99999",
+        "http://host/?key=secret",
+    ],
 )
 def test_what_is_no_url_is_refused(url: str) -> None:
     """I11: and a password in it is not shown."""

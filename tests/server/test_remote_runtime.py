@@ -415,6 +415,7 @@ PROGRAMS: dict[str, tuple[type[StokerError], Callable[[Any], Any]]] = {
     "no picture": (InvalidRequestError, lambda rt: rt.read([], model="eyes")),
     "a file that is not there": (InvalidRequestError, lambda rt: rt.read("none.png", model="eyes")),
     "no such request": (RequestNotFoundError, lambda rt: rt.cancel("none")),
+    "what is no id at all": (RequestNotFoundError, lambda rt: rt.cancel("../none")),
     "no kept request": (RequestNotFoundError, lambda rt: collect(rt.attach("none"))),
     "no such state": (StateNotFoundError, lambda rt: rt.states.get("none")),
     "a model to unload that is none": (ModelNotFoundError, lambda rt: rt.unload_model("none")),

@@ -41,6 +41,15 @@ def test_events_come_as_json_lines_in_order(scripted, scripted_http):
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
+def test_the_events_beat_for_the_library_whatever_the_streams_of_others_do(start_server, monkeypatch):
+    """I11: a connected program takes 30 s of silence for a lost server, and `keepalive_s` may be more."""
+    monkeypatch.setattr("stoker.server.native.runtime.BEAT_S", 0.05)
+    server = start_server(keepalive_s=60)
+    server.ready.result(60)
+    with httpx.Client(base_url=server.url, timeout=10) as http, http.stream("GET", EVENTS) as answer:
+        assert next(line for line in answer.iter_lines() if line) == ": keep-alive"
+
+
 def test_a_server_that_stops_ends_the_event_stream(start_server):
     """SPEC L4: whoever watches does not hold the shutdown up."""
     server = start_server(keepalive_s=60)

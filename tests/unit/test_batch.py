@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -100,6 +102,22 @@ async def test_leaving_a_batch_ends_what_it_has_asked(runtime: Runtime):
     assert runtime.stats()["num_live_requests"] == 0
 
 
+def test_an_interrupted_script_leaves_nothing_of_a_batch_behind():
+    """S5: Ctrl-C while the main thread waits ends what the runtime's thread does for it."""
+    main = threading.main_thread().ident
+    assert main is not None
+    with stoker.sync.Runtime(FAKE, isolation="thread", slots=2, drain_s=0.0) as runtime:
+        with pytest.raises(KeyboardInterrupt):
+            runtime.batch(
+                ["a"] * 99,
+                max_tokens=900,
+                raw=True,
+                progress=lambda told: told.num_done == 1 and signal.pthread_kill(main, signal.SIGINT),
+            )
+        assert runtime.ask("b", max_tokens=1).error is None
+        assert runtime.stats()["num_live_requests"] == 0
+
+
 async def test_a_prompt_that_fails_has_its_error_in_its_place(runtime: Runtime):
     """FOUND library: the others are answered; the text of an answer that is not of the schema is kept."""
     told: list[BatchProgress] = []
@@ -122,6 +140,7 @@ async def test_what_is_wrong_with_all_is_raised(runtime: Runtime):
         ({"schema": "x"}, InvalidRequestError, "schema is a class"),
         ({"max_tokens": "9"}, InvalidRequestError, "max_tokens: expected"),
         ({"concurrency": 0}, InvalidRequestError, "1 or more"),
+        ({"concurrency": "x"}, InvalidRequestError, "1 or more"),
     ):
         with pytest.raises(error, match=text):
             await runtime.batch(["a", "b"], **fields)

@@ -180,7 +180,8 @@ async def test_one_who_comes_back_gets_what_it_missed_and_no_snapshot(bus: Event
         assert (await anext(again)).fields["number"] == 1
     for number in range(MAX_KEPT):
         bus.publish("n", {"number": number})
-    for stale in (last_id, "other-1", "", f"{first.id}x"):
+    endless = first.id.partition("-")[0] + "-" + "9" * 5000  # more digits than Python reads
+    for stale in (last_id, "other-1", "", f"{first.id}x", endless):
         async with aclosing(bus.subscribe(dict, stale)) as anew:
             assert (await anext(anew)).event == "snapshot"
 

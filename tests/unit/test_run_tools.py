@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import AsyncGenerator, Sequence
@@ -54,6 +55,12 @@ async def later(days: int) -> str:
     return f"{days} days later"
 
 
+@functools.wraps(later)
+def decorated(*args: Any, **kwargs: Any) -> Any:
+    """As a decorator leaves it: it looks synchronous and returns a coroutine."""
+    return later(*args, **kwargs)
+
+
 def broken() -> None:
     """Fail."""
     raise RuntimeError("no network")
@@ -81,6 +88,7 @@ async def test_a_function_is_described_by_its_signature_and_docstring():
         (later, '{"days": 3}', "3 days later"),
         (later, '{"days": "x"}', "error: days: Input should be a valid integer"),
         (broken, "{}", "error: RuntimeError: no network"),
+        (decorated, '{"days": 2}', "2 days later"),
         (threading.get_ident, "{}", ""),
     ],
 )
@@ -152,6 +160,12 @@ def test_a_script_runs_tools_too():
         pytest.raises(InvalidRequestError, match="a list of Python functions"),
     ):
         runtime.run_tools("Count.", tools=[])
+
+
+async def test_one_function_alone_is_no_list_of_tools():
+    """D17: a typed error that says what is taken."""
+    with pytest.raises(InvalidRequestError, match="a list of Python functions"):
+        await run_tools(Told(), "Go.", tools=later)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------ rounds

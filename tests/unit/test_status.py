@@ -166,7 +166,14 @@ def test_the_last_records_of_the_log_are_kept_and_no_more() -> None:
         for number in range(MAX_RECORDS + 2):
             log.warning("record %d", number)
         log.error("x" * (2 * MAX_CHARS))
+        log.propagate = False
+        log.addHandler(kept)
+        logging.raiseExceptions = False
+        log.warning("%d", "no number")
     finally:
+        logging.raiseExceptions = True
+        log.propagate = True
+        log.removeHandler(kept)
         kept.detach()
     logging.getLogger("stoker.test").warning("after")
     records = kept.after(0)

@@ -40,6 +40,7 @@ MAX_KEPT = 1024
 """Events that are kept for a subscriber who comes back."""
 
 _WORDS = re.compile(r"(?<!^)(?=[A-Z])")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _MACHINE = {PressureMoved: "pressure", RungTaken: "rung", HeatMoved: "heat"}
 _SILENT = (PromptEcho, StateReady)
 
@@ -165,7 +166,7 @@ class EventBus:
     def _since(self, last_id: str) -> list[RuntimeEvent] | None:
         """What was published after that event; None: it is not known any more."""
         program, _, number = last_id.partition("-")
-        if program != self._program or not number.isdecimal():
+        if program != self._program or not _NUMBER.fullmatch(number):
             return None
         num_missed = self._num_published - int(number)
         if not 0 <= num_missed <= len(self._kept):

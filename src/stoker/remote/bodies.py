@@ -165,7 +165,7 @@ def id_field(request_id: str | None) -> dict[str, str]:
 
 def path_part(request_id: str) -> str:
     """The id as a part of a path. Raises RequestNotFoundError for what is no id of any request."""
-    if not request_id or set(request_id) <= {"."}:
+    if not request_id or "/" in request_id or set(request_id) <= {"."}:
         raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="id")
     return quote(request_id, safe="")
 

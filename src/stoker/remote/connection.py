@@ -32,6 +32,7 @@ from stoker.remote.wire import BEAT_S
 T = TypeVar("T")
 
 CONNECT_S = 5.0
+END_OF_PORTS = 65_536
 ANSWER_S = 30.0
 """Of what a server answers without computing."""
 QUIET_S = 6 * BEAT_S
@@ -72,9 +73,11 @@ class ServerConnection:
             parsed = httpx.URL(self.url)
         except (httpx.InvalidURL, ValueError, TypeError) as error:
             raise InvalidRequestError(f"{url!r} is not the URL of a server: {error}", param="url") from None
-        if parsed.userinfo:
-            raise InvalidRequestError("the URL of a server holds no name and no password", param="url")
-        if parsed.scheme not in {"http", "https"} or not parsed.host:
+        if parsed.userinfo or parsed.query:
+            text = "the URL of a server holds no name, no password and no query"
+            raise InvalidRequestError(text, param="url")
+        has_port = 0 < (parsed.port or 1) < END_OF_PORTS
+        if parsed.scheme not in {"http", "https"} or not parsed.host or not has_port:
             text = f"the URL of a server looks like http://127.0.0.1:8686, not like {url!r}"
             raise InvalidRequestError(text, param="url")
         if api_key:

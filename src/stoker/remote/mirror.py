@@ -185,7 +185,7 @@ class ServerMirror:
             if "stage" in fields and self._known is not None:
                 self._known = msgspec.structs.replace(self._known, states=_moved(self._known.states, fields))
                 return
-        if event.event in {"snapshot", "model", "engine"}:
+        if event.event in {"snapshot", "model", "engine", "lagged"}:
             await self.refresh()
 
 

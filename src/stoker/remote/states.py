@@ -112,7 +112,7 @@ class RemoteStates:
 
 def _path(state_id: str) -> str:
     """Where the state is. Raises StateNotFoundError for what is no id."""
-    if not state_id or set(state_id) <= {"."}:
+    if not state_id or "/" in state_id or set(state_id) <= {"."}:
         raise StateNotFoundError(f"there is no state {state_id!r}", param="state_id")
     return f"{_STATES}/{quote(state_id, safe='')}"
 

@@ -49,13 +49,18 @@ class RecentLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record; the oldest goes."""
+        try:
+            message = record.getMessage()[:MAX_CHARS]
+        except Exception:  # noqa: BLE001 - a call to the log never fails, as with every handler
+            self.handleError(record)
+            return
         self._records.append(
             LogRecord(
                 number=next(self._numbers),
                 at=record.created,
                 level=record.levelname,
                 logger=record.name,
-                message=record.getMessage()[:MAX_CHARS],
+                message=message,
             )
         )
 

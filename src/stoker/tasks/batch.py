@@ -100,8 +100,9 @@ def _checked(
     if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
         text = f"prompts is a list of prompts, got {type(prompts).__name__}; ask answers one"
         raise InvalidRequestError(text, param="prompts")
-    if concurrency is not None and concurrency < 1:
-        raise InvalidRequestError(f"concurrency is {concurrency}; it is 1 or more", param="concurrency")
+    if concurrency is not None and not (isinstance(concurrency, int) and concurrency >= 1):
+        text = f"concurrency is {concurrency!r:.60}; it is a number of 1 or more"
+        raise InvalidRequestError(text, param="concurrency")
     for name in fields.keys() - AskKeywords.__annotations__.keys():
         raise unknown_field(name)
     if (schema := fields.get("schema")) is not None:

@@ -206,7 +206,9 @@ def unknown_field(name: str) -> InvalidRequestError:
     """The error of a keyword that a request does not have, with the one that it resembles."""
     known = ConversationKeywords.__annotations__.keys() - FormerKeywords.__annotations__.keys()
     if name in known:
-        return InvalidRequestError(f"{name!r} is a field of chat and ask, not of this call", param=name)
+        return InvalidRequestError(
+            f"{name!r} is a field of conversations; this call continues a text", param=name
+        )
     return InvalidRequestError(f"a request has no field {name!r}{_meant(name, known)}", param=name)
 
 

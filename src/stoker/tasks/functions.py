@@ -80,9 +80,11 @@ class PythonTool:
         """
         try:
             if self._is_async:
-                value = await self._call.validate_json(arguments)
+                value = self._call.validate_json(arguments)
             else:
                 value = await asyncio.to_thread(self._call.validate_json, arguments)
+            if inspect.isawaitable(value):  # of a decorated one too
+                value = await value
             text = value if isinstance(value, str) else to_json(value, fallback=str).decode()
         except ValidationError as error:
             text = f"error: {_problems(error)}"

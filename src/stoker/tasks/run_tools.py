@@ -62,7 +62,9 @@ async def run_tools(
         InvalidRequestError: there are no tools, or one cannot be described.
         StokerError: a request was refused or failed.
     """
-    tools = {tool.name: tool for tool in map(PythonTool, filter(callable, fields.get("tools") or ()))}
+    offered = fields.get("tools")
+    functions = filter(callable, offered if isinstance(offered, list | tuple) else ())
+    tools = {tool.name: tool for tool in map(PythonTool, functions)}
     if not tools:
         raise InvalidRequestError("tools: a list of Python functions is needed", param="tools")
     given: dict[str, Any] = {**fields}

@@ -16,7 +16,8 @@ ROOT_LOGGER = "stoker"
 
 def wanted_level() -> int:
     """The lowest level that `stoker` or a logger below it lets pass now."""
-    below = [name for name in logging.root.manager.loggerDict if name.startswith(f"{ROOT_LOGGER}.")]
+    names = list(logging.root.manager.loggerDict)  # in one go: other threads may make loggers meanwhile
+    below = [name for name in names if name.startswith(f"{ROOT_LOGGER}.")]
     return min(logging.getLogger(name).getEffectiveLevel() for name in (ROOT_LOGGER, *below))
 
 

@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from stoker.errors import StokerError
 from stoker.ipc.usage import Usage
+from stoker.remote.wire import BEAT_S
 from stoker.server.context import ServerContext, models_now
 from stoker.server.inbound.security import Identity
 from stoker.server.reply import json_response
@@ -313,7 +314,7 @@ def router(context: ServerContext) -> APIRouter:
         caller who is no operator gets events of the requests of its own key only.
         """
         frames = _frames(context, request.state.identity, request.headers.get("Last-Event-ID", ""))
-        return EventStream(frames, {}, context.settings.keepalive_s)
+        return EventStream(frames, {}, min(context.settings.keepalive_s, BEAT_S))
 
     @routes.get("/v1/runtime/prefixes", tags=["runtime"])
     async def prefixes(request: Request) -> Response:
