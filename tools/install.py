@@ -210,11 +210,20 @@ def check_python() -> None:
 
 def make_environment(folder: Path) -> Path:
     """The environment's python, made first if there is none."""
-    python = folder / "bin" / "python"
+    python = _python_of(folder)
     if not python.exists():
+        if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").exists():
+            raise SetupError(
+                f"{folder} holds something that is no environment: say VENV=... of another folder."
+            )
         print(f"  making {folder} with Python {platform.python_version()}", flush=True)
         venv.create(folder, with_pip=True, clear=folder.exists())
     return python
+
+
+def _python_of(folder: Path) -> Path:
+    """Its python; not there where the one that it was made with has gone."""
+    return folder / "bin" / "python"
 
 
 def find_compiler(build: Build) -> str | None:
@@ -310,7 +319,8 @@ def install(folder: Path, extras: list[str], *, again: bool = False) -> Installe
     before = Installed.read(folder)
     inputs, build = _digest_of_inputs(), wanted_build(before)
     extras = sorted({*before.extras, *extras})
-    if not again and (before.inputs, before.build, list(before.extras)) == (inputs, build, extras):
+    is_noted = (before.inputs, before.build, list(before.extras)) == (inputs, build, extras)
+    if is_noted and not again and _python_of(folder).exists():
         return before
     check_python()
     python = make_environment(folder)
@@ -365,7 +375,7 @@ def _computes_on(python: Path) -> str:
 def _has_native(python: Path) -> bool:
     code = f"import importlib.metadata as m; print(m.version({NATIVE!r}))"
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    return done.returncode == 0 and f"{NATIVE}=={done.stdout.strip()}" in _native_pin()
+    return done.returncode == 0 and f"{NATIVE}=={done.stdout.strip()}" == _native_pin()
 
 
 def _native_pin() -> str:

@@ -183,6 +183,31 @@ def test_what_is_up_to_date_is_left_alone(environment: Environment) -> None:
     assert "--no-cache-dir" in pinned
 
 
+def test_an_environment_whose_python_has_gone_is_made_again(
+    environment: Environment, install: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D1: its note says what it held; nothing of it runs."""
+    environment.bring_up_to_date("demo")
+    (environment.folder / "pyvenv.cfg").touch()
+    code = environment.python.read_bytes()
+    environment.python.unlink()
+
+    def made(folder: Path, **_: bool) -> None:
+        (folder / "bin" / "python").write_bytes(code)
+        (folder / "bin" / "python").chmod(0o755)
+
+    monkeypatch.setattr(install.venv, "create", made)
+    assert environment.bring_up_to_date("demo")
+
+
+def test_a_folder_that_is_no_environment_is_never_emptied(install: ModuleType, tmp_path: Path) -> None:
+    """`make VENV=FOLDER`: the library's way to begin is to remove all that is in the folder."""
+    (tmp_path / "thesis.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(install.SetupError, match="no environment"):
+        install.make_environment(tmp_path)
+    assert (tmp_path / "thesis.txt").exists()
+
+
 def test_a_change_of_the_project_installs_it_again_with_all_it_had(
     environment: Environment, install: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,18 @@ def test_an_answer_is_plain_text_where_no_cursor_moves(term):
     assert (b"\x1b" in terminal.transcript) == (term != "dumb")
 
 
+def test_a_chat_at_a_dumb_terminal_is_plain_text():
+    """T8: what is said of an answer has no escapes there either."""
+    words = ("chat", "--no-server", "--no-history", "-m", "fake:eog_period=0", "-n", "8")
+    with Terminal("stoker", *words, env={"TERM": "dumb"}) as terminal:
+        terminal.until(lambda t: "/help" in t.text)
+        terminal.send("Hi\r")
+        terminal.until(lambda t: "8 tokens" in t.text and t.lines[-1] == ">")
+        terminal.send("\x04")
+        assert terminal.ended() == 0
+    assert b"\x1b[2m" not in terminal.transcript
+
+
 NAME = "a-model-with-a-rather-long-name-Q4_K_M-00001"
 
 

@@ -18,6 +18,7 @@ from stoker.images.image import Image
 from stoker.images.turns import require_vision
 from stoker.ipc.events import Parked, Paused, PrefillProgress, Queued
 from stoker.ipc.model import ModelClass
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -326,7 +327,7 @@ class ChatLoop:
         file = file_of(name)
         save(self._session, file, may_replace=may_replace)
         number = len(self._session.exchanges)
-        self._screen.say(f"{number} {'turn' if number == 1 else 'turns'} written to {file}")
+        self._screen.say(f"{count_text(number, 'turn')} written to {file}")
 
     async def _stats(self, _: str) -> None:
         used, info = self._session.num_context_tokens, self._info()
@@ -359,4 +360,4 @@ def _number(text: str) -> float:
 
 
 def _forgotten(number: int) -> str:
-    return f"{number} {'turn' if number == 1 else 'turns'} forgotten"
+    return f"{count_text(number, 'turn')} forgotten"

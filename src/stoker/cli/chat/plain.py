@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 import typer
 from rich.console import Console
 
-from stoker.cli.session import CONTROLS
+from stoker.cli.session import CONTROLS, tell
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -84,7 +84,7 @@ class PlainScreen:
         kind = text.partition(":")[0]
         if text and kind != self._said and sys.stderr.isatty():
             self._said = kind
-            typer.secho(text, err=True, dim=True)
+            tell(text)
 
     def think(self, text: str) -> None:
         """Reasoning goes to stderr, so that stdout holds the answers alone."""
@@ -102,12 +102,12 @@ class PlainScreen:
             print(json.dumps(reply.record(), ensure_ascii=False), flush=True)
         self._end_line()
         if sys.stderr.isatty():
-            typer.secho(reply.figures, err=True, dim=True)
+            tell(reply.figures)
 
     def say(self, content: RenderableType) -> None:
         """To stderr."""
         if isinstance(content, str):
-            typer.secho(content, err=True, dim=True)
+            tell(content)
         else:
             Console(stderr=True, highlight=False).print(content, style="dim")
 

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stoker.wording import count_text
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -59,7 +61,7 @@ class ChatReply:
     @property
     def figures(self) -> str:
         """One line: how it ended if not by itself, tokens, speed, first token, cache, wait."""
-        parts = [self._ending, f"{self.num_tokens} {'token' if self.num_tokens == 1 else 'tokens'}"]
+        parts = [self._ending, count_text(self.num_tokens, "token")]
         if self.timings is not None and self.timings.decode_s > 0 and self.num_tokens > 1:
             parts.append(f"{(self.num_tokens - 1) / self.timings.decode_s:.1f} tokens/s")
         if self.first_token_s is not None:
@@ -163,9 +165,9 @@ class ChatSession:
         decode_s = sum(reply.timings.decode_s for reply in replies if reply.timings)
         prompt = sum(reply.usage.prompt_tokens for reply in replies if reply.usage)
         cached = sum(reply.usage.cached_tokens for reply in replies if reply.usage)
-        answers = f"{len(replies)} {'answer' if len(replies) == 1 else 'answers'}"
         speed = f" at {tokens / decode_s:.1f} tokens/s" if decode_s else ""
-        return f"{answers}: {tokens} tokens{speed}; prompts: {prompt} tokens, {cached} of them cached"
+        answers = f"{count_text(len(replies), 'answer')}: {count_text(tokens, 'token')}{speed}"
+        return f"{answers}; prompts: {count_text(prompt, 'token')}, {cached:,} of them cached"
 
     @property
     def num_context_tokens(self) -> int:

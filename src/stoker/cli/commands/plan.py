@@ -70,10 +70,13 @@ def plan(
     ] = None,
     limit: Annotated[
         str | None,
-        typer.Option("--limit", help="Memory to plan for. [what the machine has]", metavar="SIZE"),
+        typer.Option(
+            "--memory-limit", "--limit", help="Memory to plan for. [what the machine has]", metavar="SIZE"
+        ),
     ] = None,
     margin: Annotated[
-        str | None, typer.Option("--margin", help="What has to stay free. [512MiB]", metavar="SIZE")
+        str | None,
+        typer.Option("--memory-margin", "--margin", help="What has to stay free. [512MiB]", metavar="SIZE"),
     ] = None,
     mmproj: Annotated[
         Path | None, typer.Option("--mmproj", help="Projector that is loaded with it. [none]", metavar="FILE")

@@ -28,6 +28,7 @@ from stoker.ipc.model import ModelClass, ModelLife, Reach
 from stoker.ipc.status import ModelStatus
 from stoker.models.hub.downloads import Downloads, is_reference
 from stoker.models.seq2seq import check_one_slot
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from stoker.client.event_bus import EventBus
@@ -329,10 +330,9 @@ def _unloaded(event: ModelState) -> StokerError:
 
 
 def _in_use(model: str, num_requests: int) -> ModelInUseError:
-    noun = "request" if num_requests == 1 else "requests"
     return ModelInUseError(
-        f"{num_requests} {noun} for {model} wait for it as it was; load it with a shorter context (ctx_size)"
-        " or from another file when they have ended",
+        f"{count_text(num_requests, 'request')} for {model} wait for it as it was; load it with a shorter"
+        " context (ctx_size) or from another file when they have ended",
         param="ctx_size",
         num_requests=num_requests,
     )

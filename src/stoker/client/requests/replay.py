@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from stoker.client.requests.record import MAX_CHARGES, RequestRecord, Stage
 from stoker.errors import EngineCrashedError
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -209,7 +210,7 @@ def _crashed(live: RequestRecord, end: EngineExit) -> ErrorInfo:
     crashes = live.charges + live.preparation_crashes
     doing = "preparing" if live.preparation_crashes else f"after {live.num_generated} tokens of"
     return EngineCrashedError(
-        f"the engine died {crashes} {'time' if crashes == 1 else 'times'} {doing} request {live.request_id}, "
+        f"the engine died {count_text(crashes, 'time')} {doing} request {live.request_id}, "
         f"last: {end.reason}",
         crashes=crashes,
         num_tokens=live.num_generated,

@@ -29,6 +29,7 @@ from stoker.errors import ModelInUseError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel
 from stoker.ipc.events import ModelState, Reply
 from stoker.ipc.model import ModelLife
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -178,15 +179,15 @@ class Residency:
             return None
         contexts = self._contexts(spec.id, runner)
         if runner.spec.path != spec.path and contexts:
-            text = f"{spec.id} is loaded from another file, which {_requests(len(contexts))} need"
+            text = f"{spec.id} is loaded from another file, which {count_text(len(contexts), 'request')} need"
             return ModelInUseError(f"{text}; load it when they have ended", num_requests=len(contexts))
         now_n_ctx = (runner.load.spec.most_tokens if runner.load else 0) or math.inf
         unfit = [num for num in contexts if 0 < n_ctx < num]
         if not unfit or n_ctx >= now_n_ctx:  # backends round up: as much again is enough for what ran on it
             return None
         return ModelInUseError(
-            f"{_requests(len(unfit))} on {spec.id} may come to hold up to {max(unfit)} tokens, for which a"
-            f" context (ctx_size) of {n_ctx} has no room; load it so when they have ended",
+            f"{count_text(len(unfit), 'request')} on {spec.id} may come to hold up to {max(unfit)} tokens,"
+            f" for which a context (ctx_size) of {n_ctx} has no room; load it so when they have ended",
             param="ctx_size",
             num_requests=len(unfit),
             n_ctx=max(unfit),
@@ -550,7 +551,3 @@ class Residency:
                 reason=served.reason,
             )
         )
-
-
-def _requests(number: int) -> str:
-    return "1 request" if number == 1 else f"{number} requests"

@@ -22,6 +22,7 @@ import psutil
 from stoker.engine.threads.governor import Decision, StepSample, ThreadGovernor
 from stoker.engine.threads.slow_steps import HALF_A_CORE, SlowReason, SlowSteps
 from stoker.machine.cores import SPARE_CORES, CoreWatch
+from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -267,8 +268,7 @@ class ThreadController:
 
     def _changed(self, decision: Decision) -> None:
         self._binder.unbind()  # threads that start now would inherit one core
-        noun = "thread" if decision.num_threads == 1 else "threads"
-        log.debug("%d %s: %s", decision.num_threads, noun, decision.reason)
+        log.debug("%s: %s", count_text(decision.num_threads, "thread"), decision.reason)
 
     def _look_into(self, sample: StepSample, others: float | None) -> bool:
         """Tell about a slow step, mend a shared core; returns whether that has been done."""

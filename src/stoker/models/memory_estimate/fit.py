@@ -15,7 +15,7 @@ import msgspec
 
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.model import ModelSpec
-from stoker.wording import size_text
+from stoker.wording import count_text, size_text
 
 SMALLEST_N_CTX = 2048
 DRAFT_BATCH = 64
@@ -176,8 +176,7 @@ def _fitted(fit: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, foun
     if smaller.kv_type != spec.kv_type:
         phrases.append(f"{smaller.kv_type} cells instead of {spec.kv_type or '16-bit'} ones")
     if smaller.num_slots != spec.num_slots:
-        noun = "slot" if smaller.num_slots == 1 else "slots"
-        phrases.append(f"{smaller.num_slots} {noun} instead of {spec.num_slots}")
+        phrases.append(f"{count_text(smaller.num_slots, 'slot')} instead of {spec.num_slots}")
     return FittedSpec(fit=fit, spec=smaller, estimate=found, degraded=tuple(phrases))
 
 

@@ -93,8 +93,10 @@ class KeyRing:
             return cls()
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise MachineSetupError(f"cannot read the API key file {path}: {error}") from None
+        except OSError as error:
+            raise MachineSetupError(f"cannot read the API key file {path}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise MachineSetupError(f"the API key file {path} is no text") from None
         keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
         if not keys:
             raise MachineSetupError(f"the API key file {path} holds no key; write one a line")
