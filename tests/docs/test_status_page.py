@@ -12,8 +12,8 @@ from stoker.client.requests.history import MAX_RECENT
 from stoker.client.supervisor import MAX_EXITS
 from stoker.engine.loop import NUM_PREFIXES
 from stoker.ipc.status import EngineHealth, EngineStatus, RequestStatus, RuntimeStatus
+from stoker.server.log import MAX_RECORDS
 from stoker.server.native.runtime import status_document
-from stoker.server.recent_log import MAX_RECORDS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "status.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([a-z_]+)`", PAGE))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stoker.cli.logs import JournalFormatter, JsonFormatter
-from stoker.server.event_log import request_line
+from stoker.server.log import request_line
 
 ENDED: dict[str, Any] = {
     "what": "finished",

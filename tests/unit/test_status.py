@@ -20,7 +20,7 @@ from stoker.client.status import NO_STATUS, known_status
 from stoker.ipc.events import Admitted, Delta, Parked, Queued
 from stoker.ipc.request import Priority
 from stoker.machine.ledger import Ledger
-from stoker.server.recent_log import MAX_CHARS, MAX_RECORDS, RecentLog
+from stoker.server.log import MAX_CHARS, MAX_RECORDS, RecentLog
 
 SLOW = "fake:eog_period=0,step_delay_s=0.05"
 

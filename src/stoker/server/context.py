@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stoker.errors import NotReadyError
 from stoker.server.inbound.bodies import IncomingBodies
-from stoker.server.recent_log import RecentLog
+from stoker.server.log import RecentLog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

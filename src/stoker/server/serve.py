@@ -25,7 +25,6 @@ import uvicorn
 from stoker.errors import InvalidRequestError, MachineSetupError
 from stoker.private import forbid_core_files
 from stoker.server.app import create_app, server_context
-from stoker.server.event_log import EventLog
 from stoker.server.inbound.connections import (
     Connection,
     Connections,
@@ -34,6 +33,7 @@ from stoker.server.inbound.connections import (
     raise_limit,
 )
 from stoker.server.inbound.security import is_loopback
+from stoker.server.log import EventLog
 from stoker.server.run_file import RunFile, registered, url_of
 from stoker.server.service_manager import notify
 from stoker.server.signals import SleepSwitch, StopSwitch

@@ -1,14 +1,19 @@
-"""The server's log of what happens: a line for each request that has ended, and moves of models and engine.
+"""The server's log: lines for requests that have ended and moves of models and engine, and the last records.
 
-Owns the words of these lines. Where they go is up to whoever configures logging; the figures travel beside a
-line in the record's attribute `fields`.
+Owns the words of these lines, and a bounded number of records for operators who ask over HTTP. What a
+terminal or a file shows of the log is up to whoever configures logging; the figures travel beside a line in
+the record's attribute `fields`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import deque
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
@@ -117,3 +122,59 @@ def _seconds(seconds: float) -> str:
 def _one_line(text: str) -> str:
     """Text of others without what would end the line or steer a terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+MAX_RECORDS = 256
+MAX_CHARS = 2000
+"""Of a message; the rest is left out."""
+
+
+class LogRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One record: its number, seconds since the epoch, level, logger and text."""
+
+    number: int
+    at: float
+    level: str
+    logger: str
+    message: str
+
+
+class RecentLog(logging.Handler):
+    """Keeps the last records of `stoker` and its children while it is attached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: deque[LogRecord] = deque(maxlen=MAX_RECORDS)
+        self._numbers = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<RecentLog of {len(self._records)}>"
+
+    def attach(self) -> None:
+        """Keep records from now on."""
+        logging.getLogger("stoker").addHandler(self)
+
+    def detach(self) -> None:
+        """Keep no further ones."""
+        logging.getLogger("stoker").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record; the oldest goes."""
+        try:
+            message = record.getMessage()[:MAX_CHARS]
+        except Exception:  # noqa: BLE001 - a call to the log never fails, as with every handler
+            self.handleError(record)
+            return
+        self._records.append(
+            LogRecord(
+                number=next(self._numbers),
+                at=record.created,
+                level=record.levelname,
+                logger=record.name,
+                message=message,
+            )
+        )
+
+    def after(self, number: int) -> list[LogRecord]:
+        """What came after that number, the oldest first."""
+        return [record for record in list(self._records) if record.number > number]
