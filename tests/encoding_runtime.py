@@ -61,6 +61,7 @@ class EncodingRuntime(OpensGroups):
 
     def __init__(self):
         self.is_ready = False
+        self._closed = asyncio.Event()
         self.info = ENCODER_INFO
         self.states = States(Path("no-such-folder"), self)
         self.requests = []
@@ -83,10 +84,17 @@ class EncodingRuntime(OpensGroups):
     async def close(self):
         """Nothing runs."""
         self.is_ready = False
+        self._closed.set()
 
     async def ended(self):
         """It never ends by itself."""
         await asyncio.Event().wait()
+
+    async def events(self, *, after=""):
+        """Nothing happens until it is closed."""
+        await self._closed.wait()
+        return
+        yield  # what makes it a stream
 
     @property
     def models(self):

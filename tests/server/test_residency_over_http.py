@@ -153,6 +153,7 @@ def test_the_status_shows_models_memory_and_heat_as_the_engine_knows_them(script
     first, second = status["models"]
     assert first == {
         "id": "stand-in",
+        "activity": {},  # the stand-in makes no steps
         "state": "ready",
         "stage": "",
         "fraction": 0.0,
