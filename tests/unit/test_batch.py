@@ -20,6 +20,8 @@ from stoker.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     QueueFullError,
+    ServerBusyError,
+    StokerError,
 )
 from stoker.ipc.model import ModelInfo
 from stoker.tasks.backpressure import Backpressure
@@ -167,8 +169,9 @@ def test_a_script_runs_a_batch():
 class FullAtFirst:
     """A runtime whose queue is full of others' requests for some calls."""
 
-    def __init__(self, num_refused: int) -> None:
+    def __init__(self, num_refused: int, refusal: type[StokerError] = QueueFullError) -> None:
         self.num_refused = num_refused
+        self.refusal = refusal
         self.num_asked = 0
 
     def resolve(self, model: str | None) -> ModelInfo:
@@ -183,13 +186,14 @@ class FullAtFirst:
         """Refused at first, then one delta."""
         self.num_asked += 1
         if self.num_asked <= self.num_refused:
-            raise QueueFullError("full", retry_after_s=0.0)
+            raise self.refusal("full", retry_after_s=0.0)
         yield TextDelta(text=str(prompt), request_id=fields["request_id"], finish_reason=FinishReason.STOP)
 
 
-async def test_a_queue_full_of_others_is_asked_again_after_what_it_says():
-    """The batch waits for `retry_after_s`; not one prompt is lost (D16)."""
-    runtime = FullAtFirst(num_refused=100)
+@pytest.mark.parametrize("refusal", [QueueFullError, ServerBusyError])
+async def test_a_queue_full_of_others_is_asked_again_after_what_it_says(refusal: type[StokerError]):
+    """The batch waits for `retry_after_s`; not one prompt is lost (D16), at a server neither."""
+    runtime = FullAtFirst(100, refusal)
     answers = await batch(runtime, ["a", "b", "c"], raw=True)
     assert [answer.text for answer in answers] == ["a", "b", "c"]
     assert runtime.num_asked == 103

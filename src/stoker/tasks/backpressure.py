@@ -1,6 +1,6 @@
-"""How many requests of a call are under way at once: fewer where the queue is at its bound.
+"""How many requests of a call are under way at once: fewer where a queue, or a server, is at its bound.
 
-Owns that number. It falls to what the queue takes with the first refusal, and grows by one after as many
+Owns that number. It falls to what is taken with the first refusal, and grows by one after as many
 answers as it is large, as the queue may have become shorter meanwhile.
 """
 
@@ -11,10 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from stoker.errors import QueueFullError
+from stoker.errors import QueueFullError, ServerBusyError
 
 T = TypeVar("T")
 
+NO_ROOM = (QueueFullError, ServerBusyError)
+"""What is refused for want of room, and taken later."""
 MAX_IN_FLIGHT = 64
 """Requests of one call that are under way at once."""
 
@@ -37,16 +39,16 @@ class Backpressure:
         return f"<Backpressure {self._num_running} of {self._limit}, at most {self._most}>"
 
     async def run(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` returns; it is called again where the queue was full.
+        """What `ask` returns; it is called again where there was no room.
 
         Raises:
-            QueueFullError: the queue is full of others' requests: none of this call is under way.
+            QueueFullError, ServerBusyError: others take all the room: none of this call is under way.
         """
         while True:
             async with self._place():
                 try:
                     answer = await ask()
-                except QueueFullError:
+                except NO_ROOM:
                     if self._num_running == 1:
                         raise
                     self._limit = min(self._limit, self._num_running - 1)

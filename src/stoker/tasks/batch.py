@@ -15,10 +15,10 @@ from typing import Any, Unpack
 import msgspec
 
 from stoker.client.requests.record import request_id_of
-from stoker.errors import InvalidRequestError, QueueFullError, StokerError
+from stoker.errors import InvalidRequestError, StokerError
 from stoker.ipc.request import FinishReason
 from stoker.tasks.ask import Answer, AnsweringRuntime, AskKeywords, ask
-from stoker.tasks.backpressure import MAX_IN_FLIGHT, Backpressure
+from stoker.tasks.backpressure import MAX_IN_FLIGHT, NO_ROOM, Backpressure
 from stoker.tasks.fields import Message, Prompt, unknown_field
 from stoker.tasks.form import AnswerSchema, Several
 
@@ -152,7 +152,7 @@ class _Batch:
         while True:
             try:
                 return await pressure.run(partial(ask, self._runtime, prompt, **fields))
-            except QueueFullError as error:  # of others' requests
+            except NO_ROOM as error:  # of others' requests
                 wait_s = 1.0 if error.retry_after_s is None else error.retry_after_s
                 await asyncio.sleep(min(wait_s, _MAX_WAIT_S))
 
