@@ -8,6 +8,7 @@ the program. What is heavy is imported when it is needed: `llm` loads this each 
 from __future__ import annotations
 
 import atexit
+import sys
 from typing import TYPE_CHECKING, Any
 
 import llm
@@ -26,11 +27,16 @@ PREFIX = "stoker/"
 
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
-    """Offer every model here that answers a conversation."""
+    """Offer every model here that answers a conversation; `llm` and its other models work in any case."""
+    from stoker.errors import StokerError  # noqa: PLC0415 - see above
     from stoker.models.store import ModelStore  # noqa: PLC0415 - see above
     from stoker.settings import load_settings  # noqa: PLC0415 - see above
 
-    engine, _ = load_settings({}, None)
+    try:
+        engine, _ = load_settings({}, None)
+    except StokerError as error:
+        sys.stderr.write(f"stoker: no models are offered: {error.message}\n")
+        return
     for file in ModelStore(engine.models_dir).list():
         if _answers(file):
             register(StokerModel(file.id, engine))

@@ -61,6 +61,24 @@ def test_a_prompt_is_answered_by_the_running_server(server):
     assert done.stdout == here.stdout != ""
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "\udcff", "-n", "4"),
+        ("embed", "\udcff"),
+        ("embed", "\udcff", "-m", EMBEDDER, "--no-server"),
+        ("run", "Hi", "--json-schema", "not-utf-8"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_one_line(words, tmp_path, monkeypatch):
+    """T2: bytes that are not UTF-8 come as lone surrogates from a pipe and from the command line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "not-utf-8").write_bytes(b"\xff")
+    done = stoker(*words)
+    assert done.exit_code == 2
+    assert "not valid U" in done.stderr.splitlines()[-1]
+
+
 def test_texts_are_embedded_by_the_encoder_of_the_running_server(server):
     """T4, T5: of its models the one that is fit, which is not the default."""
     done = stoker("embed", "one", "two")

@@ -145,6 +145,8 @@ def _ending_in_one_line() -> Iterator[None]:
         if isinstance(end.__context__, BrokenPipeError):  # where the library itself writes: --help
             _reader_left()
         raise
+    except UnicodeError as error:
+        sys.exit(_fault(f"what was given is not valid UTF-8: {error}"))
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         sys.exit(_fault(f"{error.strerror or error}{where}"))

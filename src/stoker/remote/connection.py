@@ -49,7 +49,7 @@ _STREAM = httpx.Timeout(None, connect=CONNECT_S, read=QUIET_S)
 # Idle connections end here first: a request on one that the server is closing would be lost.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=2.0)
 
-_encode = msgspec.json.Encoder().encode
+_encoder = msgspec.json.Encoder()
 
 
 class ServerConnection:
@@ -261,3 +261,11 @@ class ServerConnection:
 
 def _seconds(header: str | None) -> float | None:
     return float(header) if header is not None and header.isdigit() else None
+
+
+def _encode(body: Any) -> bytes:
+    """A body as JSON. Raises InvalidRequestError where one of its texts is none."""
+    try:
+        return _encoder.encode(body)
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"the text is not valid Unicode: {error}") from None
