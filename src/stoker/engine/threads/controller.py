@@ -22,7 +22,6 @@ import psutil
 from stoker.engine.threads.governor import Decision, StepSample, ThreadGovernor
 from stoker.engine.threads.slow_steps import HALF_A_CORE, SlowReason, SlowSteps
 from stoker.machine.cores import SPARE_CORES, CoreWatch
-from stoker.wording import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -268,7 +267,7 @@ class ThreadController:
 
     def _changed(self, decision: Decision) -> None:
         self._binder.unbind()  # threads that start now would inherit one core
-        log.debug("%s: %s", count_text(decision.num_threads, "thread"), decision.reason)
+        log.debug("threads from now on: %d (%s)", decision.num_threads, decision.reason)
 
     def _look_into(self, sample: StepSample, others: float | None) -> bool:
         """Tell about a slow step, mend a shared core; returns whether that has been done."""
