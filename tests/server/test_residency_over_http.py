@@ -173,6 +173,8 @@ def test_the_status_shows_models_memory_and_heat_as_the_engine_knows_them(script
     )
     assert status["heat"] == "serious"
     assert status["memory"] == {
+        "ladder": [],
+        "thresholds": {},
         "limit": 1000,
         "footprint": 800,
         "available": 200,
