@@ -10,6 +10,7 @@ import pytest
 from stand_in import INFO, StandInRuntime
 from typer.testing import CliRunner
 
+from stoker.cli.commands import ps, remote
 from stoker.cli.main import app
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.request import Priority
@@ -201,3 +202,15 @@ def test_the_key_comes_from_the_environment_or_a_flag(call, start_server, tmp_pa
     assert call("ps", "--url", server.url, "--api-key", "secret").exit_code == 0
     monkeypatch.setenv("STOKER_API_KEY", "secret")
     assert call("resume", "--url", server.url).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "words", [("ps",), ("load", "m"), ("unload", "m"), ("pin", "m"), ("suspend",), ("resume",)]
+)
+def test_the_answer_of_another_version_is_no_traceback(words, call, monkeypatch):
+    """T2: what lacks a field is none of ours."""
+    for module in (ps, remote):
+        monkeypatch.setattr(module, "ask_server", lambda *_: {"version": "9"})
+    done = call(*words)
+    assert done.exit_code == 2
+    assert "no Stoker, or one of another version: its answer has no '" in done.stderr

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -31,10 +31,16 @@ from stoker.cli.options import (
     with_options,
 )
 from stoker.cli.session import Activity, opened, tell
-from stoker.errors import AuthenticationError, InvalidRequestError, ModelNotFoundError, NotReadyError
+from stoker.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    MachineSetupError,
+    ModelNotFoundError,
+    NotReadyError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from stoker.cli.fitting_model import Work
     from stoker.cli.options import RuntimeFactory
@@ -241,6 +247,20 @@ def ask_server(
             await server.close()
 
     return asyncio.run(ask(ServerConnection(server_url(url), api_key)))
+
+
+@contextmanager
+def reading_answer() -> Iterator[None]:
+    """Around what reads an answer of `ask_server`: a field that it lacks is told as what it is.
+
+    Raises:
+        MachineSetupError: the answer is none of this version's.
+    """
+    try:
+        yield
+    except KeyError as error:
+        text = f"what answers is no Stoker, or one of another version: its answer has no {error}"
+        raise MachineSetupError(text, param="url") from error
 
 
 def _answers(url: str) -> bool:

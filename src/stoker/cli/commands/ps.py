@@ -9,7 +9,7 @@ import typer
 
 from stoker.cli.options import AsJson
 from stoker.cli.tables import new_console, print_table
-from stoker.cli.target import ApiKey, Url, ask_server
+from stoker.cli.target import ApiKey, Url, ask_server, reading_answer
 from stoker.ipc.model import ModelLife
 from stoker.wording import count_text, duration_text, size_text
 
@@ -20,6 +20,7 @@ _BUSY = frozenset({"prefill", "decode"})
 _IN_MEMORY = frozenset({ModelLife.READY, ModelLife.UNLOADING})
 
 
+@reading_answer()
 def ps(*, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> None:
     """Show the models, requests and memory of the running server."""
     status = ask_server(url, api_key, "/v1/runtime")

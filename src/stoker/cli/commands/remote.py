@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from stoker.cli.options import AsJson
-from stoker.cli.target import ApiKey, Url, ask_server
+from stoker.cli.target import ApiKey, Url, ask_server, reading_answer
 from stoker.wording import size_text
 
 _MODELS = "/v1/runtime/models"
@@ -20,6 +20,7 @@ _MODELS = "/v1/runtime/models"
 Named = Annotated[str, typer.Argument(metavar="MODEL", help="Id of a served model, as `stoker ps` shows it.")]
 
 
+@reading_answer()
 def load(
     model: Annotated[
         str,
@@ -55,12 +56,14 @@ def load(
     _say(loaded, f"{loaded['id']} is ready: {size}, context {loaded['n_ctx']}{less}", as_json=as_json)
 
 
+@reading_answer()
 def unload(model: Named, *, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> None:
     """Free a model; it stays served and is loaded again when a request needs it."""
     answer = _post(url, api_key, f"{_MODELS}/unload", {"model": model}, f"unloading {model}")
     _say(answer, f"{answer['id']} is not in memory any more", as_json=as_json)
 
 
+@reading_answer()
 def pin(
     model: Named,
     *,
@@ -75,6 +78,7 @@ def pin(
     _say(answer, f"{answer['id']} {fate}", as_json=as_json)
 
 
+@reading_answer()
 def suspend(
     *,
     grace_s: Annotated[
@@ -93,6 +97,7 @@ def suspend(
     _say(answer, "suspended" if answer["suspended"] else "resumed before it was suspended", as_json=as_json)
 
 
+@reading_answer()
 def resume(*, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> None:
     """Load what was loaded and let every request of the suspended server go on."""
     answer = _post(url, api_key, "/v1/runtime/resume", {}, "resuming")
