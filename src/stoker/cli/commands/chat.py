@@ -26,6 +26,7 @@ from stoker.cli.options import (
     Seed,
     System,
     Temperature,
+    TopP,
     engine_settings,
 )
 from stoker.cli.target import Asked, Target, asks_model
@@ -55,10 +56,7 @@ def chat(
     ] = None,
     max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
     temperature: Temperature = DEFAULT_TEMPERATURE,
-    top_p: Annotated[
-        float,
-        typer.Option("--top-p", help="Draw from the likeliest tokens of this share.", metavar="P"),
-    ] = 0.95,
+    top_p: TopP = None,
     seed: Seed = None,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Neither read nor write what was typed in earlier chats.")
@@ -72,8 +70,10 @@ def chat(
     from stoker.cli.chat.plain import no_echo
     from stoker.cli.chat.session import ChatSession
 
-    Sampling(temperature=temperature, top_p=top_p, seed=seed)  # says what is wrong before a model is loaded
-    fields = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    drawn = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    given = {name: value for name, value in drawn.items() if value is not None}
+    Sampling(**given)  # type: ignore[arg-type]  # says what is wrong before a model is loaded
+    fields = {"max_tokens": max_tokens, **given}
     session = ChatSession(fields, system=system or "")
     with no_echo():
         num_failed = asyncio.run(
