@@ -50,6 +50,14 @@ def test_the_tokens_of_a_budget_are_the_inverse_of_the_prediction():
     assert cost.tokens_within(1000.0, 512) == 512
 
 
+def test_a_step_in_which_the_process_stood_still_teaches_nothing():
+    """Q9: nothing is divided by the no time that it took."""
+    cost = StepCost()
+    cost.learn(512, 0.0)
+    assert cost.predict(1) is None
+    assert cost.tokens_within(0.05, 8) == 8
+
+
 def test_the_model_follows_quicker_steps_at_once_and_slower_ones_slowly():
     """M7: what it remembers is the quiet machine."""
     cost = taught()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -92,3 +93,18 @@ def test_other_packages_of_the_engine_log_below_our_name() -> None:
     assert isinstance(event, Logged)
     assert event.logger == "stoker.engine.PIL.Image"
     assert event.text.splitlines() == ["failed 3", "ValueError: why"]
+
+
+def test_a_record_waits_for_no_lock_but_the_writers() -> None:
+    """T8: Two locks, one taken by a finaliser in the middle of a write, could hold the engine up for good."""
+    sent: list[Event] = []
+    handler = LogToClient(sent.extend)
+    record = logging.LogRecord("stoker.x", logging.WARNING, "", 0, "said", (), None)
+    handler.acquire()
+    try:
+        thread = threading.Thread(target=handler.handle, args=(record,), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert [event.text for event in sent if isinstance(event, Logged)] == ["said"]
+    finally:
+        handler.release()

@@ -76,6 +76,17 @@ class LogToClient(logging.Handler):
         super().__init__()
         self._publish = publish
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Send one record, without the lock that handlers have.
+
+        A finaliser may log while its thread writes. With two locks it could wait for a thread that logs and
+        waits for the writer's.
+        """
+        is_wanted = bool(self.filter(record))
+        if is_wanted:
+            self.emit(record)
+        return is_wanted
+
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record; other packages' loggers appear below `stoker.engine`."""
         is_ours = record.name == ROOT_LOGGER or record.name.startswith(f"{ROOT_LOGGER}.")

@@ -54,7 +54,9 @@ class StepCost:
         self.num_threads, self._curve = num_threads, None
 
     def learn(self, num_tokens: int, took_s: float) -> None:
-        """A step over `num_tokens` took `took_s` seconds."""
+        """A step over `num_tokens` took `took_s` seconds; 0: the process stood still, which says nothing."""
+        if took_s <= 0.0:
+            return
         self._curve = None
         table = self._tables.setdefault(self.num_threads, {})
         rank = num_tokens.bit_length()
