@@ -47,12 +47,13 @@ from stoker.tasks.fields import (
     GenerateKeywords,
     Message,
     Prompt,
+    checked_request,
     current_load_names,
     keep_alive_seconds,
     warn_former,
     warn_outside,
 )
-from stoker.tasks.form import Schema, Several
+from stoker.tasks.form import Schema, Several, T
 from stoker.tasks.functions import ToolLike
 from stoker.tasks.generate import chatted, generated
 from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, read_images
@@ -357,7 +358,7 @@ class Runtime:
             StokerError: the request was refused or failed.
         """
         own_id, now = request_id_of(request_id), time.monotonic()
-        record = RequestRecord(own_id, request, now, tuple(names), owner, route=route)
+        record = RequestRecord(own_id, checked_request(request), now, tuple(names), owner, route=route)
         async with aclosing(self._client.stream(record)) as events:
             async for event in events:
                 yield event
@@ -416,13 +417,13 @@ class Runtime:
         """
         return chatted(self, messages, **fields)
 
-    async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]) -> Answer:
+    async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords[T]]) -> Answer[T]:
         """The whole answer to a text or a conversation; see `tasks.ask.ask`."""
         return await ask(self, prompt, **fields)
 
     async def batch(
-        self, prompts: Several[Prompt | Sequence[Message]], **fields: Unpack[BatchKeywords]
-    ) -> list[Answer]:
+        self, prompts: Several[Prompt | Sequence[Message]], **fields: Unpack[BatchKeywords[T]]
+    ) -> list[Answer[T]]:
         """The answers to many prompts, as background work; see `tasks.batch.batch`."""
         return await batch(self, prompts, **fields)
 

@@ -142,6 +142,24 @@ async def test_the_last_delta_carries_reason_usage_and_timings(runtime: Any) -> 
     assert all(len(entry.top) == 2 and isinstance(entry.token_bytes, bytes) for entry in entries)
 
 
+async def test_stream_refuses_what_is_no_request_and_shows_one(runtime: Any) -> None:
+    """SPEC I10: a text is for `generate`; the error shows where `temperature` goes in a request."""
+    with pytest.raises(InvalidRequestError, match=r"GenerateRequest, got str; .*Sampling") as caught:
+        await collect(runtime.stream("Hello"))
+    assert caught.value.param == "request"
+
+
+@pytest.mark.parametrize(
+    ("url", "api_key", "param"), [(5, None, "url"), ("http://127.0.0.1:8686", 5, "api_key")]
+)
+def test_a_url_or_key_of_another_type_is_refused_by_name(url: Any, api_key: Any, param: str) -> None:
+    """SPEC I10: before anything is sent, by the plain runtime too."""
+    for connect in (Runtime.connect, stoker.sync.Runtime.connect):
+        with pytest.raises(InvalidRequestError) as caught:
+            connect(url, api_key=api_key)
+        assert caught.value.param == param
+
+
 async def test_the_text_of_a_seed_is_the_same_here_and_there(runtime: Any) -> None:
     """D1: one text for one seed, whoever computes it; every field of sampling travels."""
     fields = {"max_tokens": 24, "temperature": 5.0, "min_p": 0.0, "seed": 5, "logit_bias": {121: -100.0}}

@@ -194,6 +194,11 @@ async def use(rt: stoker.Runtime) -> None:
     await rt.ask("x", priority="urgent")  # wrong priority
     print(rt.ask("x").text)  # missing await
     print(answer.content)  # wrong attribute
+    print(answer.parsed.name, (await rt.ask("x")).parsed)
+    print((await rt.ask("x", schema={"type": "object"})).parsed["a"])
+    print(answer.parsed.town)  # not of the class
+    print((await rt.batch(["x"], schema=City))[0].parsed.town)  # not of the class
+    print((await rt.ask("x", schema=list[int])).parsed[0].town)  # an int has none
     await rt.batch("x")  # a text for a list
     await rt.choose("x", "abc")  # a text for a list
     await rt.rerank("x", "abc")  # a text for a list
@@ -208,11 +213,16 @@ async def connect() -> None:
         await rt.ask("x", max_tokens="5")  # wrong type
         await rt.batch("x")  # a text for a list
         print((await rt.ask("x")).content)  # wrong attribute
+        print((await rt.ask("x", schema=City)).parsed.name)
+        print((await rt.ask("x", schema=City)).parsed.town)  # not of the class
 
 def plain(rt: stoker.sync.Runtime) -> None:
     print(rt.ask("x").text, rt.batch(["x"])[0].text, rt.run_tools("x", tools=[look]).num_rounds)
     rt.ask("x", max_tokens="5")  # wrong type
     print(rt.ask("x").content)  # wrong attribute
+    print(rt.ask("x", schema=City).parsed.name, rt.ask("x").parsed)
+    print(rt.ask("x", schema=City).parsed.town)  # not of the class
+    print(rt.batch(["x"], schema=City)[0].parsed.town)  # not of the class
     rt.batch("x")  # a text for a list
 """
 

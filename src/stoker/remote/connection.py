@@ -67,6 +67,9 @@ class ServerConnection:
     """
 
     def __init__(self, url: str, api_key: str | None) -> None:
+        if not isinstance(url, str):
+            text = f"url is a text such as http://127.0.0.1:8686, got {type(url).__name__}"
+            raise InvalidRequestError(text, param="url")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}
         try:
@@ -81,7 +84,7 @@ class ServerConnection:
             text = f"the URL of a server looks like http://127.0.0.1:8686, not like {url!r}"
             raise InvalidRequestError(text, param="url")
         if api_key:
-            if not (api_key.isascii() and api_key.isprintable()):
+            if not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
                 raise InvalidRequestError("an API key is printable ASCII", param="api_key")
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._http: httpx.AsyncClient | None = None

@@ -58,6 +58,7 @@ from stoker.tasks.fields import (
     GenerateKeywords,
     Message,
     Prompt,
+    checked_request,
     current_load_names,
     request_of,
     texts_of,
@@ -65,7 +66,7 @@ from stoker.tasks.fields import (
     warn_former,
     warn_outside,
 )
-from stoker.tasks.form import Schema, Several
+from stoker.tasks.form import Schema, Several, T
 from stoker.tasks.functions import ToolLike
 from stoker.tasks.read_images import MAX_TOKENS, Attempt, Question, Reading, Told, read_with, told_by
 from stoker.tasks.rerank import Ranking, RerankKeywords
@@ -289,7 +290,7 @@ class RemoteRuntime:
             StokerError: the request was refused or failed.
         """
         refuse({"names": names, "owner": owner, "route": route != "library"})
-        body = request_body(request) | id_field(request_id)
+        body = request_body(checked_request(request)) | id_field(request_id)
         async with aclosing(self._events("POST", wire.REQUESTS, body)) as events:
             async for event in events:
                 yield event
@@ -386,13 +387,13 @@ class RemoteRuntime:
             )
         return ServerLostError(text, param="url", url=self.url, num_tokens=num_tokens)
 
-    async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]) -> Answer:
+    async def ask(self, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords[T]]) -> Answer[T]:
         """As `Runtime.ask`."""
         return await ask(self, prompt, **fields)
 
     async def batch(
-        self, prompts: Several[Prompt | Sequence[Message]], **fields: Unpack[BatchKeywords]
-    ) -> list[Answer]:
+        self, prompts: Several[Prompt | Sequence[Message]], **fields: Unpack[BatchKeywords[T]]
+    ) -> list[Answer[T]]:
         """As `Runtime.batch`."""
         return await batch(self, prompts, **fields)
 

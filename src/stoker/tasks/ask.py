@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, Unpack
+from typing import Any, Generic, Protocol, Unpack
 
 import msgspec
 
@@ -25,15 +25,15 @@ from stoker.tasks.fields import (
     checked_prompt,
     is_conversation,
 )
-from stoker.tasks.form import AnswerSchema
+from stoker.tasks.form import AnswerSchema, T
 
 __all__ = ["Answer", "AnsweringRuntime", "AskKeywords", "ask"]
 
 _GIVEN_UP = {FinishReason.CANCELLED, FinishReason.PREEMPTED}
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole answer.
+class Answer(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """A whole answer; `Answer[T]`: one whose `schema` was the class T.
 
     Attributes:
         text: without the reasoning and without the calls.
@@ -61,11 +61,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings = Timings()
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
-    parsed: Any = None
+    parsed: T = None  # type: ignore[assignment] # a call, or cancelled
     error: StokerError | None = None
 
 
-class AskKeywords(ConversationKeywords, total=False):
+class AskKeywords(ConversationKeywords[T], total=False):
     """Those of `chat`; `raw`: a text is continued as it is, not laid out as a user's turn."""
 
     raw: bool
@@ -90,8 +90,8 @@ class AnsweringRuntime(Protocol):
 
 
 async def ask(
-    runtime: AnsweringRuntime, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords]
-) -> Answer:
+    runtime: AnsweringRuntime, prompt: Prompt | Sequence[Message], **fields: Unpack[AskKeywords[T]]
+) -> Answer[T]:
     """The whole answer to a text or a conversation.
 
     A text is a user's turn where the model takes conversations, else it is continued.

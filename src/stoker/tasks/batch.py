@@ -20,7 +20,7 @@ from stoker.ipc.request import FinishReason
 from stoker.tasks.ask import Answer, AnsweringRuntime, AskKeywords, ask
 from stoker.tasks.backpressure import MAX_IN_FLIGHT, NO_ROOM, Backpressure
 from stoker.tasks.fields import Message, Prompt, unknown_field
-from stoker.tasks.form import AnswerSchema, Several
+from stoker.tasks.form import AnswerSchema, Several, T
 
 __all__ = ["BatchKeywords", "BatchProgress", "batch"]
 
@@ -49,7 +49,7 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
     answer: Answer
 
 
-class BatchKeywords(AskKeywords, total=False):
+class BatchKeywords(AskKeywords[T], total=False):
     """Those of `ask`, and how the batch is run; see `batch`."""
 
     progress: Callable[[BatchProgress], object] | None
@@ -59,8 +59,8 @@ class BatchKeywords(AskKeywords, total=False):
 async def batch(
     runtime: AnsweringRuntime,
     prompts: Several[Prompt | Sequence[Message]],
-    **keywords: Unpack[BatchKeywords],
-) -> list[Answer]:
+    **keywords: Unpack[BatchKeywords[T]],
+) -> list[Answer[T]]:
     """The answers to all prompts, in their order; none is lost to a full queue.
 
     A prompt that fails does not end the others: its answer has `finish_reason` "error" and the `error`. To

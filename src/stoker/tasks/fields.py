@@ -23,7 +23,7 @@ from stoker.images.image import ImageLike
 from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import GenerateRequest, Picture, Preempt, Priority, Sampling, StateOutput
 from stoker.settings import parse_keep_alive
-from stoker.tasks.form import FormKeywords, Several, take_constraint
+from stoker.tasks.form import FormKeywords, Several, T, take_constraint
 from stoker.tasks.functions import ToolLike
 
 Prompt = str | Sequence[int]
@@ -132,7 +132,7 @@ class CallKeywords(RequestKeywords, total=False):
     route: str
 
 
-class GenerateKeywords(RequestKeywords, FormKeywords, total=False):
+class GenerateKeywords(RequestKeywords, FormKeywords[T], total=False):
     """What `generate` takes: fields of a request, the form of its text, and what is the call's own."""
 
     state: GivenState | None
@@ -140,7 +140,7 @@ class GenerateKeywords(RequestKeywords, FormKeywords, total=False):
     on_notice: OnNotice | None
 
 
-class ConversationKeywords(GenerateKeywords, total=False):
+class ConversationKeywords(GenerateKeywords[T], total=False):
     """What `chat` takes."""
 
     images: ImageLike | Sequence[ImageLike]
@@ -181,6 +181,17 @@ def request_of(prompt: Prompt | GenerateRequest, fields: Mapping[str, Any]) -> G
         return msgspec.convert({**given, **fields, "sampling": sampling}, GenerateRequest)
     except msgspec.ValidationError as error:
         raise _malformed(str(error)) from None
+
+
+def checked_request(request: Any) -> GenerateRequest:
+    """What `stream` takes, which has no fields by name. Raises InvalidRequestError: it is something else."""
+    if not isinstance(request, GenerateRequest):
+        text = (
+            f"request is a GenerateRequest, got {type(request).__name__}; write "
+            "GenerateRequest(prompt=..., sampling=Sampling(temperature=0)), or call generate with a text"
+        )
+        raise InvalidRequestError(text, param="request")
+    return request
 
 
 def _malformed(problem: str) -> InvalidRequestError:

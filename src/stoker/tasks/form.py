@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, TypedDict, TypeVar, get_origin
+from typing import Any, Generic, Protocol, TypedDict, get_origin
 
 from jsonschema import exceptions, validators
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUndefinedAnnotation
 from referencing import Registry
 from referencing.exceptions import Unresolvable
+from typing_extensions import TypeVar
 
 from stoker.errors import InvalidRequestError
 from stoker.ipc.constraint import Constraint, ConstraintKind, JsonSchema
 
 __all__ = ["AnswerSchema", "FormKeywords", "Schema", "Several", "strict_schema", "take_constraint"]
 
+T = TypeVar("T", default=Any)
+"""What `schema` names: Any for a JSON Schema, and without one."""
 T_co = TypeVar("T_co", covariant=True)
 
 Schema = type[Any] | JsonSchema
@@ -47,15 +50,15 @@ class Several(Protocol[T_co]):
         ...
 
 
-class FormKeywords(TypedDict, total=False):
-    """At most one of them: what the whole text of the answer has to be."""
+class FormKeywords(TypedDict, Generic[T], total=False):
+    """At most one of them: what the whole text of the answer has to be; T is the class of `schema`."""
 
     regex: str | None
     grammar: str | None
     json_schema: JsonSchema | str | None
     choice: Several[str] | None
     response_format: Mapping[str, Any] | None
-    schema: Schema | None
+    schema: type[T] | JsonSchema | None
 
 
 class AnswerSchema:
