@@ -31,6 +31,7 @@ from stoker.models.hub import hub
 from stoker.server import serve
 from stoker.settings import EngineSettings, ServerSettings
 from stoker.tasks.fields import request_of
+from terminal import Terminal
 from tiny_models import write_llama
 from tiny_projector import write_projector
 
@@ -622,3 +623,10 @@ def test_a_repository_that_is_not_here_is_offered(monkeypatch: pytest.MonkeyPatc
     assert (done.exit_code, asked) == (0, ["owner/repo"]), done.output
     again = invoke("run", "Hi", "-n", "2", "-m", "owner/repo")
     assert (again.exit_code, asked) == (0, ["owner/repo"]), again.output
+
+
+def test_run_at_a_terminal_without_a_prompt_says_what_to_do() -> None:
+    """It answers no question that nobody asked."""
+    with Terminal("stoker", "run") as terminal:
+        assert terminal.ended() == 2
+        assert "there is no prompt: give one" in terminal.text

@@ -89,8 +89,8 @@ async def rank_documents(
     if output is None:
         text = (
             f"the classifier of {info.id} has several outputs and its file does not say which is the"
-            " score: choose one with output, from 0 (of two often 1), or serve it with rerank_output"
-            " (--rerank-output N)"
+            " score: choose one with output (--output N), from 0 (of two often 1), or serve it with"
+            " rerank_output (stoker serve --rerank-output N)"
         )
         raise InvalidRequestError(text, param="output")
     wanted: dict[str, Any] = {"temperature": 0.0, **fields, "model": info.id}

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from stoker.client.requests.stream import TextDelta
 
-DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence."
-
 
 @asks_model
 def run(
@@ -95,14 +93,14 @@ def run(
 
 
 def _prompt_text(prompt: str | None) -> str:
-    if prompt is None:
-        text = piped_text() or ("" if not sys.stdin.isatty() else DEFAULT_PROMPT)
-    elif prompt == "-":
+    if prompt is None or prompt == "-":
         text = piped_text()
     else:
         text = "\n\n".join(part for part in (prompt, piped_beside_a_prompt()) if part)
     if not text.strip():
-        raise InvalidRequestError("there is no prompt: give one, or pipe it in", param="prompt")
+        raise InvalidRequestError(
+            "there is no prompt: give one, or pipe it in; `stoker chat` is a conversation", param="prompt"
+        )
     return text
 
 
