@@ -4,8 +4,7 @@ Owns what an application may call and the shape of the answers. What it is made 
 processes, restarts and replay are `client.supervisor`'s, HTTP is the server's.
 
     async with Runtime(slots=4) as runtime:
-        async for delta in runtime.generate("The capital of France is", max_tokens=16):
-            print(delta.text, end="", flush=True)
+        print((await runtime.ask("What is the capital of France?")).text)
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from stoker.ipc.commands import CountTokens, Detokenize, Tokenize
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelInfo, Reach
 from stoker.ipc.request import GenerateRequest
-from stoker.ipc.status import CallKind, EngineHealth, GroupStatus, ModelStatus, RuntimeStatus
+from stoker.ipc.status import CallKind, EngineHealth, GroupStatus, ModelStatus, RequestStatus, RuntimeStatus
 from stoker.settings import EngineSettings
 from stoker.tasks.ask import Answer, AskKeywords, ask
 from stoker.tasks.batch import BatchKeywords, batch
@@ -80,8 +79,8 @@ class Runtime:
 
     Attributes:
         on_load: called with each state a model reports while it loads; set it before `start`.
-        on_call: called with each call of several requests that has ended, and with `finished`, `cancelled`
-            (its caller left) or the code of the error that ended it.
+        on_call: called with each ended call of several requests and `finished`, `cancelled` (its caller
+            left) or the code of its error; `on_ended` with each ended request and call, as `recent` shows it.
         takes_up: it goes on with what a program that ended while suspended has left; set it before `start`.
         states: saved states of recurrent models, and embeddings by state.
         hurry: cuts the drain of a `close` short: what runs is ended, and an engine that stays on is killed.
@@ -109,6 +108,8 @@ class Runtime:
         self.states = States(settings.states_dir, self)
         self.hurry = self._client.hurry
         self._client.on_call = lambda call, outcome: self.on_call(call, outcome)  # noqa: PLW0108 - it may be set later
+        self._client.bus.on_ended = lambda status: self.on_ended(status)  # noqa: PLW0108 - it may be set later
+        self.on_ended: Callable[[RequestStatus], None] = lambda status: None  # noqa: ARG005 - the hook's
         self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
         self.on_load: Callable[[ModelState], None] = lambda state: None  # noqa: ARG005 - the hook's argument
 

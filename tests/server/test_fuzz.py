@@ -76,6 +76,8 @@ def test_every_route_is_published(http):
         "/metrics",
         "/v1/runtime",
         "/v1/runtime/events",
+        "/v1/runtime/log",
+        "/v1/runtime/prefixes",
         "/v1/runtime/models/load",
         "/v1/runtime/models/pin",
         "/v1/runtime/models/unload",

@@ -8,7 +8,9 @@ import httpx
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from stoker.client.event_bus import RuntimeEvent
+from stoker.client.event_bus import MAX_WAITING, RuntimeEvent
+from stoker.ipc.request import Priority
+from stoker.ipc.status import RequestStatus
 from stoker.runtime import Runtime
 from stoker.server.metrics import MAX_MODELS, EndedMetrics
 
@@ -128,20 +130,41 @@ def test_what_ended_is_counted_by_model_and_class(start_server):
         assert set(samples(http, "stoker:time_share")) == {("fake", "interactive"), ("fake", "background")}
 
 
+def test_no_end_is_missed_however_many_come_at_once(start_server):
+    """SPEC O1: subscribers lose the oldest past a bound; counters do not."""
+    server = start_server(lambda: Runtime(model="fake:eog_period=0", isolation="thread"))
+    server.ready.result(60)
+    bus = server.runtime._client.bus
+    end = RequestStatus(
+        request_id="x",
+        model="fake",
+        priority=Priority.BACKGROUND,
+        kind="chat",
+        route="library",
+        arrived_at=0.0,
+        finish_reason="stop",
+    )
+    server.call(lambda: [bus.request_ended(end) for _ in range(2 * MAX_WAITING)])
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        ended = samples(http, "stoker:ended_requests_total")
+    assert ended["chat", "fake", "stop", "background"] == 2 * MAX_WAITING
+
+
 def test_labels_of_models_have_a_bound():
     """SPEC O1: who makes up names makes no metrics."""
     registry = CollectorRegistry()
     metrics = EndedMetrics(registry)
-    end = {
-        "priority": "interactive",
-        "kind": "chat",
-        "finish_reason": "stop",
-        "queue_s": 0.1,
-        "first_token_s": None,
-    }
-    end |= {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": 1}
     for number in range(MAX_MODELS + 5):
-        metrics.count(end | {"model": f"m{number}"})
+        metrics.count(
+            RequestStatus(
+                request_id="x",
+                model=f"m{number}",
+                priority=Priority.INTERACTIVE,
+                kind="chat",
+                route="library",
+                arrived_at=0.0,
+            )
+        )
     (family,) = [found for found in registry.collect() if found.name == "stoker:ended_requests"]
     models = {sample.labels["model"] for sample in family.samples}
     assert len(models) == MAX_MODELS + 1

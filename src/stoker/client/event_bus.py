@@ -6,6 +6,7 @@ Names events and gives each to every subscriber, bounded for each of them; no te
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from stoker.errors import ErrorInfo
     from stoker.ipc.status import RequestStatus
+
+log = logging.getLogger(__name__)
 
 MAX_WAITING = 512
 """Events that wait for one subscriber; past this the oldest go, and `lagged` says how many."""
@@ -94,6 +97,9 @@ class EventBus:
         on_model: also called with each model's state, on the event loop, apart from the caller.
         now: seconds since the epoch.
         owner_of: digest of the API key that a live request came with, by its id.
+
+    Attributes:
+        on_ended: called with each request and call that has ended, however many are waiting.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class EventBus:
         self._now = now
         self._subscribers: set[_Subscriber] = set()
         self._program = secrets.token_hex(4)
+        self.on_ended: Callable[[RequestStatus], None] = lambda status: None  # noqa: ARG005 - the hook's
         self._keeps = False  # nothing is kept before somebody has subscribed
         self._num_published = 0
         self._kept: deque[RuntimeEvent] = deque(maxlen=MAX_KEPT)
@@ -212,6 +219,10 @@ class EventBus:
 
     def request_ended(self, status: RequestStatus, event: RequestEvent | None = None) -> None:
         """A request or a call has ended: what it was, what it took and how it ended."""
+        try:
+            self.on_ended(status)
+        except Exception:  # it is no fault of the request
+            log.exception("what follows ends of requests failed at %s", status.request_id)
         if self._keeps:
             fields = msgspec.to_builtins(status)
             for name in ("owner", "state", "processed_tokens", "position", "eta_s"):

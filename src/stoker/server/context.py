@@ -46,6 +46,7 @@ class ServerContext:
     def __post_init__(self) -> None:
         self.bodies = IncomingBodies(self.settings)
         self.runtime.on_call = self.metrics.count_call
+        self.runtime.on_ended = self.metrics.ended.count
 
     def require_ready(self) -> None:
         """Refuse work that cannot start now.

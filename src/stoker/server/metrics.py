@@ -9,8 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,11 +23,10 @@ from stoker.ipc.usage import CacheSource
 from stoker.server.context import models_now
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from stoker.client.event_bus import RuntimeEvent
     from stoker.ipc.events import Event
-    from stoker.ipc.status import CacheStatus, GroupStatus, MemoryStatus, ModelStatus
+    from stoker.ipc.status import CacheStatus, GroupStatus, MemoryStatus, ModelStatus, RequestStatus
     from stoker.ipc.usage import Timings, Usage
     from stoker.runtime import RuntimeStatus
 
@@ -149,7 +147,7 @@ _LABELS = ("model", "priority")
 
 
 class EndedMetrics:
-    """Requests and calls that have ended, by model and class, from the runtime's events."""
+    """Requests and calls that have ended, by model and class."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._models: set[str] = set()
@@ -176,24 +174,17 @@ class EndedMetrics:
     def __repr__(self) -> str:
         return f"<EndedMetrics of {sorted(self._models)}>"
 
-    async def follow(self, events: AsyncGenerator[RuntimeEvent, None]) -> None:
-        """Count ends until there are no more events."""
-        async with aclosing(events) as followed:
-            async for event in followed:
-                if event.event == "request" and event.fields.get("what") in {"finished", "failed"}:
-                    self.count(event.fields)
-
-    def count(self, fields: Mapping[str, Any]) -> None:
-        """Count one end, as its event tells of it."""
-        labels = (self._label(fields["model"]), fields["priority"])
-        error = fields.get("error")
-        outcome = error["code"] if error else fields.get("finish_reason") or _OTHER
-        self._ended.labels(*labels, fields["kind"], outcome.partition(",")[0]).inc()
-        for what, name in (("prompt", "prompt"), ("cached", "cached"), ("generated", "completion")):
-            self._tokens.labels(*labels, what).inc(fields[f"{name}_tokens"])
-        self._waits.labels(*labels).observe(fields["queue_s"])
-        if fields["first_token_s"] is not None:
-            self._first_tokens.labels(*labels).observe(fields["first_token_s"])
+    def count(self, end: RequestStatus) -> None:
+        """Count one that has ended."""
+        labels = (self._label(end.model), str(end.priority))
+        outcome = end.error.code if end.error else end.finish_reason or _OTHER
+        self._ended.labels(*labels, end.kind, outcome.partition(",")[0]).inc()
+        self._tokens.labels(*labels, "prompt").inc(end.prompt_tokens)
+        self._tokens.labels(*labels, "cached").inc(end.cached_tokens)
+        self._tokens.labels(*labels, "generated").inc(end.completion_tokens)
+        self._waits.labels(*labels).observe(end.queue_s)
+        if end.first_token_s is not None:
+            self._first_tokens.labels(*labels).observe(end.first_token_s)
 
     def _label(self, model: str) -> str:
         if model not in self._models and len(self._models) < MAX_MODELS:

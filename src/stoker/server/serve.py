@@ -166,7 +166,6 @@ class Service:
             StokerError: the runtime could not start, or it ended unasked: nothing lingers without an engine.
         """
         logging_events = asyncio.ensure_future(EventLog().follow(self._runtime.events()))
-        counting_ends = asyncio.ensure_future(self.context.metrics.ended.follow(self._runtime.events()))
         self.context.log.attach()
         serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
         starting = asyncio.ensure_future(self._runtime.start())
@@ -187,7 +186,6 @@ class Service:
             await self.sleep.close()
             await self._runtime.close()
             await logging_events  # it ends with the runtime
-            await counting_ends
             self.server.should_exit = True
             await serving
             self.context.bodies.close()  # last: until then a connection may send one
