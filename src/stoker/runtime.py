@@ -1,7 +1,6 @@
 """The façade an application imports: models by name, requests in, text out.
 
-Owns what an application may call and the shape of the answers. What it is made of is `client.client`'s,
-processes, restarts and replay are `client.supervisor`'s, HTTP is the server's.
+Owns what an application may call and the shape of the answers; what it is made of is `client.client`'s.
 
     async with Runtime(slots=4) as runtime:
         print((await runtime.ask("What is the capital of France?")).text)

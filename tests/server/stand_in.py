@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from grouping import OpensGroups
 from stoker.chat.conversation import NO_TOOLS, continuation_of, prepared_turn
 from stoker.client.event_bus import RuntimeEvent
@@ -76,8 +78,7 @@ FINISHED = Finished(
 )
 
 
-@dataclass
-class StandInStatus:
+class StandInStatus(msgspec.Struct):
     """The status of an engine that is not there."""
 
     engine: EngineStatus
@@ -93,7 +94,7 @@ class StandInStatus:
     as_of_s: float = 0.0
     up_s: float = 12.5
     version: str = "0"
-    settings: dict[str, Any] = field(default_factory=lambda: {"policy": "latency"})
+    settings: dict[str, Any] = msgspec.field(default_factory=lambda: {"policy": "latency"})
 
     @property
     def health(self) -> EngineHealth:

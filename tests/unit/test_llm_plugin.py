@@ -52,7 +52,7 @@ def test_what_writes_no_text_is_not_offered_and_the_folder_of_the_settings_count
 
 
 def test_a_wrong_setting_costs_llm_no_other_model(monkeypatch, capsys):
-    """D26: `llm` loads the plugin whatever it is asked for."""
+    """`llm` loads the plugin whatever it is asked for."""
     monkeypatch.setenv("STOKER_SLOTS", "banana")
     offered = []
     llm_plugin.register_models(offered.append)

@@ -163,7 +163,7 @@ def test_a_script_runs_tools_too():
 
 
 async def test_one_function_alone_is_no_list_of_tools():
-    """D17: a typed error that says what is taken."""
+    """A typed error that says what is taken."""
     with pytest.raises(InvalidRequestError, match="a list of Python functions"):
         await run_tools(Told(), "Go.", tools=later)  # type: ignore[arg-type]
 
