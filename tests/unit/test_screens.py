@@ -36,7 +36,7 @@ def test_a_chat_at_a_dumb_terminal_is_plain_text():
         terminal.until(lambda t: "/help" in t.text)
         terminal.send("Hi\r")
         terminal.until(lambda t: "8 tokens" in t.text and t.lines[-1] == ">")
-        terminal.send("\x04")
+        terminal.send("/exit\r")
         assert terminal.ended() == 0
     assert b"\x1b[2m" not in terminal.transcript
 

@@ -209,7 +209,7 @@ def test_a_core_that_others_take_is_left_not_fought_for(desk: Desk, caplog: pyte
     assert decision == Decision(1, "other processes use 0.7 of 2 cores")
     assert desk.binder.calls == []
     assert "other processes took the cores" in caplog.text
-    assert "1 thread: other processes use 0.7 of 2 cores" in caplog.text
+    assert "threads from now on: 1 (other processes use 0.7 of 2 cores)" in caplog.text
 
 
 def test_after_a_pause_the_keeper_takes_free_cores_before_the_step(desk: Desk) -> None:
