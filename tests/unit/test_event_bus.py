@@ -12,10 +12,9 @@ import pytest
 
 from stoker import GenerateRequest, Runtime
 from stoker.client.event_bus import MAX_KEPT, MAX_WAITING, EventBus
-from stoker.errors import ModelLoadError, NotReadyError
+from stoker.errors import ErrorInfo, ModelLoadError, NotReadyError
 from stoker.ipc.events import (
     Admitted,
-    Failed,
     Finished,
     HeatMoved,
     ModelState,
@@ -24,6 +23,8 @@ from stoker.ipc.events import (
     Queued,
     RungTaken,
 )
+from stoker.ipc.request import Priority
+from stoker.ipc.status import RequestStatus
 from stoker.ipc.usage import CacheSource, Timings, Usage
 
 
@@ -82,6 +83,19 @@ async def test_every_kind_of_event_has_its_name_and_figures(bus: EventBus) -> No
     ]
 
 
+def ended(error: ErrorInfo | None = None) -> RequestStatus:
+    """A request that has ended, as others are shown it."""
+    return RequestStatus(
+        request_id="r",
+        model="m",
+        priority=Priority.INTERACTIVE,
+        kind="chat",
+        route="library",
+        arrived_at=5.0,
+        error=error,
+    )
+
+
 async def test_requests_are_told_without_their_text(bus: EventBus) -> None:
     """SPEC O3: where they are, how they ended and the figures of that, in what JSON can hold."""
 
@@ -89,8 +103,9 @@ async def test_requests_are_told_without_their_text(bus: EventBus) -> None:
         bus.request_moved(Queued("r", 3, 1.5))
         bus.request_moved(Admitted("r", 64, CacheSource.RAM))
         bus.request_moved(PromptEcho(request_id="r", text="secret"))
-        bus.request_moved(Finished(request_id="r", usage=Usage(prompt_tokens=4), timings=Timings()))
-        bus.request_moved(Failed("r", NotReadyError("late").info()))
+        end = Finished(request_id="r", usage=Usage(prompt_tokens=4), timings=Timings())
+        bus.request_ended(ended(), end)
+        bus.request_ended(ended(NotReadyError("late").info()))
 
     events = await told(bus, act)
     assert [fields["what"] for _, fields in events] == ["queued", "admitted", "finished", "failed"]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stoker.ipc.events import (
-    Failed,
     Finished,
     HeatMoved,
     MachineEvent,
@@ -209,16 +208,23 @@ class EventBus:
         self.publish(_MACHINE[type(event)], msgspec.structs.asdict(event))
 
     def request_moved(self, event: RequestEvent, group_id: str | None = None) -> None:
-        """A request moved: its id, what happened, and the figures of that; never its text.
+        """A request moved, and has not ended: its id, what happened, and the figures of that; never its text.
 
         `group_id` is of the call that it is one of.
         """
         if self._keeps and not isinstance(event, _SILENT):
-            group = {} if group_id is None else {"group": group_id}
-            self.publish("request", _request_fields(event) | group, self._owner_of(event.request_id))
+            what = _WORDS.sub("_", type(event).__name__).lower()
+            fields = {"request_id": event.request_id, "what": what, **msgspec.to_builtins(event)}
+            del fields["type"]
+            if group_id is not None:
+                fields["group"] = group_id
+            self.publish("request", fields, self._owner_of(event.request_id))
 
     def request_ended(self, status: RequestStatus, event: RequestEvent | None = None) -> None:
-        """A request or a call has ended: what it was, what it took and how it ended."""
+        """A request or a call has ended: what it was, what it took and how it ended.
+
+        `event` is the last one of a request; a call has none.
+        """
         try:
             self.on_ended(status)
         except Exception:  # it is no fault of the request
@@ -232,23 +238,10 @@ class EventBus:
             if status.error:
                 fields["error"] = _error_fields(status.error)
             if isinstance(event, Finished):
-                fields |= _request_fields(event)
+                figures = {"usage": event.usage, "timings": event.timings}
+                fields |= msgspec.to_builtins(figures)
             self.publish("request", fields, status.owner)
 
 
 def _error_fields(error: ErrorInfo) -> dict[str, str]:
     return {"code": error.code, "message": error.message}
-
-
-def _request_fields(event: RequestEvent) -> dict[str, Any]:
-    what = _WORDS.sub("_", type(event).__name__).lower()
-    match event:
-        case Finished():
-            figures = {"usage": event.usage, "timings": event.timings}
-            fields = {name: msgspec.to_builtins(value) for name, value in figures.items()}
-        case Failed():
-            fields = {"error": _error_fields(event.error)}
-        case _:
-            fields = msgspec.to_builtins(event)
-            fields.pop("type", None)
-    return {"request_id": event.request_id, "what": what, **fields}
