@@ -71,7 +71,7 @@ class Dispatcher:
         self._instance: EngineInstance | None = None
         self._is_serving = False
         self.has_delivered = False
-        history = RequestHistory(table, bus, lambda model: registry.stats().get(model) == ModelLife.READY)
+        history = RequestHistory(table, bus, lambda model: registry.state(model) is ModelLife.READY)
         self.requests = Requests(table, source.settings.max_queue, registry, self, history)
         self.calls = Calls()
         self.loads = ModelLoading(registry, source, self._tell, self.requests, bus)

@@ -177,7 +177,7 @@ class ModelLoading:
             return self._registry.resolve(model)
         self._check_fits(spec, entry)
         is_same = entry is not None and entry.to_load == spec
-        was_ready = self._state(model) is ModelLife.READY
+        was_ready = self._registry.state(model) is ModelLife.READY
         callers = self._coming.setdefault(model, [])
         answer: asyncio.Future[ModelInfo] = asyncio.get_running_loop().create_future()
         callers.append(answer)
@@ -188,7 +188,7 @@ class ModelLoading:
         except asyncio.CancelledError:
             callers.remove(answer)
             is_wanted = callers or was_ready or self._num_requests(model)
-            if not is_wanted and self._state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
+            if not is_wanted and self._registry.state(model) in {ModelLife.LOADING, ModelLife.SUSPENDED}:
                 self._release(model)
             raise
         finally:
@@ -217,7 +217,7 @@ class ModelLoading:
             return
         self._check_served(model)
         self._fail(model, NotReadyError(_UNLOADED.format(model), retry_after_s=1.0))
-        is_there = self._state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
+        is_there = self._registry.state(model) in {ModelLife.LOADING, ModelLife.READY, ModelLife.UNLOADING}
         gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         callers = self._going.setdefault(model, [])
         callers.append(gone)
@@ -245,7 +245,7 @@ class ModelLoading:
 
     def moved(self, event: ModelState) -> None:
         """The registry has a model's new state: answer its callers."""
-        state = self._state(event.model)
+        state = self._registry.state(event.model)
         if state is ModelLife.READY:
             self._source.note_loaded(self._registry.ready_paths())
             if event.stage:  # another load of it is under way
@@ -315,13 +315,9 @@ class ModelLoading:
     def _pop_coming(self, model: str) -> list[asyncio.Future[ModelInfo]]:
         return [come for come in self._coming.pop(model, []) if not come.done()]
 
-    def _state(self, model: str) -> ModelLife:
-        return ModelLife(self._registry.stats().get(model, ModelLife.ABSENT))
-
     def _check_served(self, model: str) -> None:
         if self._registry.get(model) is None:
-            served = ", ".join(self._registry.stats()) or "none"
-            raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
+            raise self._registry.not_served(model)
 
 
 def _unloaded(event: ModelState) -> StokerError:

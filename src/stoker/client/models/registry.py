@@ -166,6 +166,11 @@ class ModelRegistry:
         """State of each model by id."""
         return {model: str(entry.state) for model, entry in self._entries.items()}
 
+    def state(self, model: str) -> ModelLife:
+        """State of a model; absent: there is none of that id."""
+        entry = self._entries.get(model)
+        return entry.state if entry else ModelLife.ABSENT
+
     def get(self, model: str) -> ModelEntry | None:
         """A model by its id, as it stands, one that is barred too; changed by this class only."""
         entry = self._entries.get(model)
@@ -201,12 +206,16 @@ class ModelRegistry:
         if adapter:
             entry = self._adapted(adapter)
         if entry is None:
-            served = ", ".join(model for model, entry in self._entries.items() if entry.is_shown) or "none"
-            raise ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
+            raise self.not_served(model)
         self._forgive_replaced(entry)
         if entry.is_barred and entry.error:
             raise error_from_info(entry.error)
         return msgspec.structs.replace(entry.info, adapter=adapter) if adapter else entry.info
+
+    def not_served(self, model: str | None) -> ModelNotFoundError:
+        """The refusal of a model that is not served; it names those that are."""
+        served = ", ".join(model for model, entry in self._entries.items() if entry.is_shown) or "none"
+        return ModelNotFoundError(f"no model {model!r} is served; served: {served}", param="model")
 
     def _adapted(self, adapter: str) -> ModelEntry | None:
         """The model that has an adapter of that name."""
