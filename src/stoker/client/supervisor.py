@@ -100,6 +100,7 @@ class EngineSupervisor:
         self._exits: deque[ExitStatus] = deque(maxlen=MAX_EXITS)
         self._last_status = NO_STATUS  # what an engine said last
         self._began_s = self._status_s = time.monotonic()
+        self._version = metadata.version("stoker")  # reads a file
         self._has_served = False
         self._is_closed = False
         self._is_hurried = False
@@ -179,7 +180,7 @@ class EngineSupervisor:
             exits=list(self._exits),
             as_of_s=0.0 if engine is self._last_status else self._age_of_status_s(now),
             up_s=now - self._began_s,
-            version=metadata.version("stoker"),
+            version=self._version,
             settings=self._settings.model_dump(mode="json"),
         )
 
@@ -192,13 +193,11 @@ class EngineSupervisor:
         except NotReadyError:  # it ended between the two questions
             return NO_STATUS
         except TimeoutError:  # a step is long
-            states = self.registry.stats()
-            ready = [one for one in self.registry.infos() if states[one.id] == ModelLife.READY]
+            ready = [one for one in self.registry.infos() if self.registry.state(one.id) is ModelLife.READY]
             slots = {one.id: one.num_slots for one in ready if one.model_class != ModelClass.ENCODER}
             return known_status(self._table.live(), slots, self._last_status, time.monotonic())
         status = answer if isinstance(answer, EngineStatus) else msgspec.convert(answer, EngineStatus)
-        shown = {model.id for model in self.registry.statuses({})}
-        models = [model for model in status.models if model.id in shown]
+        models = [one for one in status.models if (entry := self.registry.get(one.id)) and entry.is_shown]
         self._last_status = msgspec.structs.replace(status, models=models)
         self._status_s = time.monotonic()
         return self._last_status
