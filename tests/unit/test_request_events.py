@@ -174,8 +174,8 @@ def test_the_longest_wait_is_named_and_a_short_one_is_not() -> None:
     """SPEC O3: who reads one line wants to know the one cause."""
     meter = metered()
     meter.take(Preparing("r"), 100.0)
-    meter.queue(Wait.QUEUE, Queued("r", 3, 1.5), 100.2)
-    meter.queue(Wait.QUEUE, Queued("r", 1, 1.0), 100.3)
+    meter.take(Queued("r", 3, 1.5), 100.2)
+    meter.take(Queued("r", 1, 1.0), 100.3)
     assert meter.longest_wait(100.4) == (pytest.approx(0.2), "")
     assert (meter.position, meter.eta_s(100.8), meter.eta_s(105.0)) == (1, pytest.approx(0.5), 0.0)
     meter.take(Admitted("r"), 102.2)

@@ -30,8 +30,6 @@ def record(name: str, *events: Any, **fields: Any) -> RequestRecord:
     found = RequestRecord(name, GenerateRequest(prompt="x", model="m", **fields), 0.0)
     found.stage = found.stage.SENT
     for event in events:
-        if isinstance(event, Queued):
-            found.meter.position = event.position
         found.meter.take(event, 1.0)
         found.take(event)
     return found

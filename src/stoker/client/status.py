@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stoker.client.requests.record import RequestRecord, Stage
-from stoker.ipc.status import EngineStatus, SlotStatus, WaitStatus
+from stoker.ipc.status import EngineStatus, RequestStatus, SlotStatus, WaitStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -35,8 +35,8 @@ def known_status(
     running = [record for record in live for _ in range(record.num_running)]
     parked = [record for record in live if record.parked]
     paused = [record for record in live if record.stage is Stage.PAUSED]
-    waiting = [record for record in live if record.is_waiting and record not in paused]
-    shown = [_slot(at, record) for at, record in enumerate(running)]
+    waiting = [record for record in live if record.is_waiting and record.stage is not Stage.PAUSED]
+    shown = [_slot(at, record.status(now)) for at, record in enumerate(running)]
     busy = Counter(slot.model for slot in shown)
     for model, count in slots.items():
         for _ in range(count - busy[model]):
@@ -44,29 +44,29 @@ def known_status(
     return msgspec.structs.replace(
         last,
         slots=shown,
-        queue=[_waiting(record, now, at) for at, record in enumerate(waiting)],
-        parked=[_waiting(record, now, None) for record in parked],
-        paused=[_waiting(record, now, None) for record in paused],
+        queue=[_waiting(record.status(now), at) for at, record in enumerate(waiting)],
+        parked=[_waiting(record.status(now), None) for record in parked],
+        paused=[_waiting(record.status(now), None) for record in paused],
     )
 
 
-def _slot(at: int, record: RequestRecord) -> SlotStatus:
+def _slot(at: int, request: RequestStatus) -> SlotStatus:
     return SlotStatus(
         id=at,
-        state="prefill" if record.meter.first_token_s is None else "decode",
-        model=record.request.model,
-        num_tokens=record.meter.processed_tokens + record.num_generated,
-        request_id=record.request_id,
-        priority=record.request.priority,
+        state=request.state,
+        model=request.model,
+        num_tokens=request.processed_tokens + request.completion_tokens,
+        request_id=request.request_id,
+        priority=request.priority,
     )
 
 
-def _waiting(record: RequestRecord, now: float, position: int | None) -> WaitStatus:
+def _waiting(request: RequestStatus, position: int | None) -> WaitStatus:
     return WaitStatus(
-        request_id=record.request_id,
-        priority=record.request.priority,
-        model=record.request.model,
+        request_id=request.request_id,
+        priority=request.priority,
+        model=request.model,
         position=position,
-        eta_s=None if position is None else record.meter.eta_s(now),
-        num_tokens=record.meter.prompt_tokens + record.num_generated,
+        eta_s=None if position is None else request.eta_s,
+        num_tokens=request.prompt_tokens + request.completion_tokens,
     )

@@ -87,8 +87,10 @@ class RequestMeter:
     _num_before: int = 0
 
     def take(self, event: RequestEvent, now: float) -> None:
-        """Take note of an engine's event; `Queued` is `queue`'s."""
+        """Take note of an engine's event."""
         match event:
+            case Queued():
+                self._queue(event, now)
             case Delta():
                 if event.token_ids and (self._waits_for is not None or self.first_token_s is None):
                     self._go_on(now)
@@ -109,12 +111,13 @@ class RequestMeter:
                 self.num_parks += 1
                 self.wait(Wait.PARKED, now)
 
-    def queue(self, wait: Wait, event: Queued, now: float) -> None:
+    def _queue(self, event: Queued, now: float) -> None:
         """It waits for a slot, or its model."""
-        position = self.position = event.position
+        self.position = event.position
         self._runs_at_s = None if event.eta_s is None else now + event.eta_s
-        if self._waits_for is not wait and self._waits_for is not Wait.PARKED:
-            self._num_before = max(self._num_before, position)
+        wait = Wait.MODEL if event.awaits_model else Wait.QUEUE
+        if self._waits_for not in {wait, Wait.PARKED}:
+            self._num_before = max(self._num_before, event.position)
             self.wait(wait, now)
 
     def steer(self, event: Paused | Resumed, now: float) -> None:
@@ -134,8 +137,8 @@ class RequestMeter:
         """Seconds until it runs, as it was last told less what has passed; None: not known."""
         return None if self._runs_at_s is None else max(0.0, self._runs_at_s - now)
 
-    def is_progress_due(self, now: float) -> bool:
-        """Whether others than its own client are told of its prompt's progress again; notes that they are."""
+    def tell_progress(self, now: float) -> bool:
+        """Note that others than its own client are told of its prompt's progress; False: they just were."""
         is_due = now - self._told_s >= PROGRESS_EVERY_S
         if is_due:
             self._told_s = now
@@ -228,13 +231,10 @@ class RequestHistory:
         record = self._table.find(event.request_id)
         if record is None:
             return
-        if isinstance(event, Queued):
-            record.meter.queue(Wait.MODEL if event.awaits_model else Wait.QUEUE, event, self._now())
-        else:
-            now = self._now()
-            record.meter.take(event, now)
-            if isinstance(event, PrefillProgress) and record.meter.is_progress_due(now):
-                self._moved(event, record)
+        now = self._now()
+        record.meter.take(event, now)
+        if isinstance(event, PrefillProgress) and record.meter.tell_progress(now):
+            self._moved(event, record)
 
     def waits(self, wait: Wait) -> None:
         """Every live request waits for this from now on."""
