@@ -172,8 +172,7 @@ class StepActivity:
             self._people_at_s = now
         self._num_steps = self._num_steps * fading + 1
         self._num_rows = self._num_rows * fading + len(plan.parts)
-        num_tokens = sum(len(part.item.tokens) for part in plan.parts)
-        self._num_tokens = self._num_tokens * fading + num_tokens
+        self._num_tokens = self._num_tokens * fading + plan.num_tokens
         self._people_s = self._people_s * fading + (took_s if is_peoples else 0.0)
         self._jobs_s = self._jobs_s * fading + (0.0 if is_peoples else took_s)
 

@@ -179,7 +179,7 @@ def starts_s(
     now_s, starts, active, queue = 0.0, [], list(running), deque(waiting)
     parked: deque[WorkLeft] = deque()
     while queue:
-        while queue and (_has_place(queue[0], active, parked, num_places)):
+        while queue and _make_place(queue[0], active, parked, num_places):
             active.append(queue.popleft())
             starts.append(now_s)
         while parked and len(active) < num_places and (not queue or queue[0].is_background):
@@ -190,8 +190,8 @@ def starts_s(
     return starts
 
 
-def _has_place(head: WorkLeft, active: list[WorkLeft], parked: deque[WorkLeft], num_places: int) -> bool:
-    """Whether the head of the queue gets a slot; a person takes it from the youngest job."""
+def _make_place(head: WorkLeft, active: list[WorkLeft], parked: deque[WorkLeft], num_places: int) -> bool:
+    """Whether there is a slot for the head of the queue; for a person the youngest job is parked."""
     if len(active) < num_places:
         return not (head.is_background and parked)
     jobs = [work for work in active if work.is_background]

@@ -11,6 +11,8 @@ yet is assumed to be small.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
@@ -216,6 +218,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     parts: tuple[Planned, ...]
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens it computes."""
+        return _num_tokens(self.parts)
+
+    @property
     def has_draft(self) -> bool:
         """Whether it computes tokens that are not drawn yet; asked before it counts as computed."""
         return any(part.num_drafted for part in self.parts)
@@ -368,7 +375,7 @@ class Planner:
         return sequences[first:] + sequences[:first]
 
 
-def _num_tokens(parts: list[Planned]) -> int:
+def _num_tokens(parts: Iterable[Planned]) -> int:
     return sum(len(part.item.tokens) for part in parts)
 
 

@@ -239,8 +239,7 @@ class Scheduler:
         """The step of `plan` succeeded: its tokens are in the backend."""
         took_s, self._stepped_s = now - self._stepped_s, now
         self.activity.stepped(plan, took_s, now)
-        num_tokens = sum(len(part.item.tokens) for part in plan.parts)
-        self.eta.stepped(num_tokens, took_s)
+        self.eta.stepped(plan.num_tokens, took_s)
         for part in plan.parts:
             sequence = part.sequence
             sequence.num_ahead = part.num_drafted
