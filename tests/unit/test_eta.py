@@ -107,6 +107,12 @@ def test_a_person_takes_a_jobs_slot_at_once_and_the_job_goes_on_before_later_one
     assert starts_s([job(100)], waiting, 1, Times()) == pytest.approx([0, 150])
 
 
+def test_a_person_takes_the_slot_of_the_youngest_job() -> None:
+    """SPEC Q14, Q3: it has ten tokens left, and writes them when the person's five are there."""
+    starts = starts_s([job(100), job(10)], [person(5), job(1)], 2, Times())
+    assert starts == pytest.approx([0, 5 * 1.1 + 10])
+
+
 def test_a_person_takes_the_youngest_of_jobs_that_have_as_much_left_as_each_other() -> None:
     """SPEC Q14: jobs of one batch are equal in all they have left, and each of them is one."""
     running = [job(300.0), job(50.0, 100.0), job(50.0, 100.0)]
@@ -342,6 +348,21 @@ def is_right(eta_s: float | None, real_s: float) -> bool:
     if eta_s is None:
         return False
     return real_s / 2 <= eta_s <= 2 * real_s or max(eta_s, real_s) < 1.0
+
+
+def test_who_finds_a_free_slot_and_no_cells_waits_for_those_before() -> None:
+    """SPEC Q14, Q12: two slots, and cells for one of the two; it is admitted when the other has ended."""
+    machine = SimulatedMachine(random.Random(3), 1.0, num_cells=400)
+    for seconds in (0.5, 0.1):
+        machine.ask(PERSON, 220, 150)
+        machine.run(seconds)
+    first, second = machine.lengths
+    machine.lengths[first] = 150
+    eta_s, told_s = machine.tell(second), machine.now
+    machine.run(1e9)
+    wait_s = machine.started_s(second) - told_s
+    assert wait_s > 1.0
+    assert is_right(eta_s, wait_s)
 
 
 def simulated(seed: int, slowdown: float, policy: Policy) -> list[bool]:
