@@ -15,7 +15,7 @@ MESSAGES = [{"role": "user", "content": "Tell a long story of a ship."}]
 
 
 def test_it_serves_shows_and_ends_in_the_middle_of_an_answer(tmp_path):
-    """T9: the engine is another process here; the stream that is cut short has an end."""
+    """T14: the engine is another process here; the stream that is cut short has an end."""
     env = {name: str(tmp_path) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME")}
     with Terminal("stoker", "serve", "--port", "0", "--drain-s", "600", env=env) as terminal:
         shown = terminal.until("0 running")

@@ -66,7 +66,7 @@ def test_an_unforeseen_failure_is_a_typed_500_without_its_text(scripted, scripte
 
 
 def test_what_a_client_got_wrong_is_in_the_log_where_that_is_asked_for(scripted_http, caplog):
-    """T8: whoever looks for the fault of a client finds it at level debug, in one line."""
+    """T13: whoever looks for the fault of a client finds it at level debug, in one line."""
     with caplog.at_level(logging.DEBUG, "stoker.server.errors"):
         scripted_http.post(CHAT, json={"messages": HELLO, "temperature": "hot\ner"})
     (record,) = [each for each in caplog.records if each.name == "stoker.server.errors"]

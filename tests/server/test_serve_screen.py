@@ -104,7 +104,7 @@ class Piped:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_terminal_shows_where_a_line_a_request_and_how_it_is_doing(place, columns):
-    """T7: one block, a line for each request, a status at the bottom; the readiness line is there too."""
+    """T12: one block, a line for each request, a status at the bottom; the readiness line is there too."""
     with Terminal("stoker", *words(), columns=columns, env=place) as terminal:
         shown = terminal.until("0 running · 0 waiting")
         ready = readiness(shown)
@@ -133,8 +133,16 @@ def test_a_terminal_shows_where_a_line_a_request_and_how_it_is_doing(place, colu
         assert max(map(len, terminal.lines)) <= columns
 
 
+def test_a_narrow_terminal_breaks_no_url(place):
+    """T12: the terminal itself wraps it, so that it can be clicked and copied."""
+    with Terminal("stoker", *words(), columns=40, env=place) as terminal:
+        shown = terminal.until("running")
+        url = f"http://127.0.0.1:{readiness(shown)['port']}"
+    assert f"status         {url}/v1/runtime" in shown.replace("\n", "")
+
+
 def test_a_window_made_narrower_keeps_one_status_line(place):
-    """T7: the line fits any usual width, so nothing of it stays behind."""
+    """T12: the line fits any usual width, so nothing of it stays behind."""
     with Terminal("stoker", *words(), columns=120, env=place) as terminal:
         client = Client(readiness(terminal.until("0 running")))
         terminal.resize(80)
@@ -146,7 +154,7 @@ def test_a_window_made_narrower_keeps_one_status_line(place):
 
 
 def test_ctrl_c_says_what_it_waits_for_and_again_ends_at_once(place):
-    """T9: the first lets a request finish and says so, the second ends it, its stream has an end."""
+    """T14: the first lets a request finish and says so, the second ends it, its stream has an end."""
     with Terminal("stoker", *words("--drain-s", "600", model=SLOW), env=place) as terminal:
         terminal.until("0 running")
         client = Client(readiness(terminal.text))
@@ -160,7 +168,7 @@ def test_ctrl_c_says_what_it_waits_for_and_again_ends_at_once(place):
 
 
 def test_a_third_ctrl_c_changes_nothing(place):
-    """T9: who presses it often gets no traceback."""
+    """T14: who presses it often gets no traceback."""
     with Terminal("stoker", *words("--drain-s", "600", model=SLOW), env=place) as terminal:
         terminal.until("0 running")
         client = Client(readiness(terminal.text))
@@ -176,7 +184,7 @@ def test_a_third_ctrl_c_changes_nothing(place):
 
 
 def test_sigterm_names_itself_and_drains_for_drain_s(place):
-    """T9, L4: with a short drain the request ends as cancelled, and the server with 0."""
+    """T14, L4: with a short drain the request ends as cancelled, and the server with 0."""
     with Piped(*words("--drain-s", "0.2", model=SLOW), env=place) as server:
         server.client.begin()
         code, out, err = server.ended()
@@ -186,7 +194,7 @@ def test_sigterm_names_itself_and_drains_for_drain_s(place):
 
 
 def test_in_a_pipe_the_log_is_plain_lines(place):
-    """T8: level and logger in each line; stdout has the readiness line alone."""
+    """T13: level and logger in each line; stdout has the readiness line alone."""
     with Piped(*words(), env=place) as server:
         server.client.ask()
         _, out, err = server.ended()
@@ -201,7 +209,7 @@ def test_in_a_pipe_the_log_is_plain_lines(place):
 
 
 def test_json_lines_carry_the_figures(place):
-    """T8: `--log-format json` is one object a line, a request's with all that its event has."""
+    """T13: `--log-format json` is one object a line, a request's with all that its event has."""
     with Piped(*words("--log-format", "json"), env=place) as server:
         server.client.ask(user="x")
         _, _, err = server.ended()
@@ -214,7 +222,7 @@ def test_json_lines_carry_the_figures(place):
 
 
 def test_the_journal_gets_priorities(place):
-    """T8: under systemd each line says its level as journald reads it, and no time, which it has."""
+    """T13: under systemd each line says its level as journald reads it, and no time, which it has."""
     ours, theirs = socket.socketpair()
     found = os.fstat(theirs.fileno())
     env = os.environ | place | {"JOURNAL_STREAM": f"{found.st_dev}:{found.st_ino}"}
@@ -242,7 +250,7 @@ def test_the_journal_gets_priorities(place):
 
 
 def test_quiet_says_nothing_but_the_readiness_line(place):
-    """T7: in a terminal and elsewhere; warnings stay."""
+    """T12: in a terminal and elsewhere; warnings stay."""
     with Terminal("stoker", *words("--quiet"), env=place) as terminal:
         terminal.until(lambda shown: '"fake"]}' in "".join(shown.lines))  # where it is folded, numbers decide
         Client(readiness("".join(terminal.lines))).ask()
@@ -253,7 +261,7 @@ def test_quiet_says_nothing_but_the_readiness_line(place):
 
 
 def test_a_log_file_gets_the_log(place, tmp_path):
-    """T8: `--log-file`; stderr stays empty."""
+    """T13: `--log-file`; stderr stays empty."""
     file = tmp_path / "deep" / "stoker.log"
     with Piped(*words("--log-file", str(file), "--log-level", "warning"), env=place) as server:
         server.client.get("/v1/models", Host="box.lan")
@@ -281,7 +289,7 @@ def test_other_machines_need_a_key_or_a_word(place, tmp_path):
 
 
 def test_a_service_manager_is_told_when_it_is_ready_and_when_it_stops(place, tmp_path):
-    """T7: `Type=notify` of systemd."""
+    """T12: `Type=notify` of systemd."""
     address = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(address))

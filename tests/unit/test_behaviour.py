@@ -61,6 +61,12 @@ def citations() -> Iterator[tuple[str, str]]:
                 yield place, cited
 
 
+def test_an_id_stands_once() -> None:
+    """Of two promises of one id a citation could mean either."""
+    ids = re.findall(r"^- \*\*([A-Z]\d+)\*\* ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(ids) == len(set(ids)), sorted({each for each in ids if ids.count(each) > 1})
+
+
 def test_every_citation_resolves() -> None:
     """A reader who meets an id finds it on the page."""
     sections = set(re.findall(r"^## ([A-Z])  ", PAGE.read_text(encoding="utf-8"), re.MULTILINE))

@@ -39,7 +39,7 @@ def said_by(*arguments: str) -> str:
 async def test_a_warning_of_the_engine_is_a_record_with_its_logger_level_and_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """T8: As if it had been logged here."""
+    """T13: As if it had been logged here."""
     runtime = Runtime("fake:load_fails=1")
     with pytest.raises(StokerError):
         await runtime.start()
@@ -51,19 +51,19 @@ async def test_a_warning_of_the_engine_is_a_record_with_its_logger_level_and_pro
 
 
 def test_the_terminal_of_a_program_that_configures_no_log_stays_clean() -> None:
-    """T8: Neither warnings of the engine nor what native code prints as it dies."""
+    """T13: Neither warnings of the engine nor what native code prints as it dies."""
     assert said_by() == ""
 
 
 def test_a_program_that_configures_its_log_gets_the_engines_too() -> None:
-    """T8: Its warnings, and what native code prints, line by line."""
+    """T13: Its warnings, and what native code prints, line by line."""
     lines = said_by("shown").splitlines()
     assert [line for line in lines if line.startswith("WARNING stoker.engine.residency.residency engine: ")]
     assert "WARNING stoker.engine.output MainProcess: fake.cpp:1: ASSERT(!load_aborts) failed" in lines
 
 
 def test_the_level_that_is_wanted_is_the_lowest_of_all_our_loggers() -> None:
-    """T8: A program that asks one logger for more gets it, also from the engine."""
+    """T13: A program that asks one logger for more gets it, also from the engine."""
     before = wanted_level()
     one = logging.getLogger("stoker.engine.threads.controller")
     one.setLevel(logging.DEBUG)
@@ -75,7 +75,7 @@ def test_the_level_that_is_wanted_is_the_lowest_of_all_our_loggers() -> None:
 
 
 def test_a_record_below_its_loggers_level_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    """T8: The engine sends what any logger wants; each takes only its own."""
+    """T13: The engine sends what any logger wants; each takes only its own."""
     with caplog.at_level(logging.INFO, "stoker.one"):
         relay(Logged(logger="stoker.one", level=logging.INFO, at=5.25, text="kept"), pid=7)
         relay(Logged(logger="stoker.one", level=logging.DEBUG, at=5.5, text="dropped"), pid=7)
@@ -83,7 +83,7 @@ def test_a_record_below_its_loggers_level_is_dropped(caplog: pytest.LogCaptureFi
 
 
 def test_other_packages_of_the_engine_log_below_our_name() -> None:
-    """T8: Who filters by `stoker` gets everything; a traceback travels with its message."""
+    """T13: Who filters by `stoker` gets everything; a traceback travels with its message."""
     sent: list[Event] = []
     handler = LogToClient(sent.extend)
     error = ValueError("why")
@@ -96,7 +96,7 @@ def test_other_packages_of_the_engine_log_below_our_name() -> None:
 
 
 def test_a_record_waits_for_no_lock_but_the_writers() -> None:
-    """T8: Two locks, one taken by a finaliser in the middle of a write, could hold the engine up for good."""
+    """T13: Two locks, one taken by a finaliser in the middle of a write, could hold the engine up."""
     sent: list[Event] = []
     handler = LogToClient(sent.extend)
     record = logging.LogRecord("stoker.x", logging.WARNING, "", 0, "said", (), None)

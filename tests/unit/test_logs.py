@@ -65,7 +65,7 @@ REFUSED = {
     ],
 )
 def test_a_request_that_ended_is_one_line(changes: dict[str, Any], line: str) -> None:
-    """T7: class, tokens, first token, speed, end, model, waits; text of others steers no terminal."""
+    """T12: class, tokens, first token, speed, end, model, waits; text of others steers no terminal."""
     assert request_line(ENDED | changes) == line
 
 
@@ -76,7 +76,7 @@ def record(level: int, text: str, **more: Any) -> logging.LogRecord:
 
 
 def test_json_has_time_level_logger_message_and_figures() -> None:
-    """T8: `--log-format json`; one line whatever the message holds."""
+    """T13: `--log-format json`; one line whatever the message holds."""
     error = ValueError("why")
     given = record(logging.ERROR, "a\nb", fields={"model": "m"}, exc_info=(type(error), error, None))
     line = JsonFormatter().format(given)
@@ -96,13 +96,13 @@ def test_json_has_time_level_logger_message_and_figures() -> None:
     [(logging.DEBUG, 7), (logging.INFO, 6), (logging.WARNING, 4), (logging.ERROR, 3), (logging.CRITICAL, 3)],
 )
 def test_the_journal_reads_a_priority_before_each_line(level: int, priority: int) -> None:
-    """T8: sd-daemon(3)'s numbers, also for what comes after a line's end."""
+    """T13: sd-daemon(3)'s numbers, also for what comes after a line's end."""
     formatted = JournalFormatter("%(message)s").format(record(level, "a\nb"))
     assert formatted == f"<{priority}>a\n<{priority}>b"
 
 
 def test_a_command_shows_the_engines_warnings_only_where_they_are_asked_for(tmp_path: Path) -> None:
-    """T8: `run` says one line; `--log-level` shows the log besides, `--log-file` keeps it."""
+    """T13: `run` says one line; `--log-level` shows the log besides, `--log-file` keeps it."""
     file = tmp_path / "x.log"
     own = {name: str(tmp_path) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME")}
 

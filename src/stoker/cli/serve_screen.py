@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -89,14 +88,15 @@ class ServeInTerminal(Screen):
         self._end_loading()
         Console(file=sys.stdout, soft_wrap=True, highlight=False, markup=False).print(line, style="dim")
         sys.stdout.flush()
-        table = Table.grid(padding=(0, 2))
+        facts = facts_of(service, self._engine, self._server)
+        table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
         table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, text in facts_of(service, self._engine, self._server):
+        table.add_column(overflow="fold", min_width=max(len(text) for _, text in facts if " " not in text))
+        for name, text in facts:
             table.add_row(name, text)
         took_s = time.monotonic() - self._began_s
         self._console.print(Text(f"\nStoker {version('stoker')} is ready after {took_s:.1f} s", "bold"))
-        self._console.print(Padding(table, (0, 0, 1, 2)))
+        self._console.print(table, "", crop=False)  # a narrow terminal wraps a URL itself, so it stays whole
         self._is_ready.set()
 
     async def watch(self, service: Service) -> None:
