@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 
 import pytest
 from typer.testing import CliRunner
 
 from pictures import plain
+from stoker.cli import target
 from stoker.cli.main import app
 from stoker.runtime import Runtime
 from stoker.server.run_file import RunFile, registered
@@ -109,6 +111,19 @@ def test_a_model_that_the_running_server_does_not_serve_is_loaded_here(server):
     done = stoker("run", "Hi", "-n", "4", "-m", "fake:id=other")
     assert done.exit_code == 0
     assert f"the server at {server.url} is left aside: it does not serve fake:id=other" in done.stderr
+
+
+def test_a_server_that_is_too_busy_to_answer_is_left_aside_aloud(server, monkeypatch):
+    """T4: nobody loads a second copy of a model without knowing why."""
+    monkeypatch.setattr(target, "_HEALTH_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        url = f"http://127.0.0.1:{busy.getsockname()[1]}"
+        entry = RunFile(url=url, pid=os.getppid(), version="1", started_at=2.0)
+        with registered(EngineSettings().run_dir, entry):
+            done = stoker("run", "Hi", "-n", "4")
+    assert done.exit_code == 0
+    assert done.stderr.startswith(f"stoker: the server at {url} is left aside: it did not answer within ")
+    assert done.stderr.endswith(asking("talker", server))
 
 
 def test_a_named_server_has_to_serve_what_is_asked(server):

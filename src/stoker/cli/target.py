@@ -213,7 +213,7 @@ def _refuse_both(ctx: typer.Context, target: Target) -> None:
 
 
 def running_server(run_dir: Path) -> RunFile | None:
-    """The server that runs here and answers, the last started first; None: none does."""
+    """The last started server that runs here and answers; None: none does. One too slow is told of."""
     from stoker.server.run_file import found_servers
 
     return next((entry for entry in found_servers(run_dir) if _answers(entry.url)), None)
@@ -269,6 +269,9 @@ def _answers(url: str) -> bool:
     try:
         # A proxy of the environment is for the network, not for this machine.
         return bool(httpx.get(f"{url}/health", timeout=_HEALTH_S, trust_env=False).json()["engine"])
+    except httpx.TimeoutException:
+        _note(f"the server at {url} is left aside: it did not answer within {_HEALTH_S:g} s")
+        return False
     except (httpx.TransportError, httpx.InvalidURL, ValueError, KeyError, TypeError):
         return False
 
