@@ -148,6 +148,14 @@ def test_each_command_asks_the_server_for_its_one_thing(call, scripted):
     ]
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf"])
+def test_a_grace_that_is_no_number_suspends_nothing(call, scripted, seconds):
+    """T2: JSON has no such number, so the server would take it for none at all."""
+    done = call("suspend", "--grace-s", seconds)
+    assert (done.exit_code, done.stderr) == (2, f"stoker: --grace-s is no finite number, got {seconds}\n")
+    assert scripted.runtime.calls == []
+
+
 def test_each_command_speaks_json(call):
     """SPEC I1: for programs."""
     assert json.loads(call("load", "stand-in", "--json").stdout)["state"] == "ready"

@@ -6,6 +6,7 @@ Each is one request to the server (SPEC R3, L2); `stoker ps` shows what came of 
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from stoker.cli.options import AsJson
 from stoker.cli.target import ApiKey, Url, ask_server, reading_answer
+from stoker.errors import InvalidRequestError
 from stoker.wording import size_text
 
 _MODELS = "/v1/runtime/models"
@@ -92,6 +94,8 @@ def suspend(
     api_key: ApiKey = None,
 ) -> None:
     """Save every request of the running server and free its memory, until `stoker resume`."""
+    if grace_s is not None and not math.isfinite(grace_s):  # in JSON it would be null, which is none given
+        raise InvalidRequestError(f"grace_s is no finite number, got {grace_s}", param="grace_s")
     body = {} if grace_s is None else {"grace_s": grace_s}
     answer = _post(url, api_key, "/v1/runtime/suspend", body, "suspending")
     _say(answer, "suspended" if answer["suspended"] else "resumed before it was suspended", as_json=as_json)
