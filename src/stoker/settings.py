@@ -302,7 +302,7 @@ class EngineSettings(_Frozen):
         metavar="NAME=FILE[@SCALE]",
     )
     mmproj: Location | None = _setting(
-        None, "Projector with which the first model that it fits reads pictures."
+        None, "Projector with which the first model that it fits reads images."
     )
     chat_template: Names = _setting(
         (),
@@ -317,16 +317,16 @@ class EngineSettings(_Frozen):
         metavar="[MODEL=]N",
     )
     image_roots: Names = _setting(
-        (), "Folder that pictures may be read from by path; repeat for more.", metavar="PATH"
+        (), "Folder that images may be read from by path; repeat for more.", metavar="PATH"
     )
     allow_http_images: bool = _setting(
         default=False,
-        text="Fetch pictures from public addresses.",
+        text="Fetch images from public addresses.",
         flags=("--allow-http-images/--no-http-images",),
     )
-    max_images: int = _setting(16, "Pictures of one request.", ge=1, le=256)
-    max_image_bytes: Bytes = _size(20 * 2**20, "Bytes of one encoded picture.")
-    max_image_pixels: int = _setting(40_000_000, "Pixels of one picture.", ge=64, le=MAX_PIXELS)
+    max_images: int = _setting(16, "Images of one request.", ge=1, le=256)
+    max_image_bytes: Bytes = _size(20 * 2**20, "Bytes of one encoded image.")
+    max_image_pixels: int = _setting(40_000_000, "Pixels of one image.", ge=64, le=MAX_PIXELS)
     image_edge: int | None = _setting(
         None, "Pixels that a longer edge is shrunk to.", shown=BY_MEMORY, ge=8, le=16384
     )

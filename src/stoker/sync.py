@@ -1,7 +1,7 @@
-"""The runtime for scripts without an event loop: the same names, plain iterators and plain returns.
+"""The runtime for scripts without an event loop: plain iterators and plain returns.
 
 Owns a thread with an event loop in it. Every method is made of the one of the same name of `stoker.runtime`,
-whose parameters, types and documentation it has.
+whose parameters, types and documentation it has. `ended`, `group` and `prepare_chat` are not here.
 
     with stoker.sync.Runtime() as runtime:
         for delta in runtime.generate("The capital of France is", max_tokens=16):
@@ -146,7 +146,7 @@ def _asked(method: Callable[Concatenate[A, P], T]) -> Callable[Concatenate[_Mirr
 
 
 class States(_Mirror[asynchronous_states.States]):
-    """See `stoker.tasks.states.States`; the same names and errors."""
+    """See `stoker.tasks.states.States`; what takes a request is not here."""
 
     save = _waited(asynchronous_states.States.save)
     embed = _waited(asynchronous_states.States.embed)

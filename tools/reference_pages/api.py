@@ -23,21 +23,21 @@ HEAD = f"""# Library
 
 {MADE}
 Everything below is imported from `stoker`. Calls of `Runtime` are coroutines (`await`) or, where they
-yield, asynchronous iterators (`async for`); `stoker.sync.Runtime` has the same names as plain calls and
-iterators. [library.md](library.md) shows how they are used, [errors.md](errors.md) what they raise.
+yield, asynchronous iterators (`async for`); `stoker.sync.Runtime` has them as plain calls and iterators,
+all but `ended`, `group` and `prepare_chat`. [library.md](library.md) shows how they are used,
+[errors.md](errors.md) what they raise.
 """
 KEYWORDS = """
 ## Keyword arguments of calls
 
 What `**fields` of a call takes.
 """
-FIRST = ("Runtime", "RemoteRuntime")
 LINE = 100
 
 
 def api_page() -> str:
     """The page."""
-    names = sorted(stoker.__all__, key=lambda name: (name not in FIRST, name.lower()))
+    names = sorted(stoker.__all__, key=lambda name: (name != "Runtime", name.lower()))
     things = [(name, getattr(stoker, name)) for name in names] + [("States", States)]
     classes = [(name, thing) for name, thing in things if isinstance(thing, type) and not _is_error(thing)]
     rest = [(name, thing) for name, thing in things if isinstance(thing, FunctionType)]

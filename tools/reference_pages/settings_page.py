@@ -37,23 +37,17 @@ _HOME = "/home-of-the-user"
 def settings_page() -> str:
     """The page."""
     fields = EngineSettings.model_fields | ServerSettings.model_fields
-    named = {name: panel for panel, names in PANELS.items() for name in names.split()}
-    rest = [name for name in fields if name not in named]
-    panels = {
-        **{panel: names.split() for panel, names in PANELS.items()},
-        **({"Further": rest} if rest else {}),
-    }
     parts = [HEAD, EXAMPLE]
-    for panel, names in panels.items():
-        rows = [_row(name, fields[name], has_flag=name in named) for name in names if name in fields]
+    for panel, names in PANELS.items():
+        rows = [_row(name, fields[name]) for name in names.split()]
         parts += [f"\n## {panel}\n\n", table(("key", "flag", "variable", "default", "meaning"), rows)]
     return "".join(parts)
 
 
-def _row(name: str, setting: Any, *, has_flag: bool) -> tuple[str, ...]:
+def _row(name: str, setting: Any) -> tuple[str, ...]:
     flag = flag_of(name)
-    form = f" {flag.metavar}" if flag.metavar and has_flag else ""
-    shown = ", ".join(f"`{each}{form}`" for each in flag.names) if has_flag else "none"
+    form = f" {flag.metavar}" if flag.metavar else ""
+    shown = ", ".join(f"`{each}{form}`" for each in flag.names)
     default = flag.shown or _default(setting)
     where = "" if name in EngineSettings.model_fields else " (server)"
     return f"`{name}`{where}", shown, f"`{ENV_PREFIX}{name.upper()}`", default, flag.text

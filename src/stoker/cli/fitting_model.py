@@ -68,14 +68,14 @@ RERANK = Work(
     lambda model: model.model_class == ModelClass.ENCODER and model.pooling == Pooling.RANK,
 )
 READ = Work(
-    "reads pictures",
+    "reads images",
     "name one and its projector with -m MODEL --mmproj FILE, or put both into {folder}",
     lambda model: model.model_class == ModelClass.DECODER,
 )
 
 
 def with_fitting_model(work: Work, settings: EngineSettings, *, is_named: bool) -> EngineSettings:
-    """The settings with the one model that does the work; for pictures also with its projector.
+    """The settings with the one model that does the work; for images also with its projector.
 
     Args:
         work: what it is wanted for.
