@@ -18,7 +18,7 @@ from stoker.images.image import Image
 from stoker.images.turns import require_vision
 from stoker.ipc.events import Parked, Paused, PrefillProgress, Queued
 from stoker.ipc.model import ModelClass
-from stoker.wording import count_text
+from stoker.wording import count_text, duration_text
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -199,12 +199,12 @@ class ChatLoop:
         """Answer the last turn again; its former answer comes back if that fails."""
         session = self._session
         former = session.exchanges.pop() if session.exchanges and not session.failed else None
-        if former is None and session.failed is None:
+        asked = session.failed if former is None else (former.text, former.images)
+        if asked is None:
             self._screen.say("nothing has been asked yet")
             return
-        text, images = session.failed or (former.text, former.images)  # type: ignore[union-attr]  # one is there
         session.num_retries += 1
-        if not await self._answered(text, images, temperature=given) and former is not None:
+        if not await self._answered(*asked, temperature=given) and former is not None:
             session.exchanges.append(former)
             session.failed = None
 
@@ -248,7 +248,7 @@ class ChatLoop:
         match notice:
             case Queued(_, position, eta_s) if position > 0 or (eta_s or 0) >= 1:
                 place = f"{position} before it in the queue" if position else "next in the queue"
-                eta = f", about {eta_s:.0f} s to go" if eta_s is not None else ""
+                eta = "" if eta_s is None else f", about {duration_text(eta_s)} to go"
                 self._screen.wait(f"waiting: {place}{eta}")
             case PrefillProgress() if notice.total >= LONG_PROMPT_TOKENS:
                 cached = f", {notice.cached} of them cached" if notice.cached else ""
