@@ -80,6 +80,13 @@ def test_a_question_of_its_own_is_asked(folder):
     assert runtime.requests[0].max_tokens == 9
 
 
+def test_a_schema_may_stand_on_the_command_line(folder):
+    """SPEC V4: as with `stoker run`."""
+    args = (folder / "a.png", "--schema", (folder / "s.json").read_text(), "--json-lines")
+    done = stoker(*args, runtime=ReadingRuntime("{}", '{"n": 1}'))
+    assert json.loads(done.stdout)["attempts"] == 2
+
+
 def test_a_schema_that_is_none_ends_it_at_once(folder):
     """SPEC I1: 2, in one line, before a model is loaded."""
     (folder / "s.json").write_text("{")

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stoker.errors import StokerError
+from stoker.errors import InvalidRequestError, StokerError
 from stoker.settings import flag_of, load_settings
 
 if TYPE_CHECKING:
@@ -37,13 +38,16 @@ def with_options(
     command: Callable[..., None],
     options: Mapping[str, tuple[Any, Any]],
     call: Callable[[dict[str, Any], dict[str, Any]], None],
+    *,
+    fills: str = "",
 ) -> Callable[..., None]:
     """A command with further options.
 
     Args:
-        command: its parameters stay what they are, but for `target`, which `call` has to fill.
+        command: its parameters stay what they are, but for the one that `call` fills.
         options: annotation and default by name.
         call: called with the values of the command's own options and of the further ones.
+        fills: the parameter that `call` makes of the further ones; empty: none.
     """
 
     @functools.wraps(command)
@@ -57,7 +61,7 @@ def with_options(
         inspect.Parameter(name, keyword, annotation=kind, default=default)
         for name, (kind, default) in options.items()
     ]
-    own_options = [each.replace(kind=keyword) for each in own if each.name != "target"]
+    own_options = [each.replace(kind=keyword) for each in own if each.name != fills]
     with_further.__signature__ = inspect.Signature([*own_options, *further])  # type: ignore[attr-defined]  # functions may have one
     return with_further
 
@@ -128,6 +132,9 @@ LogFile = Annotated[
     typer.Option("--log-file", help="Write the log there.", metavar="FILE", rich_help_panel=PANEL),
 ]
 _SAMPLING, _FORM = "Sampling", "Form of the answer"
+DEFAULT_MAX_TOKENS = 512
+DEFAULT_TEMPERATURE = 0.3
+"""Low, as small models wander at the library's 0.8."""
 
 
 def _drawing(text: str, metavar: str) -> Any:
@@ -141,7 +148,7 @@ MaxTokens = Annotated[
 System = Annotated[str | None, typer.Option("--system", help="System message.", metavar="TEXT")]
 Images = Annotated[
     list[Path] | None,
-    typer.Option("--image", help="Picture before the prompt; repeat for more.", metavar="FILE"),
+    typer.Option("--image", help="Image before the prompt; repeat for more.", metavar="FILE"),
 ]
 Stop = Annotated[
     list[str] | None,
@@ -162,6 +169,24 @@ JsonSchema = Annotated[
         rich_help_panel=_FORM,
     ),
 ]
+
+
+def schema_text(given: str) -> str:
+    """The text of a JSON Schema that stands on the command line or in a file.
+
+    Raises:
+        InvalidRequestError: it is no JSON.
+        OSError: there is no such file.
+    """
+    text = given if given.lstrip().startswith("{") else Path(given).expanduser().read_text(encoding="utf-8")
+    try:
+        json.loads(text)
+    except ValueError as error:
+        what = "it" if text is given else given
+        raise InvalidRequestError(f"--json-schema: {what} is no JSON: {error}", param="json_schema") from None
+    return text
+
+
 Regex = Annotated[
     str | None,
     typer.Option(
@@ -170,9 +195,30 @@ Regex = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
-DEFAULT_MAX_TOKENS = 512
-DEFAULT_TEMPERATURE = 0.3
-"""Low, as small models wander at the library's 0.8."""
+REQUEST_FIELDS: Mapping[str, tuple[Any, Any]] = {
+    "max_tokens": (MaxTokens, DEFAULT_MAX_TOKENS),
+    "stop": (Stop, None),
+    "json_schema": (JsonSchema, None),
+    "regex": (Regex, None),
+    "temperature": (Temperature, DEFAULT_TEMPERATURE),
+    "top_p": (TopP, None),
+    "top_k": (TopK, None),
+    "min_p": (MinP, None),
+    "seed": (Seed, None),
+}
+"""Fields of a request, by the names of the library, with their options."""
+
+
+def takes_fields(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose parameter `fields` holds those of these fields of a request that are given."""
+
+    def with_fields(command: Callable[..., None]) -> Callable[..., None]:
+        def call(own: dict[str, Any], further: dict[str, Any]) -> None:
+            command(fields={name: value for name, value in further.items() if value is not None}, **own)
+
+        return with_options(command, {name: REQUEST_FIELDS[name] for name in names}, call, fills="fields")
+
+    return with_fields
 
 
 def engine_settings(config: Path | None, *, model: str | None = None, **flags: Any) -> EngineSettings:

@@ -38,6 +38,7 @@ from stoker.errors import (
     ModelNotFoundError,
     NotReadyError,
 )
+from stoker.settings import DEFAULT_URL
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -188,7 +189,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def asks_model(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose first parameter is its `Target`, with the options of one in that parameter's place."""
+    """A command whose parameter `target` is made of the options that say where it computes."""
 
     def call(own: dict[str, Any], further: dict[str, Any]) -> None:
         ctx = further.pop("ctx")
@@ -197,9 +198,9 @@ def asks_model(command: Callable[..., None]) -> Callable[..., None]:
         )
         target = Target(factory=ctx.obj, **further)
         _refuse_both(ctx, target)
-        command(target, **own)
+        command(target=target, **own)
 
-    return with_options(command, OPTIONS, call)
+    return with_options(command, OPTIONS, call, fills="target")
 
 
 def _refuse_both(ctx: typer.Context, target: Target) -> None:
@@ -221,8 +222,6 @@ def running_server(run_dir: Path) -> RunFile | None:
 
 def server_url(url: str | None) -> str:
     """Where the server is that a command asks: as given, else the running one's, else the usual address."""
-    from stoker.settings import DEFAULT_URL
-
     if url is not None:
         return url
     found = running_server(engine_settings(None).run_dir)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import platformdirs
 import typer
@@ -18,17 +18,7 @@ import typer
 from stoker.cli.exits import ExitCode
 from stoker.cli.fitting_model import GENERATE
 from stoker.cli.logs import NotesHandler
-from stoker.cli.options import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_TEMPERATURE,
-    AsJson,
-    MaxTokens,
-    Seed,
-    System,
-    Temperature,
-    TopP,
-    engine_settings,
-)
+from stoker.cli.options import AsJson, System, engine_settings, takes_fields
 from stoker.cli.target import Asked, Target, asks_model
 from stoker.ipc.request import Sampling
 from stoker.private import FILE_MODE, make_folder
@@ -46,18 +36,16 @@ HISTORY_FILE = "chat_history"
 
 
 @asks_model
+@takes_fields("max_tokens", "temperature", "top_p", "seed")
 def chat(
     target: Target,
+    fields: dict[str, Any],
     *,
     system: System = None,
     image: Annotated[
         list[Path] | None,
-        typer.Option("--image", help="Image for the first turn; may be repeated.", metavar="FILE"),
+        typer.Option("--image", help="Image before the first turn; repeat for more.", metavar="FILE"),
     ] = None,
-    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
-    temperature: Temperature = DEFAULT_TEMPERATURE,
-    top_p: TopP = None,
-    seed: Seed = None,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Neither read nor write what was typed in earlier chats.")
     ] = False,
@@ -70,10 +58,8 @@ def chat(
     from stoker.cli.chat.plain import no_echo
     from stoker.cli.chat.session import ChatSession
 
-    drawn = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    given = {name: value for name, value in drawn.items() if value is not None}
-    Sampling(**given)  # type: ignore[arg-type]  # says what is wrong before a model is loaded
-    fields = {"max_tokens": max_tokens, **given}
+    drawn = {name: value for name, value in fields.items() if name != "max_tokens"}
+    Sampling(**drawn)  # says what is wrong before a model is loaded
     session = ChatSession(fields, system=system or "")
     with no_echo():
         num_failed = asyncio.run(

@@ -14,7 +14,7 @@ import typer
 from stoker.cli.fitting_model import GENERATE
 from stoker.cli.options import AsJson
 from stoker.cli.session import piped_text
-from stoker.cli.target import Asked, Target, asks_model
+from stoker.cli.target import Target, asks_model
 from stoker.tasks.choose import Choices
 
 
@@ -35,11 +35,10 @@ def choose(
 ) -> None:
     """Print the choices, the likeliest first, each after its probability among them and its score in nats."""
     given = (piped_text() if prompt is None else prompt) or ""
-
-    async def choose_from(asked: Asked) -> Choices:
-        return await asked.runtime.choose(given, choices, calibrate=calibrate, model=asked.model)
-
-    found = target.answered(GENERATE, choose_from)
+    found = target.answered(
+        GENERATE,
+        lambda asked: asked.runtime.choose(given, choices, calibrate=calibrate, model=asked.model),
+    )
     if as_json:
         typer.echo(json.dumps(_record(found)))
         return

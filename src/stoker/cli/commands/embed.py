@@ -15,7 +15,7 @@ import typer
 from stoker.cli.fitting_model import EMBED
 from stoker.cli.options import AsJson
 from stoker.cli.session import given_lines
-from stoker.cli.target import Asked, Target, asks_model
+from stoker.cli.target import Target, asks_model
 from stoker.tasks.embed import TextEmbeddings
 from stoker.wording import count_text
 
@@ -38,11 +38,7 @@ def embed(
     """Print the vector of each text, of length 1: a JSON array a line, or with --json one document."""
     lines = given_lines(texts, "texts")
     given = [text for text in lines if text is not None]
-
-    async def embed_all(asked: Asked) -> TextEmbeddings:
-        return await asked.runtime.embed(given, model=asked.model)
-
-    found = target.answered(EMBED, embed_all)
+    found = target.answered(EMBED, lambda asked: asked.runtime.embed(given, model=asked.model))
     vectors = iter(found.floats())
     aligned = [None if text is None else next(vectors) for text in (given if skip_blank else lines)]
     if as_json:

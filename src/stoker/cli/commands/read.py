@@ -16,8 +16,9 @@ import typer
 
 from stoker.cli.exits import ExitCode
 from stoker.cli.fitting_model import READ
+from stoker.cli.options import JsonSchema, schema_text
 from stoker.cli.target import Target, asks_model
-from stoker.errors import CallerError, InvalidRequestError, ReadingError, StokerError
+from stoker.errors import CallerError, ReadingError, StokerError
 
 if TYPE_CHECKING:
     from stoker.images import ImageReport
@@ -31,14 +32,9 @@ def read(
     target: Target,
     *,
     images: Annotated[
-        list[Path], typer.Argument(help="Pictures to read, one after the other.", metavar="FILE")
+        list[Path], typer.Argument(help="Images to read, one after the other.", metavar="FILE")
     ],
-    schema: Annotated[
-        Path | None,
-        typer.Option(
-            "--schema", help="File with a JSON Schema that the answers have to match.", metavar="FILE"
-        ),
-    ] = None,
+    schema: JsonSchema = None,
     ask: Annotated[
         str | None, typer.Option("--ask", help="What to ask. [Read this report as JSON.]", metavar="TEXT")
     ] = None,
@@ -56,20 +52,11 @@ def read(
     """Print what is on each image as a line of JSON; how far it is goes to stderr."""
     from stoker.tasks.read_images import Question
 
-    question = Question(ask, _schema_of(schema), max_tokens)
+    question = Question(ask, None if schema is None else json.loads(schema_text(schema)), max_tokens)
     lines = _Lines(len(images), is_long=json_lines)
     asyncio.run(_read(target, mmproj, images, question, lines))
     if lines.num_unread:
         raise typer.Exit(ExitCode.FAULT)
-
-
-def _schema_of(path: Path | None) -> Any:
-    if path is None:
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidRequestError(f"{path} is no JSON: {error}", param="schema") from None
 
 
 async def _read(

@@ -14,7 +14,7 @@ import typer
 from stoker.cli.fitting_model import RERANK
 from stoker.cli.options import AsJson
 from stoker.cli.session import given_lines
-from stoker.cli.target import Asked, Target, asks_model
+from stoker.cli.target import Target, asks_model
 from stoker.tasks.rerank import Ranking
 
 
@@ -44,11 +44,10 @@ def rerank(
     """Print the documents, the best first, each after its score: the model's own number, no probability."""
     lines = given_lines(documents, "documents")
     given = [text for text in lines if text is not None]
-
-    async def rank(asked: Asked) -> Ranking:
-        return await asked.runtime.rerank(query, given, top_n=top_n, output=output, model=asked.model)
-
-    found = target.answered(RERANK, rank)
+    found = target.answered(
+        RERANK,
+        lambda asked: asked.runtime.rerank(query, given, top_n=top_n, output=output, model=asked.model),
+    )
     if as_json:
         places = [index for index, text in enumerate(lines) if text is not None]
         typer.echo(json.dumps(_record(found, given, places)))

@@ -1,7 +1,6 @@
 """`stoker run`: one prompt, one answer, streamed.
 
-Owns how a prompt comes together, the options that are fields of the request, and where the answer, what the
-model thinks and the figures go.
+Owns how a prompt comes together, and where the answer, what the model thinks and the figures go.
 """
 
 from __future__ import annotations
@@ -10,29 +9,13 @@ import asyncio
 import json
 import sys
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stoker.cli.chat.session import ChatReply
 from stoker.cli.fitting_model import GENERATE
-from stoker.cli.options import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_TEMPERATURE,
-    AsJson,
-    Images,
-    JsonSchema,
-    MaxTokens,
-    MinP,
-    Regex,
-    Seed,
-    Stop,
-    System,
-    Temperature,
-    TopK,
-    TopP,
-)
+from stoker.cli.options import REQUEST_FIELDS, AsJson, Images, System, schema_text, takes_fields
 from stoker.cli.session import Activity, piped_beside_a_prompt, piped_text, tell, write
 from stoker.cli.target import Asked, Target, asks_model
 from stoker.errors import InvalidRequestError
@@ -44,8 +27,10 @@ if TYPE_CHECKING:
 
 
 @asks_model
+@takes_fields(*REQUEST_FIELDS)
 def run(
     target: Target,
+    fields: dict[str, Any],
     *,
     prompt: Annotated[
         str | None,
@@ -58,16 +43,7 @@ def run(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without a template.")
     ] = False,
-    max_tokens: MaxTokens = DEFAULT_MAX_TOKENS,
-    stop: Stop = None,
     as_json: AsJson = False,
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    temperature: Temperature = DEFAULT_TEMPERATURE,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
 ) -> None:
     """Answer a prompt and stream the answer to the terminal."""
     text = _prompt_text(prompt)
@@ -75,18 +51,8 @@ def run(
         raise InvalidRequestError("--raw has no turns: it takes neither --system nor --image", param="raw")
     turns: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     turns.append({"role": "user", "content": text})
-    given = {
-        "max_tokens": max_tokens,
-        "stop": stop,
-        "json_schema": None if json_schema is None else _schema_of(json_schema),
-        "regex": regex,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-    }
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if "json_schema" in fields:
+        fields["json_schema"] = schema_text(fields["json_schema"])
     if image:
         fields["images"] = image
     asyncio.run(_run(target, text if raw else turns, fields, as_json=as_json))
@@ -101,17 +67,6 @@ def _prompt_text(prompt: str | None) -> str:
         raise InvalidRequestError(
             "there is no prompt: give one, or pipe it in; `stoker chat` is a conversation", param="prompt"
         )
-    return text
-
-
-def _schema_of(given: str) -> str:
-    """The text of a JSON Schema that stands on the command line or in a file."""
-    text = given if given.lstrip().startswith("{") else Path(given).expanduser().read_text(encoding="utf-8")
-    try:
-        json.loads(text)
-    except ValueError as error:
-        what = "it" if text is given else given
-        raise InvalidRequestError(f"--json-schema: {what} is no JSON: {error}", param="json_schema") from None
     return text
 
 
