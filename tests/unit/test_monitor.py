@@ -171,22 +171,25 @@ def test_a_device_is_read(tmp_path):
 
 
 def test_the_footprint_is_that_of_every_process_and_of_the_last_ones_children():
-    """SPEC M3: own footprint; one that is gone holds nothing."""
+    """SPEC M3: two processes with a child each; one that is gone holds nothing."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
-    own = psutil.Process().memory_info().rss
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout.readline() == b"1\n"
-        (grandchild,) = psutil.Process(child.pid).children()
-        alone = psutil.Process(child.pid).memory_info().rss
-        family = alone + grandchild.memory_info().rss
-        assert footprint_of((child.pid,)) == pytest.approx(family, rel=0.1)
-        assert footprint_of((os.getpid(), child.pid)) == pytest.approx(own + family, rel=0.1)
-        assert footprint_of((child.pid, os.getpid())) == pytest.approx(own + family, rel=0.1)
-        assert footprint_of((child.pid, grandchild.pid)) == pytest.approx(family, rel=0.1)
-        child.communicate(b"\n")
-    assert footprint_of((child.pid,)) == 0
+    command = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as other:
+        alone, family = {}, {}
+        for process in (one, other):
+            assert process.stdout.readline() == b"1\n"
+            (child,) = psutil.Process(process.pid).children()
+            alone[process] = psutil.Process(process.pid).memory_info().rss
+            family[process] = alone[process] + child.memory_info().rss
+        assert footprint_of((one.pid,)) == pytest.approx(family[one], rel=0.1)
+        both = alone[one] + family[other]
+        assert footprint_of((one.pid, other.pid)) == pytest.approx(both, rel=0.1)
+        # A child that is named itself is counted once.
+        assert footprint_of((other.pid, child.pid)) == pytest.approx(family[other], rel=0.1)
+        for process in (one, other):
+            process.communicate(b"\n")
+    assert footprint_of((one.pid,)) == 0
     assert footprint_of(()) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from stoker.cli import tables
 from stoker.cli.commands import ps
 from stoker.cli.main import app
+from stoker.cli.tables import print_line
 from terminal import Terminal
 from tiny_models import write_llama
 
@@ -123,3 +125,25 @@ def test_documents_have_the_fields_of_their_page(words, monkeypatch, tmp_path):
     found = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
     rows = found if isinstance(found, list) else [found]
     assert [set(row) for row in rows if set(row) != named] == []
+
+
+PATH = "/a/folder/with/a-very-long-name/that-does-not-fit/the-terminal.gguf"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_long_line_is_folded_between_words_and_a_path_stays_whole(is_terminal):
+    """T10: on a terminal; a pipe gets one line."""
+    console = Console(
+        file=io.StringIO(), width=40, force_terminal=is_terminal, color_system=None, soft_wrap=True
+    )
+    print_line(
+        console, "look   threads    ", f"other programs take the cores, see {PATH} for all that is known"
+    )
+    lines = console.file.getvalue().splitlines()
+    if not is_terminal:
+        assert len(lines) == 1
+        return
+    assert len(lines) > 3
+    assert all(line.startswith(" " * 18) for line in lines[1:])
+    assert [line for line in lines if PATH in line]
+    assert max(len(line) for line in lines if PATH not in line) <= 40

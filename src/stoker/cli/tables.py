@@ -1,4 +1,4 @@
-"""Tables on a terminal and in a pipe: what has to be typed elsewhere is never cut.
+"""Tables and lines on a terminal and in a pipe: what has to be typed elsewhere is never cut.
 
 Every column but the last is as wide as its widest cell. The last one, a path or a reason, stands beside them
 where it fits, else below its row, where the terminal wraps it.
@@ -6,6 +6,7 @@ where it fits, else below its row, where the terminal wraps it.
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -62,6 +63,30 @@ def print_table(
         console.print(Text.from_ansi(line.rstrip()))
         if row[-1]:
             console.print(f"{'':{_GAP}}{row[-1]}", style="dim")
+
+
+def print_line(console: Console, head: str, text: str, style: str = "") -> None:
+    """Print a head with a text beside it, which a terminal gets by words below each other.
+
+    A word wider than the terminal, such as a path, is left whole, so that it can be copied.
+
+    Args:
+        console: from `new_console`.
+        head: of one line.
+        text: any length.
+        style: of all.
+    """
+    shown = _shown(head + text)
+    if console.is_terminal:
+        indent = " " * len(head)
+        shown = textwrap.fill(
+            shown,
+            console.width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    console.print(Text(shown, style=style))
 
 
 def _shown(cell: str) -> str:

@@ -135,16 +135,15 @@ def _show(found: list[PrefixFile], folder: Path) -> None:
     console = new_console()
     rows = [
         (
-            file.name,
             str(file.num_tokens),
             size_text(file.size_bytes),
             "background" if file.is_background else "interactive",
             _time(file.used_s).strftime("%Y-%m-%d %H:%M"),
-            Path(file.source).name,
+            f"{file.name} for {Path(file.source).name}",
         )
         for file in found
     ]
-    print_table(console, ("name", "tokens", "size", "class", "last used", "model"), rows)
+    print_table(console, ("tokens", "size", "class", "last used", "file and model"), rows)
     console.print(f"folder: {folder}", style="dim")
 
 

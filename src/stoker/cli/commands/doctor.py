@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, engine_settings
+from stoker.cli.tables import new_console, print_line
 from stoker.errors import MachineSetupError, StokerError
 from stoker.machine.cores import look_at_cores, threads_that_fit
 from stoker.machine.limits import DEFAULTS, effective_limit, read_limits, tier_of
@@ -70,7 +69,8 @@ class Finding:
     remedy: str = ""
 
 
-_MARKS = {"ok": "[green]ok    [/]", "warning": "[yellow]look  [/]", "broken": "[red]broken[/]"}
+_MARKS = {Level.OK: ("ok", ""), Level.WARNING: ("look", "yellow"), Level.BROKEN: ("broken", "red")}
+"""How a line begins, and its style."""
 
 
 def doctor(*, as_json: AsJson = False, config: Config = None) -> None:
@@ -79,11 +79,12 @@ def doctor(*, as_json: AsJson = False, config: Config = None) -> None:
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        console = Console(highlight=False, soft_wrap=True)
+        console = new_console()
         for finding in findings:
-            console.print(f"{_MARKS[finding.level]} {finding.subject:<10} {escape(finding.text)}")
+            mark, style = _MARKS[finding.level]
+            print_line(console, f"{mark:<6} {finding.subject:<10} ", finding.text, style)
             if finding.remedy:
-                console.print(f"{'':17} -> {escape(finding.remedy)}")
+                print_line(console, f"{'':18}-> ", finding.remedy)
     if any(finding.level is Level.BROKEN for finding in findings):
         raise typer.Exit(ExitCode.NO)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from stoker.cli.options import AsJson
-from stoker.cli.tables import new_console, print_table
+from stoker.cli.tables import new_console, print_line, print_table
 from stoker.cli.target import ApiKey, Url, ask_server, reading_answer
 from stoker.ipc.model import ModelLife
 from stoker.wording import count_text, duration_text, size_text
@@ -32,8 +32,8 @@ def ps(*, as_json: AsJson = False, url: Url = None, api_key: ApiKey = None) -> N
     if any(slot["state"] in _BUSY for slot in status["slots"]) or _num_waiting(status):
         console.print()
         _print_requests(console, status)
-    for line in _summary(status):
-        console.print(line, style="dim")
+    for head, text in _summary(status):
+        print_line(console, f"{head}: ", text, "dim")
 
 
 def _print_models(console: Console, status: dict[str, Any]) -> None:
@@ -104,13 +104,17 @@ def _place(waiting: dict[str, Any]) -> str:
     return f"waits, {place}{eta}"
 
 
-def _summary(status: dict[str, Any]) -> list[str]:
+def _summary(status: dict[str, Any]) -> list[tuple[str, str]]:
     engine, memory = status["engine"], status["memory"]
     label = f", {engine['label']}" if engine["label"] else ""
     used = f"{size_text(memory['footprint'])} of {size_text(memory['limit'])}"
     pressure = f", pressure {memory['pressure']}" if memory["pressure"] else ""
     counts = f"{count_text(engine['threads'], 'thread')}, {count_text(engine['restarts'], 'restart')}"
+    available = size_text(memory["available"])
     return [
-        f"engine: {engine['state']}{label}, {counts}",
-        f"memory: {used} used, {size_text(memory['available'])} available{pressure}, heat {status['heat']}",
+        ("engine", f"{engine['state']}{label}, {counts}"),
+        (
+            "memory",
+            f"{used} used, {available} available{pressure}, heat {status['heat']}",
+        ),
     ]
