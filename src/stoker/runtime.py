@@ -18,7 +18,6 @@ from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.client import Client
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.models.loading import SpecChanges
-from stoker.client.process.lifecycle import GRACES_S
 from stoker.client.process.transport import ThreadTransport
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.record import RequestRecord, request_id_of
@@ -54,7 +53,7 @@ from stoker.tasks.fields import (
 from stoker.tasks.form import Schema, Several, T
 from stoker.tasks.functions import ToolLike
 from stoker.tasks.generate import chatted, generated
-from stoker.tasks.read_images import MAX_TOKENS, Question, Reading, read_images
+from stoker.tasks.read_images import Question, Reading, read_images
 from stoker.tasks.rerank import Ranking, RerankKeywords, rank_documents
 from stoker.tasks.run_tools import RunToolsKeywords, ToolRun, run_tools
 from stoker.tasks.states import States
@@ -99,7 +98,6 @@ class Runtime:
         settings = (settings or EngineSettings()).replace(**fields)
         if model is not None:
             settings = settings.replace(models=(str(model), *settings.models))
-        self._settings = settings
         new_transport = _in_thread if settings.isolation == "thread" else None
         self._client = Client(settings, lambda state: self.on_load(state), new_transport)  # noqa: PLW0108 - it may be set later
         self._client.allows_downloads = allow_downloads
@@ -285,10 +283,7 @@ class Runtime:
         Raises:
             NotReadyError: not started, or closed.
         """
-        if grace_s is None:
-            grace_s = GRACES_S.get(reason or "", self._settings.suspend_grace_s)
-        await self._client.running().suspend(grace_s)
-        self._client.workers.release()
+        await self._client.suspend(reason or "", grace_s)
 
     async def resume(self) -> None:
         """Load what was loaded and let every request go on; returns when the engine serves. Idempotent.
@@ -485,8 +480,7 @@ class Runtime:
         fields and errors are those of `tasks.read_images.read_images`.
         """
         warn_former(fields)
-        max_tokens = fields.pop("max_tokens", None)
-        question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
+        question = Question.taken_from(ask, schema, fields)
         return await read_images(self, images, question, **fields)
 
     async def rerank(self, query: str, documents: Several[str], **fields: Unpack[RerankKeywords]) -> Ranking:

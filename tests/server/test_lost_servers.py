@@ -7,11 +7,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from httpx_sse import ServerSentEvent
 
 from stoker import Runtime
 from stoker.errors import (
@@ -22,7 +24,9 @@ from stoker.errors import (
     ServerLostError,
 )
 from stoker.ipc.events import Delta
-from stoker.remote import connection
+from stoker.ipc.status import EngineHealth
+from stoker.remote import connection, wire
+from stoker.remote.mirror import ServerMirror
 from stoker.remote.runtime import RemoteRuntime
 
 
@@ -185,6 +189,41 @@ async def test_a_server_that_dies_during_an_answer_is_told_at_once(
             while "no server answers" not in runtime.health().reason:  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
         assert (runtime.is_ready, runtime.health().state) == (False, "failing")
+
+
+class OtherVersion(connection.ServerConnection):
+    """A server whose stream of events begins with one that this version does not know."""
+
+    def __init__(self, event: str) -> None:
+        super().__init__("http://127.0.0.1:9", None)
+        self._event = event
+
+    async def get(self, path: str, kind: type[Any]) -> Any:
+        """That all is well."""
+        health = EngineHealth(state="serving")
+        return wire.Overview(is_ready=True, is_suspended=False, health=health, models=[], states=[])
+
+    async def stream(self, *args: Any, **how: Any) -> AsyncGenerator[ServerSentEvent, None]:
+        """The event, and then nothing."""
+        yield ServerSentEvent(data=self._event)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "event", ['{"event": "engine"}', '{"event": "model", "at": 1.0, "name": "m"}', '{"at": 1.0}', "[]"]
+)
+async def test_an_event_of_another_version_is_told_by_health(event: str) -> None:
+    """I11: what follows the server goes on, so its models are never those of long ago without a word."""
+    mirror = ServerMirror(OtherVersion(event), lambda state: None)
+    await mirror.start()
+    async with asyncio.timeout(5):
+        while mirror.health().state != "failing":  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+    assert "is no Stoker, or one of another version: " in mirror.health().reason
+    assert not mirror.is_ready
+    await mirror.refresh()
+    assert mirror.is_ready
+    await mirror.close()
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

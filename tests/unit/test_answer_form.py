@@ -164,6 +164,7 @@ def test_a_reading_takes_a_class_as_well():
         ({"json_schema": {"default": object()}}, "no JSON can hold", "json_schema"),
         ({"response_format": Place}, "a class is asked for by schema", "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format is", "response_format"),
+        ({"constraint": 5}, "constraint: expected", "constraint"),
     ],
 )
 def test_a_form_that_is_none_is_refused_in_words(fields: dict[str, Any], text: str, param: str):

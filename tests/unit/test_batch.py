@@ -24,6 +24,7 @@ from stoker.errors import (
     StokerError,
 )
 from stoker.ipc.model import ModelInfo
+from stoker.tasks import form
 from stoker.tasks.backpressure import Backpressure
 from stoker.tasks.batch import AnswerRate, BatchProgress, batch
 
@@ -132,6 +133,25 @@ async def test_a_prompt_that_fails_has_its_error_in_its_place(runtime: Runtime):
     assert answers[0].text == answers[0].error.details["text"] != ""
     assert (told[-1].num_done, told[-1].num_failed, told[-1].num_total) == (3, 3, 3)
     assert told[-1].eta_s == 0.0
+
+
+async def test_an_id_that_is_in_use_is_the_error_of_its_prompt_alone(runtime: Runtime):
+    """I8: each prompt has an id of its own, so the others are answered."""
+    async with aclosing(runtime.generate("a", request_id="job-1", max_tokens=900)) as other:
+        await anext(other)
+        answers = await runtime.batch(["a", "b", "c"], request_id="job", max_tokens=2)
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    assert "'job-1' is in use" in str(answers[1].error)
+
+
+async def test_a_schema_is_read_once_for_all_prompts(runtime: Runtime, monkeypatch: pytest.MonkeyPatch):
+    """What pydantic makes of a class takes milliseconds, on the loop that all requests share."""
+    read: list[object] = []
+    of_class = form._of_class
+    monkeypatch.setattr(form, "_of_class", lambda given: (read.append(given), of_class(given))[1])
+    answers = await runtime.batch(["a", "b"], schema=bool, max_tokens=20, seed=1)
+    assert [answer.parsed in {True, False} for answer in answers] == [True, True]
+    assert read == [bool]
 
 
 async def test_what_is_wrong_with_all_is_raised(runtime: Runtime):

@@ -61,6 +61,11 @@ def decorated(*args: Any, **kwargs: Any) -> Any:
     return later(*args, **kwargs)
 
 
+def parsed(city: str) -> Report:
+    """Read a report that is none."""
+    return Report.model_validate({"city": city})
+
+
 def broken() -> None:
     """Fail."""
     raise RuntimeError("no network")
@@ -88,6 +93,7 @@ async def test_a_function_is_described_by_its_signature_and_docstring():
         (later, '{"days": 3}', "3 days later"),
         (later, '{"days": "x"}', "error: days: Input should be a valid integer"),
         (broken, "{}", "error: RuntimeError: no network"),
+        (parsed, '{"city": "Oslo"}', "error: ValidationError: 1 validation error for Report"),
         (decorated, '{"days": 2}', "2 days later"),
         (threading.get_ident, "{}", ""),
     ],

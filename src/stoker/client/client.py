@@ -18,7 +18,7 @@ import msgspec
 from stoker.chat.conversation import Layout
 from stoker.client.event_bus import EventBus
 from stoker.client.models.specs import ModelSource
-from stoker.client.process.lifecycle import EngineState
+from stoker.client.process.lifecycle import GRACES_S, EngineState
 from stoker.client.requests.group import RequestGroup
 from stoker.client.requests.record import RequestRecord
 from stoker.client.requests.stream import RequestStream, StreamEvent
@@ -157,6 +157,13 @@ class Client:
         await self.supervisor.close()
         self.bus.close()
         self.table.close()
+
+    async def suspend(self, reason: str, grace_s: float | None) -> None:
+        """See `Runtime.suspend`."""
+        if grace_s is None:
+            grace_s = GRACES_S.get(reason, self._settings.suspend_grace_s)
+        await self.running().suspend(grace_s)
+        self.workers.release()
 
     def hurry(self) -> None:
         """Cut the drain of a `close`, under way or to come, short."""

@@ -14,10 +14,11 @@ from urllib.parse import quote
 import msgspec
 
 from stoker.chat.conversation import ToolOffer
-from stoker.errors import InvalidRequestError, RequestNotFoundError, UnsupportedError
+from stoker.errors import InvalidRequestError, RequestNotFoundError, StateNotFoundError, UnsupportedError
 from stoker.images.image import Image
 from stoker.ipc.request import GenerateRequest
 from stoker.models.states.file import MAX_STATE_BYTES
+from stoker.remote.wire import REQUEST_ID, REQUESTS, STATES
 from stoker.tasks.fields import GivenState, request_of, warn_former
 
 _DEFAULTS = msgspec.to_builtins(GenerateRequest(prompt=""))
@@ -27,7 +28,6 @@ _NOT_CARRIED = {
     "names": "a request has the name that request_id gives it",
     "state_output": "embed, choose, rerank and states deliver what it asks for",
 }
-_SANE_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _CALL_NAMES = {"keep_alive_s": "keep_alive"}
 _CALL_FIELDS = frozenset(
     {"model", "timeout_s", "cache_salt", "cache", "priority", "keep_alive", "keep_alive_s"}
@@ -157,17 +157,29 @@ def id_field(request_id: str | None) -> dict[str, str]:
     """
     if request_id is None:
         return {}
-    if not _SANE_ID.fullmatch(request_id):
+    if not re.fullmatch(REQUEST_ID, request_id):
         text = f"request_id is {request_id[:40]!r}; at a server it has 1 to 128 letters, digits and . _ : -"
         raise InvalidRequestError(text, param="request_id")
     return {"request_id": request_id}
 
 
-def path_part(request_id: str) -> str:
-    """The id as a part of a path. Raises RequestNotFoundError for what is no id of any request."""
-    if not request_id or "/" in request_id or set(request_id) <= {"."}:
+def request_path(request_id: str) -> str:
+    """Where the request is. Raises RequestNotFoundError for what is no id of any."""
+    if (part := _path_part(request_id)) is None:
         raise RequestNotFoundError(f"no live request has the id {request_id!r}", param="id")
-    return quote(request_id, safe="")
+    return f"{REQUESTS}/{part}"
+
+
+def state_path(state_id: str) -> str:
+    """Where the saved state is. Raises StateNotFoundError for what is no id of any."""
+    if (part := _path_part(state_id)) is None:
+        raise StateNotFoundError(f"there is no state {state_id!r}", param="state_id")
+    return f"{STATES}/{part}"
+
+
+def _path_part(own_id: str) -> str | None:
+    """The id as a part of a path; None: it would lead elsewhere."""
+    return None if "/" in own_id or set(own_id) <= {"."} else quote(own_id, safe="")
 
 
 def offer_body(offer: ToolOffer) -> dict[str, Any]:

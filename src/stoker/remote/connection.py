@@ -233,8 +233,18 @@ class ServerConnection:
 
     def read(self, answer: bytes | str, kind: type[T]) -> T:
         """What came as JSON. Raises MachineSetupError where it is something else."""
-        try:
+        with self._readable():
             return msgspec.json.decode(answer, type=kind)
+
+    def converted(self, document: Any, kind: type[T]) -> T:
+        """A part of what came as JSON. Raises as `read` does."""
+        with self._readable():
+            return msgspec.convert(document, kind)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
         except msgspec.DecodeError as error:
             raise self.stranger(str(error)) from error
 

@@ -16,13 +16,7 @@ from typing import Any
 import msgspec
 
 from stoker.client.event_bus import RuntimeEvent
-from stoker.errors import (
-    ErrorInfo,
-    ModelNotFoundError,
-    NotReadyError,
-    ServerLostError,
-    StokerError,
-)
+from stoker.errors import ModelNotFoundError, NotReadyError, ServerLostError, StokerError
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import EngineHealth, ModelStatus
@@ -146,7 +140,12 @@ class ServerMirror:
     # ------------------------------------------------------------ events
 
     async def events(self, after: str = "") -> AsyncGenerator[RuntimeEvent, None]:
-        """What happens at the server from now on, or after an event. Raises what `stream` raises."""
+        """What happens at the server from now on, or after an event.
+
+        Raises:
+            MachineSetupError: an event is none of this version.
+            StokerError: what `ServerConnection.stream` raises.
+        """
         headers = {"Last-Event-ID": after} if after else None
         async with aclosing(self._server.stream("GET", wire.EVENTS, headers=headers)) as messages:
             async for message in messages:
@@ -154,10 +153,10 @@ class ServerMirror:
                     return
                 given = self._server.read(message.data, dict[str, Any])
                 own = {name: given.pop(name) for name in _OWN_FIELDS & given.keys()}
-                yield RuntimeEvent(**own, fields=given)
+                yield self._server.converted({**own, "fields": given}, RuntimeEvent)
 
     async def _follow(self) -> None:
-        """Take in what happens, for ever; a server that is gone is asked for again."""
+        """Take in what happens, for ever; a server that is gone, or not understood, is asked again."""
         retry_s = _FIRST_RETRY_S
         while True:
             try:
@@ -179,30 +178,17 @@ class ServerMirror:
         self._lost = error
 
     async def _take(self, event: RuntimeEvent) -> None:
-        fields = event.fields
         if event.event == "model":
-            asyncio.get_running_loop().call_soon(self._on_load, _state_of(fields))  # its errors are its own
-            if "stage" in fields and self._known is not None:
-                self._known = msgspec.structs.replace(self._known, states=_moved(self._known.states, fields))
+            state = self._server.converted(event.fields, ModelState)
+            asyncio.get_running_loop().call_soon(self._on_load, state)  # its errors are its own
+            if state.stage and self._known is not None:
+                self._known = msgspec.structs.replace(self._known, states=_moved(self._known.states, state))
                 return
         if event.event in {"snapshot", "model", "engine", "lagged"}:
             await self.refresh()
 
 
-def _state_of(fields: dict[str, Any]) -> ModelState:
-    """The state that an event of a model tells of."""
-    error = fields.get("error")
-    return ModelState(
-        model=fields["model"],
-        state=fields["state"],
-        stage=fields.get("stage", ""),
-        fraction=fields.get("fraction", 0.0),
-        error=ErrorInfo(code=error["code"], message=error["message"]) if error else None,
-        reason=fields.get("reason", ""),
-    )
-
-
-def _moved(states: list[ModelStatus], fields: dict[str, Any]) -> list[ModelStatus]:
-    """The states with how far the load of one is."""
-    news = {name: fields[name] for name in ("state", "stage", "fraction")}
-    return [msgspec.structs.replace(one, **news) if one.id == fields["model"] else one for one in states]
+def _moved(known: list[ModelStatus], model: ModelState) -> list[ModelStatus]:
+    """The states with how far the load of one model is."""
+    news = {"state": model.state, "stage": model.stage, "fraction": model.fraction}
+    return [msgspec.structs.replace(one, **news) if one.id == model.model else one for one in known]

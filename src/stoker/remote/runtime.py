@@ -17,8 +17,8 @@ from stoker.chat.conversation import NO_TOOLS, Layout, ToolOffer
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.requests.stream import OnNotice, StreamEvent, TextDelta, text_deltas
 from stoker.client.store.file import KeptRequest
-from stoker.errors import InvalidRequestError, ServerLostError, error_from_info
-from stoker.images.image import ImageLike, images_of
+from stoker.errors import ServerLostError, error_from_info
+from stoker.images.image import ImageLike
 from stoker.images.intake import Intake
 from stoker.images.turns import with_images
 from stoker.ipc.events import Delta, Failed, Finished, ModelState
@@ -33,10 +33,10 @@ from stoker.remote.bodies import (
     image_part,
     messages_body,
     offer_body,
-    path_part,
     refuse,
     request_body,
     request_headers,
+    request_path,
     state_fields,
     taken,
 )
@@ -68,7 +68,7 @@ from stoker.tasks.fields import (
 )
 from stoker.tasks.form import Schema, Several, T
 from stoker.tasks.functions import ToolLike
-from stoker.tasks.read_images import MAX_TOKENS, Attempt, Question, Reading, Told, read_with, told_by
+from stoker.tasks.read_images import Attempt, Question, Reading, Told, pictures_of, read_with, told_by
 from stoker.tasks.rerank import Ranking, RerankKeywords
 from stoker.tasks.run_tools import RunToolsKeywords, ToolRun, run_tools
 
@@ -201,8 +201,7 @@ class RemoteRuntime:
             OperatorOnlyError: the key is not an operator's.
             StokerError: why it cannot be served, downloaded or loaded now.
         """
-        if reach is not Reach.ANY:
-            refuse({"reach": reach})
+        refuse({"reach": reach is not Reach.ANY})
         asked = {"model": model, "keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots}
         asked |= current_load_names(former)
         loaded = await self._server.post("/v1/runtime/models/load", asked)
@@ -261,7 +260,7 @@ class RemoteRuntime:
     async def attach(self, request_id: str, *, owner: str = "") -> AsyncGenerator[StreamEvent, None]:
         """As `Runtime.attach`; the server knows the owner by the API key."""
         refuse({"owner": owner})
-        path = f"{wire.REQUESTS}/{path_part(request_id)}/events"
+        path = f"{request_path(request_id)}/events"
         async with aclosing(self._events("GET", path)) as events:
             async for event in events:
                 yield event
@@ -321,7 +320,7 @@ class RemoteRuntime:
         on_notice, request_id = fields.pop("on_notice", None), fields.pop("request_id", None)
         template_args = fields.pop("template_args", None)
         shown = with_images(turns_of(messages), fields.pop("images", ()))
-        given = state_fields(fields.pop("state", None))
+        given = await asyncio.to_thread(state_fields, fields.pop("state", None))
         request = request_of("", fields)
         conversation = {
             "messages": await asyncio.to_thread(messages_body, shown),
@@ -416,7 +415,7 @@ class RemoteRuntime:
         await self._steer(request_id, "resume")
 
     async def _steer(self, request_id: str, action: str) -> None:
-        await self._server.post(f"{wire.REQUESTS}/{path_part(request_id)}/{action}", {})
+        await self._server.post(f"{request_path(request_id)}/{action}", {})
 
     # ------------------------------------------------------------ text
 
@@ -441,14 +440,9 @@ class RemoteRuntime:
         """As `Runtime.read`; images travel as they are, and the server shrinks them."""
         warn_former(fields)
         refuse(taken(fields, "names", "owner", "route"))
-        if fields.get("n", 1) != 1:
-            raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
-        max_tokens = fields.pop("max_tokens", None)
-        question = Question(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
+        pictures = pictures_of(images, fields)
+        question = Question.taken_from(ask, schema, fields)
         known_as = id_field(fields.pop("request_id", None))
-        pictures = images_of(images)
-        if not pictures:
-            raise InvalidRequestError("there are no pictures to read", param="images")
         parts = await asyncio.to_thread(lambda: [image_part(one) for one in pictures])
         turn = {"role": "user", "content": [*parts, {"type": "text", "text": question.text}]}
 
@@ -528,7 +522,7 @@ class RemoteRuntime:
     ) -> str:
         """As `Runtime.render_chat`; blocks as `plan_chat` does."""
         offer = offer_of(tools)
-        return self.plan_chat(turns_of(messages), offer, model=model, template_args=template_args).prompt
+        return self.plan_chat(messages, offer, model=model, template_args=template_args).prompt
 
 
 class _PlanAsked:

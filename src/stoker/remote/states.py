@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
-from urllib.parse import quote
 
-import msgspec
-
-from stoker.errors import StateNotFoundError, UnsupportedError
+from stoker.errors import UnsupportedError
 from stoker.ipc.request import GenerateRequest
 from stoker.ipc.usage import Usage
 from stoker.models.states.store import SavedState
-from stoker.remote.bodies import call_body, refuse, request_headers, state_fields
+from stoker.remote.bodies import call_body, refuse, request_headers, state_fields, state_path
 from stoker.remote.connection import ServerConnection
+from stoker.remote.wire import STATES
 from stoker.tasks.fields import Prompt
 from stoker.tasks.states import StateEmbedding, StateKeywords
-
-_STATES = "/v1/states"
 
 
 class RemoteStates:
@@ -44,22 +41,18 @@ class RemoteStates:
         **fields: Unpack[StateKeywords],
     ) -> SavedState:
         """As `States.save`."""
-        text, body = _body_of(prompt, fields)
-        return _saved(
-            await self._server.post(
-                _STATES,
-                {"prompt": text, "name": name, "replace": replace, **body},
-                headers=request_headers(fields),
-            )
-        )
+        text, body = await _body_of(prompt, fields)
+        asked = {"prompt": text, "name": name, "replace": replace, **body}
+        found = await self._server.post(STATES, asked, headers=request_headers(fields))
+        return self._server.converted(found, SavedState)
 
     async def embed(
         self, prompt: Prompt | GenerateRequest, **fields: Unpack[StateKeywords]
     ) -> StateEmbedding:
         """As `States.embed`."""
-        text, body = _body_of(prompt, fields)
+        text, body = await _body_of(prompt, fields)
         asked = {"input": text, "encoding_format": "base64", **body}
-        found = await self._server.post(f"{_STATES}/embeddings", asked, headers=request_headers(fields))
+        found = await self._server.post(f"{STATES}/embeddings", asked, headers=request_headers(fields))
         return StateEmbedding(
             model=found["model"],
             shape=tuple(found["shape"]),
@@ -84,44 +77,33 @@ class RemoteStates:
     ) -> SavedState:
         """As `States.put`."""
         refuse({"owner": owner})
-        data = state_fields(state)["state"]
+        data = (await asyncio.to_thread(state_fields, state))["state"]
         body = {"model": model, "name": name, "replace": replace, **data}
-        return _saved(await self._server.post(_STATES, body))
+        return self._server.converted(await self._server.post(STATES, body), SavedState)
 
     async def list(self, owner: str = "") -> list[SavedState]:
         """As `States.list`."""
         refuse({"owner": owner})
-        found = await self._server.get(_STATES, dict[str, Any])
-        return [msgspec.convert(entry, SavedState) for entry in found["data"]]
+        found = await self._server.get(STATES, dict[str, Any])
+        return [self._server.converted(entry, SavedState) for entry in found["data"]]
 
     async def get(self, state_id: str, owner: str = "") -> SavedState:
         """As `States.get`."""
         refuse({"owner": owner})
-        return await self._server.get(_path(state_id), SavedState)
+        return await self._server.get(state_path(state_id), SavedState)
 
     async def content(self, state_id: str, owner: str = "") -> bytes:
         """As `States.content`."""
         refuse({"owner": owner})
-        return await self._server.content(f"{_path(state_id)}/content")
+        return await self._server.content(f"{state_path(state_id)}/content")
 
     async def delete(self, state_id: str, owner: str = "") -> None:
         """As `States.delete`."""
         refuse({"owner": owner})
-        await self._server.delete(_path(state_id))
+        await self._server.delete(state_path(state_id))
 
 
-def _path(state_id: str) -> str:
-    """Where the state is. Raises StateNotFoundError for what is no id."""
-    if not state_id or "/" in state_id or set(state_id) <= {"."}:
-        raise StateNotFoundError(f"there is no state {state_id!r}", param="state_id")
-    return f"{_STATES}/{quote(state_id, safe='')}"
-
-
-def _saved(answer: dict[str, Any]) -> SavedState:
-    return msgspec.convert(answer, SavedState)
-
-
-def _body_of(prompt: Prompt | GenerateRequest, fields: StateKeywords) -> tuple[Any, dict[str, Any]]:
+async def _body_of(prompt: Prompt | GenerateRequest, fields: StateKeywords) -> tuple[Any, dict[str, Any]]:
     """The prompt, and the fields beside it.
 
     Raises:
@@ -133,4 +115,5 @@ def _body_of(prompt: Prompt | GenerateRequest, fields: StateKeywords) -> tuple[A
         )
     given: dict[str, Any] = {**fields}
     state = given.pop("state", None)
-    return prompt if isinstance(prompt, str) else list(prompt), {**call_body(given), **state_fields(state)}
+    body = call_body(given) | await asyncio.to_thread(state_fields, state)
+    return prompt if isinstance(prompt, str) else list(prompt), body

@@ -28,12 +28,15 @@ from stoker.ipc.model import ModelInfo
 from stoker.ipc.status import EngineHealth, ModelStatus
 
 REQUESTS = "/v1/runtime/requests"
+STATES = "/v1/states"
 COUNT_TOKENS = f"{REQUESTS}/count_tokens"
 OVERVIEW = "/v1/runtime/overview"
 STATUS = "/v1/runtime/status"
 EVENTS = "/v1/runtime/events"
 DONE = "[DONE]"
 """The last data of the stream of events, where the server ends in order."""
+REQUEST_ID = r"[A-Za-z0-9._:\-]{1,128}"
+"""What a client may call a request; also in a header."""
 BEAT_S = 5.0
 """The longest silence on a stream of the library's, whatever `keepalive_s` says."""
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stoker.ipc.status import CallKind
+
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
@@ -24,7 +26,7 @@ requests_log = logging.getLogger("stoker.requests")
 models_log = logging.getLogger("stoker.models")
 log = logging.getLogger(__name__)
 
-_CALLS = frozenset({"embed", "rerank", "choose", "state", "read"})
+_CALLS = frozenset(CallKind)
 
 
 class EventLog:

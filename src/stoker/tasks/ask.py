@@ -113,7 +113,9 @@ async def ask(
     if not prompt and not isinstance(prompt, str) and prompt is not None:
         raise InvalidRequestError("prompt is empty: there are no messages and no tokens", param="prompt")
     raw = given.pop("raw", False)
-    schema = AnswerSchema(given["schema"]) if given.get("schema") is not None else None
+    schema = None
+    if given.get("schema") is not None:
+        schema = given["schema"] = AnswerSchema.of(given["schema"])
     info = runtime.resolve(given.get("model"))
     if is_conversation(prompt) or (isinstance(prompt, str) and info.takes_conversations and not raw):
         deltas = runtime.chat(prompt, **given)

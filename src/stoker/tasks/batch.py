@@ -81,6 +81,8 @@ async def batch(
     fields: dict[str, Any] = {"priority": "background", **keywords}
     progress, concurrency = fields.pop("progress", None), fields.pop("concurrency", None)
     waiting = _checked(prompts, concurrency, fields)
+    if (schema := fields.get("schema")) is not None:
+        fields["schema"] = AnswerSchema.of(schema)
     model = runtime.resolve(fields.get("model")).id
     run = _Batch(runtime, model, fields, len(waiting), progress)
     items = iter(enumerate(waiting))
@@ -105,8 +107,6 @@ def _checked(
         raise InvalidRequestError(text, param="concurrency")
     for name in fields.keys() - AskKeywords.__annotations__.keys():
         raise unknown_field(name)
-    if (schema := fields.get("schema")) is not None:
-        AnswerSchema(schema)
     return list(prompts)
 
 
@@ -125,6 +125,7 @@ class _Batch:
         self._runtime = runtime
         self._model = model
         self._fields = fields
+        self._same_for_all = fields.keys() - {"request_id"}  # of which each prompt has its own
         self._id = request_id_of(fields.get("request_id"))
         self._num_total = num_total
         self._num_failed = 0
@@ -140,8 +141,8 @@ class _Batch:
             try:
                 answer = await self._patiently(prompt, own_id, pressure)
             except StokerError as error:
-                if isinstance(error, InvalidRequestError) and error.param in self._fields:
-                    raise  # it is the same for all
+                if isinstance(error, InvalidRequestError) and error.param in self._same_for_all:
+                    raise
                 answer = self._failed(error, own_id)
             self._note(index, answer)
 

@@ -201,7 +201,7 @@ def _malformed(problem: str) -> InvalidRequestError:
         return InvalidRequestError(f"the request is malformed: {problem}")
     what, where = found.groups()
     field = where.partition("[")[0]
-    param = _FORMER.get(field, field)
+    param = _RENAMED.get(field, field)
     known = f"; known: {', '.join(_TEXTS[field])}" if field in _TEXTS else ""
     return InvalidRequestError(f"{param}: {what[:1].lower()}{what[1:]}{known}", param=param)
 
@@ -228,15 +228,8 @@ def _meant(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {alike[0]!r}?" if alike else ""
 
 
-_FORMER = {
-    "keep_alive_s": "keep_alive",
-    "n_ctx": "ctx_size",
-    "num_slots": "slots",
-    "adapters": "lora",
-    "constraint": "one of regex, grammar, json_schema, choice, response_format and schema",
-}
-
-
+_RENAMED = {"keep_alive_s": "keep_alive", "n_ctx": "ctx_size", "num_slots": "slots", "adapters": "lora"}
+_FORMER = _RENAMED | {"constraint": "one of regex, grammar, json_schema, choice, response_format and schema"}
 IS_PINNED_IS_FORMER = "is_pinned is pin_model or unpin_model now"
 _LOAD = ("keep_alive", "ctx_size", "slots", "reach")
 
@@ -265,7 +258,7 @@ def current_load_names(former: Mapping[str, Any]) -> dict[str, Any]:
         text = f"load_model has no field {name!r}{_meant(name, _LOAD)}"
         raise InvalidRequestError(text, param=name)
     warn_former(former)
-    return {_FORMER[name]: value for name, value in former.items()}
+    return {_RENAMED[name]: value for name, value in former.items()}
 
 
 def struct_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

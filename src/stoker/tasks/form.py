@@ -83,6 +83,11 @@ class AnswerSchema:
             self.json = strict_schema(schema)
             self._read = adapter.validate_json
 
+    @classmethod
+    def of(cls, given: Schema | AnswerSchema) -> AnswerSchema:
+        """That of `given`, which is made once for all requests of a call."""
+        return given if isinstance(given, AnswerSchema) else cls(given)
+
     def __repr__(self) -> str:
         return f"AnswerSchema({json.dumps(self.json)[:_MAX_REASON_CHARS]})"
 
@@ -206,7 +211,7 @@ def _of_json_schema(given: Any) -> Constraint:
 
 
 def _of_schema(given: Any) -> Constraint:
-    return _constraint_of_schema(AnswerSchema(given).json, "schema")
+    return _constraint_of_schema(AnswerSchema.of(given).json, "schema")
 
 
 def _constraint_of_schema(schema: JsonSchema | str, asked_as: str) -> Constraint:

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import Any, cast
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -59,9 +60,15 @@ class PythonTool:
         if not self.name.isidentifier():
             text = f"tools: {self.name} has no name that a model could call it by; write a function with def"
             raise InvalidRequestError(text, param="tools")
+
+        @wraps(function, updated=())
+        def bound(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+            # The call itself comes later: a ValidationError that the function raises is its own.
+            return partial(function, *args, **kwargs)
+
         try:
-            self._call = TypeAdapter[Any](cast("Any", function))
-            schema = self._call.json_schema()
+            self._bound = TypeAdapter[Callable[[], Any]](cast("Any", bound))
+            schema = self._bound.json_schema()
         except (PydanticUserError, PydanticUndefinedAnnotation, TypeError, ValueError) as error:
             text = f"tools: the parameters of {self.name} cannot be described: {error}"
             raise InvalidRequestError(text[:400], param="tools") from None
@@ -78,19 +85,19 @@ class PythonTool:
         A function that is not asynchronous runs in a thread. A text is the result as it is, anything else
         as JSON.
         """
+        call = None
         try:
-            if self._is_async:
-                value = self._call.validate_json(arguments)
-            else:
-                value = await asyncio.to_thread(self._call.validate_json, arguments)
+            call = self._bound.validate_json(arguments)
+            value = call() if self._is_async else await asyncio.to_thread(call)
             if inspect.isawaitable(value):  # of a decorated one too
                 value = await value
             text = value if isinstance(value, str) else to_json(value, fallback=str).decode()
-        except ValidationError as error:
-            text = f"error: {_problems(error)}"
         except Exception as error:  # noqa: BLE001 - whatever a stranger's function raises is its result
-            log.info("the tool %s raised %r; the model is told", self.name, error)
-            text = f"error: {type(error).__name__}: {error}"
+            if call is None and isinstance(error, ValidationError):
+                text = f"error: {_problems(error)}"
+            else:
+                log.info("the tool %s raised %r; the model is told", self.name, error)
+                text = f"error: {type(error).__name__}: {error}"
         if len(text) > _MAX_RESULT_CHARS:
             text = f"{text[:_MAX_RESULT_CHARS]} ... (cut, it has {len(text)} characters)"
         return text

@@ -11,14 +11,14 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import msgspec
 
 from stoker.client.requests.group import KnownAs
 from stoker.client.requests.stream import StreamEvent, TextDelta, text_deltas
 from stoker.errors import InvalidRequestError, ReadingError
-from stoker.images.image import ImageLike, ImageReport, images_of
+from stoker.images.image import Image, ImageLike, ImageReport, images_of
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import CallKind
@@ -34,6 +34,7 @@ __all__ = [
     "Question",
     "Reading",
     "Told",
+    "pictures_of",
     "read_images",
     "read_with",
     "told_by",
@@ -110,6 +111,12 @@ class Question:
         if self.schema is not None or self.ask is None:
             object.__setattr__(self, "_form", AnswerSchema(schema))
 
+    @classmethod
+    def taken_from(cls, ask: str | None, schema: Schema | None, fields: CallKeywords) -> Self:
+        """The question of a call; `max_tokens` is taken out of its `fields`."""
+        max_tokens = fields.pop("max_tokens", None)
+        return cls(ask, schema, MAX_TOKENS if max_tokens is None else max_tokens)
+
     @property
     def text(self) -> str:
         """What is asked; it stands on a line of its own behind the images."""
@@ -182,14 +189,10 @@ async def read_images(
         RequestCancelledError: the call was cancelled by its id before it was asked.
         StokerError: a request failed.
     """
-    if fields.get("n", 1) != 1:
-        raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
+    pictures = pictures_of(images, fields)
     wanted: dict[str, Any] = {"constraint": question.constraint, **struct_fields(fields)}
     known_as = KnownAs.taken_from(wanted)
     info = runtime.resolve(fields.get("model"))
-    pictures = images_of(images)
-    if not pictures:
-        raise InvalidRequestError("there are no pictures to read", param="images")
     turn = {"role": "user", "content": [*pictures, question.text]}
     plan = await runtime.prepare_chat([turn], model=info.id)
     taken = await runtime.images.take(plan.images)
@@ -204,6 +207,19 @@ async def read_images(
     first = request_of(plan.prompt, given)
     with runtime.group(CallKind.READ, first, 1, known_as) as group:
         return await read_with(question, answer)
+
+
+def pictures_of(images: ImageLike | Sequence[ImageLike], fields: CallKeywords) -> list[Image]:
+    """What a call is to read.
+
+    Raises:
+        InvalidRequestError: an image is not taken, there is none, or `fields` ask for several answers.
+    """
+    if fields.get("n", 1) != 1:
+        raise InvalidRequestError("a reading is one answer; n is not taken", param="n")
+    if not (pictures := images_of(images)):
+        raise InvalidRequestError("there are no pictures to read", param="images")
+    return pictures
 
 
 async def _told(

@@ -63,11 +63,15 @@ async def run_tools(
         StokerError: a request was refused or failed.
     """
     offered = fields.get("tools")
-    functions = filter(callable, offered if isinstance(offered, list | tuple) else ())
-    tools = {tool.name: tool for tool in map(PythonTool, functions)}
+    told = [
+        PythonTool(tool) if callable(tool) else tool
+        for tool in (offered if isinstance(offered, list | tuple) else ())
+    ]
+    tools = {tool.name: tool for tool in told if isinstance(tool, PythonTool)}
     if not tools:
         raise InvalidRequestError("tools: a list of Python functions is needed", param="tools")
-    given: dict[str, Any] = {**fields}
+    described = [tool.described if isinstance(tool, PythonTool) else tool for tool in told]
+    given: dict[str, Any] = {**fields, "tools": described}
     max_rounds = given.pop("max_rounds", MAX_ROUNDS)
     turns, usages = list(turns_of(messages)), []
     num_rounds = 0

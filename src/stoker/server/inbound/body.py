@@ -25,6 +25,7 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import PydanticCustomError
 
 from stoker.errors import InvalidRequestError
+from stoker.remote.wire import REQUEST_ID
 from stoker.server.errors import invalid_body
 from stoker.server.inbound.bodies import MAX_VALUES, JsonBounds
 
@@ -69,7 +70,7 @@ def _check_keys(value: Any) -> Any:
 
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:\-]{1,128}$")]
+RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID}$")]
 Many = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Named = Annotated[dict[str, T], Field(max_length=MAX_KEYS), BeforeValidator(_check_keys)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from starlette.responses import Response
 
 from stoker.errors import CallerError, ErrorInfo, ForbiddenError
+from stoker.remote.wire import REQUEST_ID
 from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
 from stoker.server.inbound.body import UnknownFields, ignored_names
 from stoker.server.inbound.security import Identity
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_SANE_ID = re.compile(REQUEST_ID.encode())
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_CONTENT = 204
 _IGNORED = IGNORED_HEADER.lower().encode()

@@ -34,7 +34,7 @@ from stoker.server.inbound.body import (
 )
 from stoker.server.inbound.security import salt_of
 from stoker.server.native.requests import Attachment
-from stoker.server.native.runtime import redacted_status
+from stoker.server.native.runtime import model_states_for, status_for
 from stoker.server.native.states import initial_state
 from stoker.server.openai.chat import prepared_chat
 from stoker.server.openai.conversation import ConversationFields
@@ -46,7 +46,6 @@ from stoker.tasks.chat import form_of
 if TYPE_CHECKING:
     from stoker.errors import ErrorInfo
     from stoker.ipc.model import ModelInfo
-    from stoker.ipc.status import RuntimeStatus
     from stoker.server.context import ServerContext
     from stoker.server.inbound.security import Identity
     from stoker.server.streaming import Source
@@ -155,13 +154,7 @@ def router(context: ServerContext) -> APIRouter:
     async def status(request: Request) -> Response:
         """The engine and everything it holds now; of other callers' requests counts and places only."""
         found = await context.runtime.status()
-        caller: Identity = request.state.identity
-        if not caller.is_operator:
-            owner_of = context.runtime.owner_of
-            found = redacted_status(
-                found, lambda request_id: caller.may_see(owner_of(request_id)), caller.may_see
-            )
-        return json_response(_without_owners(found))
+        return json_response(status_for(request.state.identity, found, context.runtime))
 
     return routes
 
@@ -222,27 +215,15 @@ def _check_prompt(context: ServerContext, asked: GenerateRequest, info: ModelInf
 
 def _overview(context: ServerContext, caller: Identity) -> wire.Overview:
     runtime = context.runtime
-    models, states = runtime.models, runtime.model_states()
+    models = runtime.models
     if not caller.is_operator:
         models = [_without_paths(info) for info in models]
-        states = [msgspec.structs.replace(state, reason="") for state in states]
     return wire.Overview(
         is_ready=runtime.is_ready and not context.is_stopping,
         is_suspended=runtime.is_suspended,
         health=runtime.health(),
         models=models,
-        states=states,
-    )
-
-
-def _without_owners(status: RuntimeStatus) -> RuntimeStatus:
-    """The status without digests of keys, which nobody needs."""
-    replace = msgspec.structs.replace
-    return replace(
-        status,
-        groups=[replace(one, owner="") for one in status.groups],
-        requests=[replace(one, owner="") for one in status.requests],
-        recent=[replace(one, owner="") for one in status.recent],
+        states=model_states_for(caller, runtime),
     )
 
 

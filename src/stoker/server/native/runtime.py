@@ -40,16 +40,14 @@ if TYPE_CHECKING:
         SlotStatus,
         WaitStatus,
     )
-    from stoker.runtime import RuntimeStatus
+    from stoker.runtime import Runtime, RuntimeStatus
 
 
 _SHOWN_AS = {"is_pinned": "pinned"}
 
 
-def status_document(
-    status: RuntimeStatus, known: Sequence[ModelStatus], may_see: Callable[[str], bool] = lambda _: True
-) -> dict[str, Any]:
-    """Engine, slots, requests, groups, models, memory and heat; `may_see` says whose requests are listed."""
+def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict[str, Any]:
+    """Engine, slots, requests, groups, models, memory and heat."""
     engine = status.engine
     return {
         "version": status.version,
@@ -67,12 +65,12 @@ def status_document(
             **engine_document(status.health),
         },
         "slots": [_shown(slot) for slot in engine.slots],
-        "queue": [_shown(waiting) for waiting in engine.queue],
-        "parked": [_shown(waiting) for waiting in engine.parked],
-        "paused": [_shown(waiting) for waiting in engine.paused],
-        "groups": [{"request_id": group.id, **group_progress(group)} for group in status.groups],
-        "requests": [request_row(one) for one in status.requests if may_see(one.owner)],
-        "recent": [request_row(one) for one in status.recent if may_see(one.owner)],
+        "queue": [_waiting(one) for one in engine.queue],
+        "parked": [_waiting(one) for one in engine.parked],
+        "paused": [_waiting(one) for one in engine.paused],
+        "groups": [{"request_id": group.id or None, **group_progress(group)} for group in status.groups],
+        "requests": [request_row(one) for one in status.requests],
+        "recent": [request_row(one) for one in status.recent],
         "exits": msgspec.to_builtins(status.exits),
         "models": [
             _shown(model) | {"activity": engine.activity.get(model.id, {})}
@@ -114,6 +112,10 @@ def _shown(status: SlotStatus | WaitStatus | ModelStatus) -> dict[str, Any]:
     given = msgspec.structs.asdict(status)
     shown = {_SHOWN_AS.get(name, name): value for name, value in given.items()}
     return shown | {"class": shown["priority"]} if "priority" in shown else shown
+
+
+def _waiting(status: WaitStatus) -> dict[str, Any]:
+    return _shown(status) | {"request_id": status.request_id or None}  # another caller's has none
 
 
 def group_progress(group: GroupStatus) -> dict[str, Any]:
@@ -186,48 +188,39 @@ def _cache(engine: EngineStatus) -> dict[str, Any]:
 _LISTS = frozenset({"requests", "groups", "recent"})
 """What of a snapshot is about requests."""
 _WITHHELD = "told to operators only"
-_BLANK: dict[str, Any] = {
-    "request_id": None,
-    "num_tokens": 0,
-    "story": [],
-    "num_members": 0,
-    "num_done": 0,
-    "deadline_s": None,
-}
-"""What is shown of another caller's request or call."""
 
 
-def redact_status(document: dict[str, Any], may_see: Callable[[str], bool]) -> None:
-    """Blank what belongs to other callers in a document of GET /v1/runtime; changes the document.
+def model_states_for(caller: Identity, runtime: Runtime) -> list[ModelStatus]:
+    """Every served model and download; why it is not ready, which may name files, is told to operators."""
+    states = runtime.model_states()
+    return states if caller.is_operator else _unexplained(states)
 
-    Args:
-        document: from `status_document`.
-        may_see: whether the request of that runtime id is shown.
+
+def _unexplained(models: Sequence[ModelStatus]) -> list[ModelStatus]:
+    return [msgspec.structs.replace(model, reason="") for model in models]
+
+
+def status_for(caller: Identity, status: RuntimeStatus, runtime: Runtime) -> RuntimeStatus:
+    """The status as `caller` may see it, without digests of keys: of others' requests counts and places.
+
+    An id that is not shown is empty, or None in a slot.
     """
-    for name in ("slots", "queue", "parked", "paused", "groups"):
-        for entry in document[name]:
-            if entry["request_id"] is None or not may_see(entry["request_id"]):
-                entry.update({name: value for name, value in _BLANK.items() if name in entry})
-    for model in document["models"]:
-        model["reason"] = ""  # may name files and requests
-    for ended in document["exits"]:
-        ended["reason"] = ""
-    document["settings"] = {}
-    document["cache"]["disk"]["problem"] = ""
+    shown = status if caller.is_operator else _redacted(status, caller, runtime.owner_of)
+    replace = msgspec.structs.replace
+    return replace(
+        shown,
+        groups=[replace(one, owner="") for one in shown.groups],
+        requests=[replace(one, owner="") for one in shown.requests],
+        recent=[replace(one, owner="") for one in shown.recent],
+    )
 
 
-def redacted_status(
-    status: RuntimeStatus, may_see: Callable[[str], bool], may_see_owner: Callable[[str], bool]
-) -> RuntimeStatus:
-    """The same of the status as it is: an id that is not shown is empty, or None in a slot.
-
-    Args:
-        status: of the runtime.
-        may_see: as in `redact_status`.
-        may_see_owner: whether requests of that owner are listed.
-    """
+def _redacted(status: RuntimeStatus, caller: Identity, owner_of: Callable[[str], str]) -> RuntimeStatus:
     replace = msgspec.structs.replace
     engine, cache = status.engine, status.engine.cache
+
+    def may_see(request_id: str) -> bool:
+        return caller.may_see(owner_of(request_id))
 
     def waiting(entries: Sequence[WaitStatus]) -> list[WaitStatus]:
         return [
@@ -244,9 +237,7 @@ def redacted_status(
     groups = [
         one
         if may_see(one.id)
-        else replace(
-            one, id="", names=(), owner="", num_members=0, num_done=0, deadline_s=None, usage=Usage()
-        )
+        else replace(one, id="", names=(), num_members=0, num_done=0, deadline_s=None, usage=Usage())
         for one in status.groups
     ]
     shown = replace(
@@ -255,7 +246,7 @@ def redacted_status(
         queue=waiting(engine.queue),
         parked=waiting(engine.parked),
         paused=waiting(engine.paused),
-        models=[replace(model, reason="") for model in engine.models],
+        models=_unexplained(engine.models),
         cache=replace(cache, disk_problem=""),
         prefixes=[],
     )
@@ -263,8 +254,8 @@ def redacted_status(
         status,
         engine=shown,
         groups=groups,
-        requests=[one for one in status.requests if may_see_owner(one.owner)],
-        recent=[one for one in status.recent if may_see_owner(one.owner)],
+        requests=[one for one in status.requests if caller.may_see(one.owner)],
+        recent=[one for one in status.recent if caller.may_see(one.owner)],
         exits=[replace(ended, reason="") for ended in status.exits],
         settings={},
     )
@@ -300,11 +291,9 @@ def router(context: ServerContext) -> APIRouter:
         """
         caller: Identity = request.state.identity
         status = await context.runtime.status()
-        document = status_document(status, context.runtime.model_states(), caller.may_see)
-        if not caller.is_operator:
-            owner_of = context.runtime.owner_of
-            redact_status(document, lambda request_id: caller.may_see(owner_of(request_id)))
-        return json_response(document)
+        shown = status_for(caller, status, context.runtime)
+        document = status_document(shown, model_states_for(caller, context.runtime))
+        return json_response(document | {"policy": status.settings.get("policy")})  # which all may know
 
     @routes.get("/v1/runtime/events", tags=["runtime"])
     async def events(request: Request) -> Response:
