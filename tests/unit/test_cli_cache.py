@@ -51,7 +51,7 @@ def test_ls_shows_each_prefix_with_its_model_tokens_and_size(folder):
     assert done.exit_code == 0
     for file in folder.files():
         (line,) = [line for line in done.stdout.splitlines() if file.name in line]
-        assert f" {file.num_tokens} " in line
+        assert line.startswith(f"{file.num_tokens} ")
         assert file.source.removeprefix("/models/") in line
         assert ("background" if file.is_background else "interactive") in line
     assert str(folder.folder) in done.stdout
