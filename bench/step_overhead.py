@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 from bench.errors import BenchError
 from bench.prompts import random_prompt
 from stoker.backends.llama.binding import llama
+from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.engine.process import EventWriter
@@ -177,7 +178,7 @@ class Engine:
         theirs.close()
         self._writer = EventWriter(self._ours)
         settings = EngineSettings.model_validate({"slots": spec.num_slots, "ctx_size": spec.n_ctx})
-        self._loop = EngineLoop(self._inbox, self._publish, settings)
+        self._loop = EngineLoop(self._inbox, self._publish, config_of(settings))
         self._thread = threading.Thread(target=self._loop.run, name="bench-engine", daemon=True)
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ from threading import Event
 from unittest import mock
 
 from stoker.backends.fake.backend import load as load_fake
+from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox, Measured
 from stoker.engine.loop import EngineLoop
 from stoker.engine.threads.timer import Stopwatch
@@ -211,7 +212,7 @@ class Machine:
         self.heat = Heat.NOMINAL
         own = EngineSettings(isolation="thread", cache_dir=folder, memory_margin=margin_mib * MIB, **settings)
         self.loop = None
-        self.loop = EngineLoop(self.inbox, self.events.extend, own, self.sample)
+        self.loop = EngineLoop(self.inbox, self.events.extend, config_of(own), self.sample)
 
     # ------------------------------------------------------------ the machine
 

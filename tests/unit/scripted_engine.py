@@ -38,6 +38,7 @@ from stoker.ipc.commands import (
     Tokenize,
     UnloadModel,
 )
+from stoker.ipc.engine_config import EngineConfig
 from stoker.ipc.events import (
     Admitted,
     Delta,
@@ -58,7 +59,6 @@ from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.status import EngineStatus
 from stoker.ipc.usage import Timings, Usage
-from stoker.settings import EngineSettings
 
 NUM_SLOTS = 8
 
@@ -121,9 +121,7 @@ class _Live:
 class ScriptedEngine:
     """Speaks the engine's messages; every live request draws a token a turn."""
 
-    def __init__(
-        self, inbox: Inbox, publish: Callable[[list[Event]], None], settings: EngineSettings
-    ) -> None:
+    def __init__(self, inbox: Inbox, publish: Callable[[list[Event]], None], config: EngineConfig) -> None:
         self._inbox = inbox
         self._publish = publish
         self._live: dict[str, _Live] = {}

@@ -12,6 +12,7 @@ import pytest
 from stoker import FinishReason, Runtime
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.errors import ContextLengthError
@@ -104,7 +105,7 @@ class Engine:
         self.events: list[Any] = []
         self.inbox = Inbox()
         settings = EngineSettings(isolation="thread", cache_disk_bytes=0)
-        self.loop = EngineLoop(self.inbox, self.events.extend, settings)
+        self.loop = EngineLoop(self.inbox, self.events.extend, config_of(settings))
         self.inbox.put(LoadModel(ModelSpec(**{"id": "m", "path": path, "n_ctx": N_CTX} | spec)))
         self.until(lambda: any(e.state == "ready" for e in self.events if isinstance(e, ModelState)))
 

@@ -54,7 +54,7 @@ FAULTS = {
     "a process": (subprocess, "Popen", OSError(errno.EAGAIN, "Resource temporarily unavailable")),
     "memory": (subprocess, "Popen", MemoryError()),
     "a thread": (threading.Thread, "start", RuntimeError("can't start new thread")),
-    "its settings": (EngineSettings, "model_dump_json", ValueError("not serialisable")),
+    "its settings": (transports, "config_of", ValueError("not serialisable")),
 }
 
 

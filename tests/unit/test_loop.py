@@ -6,6 +6,7 @@ import pytest
 
 from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.errors import PoolFullError
@@ -37,7 +38,8 @@ class Engine:
     def __init__(self, path="fake:eog_period=0", settings=None, **spec):
         self.events = []
         self.inbox = Inbox()
-        self.loop = EngineLoop(self.inbox, self.events.extend, settings or EngineSettings(isolation="thread"))
+        config = config_of(settings or EngineSettings(isolation="thread"))
+        self.loop = EngineLoop(self.inbox, self.events.extend, config)
         self.inbox.put(LoadModel(ModelSpec(**{"id": "m", "path": path, "n_ctx": 512} | spec)))
         self.until(lambda: self.of(ModelState)[-1:] and self.of(ModelState)[-1].state != "loading")
 
@@ -323,7 +325,9 @@ def test_shutdown_without_time_cancels_and_says_goodbye(engine):
     assert isinstance(engine.events[-1], Goodbye)
     assert engine.of(Delta, "r")[-1].finish_reason is FinishReason.CANCELLED
     assert len(engine.of(Finished, "r")) == 1
-    engine.loop = EngineLoop(engine.inbox, engine.events.extend, EngineSettings(isolation="thread"))
+    engine.loop = EngineLoop(
+        engine.inbox, engine.events.extend, config_of(EngineSettings(isolation="thread"))
+    )
 
 
 def test_shutdown_with_time_lets_running_requests_finish_and_refuses_new_ones():

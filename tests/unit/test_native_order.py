@@ -23,11 +23,13 @@ sys.addaudithook(note)
 ENGINE = """
 import socket
 from stoker.engine.process import serve
+import msgspec
+from stoker.client.process.transport import config_of
 from stoker.settings import EngineSettings
 
 ours, theirs = socket.socketpair()
 ours.close()  # the front is gone: the engine comes up, and leaves
-assert serve([str(theirs.detach()), EngineSettings().model_dump_json(), "30"]) == 0
+assert serve([str(theirs.detach()), msgspec.json.encode(config_of(EngineSettings())).decode(), "30"]) == 0
 """
 TRIAL = """
 import runpy

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from stoker.backends.fake.encoder import N_EMBD, estimator, load, vector_of
+from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.jobs.prepare import prepare
 from stoker.engine.jobs.table import JobTable
@@ -402,7 +403,7 @@ class TwoModels:
     def __init__(self):
         self.events = []
         self.inbox = Inbox()
-        self.loop = EngineLoop(self.inbox, self.events.extend, EngineSettings(isolation="thread"))
+        self.loop = EngineLoop(self.inbox, self.events.extend, config_of(EngineSettings(isolation="thread")))
         slow = "step_delay_s=0.002"  # as native steps, it lets other threads run
         for model, path in (("e", f"fake:encoder=1,{slow}"), ("d", f"fake:eog_period=0,{slow}")):
             self.inbox.put(LoadModel(ModelSpec(id=model, path=path, n_ctx=512, n_batch=16)))

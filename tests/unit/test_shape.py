@@ -144,11 +144,14 @@ def test_every_module_says_what_it_owns() -> None:
 
 
 def test_packages_hold_exports_only() -> None:
-    """`__init__.py` defines neither functions nor classes."""
+    """`__init__.py` defines neither functions nor classes, but for those by which exports are found late."""
     busy = [
         name
         for name, _, tree in sources()
         if name.endswith("__init__.py")
-        and any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body)
+        and any(
+            isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name not in {"__getattr__", "__dir__"}
+            for node in tree.body
+        )
     ]
     assert busy == []

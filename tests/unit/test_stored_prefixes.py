@@ -22,6 +22,7 @@ from stoker.cache.entry import Entry
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits
 from stoker.cache.radix import key_of
 from stoker.cache.store import PrefixStore
+from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
 from stoker.engine.loop import EngineLoop
 from stoker.ipc.commands import LoadModel, Shutdown, Submit, UnloadModel
@@ -336,7 +337,9 @@ class Engine:
         self.events: list[Any] = []
         self.inbox = Inbox()
         self.loop = EngineLoop(
-            self.inbox, self.events.extend, EngineSettings(isolation="thread", cache_dir=folder, **settings)
+            self.inbox,
+            self.events.extend,
+            config_of(EngineSettings(isolation="thread", cache_dir=folder, **settings)),
         )
         if looks:
             self.loop._store.open()

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 from stoker.backends.device import HeldDevices
 from stoker.cache.disk.tier import DiskOutcome
@@ -58,6 +59,7 @@ from stoker.ipc.commands import (
     Tokenize,
     UnloadModel,
 )
+from stoker.ipc.engine_config import EngineConfig
 from stoker.ipc.events import Event, Failed, Goodbye, Heartbeat, Hello, Reply
 from stoker.ipc.model import CacheMode
 from stoker.ipc.status import EngineStatus
@@ -67,7 +69,6 @@ from stoker.machine.limits import DEFAULTS
 from stoker.machine.monitor import MemoryMonitor, Sample, Sources, measure
 from stoker.machine.thermal import heat_source
 from stoker.scheduler.queue import RequestQueue
-from stoker.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class EngineLoop:
     Args:
         inbox: where commands and workers' posts arrive.
         publish: called with each turn's events, in order, on the loop's thread.
-        settings: the engine's.
+        config: the engine's.
         take_sample: measures memory; None: this machine's.
     """
 
@@ -102,34 +103,33 @@ class EngineLoop:
         self,
         inbox: Inbox,
         publish: Callable[[list[Event]], None],
-        settings: EngineSettings,
+        config: EngineConfig,
         take_sample: Callable[[], Sample] | None = None,
     ) -> None:
         self._inbox = inbox
         self._publish = publish
-        self._devices = HeldDevices(settings.cache_dir / "devices")
-        self._sources = _sources(settings, self._devices)
+        cache_dir = Path(config.cache_dir)
+        self._devices = HeldDevices(cache_dir / "devices")
+        self._sources = _sources(config, self._devices)
         self._monitor: MemoryMonitor | None = None
         self._take_sample = take_sample or (lambda: measure(self._sources))
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
-        self._clock = Stopwatch(settings.watchdog_s)
-        self._workers = Workers(inbox, settings.cache_dir, self._devices, settings.max_prepare_s)
+        self._clock = Stopwatch(config.watchdog_s)
+        self._workers = Workers(inbox, cache_dir, self._devices, config.max_prepare_s)
         self._timer = StepTimer(self._clock)
         limits = CacheLimits.within(
             sample.limit_bytes,
-            mode=CacheMode(settings.cache_mode),
-            ram_bytes=settings.cache_ram_bytes,
-            disk_bytes=settings.cache_disk_bytes,
+            mode=CacheMode(config.cache_mode),
+            ram_bytes=config.cache_ram_bytes,
+            disk_bytes=config.cache_disk_bytes,
         )
-        self._store = PrefixStore(inbox.put, settings.cache_dir, limits)
+        self._store = PrefixStore(inbox.put, cache_dir, limits)
         self._jobs = JobTable()
         self._events = self._jobs.events
         self._runners = Runners(self._timer, self._store.cache)
         self._pending = PendingRequests(self._workers, self._jobs)
-        placement = Placement(
-            self._take_sample, self._store.ledger, self._store.cache, settings.memory_margin
-        )
+        placement = Placement(self._take_sample, self._store.ledger, self._store.cache, config.memory_margin)
         self._residency = Residency(self._workers, self._runners, self._pending, placement, self._jobs)
         self._residency.flush = self._flush
         self._pressure_handler = PressureHandler(self._runners, self._residency, self._store, self._events)
@@ -431,9 +431,9 @@ class EngineLoop:
         )
 
 
-def _sources(settings: EngineSettings, devices: HeldDevices) -> Sources:
+def _sources(config: EngineConfig, devices: HeldDevices) -> Sources:
     """What is measured: this process, the client's where that is another, and what models compute on."""
     own = os.getpid()
-    pids = (os.getppid(), own) if settings.isolation == "process" else (own,)
-    heat = heat_source(settings.heat_trace)
-    return Sources(memory_limit=settings.memory_limit, pids=pids, heat=heat, device=devices.memory)
+    pids = (os.getppid(), own) if config.has_own_process else (own,)
+    heat = heat_source(Path(config.heat_trace) if config.heat_trace else None)
+    return Sources(memory_limit=config.memory_limit, pids=pids, heat=heat, device=devices.memory)

@@ -1,4 +1,4 @@
-"""The engine process, from inside: `python -m stoker.engine FD SETTINGS_JSON LOG_LEVEL` runs `serve`.
+"""The engine process, from inside: `python -m stoker.engine FD CONFIG_JSON LOG_LEVEL` runs `serve`.
 
 Owns the socket's engine end, the thread that reads it and the heartbeat; everything else is the loop's.
 The process lives exactly as long as its client: at the end of the socket it exits, however busy it is.
@@ -11,16 +11,21 @@ buffer is full.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from stoker.engine.threads.timer import READ_EVERY_S
 from stoker.ipc.codec import command_decoder, encode_events
+from stoker.ipc.engine_config import EngineConfig
 from stoker.ipc.events import Logged
 from stoker.native_crash import prepare_to_crash
 
@@ -28,7 +33,6 @@ if TYPE_CHECKING:
     from stoker.engine.inbox import Inbox
     from stoker.ipc.commands import Command
     from stoker.ipc.events import Event, Heartbeat
-    from stoker.settings import EngineSettings
 
 HEARTBEAT_S = READ_EVERY_S
 ORPHAN_GRACE_S = 2.0
@@ -36,7 +40,7 @@ READ_BYTES = 256 * 1024
 ROOT_LOGGER = "stoker"
 
 Publish = Callable[[list["Event"]], None]
-MakeEngine = Callable[["Inbox", Publish, "EngineSettings"], "RunsEngine"]
+MakeEngine = Callable[["Inbox", Publish, "EngineConfig"], "RunsEngine"]
 
 
 class RunsEngine(Protocol):
@@ -170,12 +174,12 @@ def open_client(descriptor: int) -> socket.socket:
     return sock
 
 
-def engine_loop(inbox: Inbox, publish: Publish, settings: EngineSettings) -> RunsEngine:
+def engine_loop(inbox: Inbox, publish: Publish, config: EngineConfig) -> RunsEngine:
     """The real engine; imported late, so that a client with a child process loads no native code."""
     load_native()
     from stoker.engine.loop import EngineLoop  # noqa: PLC0415 - see above
 
-    return EngineLoop(inbox, publish, settings)
+    return EngineLoop(inbox, publish, config)
 
 
 class EngineInThread:
@@ -183,17 +187,15 @@ class EngineInThread:
 
     Args:
         publish: called in the engine's thread with each frame of events.
-        settings: the engine's.
+        config: the engine's.
         make_engine: builds the engine, in its thread.
     """
 
-    def __init__(
-        self, publish: Publish, settings: EngineSettings, make_engine: MakeEngine = engine_loop
-    ) -> None:
+    def __init__(self, publish: Publish, config: EngineConfig, make_engine: MakeEngine = engine_loop) -> None:
         from stoker.engine.inbox import Inbox  # noqa: PLC0415 - imports numpy
 
         self._publish = publish
-        self._settings = settings
+        self._config = config
         self._make_engine = make_engine
         self._inbox = Inbox()
 
@@ -207,23 +209,26 @@ class EngineInThread:
 
     def run(self) -> None:
         """Serve until `Shutdown` has drained or `close`; raises what the engine raises."""
-        self._make_engine(self._inbox, self._publish, self._settings).run()
+        self._make_engine(self._inbox, self._publish, self._config).run()
 
 
 def load_native() -> None:
     """Load llama.cpp's libraries, which have to come before numpy's.
 
     A toolchain may link the C++ runtime into each library; then numpy's brings in the system's, and code that
-    uses both crashes while a vocabulary is loaded.
+    uses both crashes while a vocabulary is loaded. The package is entered without its own start, which loads
+    templates and a second interface, and takes longer than the libraries.
     """
-    import llama_cpp  # noqa: F401, PLC0415 - for its effect
+    if "llama_cpp" not in sys.modules and (spec := importlib.util.find_spec("llama_cpp")):
+        sys.modules["llama_cpp"] = importlib.util.module_from_spec(spec)
+    import llama_cpp.llama_cpp  # noqa: F401, PLC0415 - for its effect
 
 
 def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     """Run an engine in this process until a command ends it.
 
     Args:
-        arguments: number of the inherited socket; an `EngineSettings` as JSON; the level that its log is
+        arguments: number of the inherited socket; an `EngineConfig` as JSON; the level that its log is
             wanted from, as in `logging`.
         make_engine: builds the engine.
 
@@ -235,17 +240,16 @@ def serve(arguments: list[str], make_engine: MakeEngine = engine_loop) -> int:
     if make_engine is engine_loop:
         load_native()
     from stoker.engine.inbox import Inbox  # noqa: PLC0415 - imports numpy
-    from stoker.settings import EngineSettings  # noqa: PLC0415 - takes a while: signals come first
 
-    descriptor, settings_json, log_level = arguments
+    descriptor, config_json, log_level = arguments
     sock = open_client(int(descriptor))
     inbox, writer, is_done = Inbox(), EventWriter(sock), threading.Event()
     link = ClientLink(sock, inbox)
     link.start()
     LogToClient.set_up(writer.write, int(log_level))
-    settings = EngineSettings.model_validate_json(settings_json)
-    limit_allocator(settings.memory_limit)
-    engine = make_engine(inbox, writer.write, settings)
+    config = msgspec.json.decode(config_json, type=EngineConfig)
+    limit_allocator(config.memory_limit)
+    engine = make_engine(inbox, writer.write, config)
     start_heartbeat(engine.heartbeat, writer, is_done)
     try:
         engine.run()

@@ -20,9 +20,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from stoker.client.process.log_relay import wanted_level
 from stoker.errors import MachineSetupError
 from stoker.ipc.codec import encode_command, event_decoder
+from stoker.ipc.engine_config import EngineConfig
 from stoker.native_crash import native_text
 
 if TYPE_CHECKING:
@@ -213,7 +216,7 @@ class ProcessTransport:
     Nothing of this process is imported or run again in the child, so a script needs no `__main__` guard.
 
     Args:
-        settings: handed to the engine as JSON.
+        settings: the engine gets its part of them as JSON.
         module: what `python -m` runs.
         reserve: descriptors that a start may use.
     """
@@ -277,7 +280,8 @@ class ProcessTransport:
     def _spawn(self, descriptor: int) -> StderrTail:
         source, sink = os.pipe()
         try:
-            arguments = (str(descriptor), self._settings.model_dump_json(), str(wanted_level()))
+            config = msgspec.json.encode(config_of(self._settings)).decode()
+            arguments = (str(descriptor), config, str(wanted_level()))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module, *arguments],
                 pass_fds=(descriptor,),
@@ -347,7 +351,7 @@ class RunsInThread(Protocol):
         ...
 
 
-MakeEngine = Callable[[EventSink, "EngineSettings"], RunsInThread]
+MakeEngine = Callable[[EventSink, EngineConfig], RunsInThread]
 """Makes an engine that publishes frames through the sink, in the thread that runs it."""
 
 
@@ -357,7 +361,7 @@ class ThreadTransport:
     `publish` blocks the engine while MAX_FRAMES_AHEAD frames wait for this event loop.
 
     Args:
-        settings: handed to the engine.
+        settings: the engine gets its part of them.
         make_engine: the client knows no engine; its owner hands one in.
     """
 
@@ -392,7 +396,7 @@ class ThreadTransport:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(deliver, events)
 
-        engine = self._engine = self._make_engine(publish, self._settings)
+        engine = self._engine = self._make_engine(publish, config_of(self._settings))
         thread = threading.Thread(target=self._run, args=(loop, engine), name="stoker-engine", daemon=True)
         try:
             thread.start()
@@ -428,6 +432,22 @@ class ThreadTransport:
 
 
 NewTransport = Callable[["EngineSettings"], Transport]
+
+
+def config_of(settings: EngineSettings) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        cache_dir=str(settings.cache_dir),
+        cache_mode=settings.cache_mode,
+        cache_ram_bytes=settings.cache_ram_bytes,
+        cache_disk_bytes=settings.cache_disk_bytes,
+        memory_limit=settings.memory_limit,
+        memory_margin=settings.memory_margin,
+        max_prepare_s=settings.max_prepare_s,
+        watchdog_s=settings.watchdog_s,
+        heat_trace=str(settings.heat_trace) if settings.heat_trace else None,
+        has_own_process=settings.isolation == "process",
+    )
 
 
 def _resolve(future: asyncio.Future[ExitReport], status: ExitReport) -> None:

@@ -17,7 +17,6 @@ import threading
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHILD = Path(__file__).with_name("child.py")
+CHILD = "stoker.client.worker.child"
 START_LIMIT_S = 30.0
 """A start takes a tenth of a second; this is for a machine that is short of everything."""
 RETRY_AFTER_S = 1.0
@@ -436,7 +435,7 @@ def _started(limit_s: float, max_bytes: int) -> tuple[socket.socket, subprocess.
         descriptor = theirs.fileno()
         try:
             return ours, subprocess.Popen(
-                [sys.executable, "-P", str(CHILD), str(descriptor), str(limit_s), str(max_bytes)],
+                [sys.executable, "-P", "-m", CHILD, str(descriptor), str(limit_s), str(max_bytes)],
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # our stdout belongs to the application

@@ -1,0 +1,27 @@
+"""What an engine is told of the settings: a few plain values, so that it imports no settings."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How an engine runs; its models come by commands.
+
+    Each field is the setting of that name, where `stoker.settings` says what it means.
+
+    Attributes:
+        cache_dir, heat_trace: paths; no trace: the machine's sensors.
+        has_own_process: its client is its parent process, whose memory counts beside its own.
+    """
+
+    cache_dir: str
+    cache_mode: str
+    cache_ram_bytes: int
+    cache_disk_bytes: int
+    memory_limit: int | None
+    memory_margin: int
+    max_prepare_s: float
+    watchdog_s: float
+    heat_trace: str | None
+    has_own_process: bool

@@ -1,0 +1,59 @@
+"""What a process loads that it does not need makes every start slower: an engine's, a command's."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stoker
+
+ENGINE = """
+from stoker.engine.process import load_native
+load_native()
+import stoker.engine.loop, stoker.backends.llama.backend
+"""
+WORKER = "import stoker.client.worker.jobs"
+FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
+
+
+def loaded_by(program: str) -> set[str]:
+    """Top names of what a fresh process has imported after the program."""
+    code = f"{program}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("program", "needs_not"),
+    [
+        (ENGINE, FRONT | {"PIL", "jinja2", "jsonschema", "asyncio", "diskcache"}),
+        (WORKER, FRONT | {"PIL", "numpy", "psutil"}),
+        ("import stoker", FRONT | {"PIL", "numpy", "msgspec"}),
+    ],
+    ids=["engine", "worker", "library"],
+)
+def test_a_process_imports_nothing_that_it_does_not_need(program: str, needs_not: set[str]) -> None:
+    """L10: settings, HTTP, images and templates are the client's; the library loads what is used of it."""
+    assert loaded_by(program) & needs_not == set()
+
+
+def test_a_name_of_the_library_is_imported_from_where_a_type_checker_sees_it() -> None:
+    """I9: the names found late are those of `__all__`, each in the module that is written for checkers."""
+    tree = ast.parse(Path(stoker.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    written = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(written) == sorted(stoker.__all__)
+    for name, module in written.items():
+        found = getattr(stoker, name)
+        assert found is getattr(sys.modules[str(module)], name)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        stoker.Nothing  # noqa: B018 - it is asked for
