@@ -6,6 +6,12 @@ step's own time is the time from one decode call to the next, less what they too
 row is part of it, and also shown by itself.
 
     python -m bench.step_overhead --model FILE [--threads N] [--json]
+
+Beside a device the parts of a step count differently: from rows that are there to the next launch the device
+stands still, everything after the launch is free while it takes less than the device. Without a model both
+are measured on a device that takes time and computes nothing, at 1, 8, 32 and 64 rows.
+
+    python -m bench.step_overhead --device [--vocabulary 1024] [--device-ms 5.8] [--json]
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bench.errors import BenchError
 from bench.prompts import random_prompt
+from bench.steady_device import SCHEME, SteadyReader, register
 from stoker.backends.llama.binding import llama
 from stoker.client.process.transport import config_of
 from stoker.engine.inbox import Inbox
@@ -41,9 +48,12 @@ from stoker.settings import EngineSettings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from bench.steady_device import Lap
     from stoker.ipc.events import Event
 
 NUM_ROWS = 8
+DEVICE_ROWS = (1, 8, 32, 64)
+DEVICE_CELLS = 2**16
 NUM_TOKENS = 160
 PROMPT_WORDS = 24
 NATIVE_CALLS = ("llama_decode", "llama_get_logits")
@@ -67,6 +77,26 @@ class Overhead:
     own_cpu_median_ms: float
     drawing_median_ms: float
     native_median_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class BesideDevice:
+    """Milliseconds of a step beside a device, medians over all steps of one run.
+
+    Attributes:
+        before_launch_ms: from rows that are there to the next launch, while the device stands still; with
+            the time of drawing from rows of this vocabulary.
+        after_launch_ms: from there until the next rows are asked for, while the device computes.
+        before_launch_cpu_ms, after_launch_cpu_ms: the same on the thread's own clock.
+    """
+
+    way: str
+    num_rows: int
+    num_steps: int
+    before_launch_ms: float
+    after_launch_ms: float
+    before_launch_cpu_ms: float
+    after_launch_cpu_ms: float
 
 
 @dataclass(slots=True)
@@ -194,9 +224,9 @@ class Engine:
         self._swallower.wait(WAIT_S)
 
     def run(self, way: str, sampling: Sampling) -> None:
-        """Eight requests from start to end."""
+        """As many requests as there are slots, from start to end."""
         self._outcomes.clear()
-        for index in range(NUM_ROWS):
+        for index in range(self._spec.num_slots):
             request = GenerateRequest(
                 prompt=random_prompt(PROMPT_WORDS, index),
                 model=self._spec.id,
@@ -205,7 +235,7 @@ class Engine:
                 ignore_eos=True,
             )
             self._inbox.put(Submit(request_id=f"{way}-{index}", request=request))
-        self._wait_for(lambda event: isinstance(event, Finished), NUM_ROWS)
+        self._wait_for(lambda event: isinstance(event, Finished), self._spec.num_slots)
 
     def _publish(self, events: list[Event]) -> None:
         self._writer.write(events)
@@ -244,14 +274,57 @@ def measure(model: str, num_threads: int) -> list[Overhead]:
     return results
 
 
+def summarise_laps(way: str, num_rows: int, laps: Sequence[Lap]) -> BesideDevice:
+    """The steps that decode all rows, each followed by another such step.
+
+    Raises:
+        BenchError: there are too few of them.
+    """
+    pairs = [pair for pair in pairwise(laps) if {lap.num_tokens for lap in pair} == {num_rows}]
+    pairs = [pair for pair in pairs if all(lap.num_rows == num_rows for lap in pair)]
+    if len(pairs) < NUM_PERCENTILES:
+        raise BenchError(f"{len(pairs)} steps had {num_rows} rows; {NUM_PERCENTILES} are needed")
+    return BesideDevice(
+        way=way,
+        num_rows=num_rows,
+        num_steps=len(pairs),
+        before_launch_ms=median(1e3 * (after.launched_s - lap.there_s) for lap, after in pairs),
+        after_launch_ms=median(1e3 * (lap.asked_s - lap.launched_s) for lap, _ in pairs),
+        before_launch_cpu_ms=median(1e3 * (after.launched_cpu_s - lap.there_cpu_s) for lap, after in pairs),
+        after_launch_cpu_ms=median(1e3 * (lap.asked_cpu_s - lap.launched_cpu_s) for lap, _ in pairs),
+    )
+
+
+def measure_beside_device(n_vocab: int, step_ms: float) -> list[BesideDevice]:
+    """Each way of sampling at each number of rows, on a device whose steps take `step_ms`."""
+    register()
+    results = []
+    for num_rows in DEVICE_ROWS:
+        path = f"{SCHEME}{n_vocab},{step_ms}"
+        spec = ModelSpec(id="bench", path=path, num_slots=num_rows, n_ctx=4096, num_cells=DEVICE_CELLS)
+        with Engine(spec) as engine:
+            laps = SteadyReader.made.laps
+            for way, sampling in WAYS.items():
+                laps.clear()
+                engine.run(way, sampling)
+                results.append(summarise_laps(way, num_rows, laps))
+    return results
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the overhead, as text or as one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m bench.step_overhead", description=__doc__)
-    parser.add_argument("--model", required=True)
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--model")
+    subject.add_argument("--device", action="store_true")
+    parser.add_argument("--vocabulary", type=int, default=1024)
+    parser.add_argument("--device-ms", type=float, default=5.8)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     try:
+        if options.device:
+            return _report_device(options)
         results = measure(options.model, options.threads)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -264,6 +337,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{result.way}: own {result.own_median_ms:.3f} ms (p95 {result.own_p95_ms:.3f}, "
             f"CPU {result.own_cpu_median_ms:.3f}), drawing in it "
             f"{result.drawing_median_ms:.3f}, native {result.native_median_ms:.1f}, {result.num_steps} steps"
+        )
+    return 0
+
+
+def _report_device(options: argparse.Namespace) -> int:
+    results = measure_beside_device(options.vocabulary, options.device_ms)
+    if options.json:
+        print(json.dumps([asdict(result) for result in results]))
+        return 0
+    for result in results:
+        print(
+            f"{result.num_rows} rows, {result.way}: before launch {result.before_launch_ms:.3f} ms "
+            f"(CPU {result.before_launch_cpu_ms:.3f}), after it {result.after_launch_ms:.3f} "
+            f"(CPU {result.after_launch_cpu_ms:.3f}), {result.num_steps} steps"
         )
     return 0
 

@@ -30,7 +30,8 @@ from bench.peers import LlamaServer, ServerProcess, Shape, StokerServer
 from bench.prompts import random_prompt
 from bench.results import Comparison, Figure, Report, Series
 from bench.sse import SseDecoder
-from bench.step_overhead import Turn, summarise
+from bench.steady_device import Lap
+from bench.step_overhead import Turn, summarise, summarise_laps
 from bench.target import Target
 from bench.workloads import WORKLOADS, Better, Metric, Outcome, Workload, noisy, priority, shared
 from bench_stand_in import StandIn, StandInProcess, serving
@@ -364,6 +365,20 @@ def test_own_time_is_the_turn_without_the_native_call() -> None:
     assert [overhead.own_cpu_median_ms, overhead.drawing_median_ms] == pytest.approx([1.0, 0.5])
     with pytest.raises(BenchError, match="9 steps"):
         summarise("greedy", steps[:10])
+
+
+def test_the_time_before_a_launch_and_the_time_behind_it_are_apart() -> None:
+    """B5: of steps that decode all rows and follow each other; prompts are not counted."""
+    laps = [
+        Lap(64, 64, 1.0 * at, 0.5 * at, at + 0.4, 0.5 * at + 0.1, at + 0.9, 0.5 * at + 0.2)
+        for at in range(30)
+    ]
+    found = summarise_laps("greedy", 64, [Lap(500, 64), *laps])
+    assert found.num_steps == 29
+    assert [found.before_launch_ms, found.after_launch_ms] == pytest.approx([100.0, 400.0])
+    assert [found.before_launch_cpu_ms, found.after_launch_cpu_ms] == pytest.approx([300.0, 100.0])
+    with pytest.raises(BenchError, match="0 steps had 32 rows"):
+        summarise_laps("greedy", 32, laps)
 
 
 # ---------------------------------------------------------------- command line

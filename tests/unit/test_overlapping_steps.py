@@ -142,6 +142,33 @@ def test_an_event_is_made_while_the_next_step_is_in_flight():
         assert sum(isinstance(event, Delta) for event in bench.events) == num_delivered
 
 
+def test_what_the_next_launch_does_not_need_comes_after_it():
+    """B5: between rows that are there and the next launch a device stands still."""
+    bench = Bench(is_async=True, eog_period=0)
+    bench.submit("r")
+    order = []
+
+    def note(owner, name):
+        call = getattr(owner, name)
+
+        def noted(*args, **options):
+            order.append(name)
+            return call(*args, **options)
+
+        setattr(owner, name, noted)
+
+    note(bench.backend, "launch")
+    note(bench.runner.scheduler.cost, "learn")
+    note(bench.runner.scheduler.activity, "stepped")
+    note(bench.runner.scheduler.eta, "stepped")
+    note(bench.timer, "stop")
+    for _ in range(4):
+        bench.turn()
+    order.clear()
+    bench.turn()
+    assert order == ["stop", "launch", "learn", "stepped", "stepped"]
+
+
 def test_a_token_launched_in_vain_is_taken_back():
     """SPEC D4, D9: a stop string shows after the launch; the cells hold what they hold in the other order."""
     kept = []

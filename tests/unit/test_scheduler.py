@@ -90,21 +90,36 @@ def test_the_queue_is_bounded_and_background_has_half_the_room():
         machine.check_queue(INTERACTIVE, 2)
 
 
-def test_decode_rows_come_first_and_take_turns_at_the_front():
-    """Q9: the lowest slot must not be the only one that decodes while a prefill is pending."""
+def test_decode_rows_come_first_and_keep_the_order_of_their_slots():
+    """Q9: a step of the same rows in the same order is one that a device has a graph for."""
     machine = scheduler(num_slots=4, n_batch=8)
     for name in "abc":
         machine.enqueue(sequence(name, [ord(name)] * 2), 0.0)
     step(machine)
     machine.enqueue(sequence("long", 100), 0.0)
-    firsts = set()
     for _ in range(6):
         _, plan = step(machine)
-        kinds = [len(part.item.tokens) for part in plan.parts]
-        assert kinds[:3] == [1, 1, 1]
-        assert kinds[3] == 5
-        firsts.add(plan.parts[0].sequence.key.request_id)
-    assert firsts == {"a", "b", "c"}
+        assert [len(part.item.tokens) for part in plan.parts] == [1, 1, 1, 5]
+        assert [part.item.seq for part in plan.parts[:3]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_prompts", [0, 1])
+def test_decode_rows_that_do_not_all_fit_take_turns(num_prompts):
+    """Q9: the lowest slot must not be the only one that decodes."""
+    machine = scheduler(num_slots=5, n_batch=2)
+    for name in "abc":
+        machine.enqueue(sequence(name, [ord(name)] * 2), 0.0)
+        step(machine)
+        step(machine)
+    for _ in range(num_prompts):
+        machine.enqueue(sequence("long", 100), 0.0)
+    decoded = []
+    for _ in range(6):
+        _, plan = step(machine)
+        rows = [part.sequence for part in plan.parts if part.sequence.state is SequenceState.DECODE]
+        decoded += [row.key.request_id for row in rows]
+        assert [row.slot for row in rows] == sorted(row.slot for row in rows)
+    assert {decoded.count(name) for name in "abc"} == {4 - 2 * num_prompts}
 
 
 def test_prefills_share_the_budget_fairly_and_nobody_gets_nothing():

@@ -29,7 +29,11 @@ STORABLE_CELLS = 256
 
 
 class KVAllocator:
-    """Slots, cells and stored states of one model."""
+    """Slots, cells and stored states of one model.
+
+    Attributes:
+        is_trim_due: cells were left behind since `trim` last looked at them.
+    """
 
     def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
         self.limits = limits
@@ -38,7 +42,7 @@ class KVAllocator:
         self.slots = SlotTable(limits)
         self.cells = CellPool(limits.num_cells)
         self._late_ops: list[KVOp] = []
-        self._is_trim_due = False  # cells were left behind since it was last looked at
+        self.is_trim_due = False
 
     def __repr__(self) -> str:
         return f"<KVAllocator {self.slots!r} {self.cells!r} {self.prefix_source!r}>"
@@ -150,11 +154,11 @@ class KVAllocator:
     def park(self, sequence: Sequence, now: float) -> None:
         """Take a running sequence out of its slot, which keeps its cells for it."""
         self.slots.park(sequence, now)
-        self._is_trim_due = True
+        self.is_trim_due = True
 
     def release(self, sequence: Sequence, now: float) -> None:
         """It ends: what was computed of it stays for reuse until the cells are needed."""
-        self.prefix_source.now, self._is_trim_due = now, True
+        self.prefix_source.now, self.is_trim_due = now, True
         kept = [] if sequence.is_importing else sequence.tokens[: sequence.num_computed]
         if sequence.slot is not None:
             slot = self.slots.vacate(sequence, kept, now)
@@ -221,13 +225,13 @@ class KVAllocator:
                 pass
         elif turn.admitted:
             self._drop_copied(turn)
-        elif self._is_trim_due:
+        elif self.is_trim_due:
             allowed = BUSY_CELLS if self.slots.has_cells_in_use else IDLE_CELLS
             while self.num_surplus() > allowed and free_kept(turn):
                 pass
             while self._num_storable() > STORABLE_CELLS and self.evict_oldest(turn.ops):
                 pass
-            self._is_trim_due = False
+            self.is_trim_due = False
         for slot in self.slots.slots:
             owner = slot.last
             if slot.kept and owner and not (owner.shares and self.limits.cache_mode.keeps_cells):

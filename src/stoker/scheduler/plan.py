@@ -273,6 +273,8 @@ class Planner:
         `favoured` is background whose turn this step is (SPEC Q7): no target of time keeps it out.
         """
         self._turn += 1
+        if favoured is None and (rows := self._rows_alone(running)):
+            return rows
         interactive = [s for s in running if not s.is_background and s is not favoured]
         background = [s for s in running if s.is_background and s is not favoured]
         if favoured is not None:
@@ -282,11 +284,21 @@ class Planner:
             parts += self._background(background, parts)
         return StepPlan(tuple(parts)) if parts else None
 
+    def _rows_alone(self, running: list[Sequence]) -> StepPlan | None:
+        """The step where interactive rows decode and nothing else runs; None: it is another one."""
+        for sequence in running:
+            if sequence.state is not SequenceState.DECODE or sequence.is_background:
+                return None
+        if not 0 < len(running) <= self.budget.n_batch:
+            return None
+        self.budget.bursts.stepped()
+        return StepPlan(tuple([Planned(s, _item(s, 1)) for s in sorted(running, key=_slot)]))
+
     def _interactive(self, sequences: list[Sequence], favoured: Sequence | None) -> list[Planned]:
         """Every decode row that fits the batch, then prefill within its budget."""
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
-        rows = decoding[: self.budget.decode_rows(len(prefilling))]
+        rows = sorted(decoding[: self.budget.decode_rows(len(prefilling))], key=_slot)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         if rows:
             self.budget.bursts.stepped()
@@ -342,7 +354,7 @@ class Planner:
             return []
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
-        rows = decoding[: max(1, num_left - len(prefilling))]
+        rows = sorted(decoding[: max(1, num_left - len(prefilling))], key=_slot)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         parts += self._prefill(prefilling, num_left - len(rows), self.budget.n_batch - num_others - len(rows))
         self.budget.joined(num_others, _num_tokens(parts))
@@ -376,7 +388,12 @@ class Planner:
 
 
 def _num_tokens(parts: Iterable[Planned]) -> int:
-    return sum(len(part.item.tokens) for part in parts)
+    return sum([len(part.item.tokens) for part in parts])
+
+
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None, f"{sequence!r} runs without a slot"
+    return sequence.slot
 
 
 def _asks_all(sequence: Sequence) -> bool:
@@ -384,8 +401,7 @@ def _asks_all(sequence: Sequence) -> bool:
 
 
 def _item(sequence: Sequence, count: int) -> PlanItem:
-    start = sequence.num_computed
-    assert sequence.slot is not None, f"{sequence!r} runs without a slot"
-    is_whole = start + count == len(sequence.tokens)
+    start, end = sequence.num_computed, sequence.num_computed + count
+    is_whole = end == len(sequence.tokens)
     num_logits = count if _asks_all(sequence) else int(is_whole)
-    return PlanItem(sequence.slot, start, sequence.tokens[start : start + count], num_logits)
+    return PlanItem(_slot(sequence), start, sequence.tokens[start:end], num_logits)

@@ -146,6 +146,11 @@ class Throttle:
     keeps_nothing: bool = False
     reason: str = ""
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether some may not run now."""
+        return self.holds_all or self.holds_background
+
     def holds(self, sequence: Sequence) -> bool:
         """Whether this one may not run now."""
         return self.holds_all or (self.holds_background and sequence.is_background)

@@ -11,7 +11,7 @@ sequence, background before interactive, is parked.
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.request import FinishReason, Priority
@@ -54,7 +54,9 @@ class Scheduler:
         self._aging = Aging(limits.background_patience_s)
         self._favoured: Sequence | None = None
         self._is_beyond = False
+        self._has_raised = False  # background may count as interactive since the last turn
         self._stepped_s = 0.0  # the last step's end, or when work began
+        self._unnoted: tuple[StepPlan, float, float] | None = None
         self.num_parked_total = 0
         self.num_retired_total = 0
 
@@ -75,7 +77,7 @@ class Scheduler:
     @property
     def has_people(self) -> bool:
         """Whether any interactive sequence waits or runs."""
-        return any(not sequence.is_background for sequence in (*self.queue, *self.slots.running))
+        return any(not sequence.is_background for sequence in chain(self.slots.running, self.queue))
 
     def is_owed(self, now: float) -> bool:
         """Whether a background sequence has waited too long (SPEC Q7)."""
@@ -176,8 +178,11 @@ class Scheduler:
     def schedule(self, now: float) -> Schedule:
         """Make room for the next step, admit from the queue."""
         turn = self._begin(now)
+        if self._is_steady():
+            return turn
         if not self.slots.running:
             self._stepped_s = now
+        self._has_raised = bool(self.queue)
         self.eta.people = self.activity.people_to_come(now)
         self._prefix_wait.raise_leaders(self.queue)
         self._hold_back(turn, now)
@@ -192,6 +197,17 @@ class Scheduler:
         # not before an admitted sequence could use it
         self.allocator.trim(turn, self._free_kept, keeps_nothing=self.throttle.keeps_nothing)
         return turn
+
+    def _is_steady(self) -> bool:
+        """Whether what runs goes on as it is: nothing waits, nobody gives way, and there is room."""
+        running, throttle = self.slots.running, self.throttle
+        return (
+            bool(running)
+            and not (self.queue or self._has_raised or self._favoured or self.allocator.is_trim_due)
+            and not (throttle.holds_any or throttle.keeps_nothing)
+            and self.cells.free >= self.limits.n_batch + len(running)
+            and all(s.priority is Priority.INTERACTIVE for s in running)
+        )
 
     def _num_places(self) -> int:
         """Sequences that run at once: fewer than slots where the next one finds no room beside them."""
@@ -236,23 +252,32 @@ class Scheduler:
         return plan
 
     def computed(self, plan: StepPlan, now: float) -> None:
-        """The step of `plan` succeeded: its tokens are in the backend."""
-        took_s, self._stepped_s = now - self._stepped_s, now
-        self.activity.stepped(plan, took_s, now)
-        self.eta.stepped(plan.num_tokens, took_s)
+        """The step of `plan` succeeded: its tokens are in the backend. `note_step` has to follow."""
+        self.note_step()
+        self._unnoted = plan, now - self._stepped_s, now
+        self._stepped_s = now
         for part in plan.parts:
-            sequence = part.sequence
-            sequence.num_ahead = part.num_drafted
-            self.cells.extend(part.item.seq, len(part.item.tokens))
-            count = len(part.item.tokens) - sequence.num_ahead
-            self.prefix_statistics.computed(sequence, count)
-            sequence.num_computed += count
-            self.allocator.leave_checkpoint(sequence, now)
+            sequence, count = part.sequence, len(part.item.tokens)
+            self.cells.extend(part.item.seq, count)
             sequence.last_step_s = now
+            if count > 1 or sequence.state is not SequenceState.DECODE:
+                sequence.num_ahead = part.num_drafted
+                count -= sequence.num_ahead
+                self.prefix_statistics.computed(sequence, count)
+            sequence.num_computed += count
+            if sequence.checkpoints is not None:
+                self.allocator.leave_checkpoint(sequence, now)
             if sequence.num_pending == 0:
                 sequence.owed_since_s = None  # its row is about to become a token
                 if sequence.state is SequenceState.PREFILL:
                     sequence.move(SequenceState.DECODE, now, "prompt computed")
+
+    def note_step(self) -> None:
+        """Count the step that was computed last in what later estimates are made from; idempotent."""
+        if self._unnoted is not None:
+            (plan, took_s, now), self._unnoted = self._unnoted, None
+            self.activity.stepped(plan, took_s, now)
+            self.eta.stepped(plan.num_tokens, took_s)
 
     def take_back(self, sequence: Sequence) -> None:
         """What is left of its draft is not drawn; the backend drops it before the next step."""

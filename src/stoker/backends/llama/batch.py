@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,24 +53,30 @@ class TokenBatch:
 
     def fill(self, plan: BatchPlan) -> None:
         """Lay out the plan's tokens in its order; the plan fits and its tokens are in range."""
-        begin = 0
-        for item in plan.items:
-            count = len(item.tokens)
-            if count == 1:  # a decode row: plain stores are quicker than slices
-                self._token[begin] = item.tokens[0]
-                self._pos[begin] = item.start + self._first_position
-                self._seq[begin] = item.seq
-                self._wants_logits[begin] = item.num_logits
-            else:
-                end = begin + count
-                self._token[begin:end] = item.tokens
-                self._pos[begin:end] = self._positions[:count]
-                self._pos[begin:end] += item.start
-                self._seq[begin:end] = item.seq
-                self._wants_logits[begin : end - item.num_logits] = 0
-                self._wants_logits[end - item.num_logits : end] = 1
-            begin += count
+        begin = self._fill_rows(plan.items)
+        for item in plan.items[begin:]:
+            end = begin + len(item.tokens)
+            self._token[begin:end] = item.tokens
+            self._pos[begin:end] = self._positions[: len(item.tokens)]
+            self._pos[begin:end] += item.start
+            self._seq[begin:end] = item.seq
+            self._wants_logits[begin : end - item.num_logits] = 0
+            self._wants_logits[end - item.num_logits : end] = 1
+            begin = end
         self.native.n_tokens = begin
+
+    def _fill_rows(self, items: Sequence[PlanItem]) -> int:
+        """Lay out the items of one token before the first of several, at once; returns how many."""
+        rows = [(item.tokens[0], item.start, item.seq, item.num_logits) for item in takewhile(_is_row, items)]
+        if rows:
+            count = len(rows)
+            token, start, seq, num_logits = zip(*rows, strict=True)
+            self._token[:count] = token
+            self._pos[:count] = start
+            self._pos[:count] += self._first_position
+            self._seq[:count] = seq
+            self._wants_logits[:count] = num_logits
+        return len(rows)
 
 
 class EmbeddingBatch:
@@ -91,6 +98,10 @@ class EmbeddingBatch:
         self._places.fill(plan)
         np.concatenate(embeddings, out=self._embeddings[: plan.num_tokens])
         self.native.n_tokens = plan.num_tokens
+
+
+def _is_row(item: PlanItem) -> bool:
+    return len(item.tokens) == 1
 
 
 def _pointer(array: npt.NDArray[Any], kind: Any) -> Any:
@@ -128,6 +139,8 @@ def passes(plan: BatchPlan, adapters: Mapping[int, AdapterSet], current: Adapter
         adapters: the set of each sequence that has one.
         current: what the context computed with last.
     """
+    if current == NONE and not adapters and all(item.tokens[0] >= 0 for item in plan.items):
+        return [Pass(NONE, False, plan, tuple(range(plan.num_rows)))]
     groups: dict[tuple[AdapterSet, bool], list[tuple[int, PlanItem]]] = {}
     row = 0
     for item in plan.items:

@@ -59,12 +59,12 @@ class BatchPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         """Tokens the step computes."""
-        return sum(len(item.tokens) for item in self.items)
+        return sum([len(item.tokens) for item in self.items])
 
     @property
     def num_rows(self) -> int:
         """Rows of logits the step returns."""
-        return sum(item.num_logits for item in self.items)
+        return sum([item.num_logits for item in self.items])
 
 
 class Placed(msgspec.Struct, frozen=True, eq=False):
@@ -327,8 +327,17 @@ class Lengths:
         """Raise StepFailedError where an item is malformed or does not continue its sequence."""
         assert plan.items, "a plan without items"
         assert plan.num_tokens <= self._n_batch, f"{plan.num_tokens} tokens in a batch of {self._n_batch}"
+        lengths, n_vocab = self._lengths, self._n_vocab
         for item in plan.items:
-            self._check_item(item)
+            tokens, seq = item.tokens, item.seq
+            if not (  # a decode row, the common case
+                len(tokens) == 1
+                and 0 <= tokens[0] < n_vocab
+                and 0 <= seq < len(lengths)
+                and item.start == lengths[seq]
+                and 0 <= item.num_logits <= 1
+            ):
+                self._check_item(item)
         assert len({item.seq for item in plan.items}) == len(plan.items), "a sequence twice in one plan"
 
     def advance(self, plan: BatchPlan) -> None:
@@ -351,8 +360,6 @@ class Lengths:
             raise StepFailedError(
                 f"sequence {seq}: {item.num_logits} rows of logits asked of {len(tokens)} tokens", seq=seq
             )
-        if len(tokens) == 1 and 0 <= tokens[0] < self._n_vocab:
-            return  # a decode row, the common case
         if max(tokens) < 0:
             return  # an image's: whether its embeddings are there is the backend's to see
         if min(tokens) < 0 or max(tokens) >= self._n_vocab:

@@ -173,6 +173,7 @@ class StepRunner:
         self._overlaps = backend.capabilities.is_async
         self._postprocess = Postprocess(backend, scheduler, jobs, timer, self._end_in_flight)
         self._launched: _Launched | None = None
+        self._unlearned: _Launched | None = None
         self._source: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
@@ -208,7 +209,10 @@ class StepRunner:
             self._timer.abandon()
             step.error = error
             return
-        step.took_s = self._timer.end(self._timed, step.num_tokens)
+        step.took_s = self._timer.stop(step.num_tokens)
+        self._unlearned = step
+        if not self._overlaps:
+            self._learn()
         self._scheduler.computed(step.plan, self._timer.now())
         self._apply_late()  # before it moves on
 
@@ -229,13 +233,24 @@ class StepRunner:
             self.finish(now)
 
     def deliver(self) -> None:
-        """Text, stop strings, log probabilities and events of what was drawn; the device may compute."""
+        """Text, stop strings, log probabilities and events of what was drawn, and what the step has taught.
+
+        The device may compute meanwhile: whatever the next launch does not need is done here.
+        """
+        self._learn()
+        self._scheduler.note_step()
         self._postprocess.deliver()
 
     def settle(self, now: float) -> None:
         """Bring the step in flight to its end: nothing is launched and nothing undelivered afterwards."""
         self.finish(now)
         self.deliver()
+
+    def _learn(self) -> None:
+        """Take the time of the step collected last into the cost of steps; idempotent."""
+        if self._unlearned is not None:
+            step, self._unlearned = self._unlearned, None
+            self._timer.learn(self._timed, step.num_tokens, step.took_s)
 
     # ------------------------------------------------------------ one step
 

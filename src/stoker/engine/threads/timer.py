@@ -200,23 +200,28 @@ class StepTimer:
             self.in_flight()
 
     def end(self, model: TimedModel, num_tokens: int) -> float:
-        """It succeeded; returns the seconds it took.
+        """It succeeded and is learned from; returns the seconds it took."""
+        took_s = self.stop(num_tokens)
+        self.learn(model, num_tokens, took_s)
+        return took_s
 
-        A quiet machine's steps teach what steps cost, others only where nothing else is known.
-        """
-        took_s, was_cold = self._clock.end(num_tokens), model.is_cold
-        model.is_cold = False
+    def stop(self, num_tokens: int) -> float:
+        """It succeeded; returns the seconds it took. `learn` may follow when there is time."""
+        return self._clock.end(num_tokens)
+
+    def learn(self, model: TimedModel, num_tokens: int, took_s: float) -> None:
+        """A quiet machine's steps teach what steps cost, others only where nothing else is known."""
+        was_cold, model.is_cold = model.is_cold, False
         controller = self._controller
         if controller is None or model.threads is None:
             if not was_cold:
                 model.cost.learn(num_tokens, took_s)
-            return took_s
+            return
         predicted_s = model.cost.predict(num_tokens)
         decision = controller.end(model.threads.num_threads, predicted_s)
         if not was_cold and not (controller.governor.is_disturbed and model.cost.knows(num_tokens)):
             model.cost.learn(num_tokens, took_s)
         self._follow(decision)
-        return took_s
 
     def abandon(self) -> None:
         """It failed: its time says nothing."""

@@ -1,0 +1,185 @@
+"""A device that costs nothing but time: every step takes the same, its rows are there before it.
+
+What remains of a step is Stoker's own. The plan is checked and laid out as for llama.cpp, so that this is
+part of what is measured; nothing is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stoker.backends import registry
+from stoker.backends.device import Device
+from stoker.backends.fake.vocabulary import FakeVocabulary
+from stoker.backends.llama.batch import NONE, TokenBatch, passes
+from stoker.backends.protocol.backend import Capabilities, Lengths
+from stoker.backends.protocol.extensions import NO_EXTENSIONS
+from stoker.ipc.model import ModelClass
+from stoker.models.memory_estimate.fit import Estimate
+from stoker.models.reader import ModelDescription
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stoker.backends.protocol.backend import BatchPlan, Rows
+    from stoker.backends.protocol.extensions import Extensions
+    from stoker.ipc.model import ModelSpec
+    from stoker.models.memory_estimate.fit import Estimator
+    from stoker.models.reader import LoadContext
+
+SCHEME = "steady:"
+
+
+@dataclass(slots=True)
+class Lap:
+    """One step on the clock and on the thread's own: launched, asked for, and there."""
+
+    num_tokens: int
+    num_rows: int
+    launched_s: float = 0.0
+    launched_cpu_s: float = 0.0
+    asked_s: float = 0.0
+    asked_cpu_s: float = 0.0
+    there_s: float = 0.0
+    there_cpu_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    device: SteadyDevice
+    lap: Lap
+    is_over: bool = False
+
+    def rows(self) -> Rows:
+        if not self.is_over:
+            self.is_over = True
+            self.lap.asked_s, self.lap.asked_cpu_s = time.perf_counter(), time.thread_time()
+            while time.perf_counter() < self.lap.launched_s + self.device.step_s:
+                time.sleep(0)  # as a driver waits: the core stays awake, the lock is free
+            self.lap.there_s, self.lap.there_cpu_s = time.perf_counter(), time.thread_time()
+        return self.device.logits[: self.lap.num_rows]
+
+
+class SteadyDevice:
+    """See the module.
+
+    Attributes:
+        laps: of every step so far.
+        logits: float32 (n_batch, n_vocab); each row has one clear maximum, a letter.
+    """
+
+    def __init__(self, spec: ModelSpec, n_vocab: int, step_s: float) -> None:
+        self.step_s = step_s
+        self.laps: list[Lap] = []
+        num_sequences = max(2 * spec.num_slots, spec.num_slots + 8)
+        self.logits = np.zeros((num_sequences, n_vocab), np.float32)
+        self.logits[range(num_sequences), [ord("a") + at % 26 for at in range(num_sequences)]] = 9.0
+        self.vocabulary = FakeVocabulary()
+        self.capabilities = Capabilities(
+            model_class=ModelClass.DECODER,
+            architecture="steady",
+            description="a device that computes nothing",
+            label="steady",
+            n_vocab=n_vocab,
+            n_ctx=spec.most_tokens,
+            n_ctx_train=spec.most_tokens,
+            num_cells=spec.pool_cells,
+            n_batch=spec.n_batch,
+            num_sequences=num_sequences,
+            num_params=0,
+            size_bytes=0,
+            kv_type="none",
+            flash_attention="off",
+            can_trim=True,
+            can_fork=True,
+            is_async=True,
+        )
+        self._lengths = Lengths(num_sequences, n_vocab, spec.n_batch)
+        self._batch = TokenBatch(spec.n_batch)
+
+    def __repr__(self) -> str:
+        return f"<SteadyDevice {len(self.laps)} steps of {self.step_s * 1e3:g} ms>"
+
+    @property
+    def extensions(self) -> Extensions:
+        """None."""
+        return NO_EXTENSIONS
+
+    def launch(self, plan: BatchPlan) -> _InFlight:
+        """What comes before a native call."""
+        lap = Lap(plan.num_tokens, plan.num_rows)
+        self._lengths.check(plan)
+        self._batch.fill(passes(plan, {}, NONE)[0].plan)
+        self._lengths.advance(plan)
+        self.laps.append(lap)
+        lap.launched_s, lap.launched_cpu_s = time.perf_counter(), time.thread_time()
+        return _InFlight(self, lap)
+
+    def fork(self, src: int, dst: int, length: int) -> None:  # noqa: ARG002 - nothing is copied
+        """Count only."""
+        self._lengths[dst] = length
+
+    def trim(self, seq: int, length: int) -> None:
+        """Count only."""
+        self._lengths[seq] = length
+
+    def drop(self, seq: int) -> None:
+        """Count only."""
+        self._lengths[seq] = 0
+
+    def length(self, seq: int) -> int:
+        """Tokens the sequence would hold."""
+        return self._lengths[seq]
+
+    def memory(self) -> dict[str, int]:
+        """Nothing."""
+        return {"weights": 0, "kv": 0, "compute": 0}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class SteadyReader:
+    """The model "steady:VOCABULARY,STEP_MS"; `made` is the one loaded last."""
+
+    fingerprint = ""
+    made: SteadyDevice
+
+    def __init__(self, path: str) -> None:
+        n_vocab, step_ms = path.removeprefix(SCHEME).split(",")
+        self._n_vocab, self._step_s = int(n_vocab), float(step_ms) / 1e3
+
+    def describe(self) -> ModelDescription:
+        """A decoder."""
+        return ModelDescription(
+            model_class=ModelClass.DECODER, architecture="steady", n_ctx_train=2**20, n_vocab=self._n_vocab
+        )
+
+    def estimator(self) -> Estimator:
+        """Nothing."""
+        return lambda spec: Estimate(lines={"weights": 0, "kv": 0, "compute": 0}, n_ctx=spec.pool_cells)
+
+    def devices(self) -> tuple[Device, ...]:
+        """An accelerator."""
+        return (Device("steady", "steady", lambda: (2**40, 2**40)),)
+
+    def load(self, spec: ModelSpec, context: LoadContext) -> SteadyDevice:
+        """Make it."""
+        context.on_progress(1.0)
+        type(self).made = SteadyDevice(spec, self._n_vocab, self._step_s)
+        return self.made
+
+    def try_out(self, context: LoadContext) -> None:
+        """It has no native code."""
+
+
+open_model: Callable[[str], SteadyReader] = SteadyReader
+
+
+def register() -> None:
+    """Let "steady:" name such models in this process."""
+    registry.BACKENDS = (registry.BackendEntry(__name__, scheme=SCHEME), *registry.BACKENDS)
