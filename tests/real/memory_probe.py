@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stoker.backends.llama import seq2seq
 from stoker.backends.llama.backend import LlamaBackend, load
-from stoker.backends.llama.binding import device_names, label, start
+from stoker.backends.llama.binding import accelerators, label, start
 from stoker.backends.llama.oneshot import encoder
 from stoker.backends.llama.smoke.smoke import verdict_of
 from stoker.backends.protocol.backend import BatchPlan, Conditioning, PlanItem
@@ -79,7 +79,7 @@ def main() -> None:
     spec, smoke_dir = ModelSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
     header = read_header(spec.path)
     start()
-    label(device_names())
+    label(accelerators())
     verdict_of(header, smoke_dir)
     gc.collect()
     probes = {ModelClass.ENCODER: probe_encoder, ModelClass.ENCODER_DECODER: probe_seq2seq}

@@ -15,7 +15,7 @@ import pytest
 import histories
 from histories import make_history, make_options
 from stoker.backends.llama.backend import load
-from stoker.backends.llama.binding import device_names
+from stoker.backends.llama.binding import accelerators
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.ipc.model import ModelSpec
 from tiny_models import quantised, write_llama
@@ -25,7 +25,7 @@ NUM_CELLS, NUM_SLOTS, N_BATCH = 512, 3, 128
 MOST_TOKENS = 16
 NUM_PROMPTS = 60
 
-pytestmark = pytest.mark.skipif(bool(device_names()), reason="an accelerator adds up in its own ways")
+pytestmark = pytest.mark.skipif(bool(accelerators()), reason="an accelerator adds up in its own ways")
 
 
 class Alone:

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from stoker.backends.device import CPU, Device, HeldDevices
+from stoker.backends.device import CPU, Device, DeviceMemory, HeldDevices
 from stoker.errors import DeviceBusyError, MachineSetupError
 from stoker.machine.device_lease import DeviceLease
+from stoker.machine.monitor import DeviceSample
 
 HOLDER = """
 import sys
@@ -116,34 +117,42 @@ def test_a_forgotten_lease_warns_and_lets_go(tmp_path):
         pass
 
 
+def card(name, free_bytes=10, total_bytes=100, **fields):
+    """An accelerator that is alone with its name."""
+    return Device(
+        name, "Fake", id=name, lock=name, read=lambda: DeviceMemory(free_bytes, total_bytes), **fields
+    )
+
+
 def test_an_engine_leases_what_it_computes_on_once(tmp_path):
     """SPEC R6: a reload keeps the lease, the CPU needs none, and the end of the engine frees everything."""
     ours, theirs = HeldDevices(tmp_path), HeldDevices(tmp_path)
     ours.take((CPU,))
     theirs.take((CPU,))
     for _ in range(2):
-        ours.take((Device("Card", "0000:c1:00.0", lambda: (3, 4)),))
-    assert ours.names == ("CPU", "Card")
+        ours.take((card("Card"),))
+    assert ours.names == ("CPU", "Fake Card")
     with pytest.raises(DeviceBusyError):
-        theirs.take((Device("Card", "0000:c1:00.0"),))
+        theirs.take((card("Card"),))
     assert theirs.names == ("CPU",)
     ours.close()
-    theirs.take((Device("Card", "0000:c1:00.0"),))
+    theirs.take((card("Card"),))
     theirs.close()
 
 
-def test_what_others_take_of_the_devices_is_what_counts(tmp_path):
-    """SPEC M3: the monitor reads one number of their memory; what our models hold is no pressure."""
-    held = HeldDevices(tmp_path)
-    assert held.memory() is None
-    held.take((CPU,))
-    assert held.memory() is None
-    held.take((Device("a", "a", lambda: (10, 100)), Device("b", "b", lambda: (20, 400)), Device("c", "c")))
-    assert held.memory() == (30, 500)
-    held.own_bytes = 350
-    assert held.memory() == (380, 500)
-    held.own_bytes = 480
-    assert held.memory() == (500, 500)
-    held.own_bytes = None  # a model is half loaded: what it took already looks like another process
-    assert held.memory() is None
+def test_each_device_is_measured_with_what_models_hold_of_it(tmp_path):
+    """SPEC M3: those that have memory of their own; what models hold is not known while one is on its way."""
+    held = HeldDevices(tmp_path, margin_bytes=5)
+    assert held.samples() == ()
+    held.know(
+        (CPU, card("a"), card("b", 20, 400), Device("c", "Fake", id="c"), card("d", is_integrated=True))
+    )
+    held.own_bytes = {"b": 350}
+    assert held.samples() == (
+        DeviceSample(id="a", free_bytes=10, total_bytes=100, own_bytes=0, margin_bytes=5),
+        DeviceSample(id="b", free_bytes=20, total_bytes=400, own_bytes=350, margin_bytes=5),
+    )
+    assert [sample.other_bytes for sample in held.samples()] == [90, 30]
+    held.own_bytes = None
+    assert [sample.other_bytes for sample in held.samples()] == [None, None]
     held.close()

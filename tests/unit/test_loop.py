@@ -299,11 +299,12 @@ def test_a_device_is_leased_measured_and_named(tmp_path):
     first, second = Engine("fake:device=Card", settings=settings), Engine(settings=settings)
     first.inbox.put(GetStatus(call_id=1))
     first.until(lambda: first.of(Reply))
-    assert first.of(Reply)[0].value["status"].devices == ["Card"]
+    assert first.of(Reply)[0].value["status"].devices == ["Fake Card"]
     (runner,) = first.loop._runners
     own = sum(runner.backend.memory().values())
-    sample = first.loop._take_sample()
-    assert (sample.device_free_bytes, sample.device_total_bytes) == (2**29 + own, 2**30)
+    (sample,) = first.loop._take_sample().devices
+    assert (sample.id, sample.free_bytes, sample.total_bytes) == ("Card", 2**30 - own, 2**30)
+    assert (sample.own_bytes, sample.other_bytes) == (own, 0)
     second.inbox.put(LoadModel(ModelSpec(id="n", path="fake:device=Card")))
     second.until(lambda: second.of(ModelState)[-1].state == "failed")
     assert second.of(ModelState)[-1].error.code == "device_busy"

@@ -19,6 +19,7 @@ from stoker.machine.limits import Tier
 from stoker.machine.monitor import (
     LINGER_S,
     CutWatch,
+    DeviceSample,
     MemoryMonitor,
     Sources,
     StallTrigger,
@@ -100,7 +101,7 @@ def test_a_sample_of_a_machine_without_groups(tmp_path):
     )
     absent = (sample.cgroup_used_bytes, sample.cgroup_limit_bytes, sample.psi_some_avg10)
     assert absent == (None, None, None)
-    assert (sample.device_free_bytes, sample.device_total_bytes) == (None, None)
+    assert sample.devices == ()
     assert (sample.heat, sample.is_os_event) == (HeatReading(), False)
 
 
@@ -164,10 +165,12 @@ def test_stalled_time_is_read(tmp_path, text, percent):
 
 
 def test_a_device_is_read(tmp_path):
-    """SPEC M3: free and total, where the backend knows them."""
-    sample = measure(Sources(root=tmp_path, device=lambda: (3, 8)))
-    assert (sample.device_free_bytes, sample.device_total_bytes) == (3, 8)
-    assert measure(Sources(root=tmp_path, device=lambda: None)).device_total_bytes is None
+    """SPEC M3: each accelerator beside host memory; what neither is free nor ours is others'."""
+    card = DeviceSample(id="CUDA0", free_bytes=3, total_bytes=8, own_bytes=4)
+    sample = measure(Sources(root=tmp_path, devices=lambda: (card,)))
+    assert sample.devices == (card,)
+    assert card.other_bytes == 1
+    assert DeviceSample(id="CUDA0", free_bytes=3, total_bytes=8, own_bytes=None).other_bytes is None
 
 
 def test_the_footprint_is_that_of_every_process_and_of_the_last_ones_children():

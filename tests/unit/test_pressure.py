@@ -1,13 +1,16 @@
 """From samples to a level of pressure."""
 
+from dataclasses import replace
+
 import pytest
 
-from stoker.machine.monitor import Sample
+from stoker.machine.monitor import DeviceSample, Sample
 from stoker.machine.pressure import (
     EVENT_HOLD_S,
     Pressure,
     PressureMeter,
     PressureReading,
+    device_fraction,
     is_ours_to_ease,
     psi_fraction,
 )
@@ -26,6 +29,13 @@ def sample(at_s=0.0, **fields):
     return Sample(**{**rest, **fields})
 
 
+def card(free_bytes, own_bytes=50, margin_bytes=10):
+    """An accelerator of a hundred bytes."""
+    return DeviceSample(
+        id="CUDA0", free_bytes=free_bytes, total_bytes=100, own_bytes=own_bytes, margin_bytes=margin_bytes
+    )
+
+
 def footprints(*sizes):
     """The levels that one meter gives to a course of footprints in thousandths of the limit."""
     meter = PressureMeter()
@@ -40,15 +50,42 @@ def footprints(*sizes):
         ({"footprint_bytes": 750}, "footprint", 0.75),
         ({"system_available_bytes": 250}, "system", 0.75),
         ({"cgroup_used_bytes": 75, "cgroup_limit_bytes": 100}, "cgroup", 0.75),
-        ({"device_free_bytes": 25, "device_total_bytes": 100}, "device", 0.75),
         ({"psi_some_avg10": 20.0, "footprint_bytes": 500}, "psi", 0.75),
     ],
 )
 def test_the_worst_source_decides_and_is_named(fields, source, fraction):
-    """SPEC M3: own footprint, system available, device free, PSI; control groups as well."""
+    """SPEC M3: own footprint, system available, PSI; control groups as well."""
     reading = PressureMeter().update(sample(**fields))
     assert (reading.level, reading.source) == (Pressure.WARNING, source)
     assert reading.fraction == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize(
+    ("device", "fraction"),
+    [
+        (card(50), 0.0),  # all else is free
+        (card(0, own_bytes=100), 0.0),  # our own models fill it
+        (card(30), 0.4),  # others have 20 of the 50 that we leave
+        (card(12), 0.65),  # 38 of them, and yet the margin is free
+        (card(10), 0.65),
+        (card(9), 0.73),
+        (card(5), 0.85),
+        (card(0), 1.0),
+        (card(1, margin_bytes=0), 0.65),
+        (card(0, margin_bytes=0), 1.0),
+    ],
+)
+def test_what_others_take_of_a_card_is_pressure_once_the_margin_is_touched(device, fraction):
+    """SPEC M3: what our own models hold of it is none."""
+    assert device_fraction(device) == pytest.approx(fraction)
+
+
+def test_the_fullest_card_that_models_are_on_decides_and_is_named():
+    """SPEC M3: a card without a model of ours, or with one that is half loaded, has nothing to give back."""
+    idle, loading, full = card(0, own_bytes=0), card(0, own_bytes=None), replace(card(5), id="CUDA1")
+    assert PressureMeter().update(sample(devices=(idle, loading))).level is Pressure.NORMAL
+    reading = PressureMeter().update(sample(devices=(idle, loading, card(30), full)))
+    assert (reading.level, reading.source, reading.fraction) == (Pressure.CRITICAL, "CUDA1", 0.85)
 
 
 def test_limits_of_our_own_say_nothing_of_the_machine():
@@ -116,7 +153,7 @@ def test_stalls_at_a_limit_that_is_not_ours_are_a_warning_at_most():
     reading = PressureMeter().update(sample(psi_some_avg10=90.0))
     assert (reading.level, reading.source) == (Pressure.WARNING, "psi")
     assert PressureMeter().update(sample(psi_some_avg10=90.0, footprint_bytes=500)).level is Pressure.CRITICAL
-    assert not is_ours_to_ease(sample(device_free_bytes=1, device_total_bytes=100))
+    assert not is_ours_to_ease(sample(devices=(card(free_bytes=1),)))
     assert is_ours_to_ease(sample(cgroup_used_bytes=50, cgroup_limit_bytes=100))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tiny_models
+from stoker.backends.device import Device
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.smoke import smoke
@@ -173,14 +174,14 @@ def test_a_file_that_is_no_model_is_not_tried(tmp_path: Path, trials: list[str])
     assert trials == []
 
 
-CARD = (("CUDA", "a card"),)
+CARD = (Device("a card", "CUDA", "CUDA0"),)
 
 
 def test_a_crash_with_an_accelerator_leads_to_the_cpu(
     model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SPEC R9: tried without it, labelled and remembered so; with other devices it is tried anew."""
-    monkeypatch.setattr(smoke, "device_names", lambda: CARD)
+    monkeypatch.setattr(smoke, "accelerators", lambda: CARD)
     monkeypatch.setenv("STOKER_SMOKE_FAULT", "segv-offload")
     verdict = verdict_for(model_path, tmp_path)
     assert verdict.setting is SmokeSetting.NO_OFFLOAD
@@ -194,7 +195,7 @@ def test_a_crash_with_an_accelerator_leads_to_the_cpu(
     ) as backend:
         assert backend.capabilities.computes_on_cpu
     assert len(trials) == 3
-    monkeypatch.setattr(smoke, "device_names", lambda: ())
+    monkeypatch.setattr(smoke, "accelerators", lambda: ())
     monkeypatch.delenv("STOKER_SMOKE_FAULT")
     assert verdict_for(model_path, tmp_path).setting is SmokeSetting.OK
 
@@ -203,7 +204,7 @@ def test_whatever_crashes_with_an_accelerator_and_repacked_is_tried_at_its_plain
     model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SPEC R9: with neither, and where that crashes too it is a crash, not a refusal."""
-    monkeypatch.setattr(smoke, "device_names", lambda: CARD)
+    monkeypatch.setattr(smoke, "accelerators", lambda: CARD)
     monkeypatch.setenv("STOKER_SMOKE_FAULT", "segv-always")
     verdict = verdict_for(model_path, tmp_path)
     assert (verdict.setting, verdict.has_crashed) == (SmokeSetting.BROKEN, True)
@@ -212,7 +213,7 @@ def test_whatever_crashes_with_an_accelerator_and_repacked_is_tried_at_its_plain
 
 def test_a_model_without_an_accelerator_uses_none(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SPEC R9: none is in its label, whatever the machine has."""
-    monkeypatch.setattr("stoker.backends.llama.model.device_names", lambda: CARD)
+    monkeypatch.setattr("stoker.backends.llama.model.accelerators", lambda: CARD)
     with closing(LlamaModel(ModelOptions(path=model_path, offloads=False))) as model:
         assert model.devices == ()
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stoker.machine.device_lease import DeviceLease
+from stoker.machine.monitor import DeviceSample
 
-ReadMemory = Callable[[], tuple[int, int] | None]
-"""Free and total bytes; None: not known, or the machine's own."""
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of one device now, whoever uses it, in bytes."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+ReadMemory = Callable[[], DeviceMemory | None]
+"""Reads a device's own memory, from any thread; None: not known, or the machine's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +27,35 @@ class Device:
     """A processor with its memory.
 
     Attributes:
-        name: for people, such as "CUDA NVIDIA H200".
+        name: for people, such as "NVIDIA H200".
+        kind: of its native backend: "CPU", "CUDA", "Vulkan", "Metal".
+        id: as its backend calls it and as settings name it, such as "CUDA0"; unique in a backend.
+        index: its place among the accelerators of its backend.
         lock: tells it from every other accelerator of this machine; empty: processes may share it.
-        memory: reads what its own memory holds, from any thread.
+        is_integrated: its memory is the machine's own, and counts once, as host memory.
+        read: see `memory`.
     """
 
     name: str
+    kind: str = "CPU"
+    id: str = ""
+    index: int = 0
     lock: str = ""
-    memory: ReadMemory = field(default=lambda: None, compare=False)
+    is_integrated: bool = False
+    read: ReadMemory = field(default=lambda: None, compare=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """Kind and name, for people: "CUDA NVIDIA H200"."""
+        return self.name if self.name.startswith(self.kind) else f"{self.kind} {self.name}"
+
+    def memory(self) -> DeviceMemory | None:
+        """Its own memory now; None: it has none (a CPU, an integrated device), or does not say."""
+        found = None if self.is_integrated else self.read()
+        return found if found is not None and found.total_bytes > 0 else None
 
 
-CPU = Device("CPU")
+CPU = Device("CPU", id="CPU")
 
 
 class HeldDevices:
@@ -37,14 +65,18 @@ class HeldDevices:
 
     Args:
         folder: of the lock files.
+        margin_bytes: how much of each a load has to leave.
 
     Attributes:
-        own_bytes: what the engine's models hold of accelerators; None: a model is half loaded or half freed.
+        own_bytes: what the engine's models hold, by id of the device; None: a model is half loaded or half
+            freed, and what it has taken is not told from what others have.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.own_bytes: int | None = 0
+    def __init__(self, folder: Path, margin_bytes: int = 0) -> None:
+        self.own_bytes: Mapping[str, int] | None = {}
         self._folder = folder
+        self._margin_bytes = margin_bytes
+        self._known: tuple[Device, ...] = ()
         self._devices: tuple[Device, ...] = ()
         self._leases: list[DeviceLease] = []
 
@@ -53,8 +85,8 @@ class HeldDevices:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the devices, in the order of their first use."""
-        return tuple(device.name for device in self._devices)
+        """Of the devices, for people, in the order of their first use."""
+        return tuple(device.label for device in self._devices)
 
     def take(self, devices: Iterable[Device]) -> None:
         """Have the right to compute on these, all of them or none more than before.
@@ -63,23 +95,31 @@ class HeldDevices:
             DeviceBusyError: another process holds one of them.
             MachineSetupError: the folder of the locks cannot be written.
         """
-        fresh = [device for device in devices if device not in self._devices]
+        wanted = tuple(devices)
+        self.know(wanted)
+        fresh = [device for device in wanted if device not in self._devices]
         if locks := [device.lock for device in fresh if device.lock]:
             self._leases.append(DeviceLease(locks, self._folder))
         self._devices = (*self._devices, *fresh)
 
-    def memory(self) -> tuple[int, int] | None:
-        """Free and total bytes of the accelerators together; None: none says, or a model is on its way.
+    def know(self, devices: Iterable[Device]) -> None:
+        """Measure these from now on, whether they are taken or not."""
+        self._known = tuple(dict.fromkeys((*self._known, *devices)))
 
-        What the engine's own models hold counts as free: they take it at their load and need no more later.
-        So only what other processes take is pressure (SPEC M3).
-        """
+    def samples(self) -> tuple[DeviceSample, ...]:
+        """Memory of each device that is known and has some of its own; from any thread."""
         own_bytes = self.own_bytes
-        found = [memory for device in self._devices if (memory := device.memory()) and memory[1] > 0]
-        if own_bytes is None or not found:
-            return None
-        total = sum(memory[1] for memory in found)
-        return min(total, sum(memory[0] for memory in found) + own_bytes), total
+        return tuple(
+            DeviceSample(
+                id=device.id,
+                free_bytes=memory.free_bytes,
+                total_bytes=memory.total_bytes,
+                own_bytes=None if own_bytes is None else own_bytes.get(device.id, 0),
+                margin_bytes=self._margin_bytes,
+            )
+            for device in self._known
+            if (memory := device.memory()) is not None
+        )
 
     def close(self) -> None:
         """Let others have them; idempotent."""

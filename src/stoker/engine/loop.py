@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -109,7 +110,7 @@ class EngineLoop:
         self._inbox = inbox
         self._publish = publish
         cache_dir = Path(config.cache_dir)
-        self._devices = HeldDevices(cache_dir / "devices")
+        self._devices = HeldDevices(cache_dir / "devices", config.memory_margin)
         self._sources = _sources(config, self._devices)
         self._monitor: MemoryMonitor | None = None
         self._take_sample = take_sample or (lambda: measure(self._sources))
@@ -201,9 +202,11 @@ class EngineLoop:
         if holders == self._holders:
             return
         self._holders = holders
-        backends = [runner.backend for runner in holders or ()]
-        on_devices = [each for each in backends if not each.capabilities.computes_on_cpu]
-        own_bytes = sum(sum(each.memory().values()) for each in on_devices)
+        own_bytes: Counter[str] = Counter()
+        for runner in holders or ():
+            on_devices = runner.backend.extensions.devices
+            for device, lines in on_devices.memory_by_device().items() if on_devices else ():
+                own_bytes[device] += sum(lines.values())
         self._devices.own_bytes = None if holders is None else own_bytes
 
     def _step(self) -> None:
@@ -436,4 +439,4 @@ def _sources(config: EngineConfig, devices: HeldDevices) -> Sources:
     own = os.getpid()
     pids = (os.getppid(), own) if config.has_own_process else (own,)
     heat = heat_source(Path(config.heat_trace) if config.heat_trace else None)
-    return Sources(memory_limit=config.memory_limit, pids=pids, heat=heat, device=devices.memory)
+    return Sources(memory_limit=config.memory_limit, pids=pids, heat=heat, devices=devices.samples)

@@ -33,6 +33,32 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSample:
+    """The own memory of one accelerator at one moment, in bytes.
+
+    Attributes:
+        id: as its backend calls it, such as "CUDA0".
+        free_bytes, total_bytes: whoever uses it.
+        own_bytes: what models of this engine hold of it; None: one is half loaded or half freed, and what it
+            has taken is not told from what others have.
+        margin_bytes: how much of it a load has to leave.
+    """
+
+    id: str
+    free_bytes: int
+    total_bytes: int
+    own_bytes: int | None = 0
+    margin_bytes: int = 0
+
+    @property
+    def other_bytes(self) -> int | None:
+        """What others hold of it: other programs, and the driver; None: not known now."""
+        if self.own_bytes is None:
+            return None
+        return max(0, self.total_bytes - self.free_bytes - self.own_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Memory and heat at one moment, in bytes.
 
@@ -45,7 +71,7 @@ class Sample:
         system_available_bytes: available on the machine, whatever limits this process has.
         cgroup_used_bytes, cgroup_limit_bytes: of the fullest control group; None: no group has a limit.
         psi_some_avg10: percent of the last 10 s in which processes waited for memory; None: not known.
-        device_free_bytes, device_total_bytes: of the accelerator; None: there is none.
+        devices: of each accelerator that has memory of its own; what others have counts once, above.
         tier: by machine, groups and user's limit, without the tier's own.
         heat: from the sensors; of a `MemoryMonitor` with hysteresis.
         is_os_event: the kernel raised an alarm since the last sample.
@@ -60,15 +86,19 @@ class Sample:
     cgroup_used_bytes: int | None = None
     cgroup_limit_bytes: int | None = None
     psi_some_avg10: float | None = None
-    device_free_bytes: int | None = None
-    device_total_bytes: int | None = None
+    devices: tuple[DeviceSample, ...] = ()
     tier: Tier = Tier.HIGH
     heat: HeatReading = field(default_factory=HeatReading)
     is_os_event: bool = False
 
 
-DeviceReader = Callable[[], tuple[int, int] | None]
-"""Free and total bytes of the accelerator, or None where not known; called by the monitor's thread."""
+DeviceReader = Callable[[], tuple[DeviceSample, ...]]
+"""Reads the accelerators' memory; called by the monitor's thread."""
+
+
+def no_devices() -> tuple[DeviceSample, ...]:
+    """A machine without accelerators."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +109,14 @@ class Sources:
         memory_limit: the user's own limit in bytes; None: not set.
         pids: processes whose memory counts; the children of the last one count too.
         heat: reads heat.
-        device: reads the accelerator's memory; None: there is none.
+        devices: reads the accelerators' memory.
         root: where `/proc` and `/sys` are found.
     """
 
     memory_limit: int | None = None
     pids: tuple[int, ...] = field(default_factory=lambda: (os.getpid(),))
     heat: HeatSource = HeatReading
-    device: DeviceReader | None = None
+    devices: DeviceReader = no_devices
     root: Path = Path("/")
 
 
@@ -105,7 +135,6 @@ def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
     limits = replace(limits_of(system.total, system.available, groups), user_bytes=sources.memory_limit)
     limit = effective_limit(limits)
     fullest = max(groups, key=lambda group: group.fraction, default=None)
-    device = sources.device() if sources.device is not None else None
     return Sample(
         at_s=time.monotonic(),
         footprint_bytes=footprint,
@@ -116,8 +145,7 @@ def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
         cgroup_used_bytes=fullest.used_bytes if fullest else None,
         cgroup_limit_bytes=fullest.limit_bytes if fullest else None,
         psi_some_avg10=_read_psi(sources.root),
-        device_free_bytes=device[0] if device else None,
-        device_total_bytes=device[1] if device else None,
+        devices=sources.devices(),
         tier=tier_of(limits.effective_bytes),
         heat=sources.heat(),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stoker.machine.monitor import Sample
+    from stoker.machine.monitor import DeviceSample, Sample
 
 WARNING_FROM = 0.70
 CRITICAL_FROM = 0.85
@@ -53,7 +53,7 @@ class PressureReading:
     Attributes:
         level: with hysteresis.
         fraction: of the worst source, from 0; over 1 where a limit is passed.
-        source: footprint, system, cgroup, device, psi or event.
+        source: footprint, system, cgroup, psi, event or the id of a device.
     """
 
     level: Pressure
@@ -103,8 +103,9 @@ def is_ours_to_ease(sample: Sample) -> bool:
 
 def _fractions(sample: Sample) -> Iterator[tuple[float, str]]:
     yield from _filled(sample)
-    if sample.device_free_bytes is not None and sample.device_total_bytes is not None:
-        yield 1.0 - _part(sample.device_free_bytes, sample.device_total_bytes), "device"
+    for device in sample.devices:
+        if device.own_bytes:  # where it holds nothing there is nothing to give back
+            yield device_fraction(device), device.id
     if sample.psi_some_avg10 is not None:
         most = 100.0 if is_ours_to_ease(sample) else PSI_WARNING
         yield psi_fraction(min(most, sample.psi_some_avg10)), "psi"
@@ -119,6 +120,22 @@ def _filled(sample: Sample) -> Iterator[tuple[float, str]]:
 
 def _part(size_bytes: int, of_bytes: int) -> float:
     return size_bytes / of_bytes if of_bytes > 0 else 1.0
+
+
+def device_fraction(device: DeviceSample) -> float:
+    """How short an accelerator's memory is, on the scale of the other fractions.
+
+    Models take theirs when they are loaded and leave the margin, so what they hold is no pressure. Others
+    are. While the margin is free it is their part of what models leave, less than `WARNING_FROM`. From there
+    on, linear to 1, it is the part of the margin that they have taken: a step needs some of it.
+    """
+    others = device.other_bytes or 0
+    if others == 0:
+        return 0.0
+    left = device.free_bytes / device.margin_bytes if device.margin_bytes else float(device.free_bytes > 0)
+    if left < 1.0:
+        return 1.0 - (1.0 - WARNING_FROM) * left
+    return min(WARNING_FROM - HYSTERESIS, others / (others + device.free_bytes))
 
 
 def psi_fraction(some_avg10: float) -> float:

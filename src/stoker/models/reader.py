@@ -92,7 +92,11 @@ class ModelReader(Protocol):
         ...
 
     def devices(self) -> tuple[Device, ...]:
-        """What it would compute on; may load native code."""
+        """What its backend could compute on here, accelerators first; may load native code."""
+        ...
+
+    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:
+        """What the model computes on where it is loaded as `spec` says, some of `devices()`."""
         ...
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:

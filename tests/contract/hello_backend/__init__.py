@@ -136,6 +136,10 @@ class HelloReader:
         """No accelerator, which would be leased."""
         return (CPU,)
 
+    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:
+        """The same."""
+        return self.devices()
+
     def load(self, spec: ModelSpec, context: LoadContext) -> HelloBackend:
         """At once."""
         context.on_progress(1.0)

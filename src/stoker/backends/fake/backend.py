@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stoker.backends.cell_map import CellMap
+from stoker.backends.fake.devices import NO_DEVICES, FakeDevices
+from stoker.backends.fake.devices import ORDERS as DEVICE_ORDERS
 from stoker.backends.fake.history import (
     GOLDEN,
     MIX_1,
@@ -85,7 +87,9 @@ class FakeFaults:
         bad_sequences: a step that holds one of these raises StepFailedError.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
         abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
-        step_delay_s: seconds every step, and every slice of an image, takes.
+        step_delay_s: seconds every step, and every slice of an image, takes; of an asynchronous model from
+            the launch on, whatever is done meanwhile.
+        token_delay_s: seconds that each token of a step adds to that.
         eog_period: about one position in so many wants to end the text; 0: none does.
         load_s: seconds a load takes.
         load_aborts: a load aborts the process before it says how far it is, with a word on stderr.
@@ -93,12 +97,14 @@ class FakeFaults:
         vision: slices that encoding an image takes; 0: it takes no images.
         script: file of the answers that it gives word for word; see `script`.
         weights_mib, cell_kib: what it claims to take: weights, and a cell.
+        devices: what it is as if computed on, and takes memory of.
     """
 
     bad_sequences: frozenset[int] = frozenset()
     bad_tokens: frozenset[int] = frozenset()
     abort_tokens: frozenset[int] = frozenset()
     step_delay_s: float = 0.0
+    token_delay_s: float = 0.0
     eog_period: int = 256
     is_async: bool = False
     recurrent: bool = False
@@ -109,18 +115,21 @@ class FakeFaults:
     script: str = ""
     weights_mib: int = 0
     cell_kib: float = 1 / 128
+    devices: FakeDevices = NO_DEVICES
 
     @classmethod
     def parse(cls, text: str) -> FakeFaults:
         """Faults written as "abort_tokens=7+9,step_delay_s=0.01". Raises ModelFileError."""
-        faults: dict[str, Any] = {}
-        for part in text.split(",") if text else ():
-            name, _, value = part.partition("=")
+        orders = dict(part.partition("=")[::2] for part in text.split(",")) if text else {}
+        faults: dict[str, Any] = {"devices": FakeDevices.parse(orders)}
+        for name, value in orders.items():
             try:
                 match name:
-                    case "id" | "device":
-                        pass  # under which it is served; what it is as if computed on
-                    case "step_delay_s" | "load_s" | "cell_kib":
+                    case "id":
+                        pass  # under which it is served
+                    case _ if name in DEVICE_ORDERS:
+                        pass  # parsed above
+                    case "step_delay_s" | "token_delay_s" | "load_s" | "cell_kib":
                         faults[name] = float(value)
                     case "script":
                         faults[name] = value
@@ -147,16 +156,18 @@ def _bias() -> Rows:
 
 
 class _FakeInFlight:
-    """A step that is computed when its rows are asked for; they turn to NaN at the next one."""
+    """A step that is over some time after its launch; its rows turn to NaN at the next one."""
 
-    def __init__(self, compute: Callable[[], Rows]) -> None:
+    def __init__(self, compute: Callable[[], Rows], takes_s: float) -> None:
         self._compute = compute
+        self._over_s = time.monotonic() + takes_s
         self._rows: Rows | None = None
         self.is_collected = False
 
     def rows(self) -> Rows:
         if not self.is_collected:
             self.is_collected = True
+            time.sleep(max(0.0, self._over_s - time.monotonic()))
             self._rows = self._compute().copy()
         assert self._rows is not None, "the rows of a step that failed"
         return self._rows
@@ -207,6 +218,8 @@ class FakeBackend:
         self._drafter: Drafter | None = None
         self._in_flight: _FakeInFlight | None = None
         self._is_closed = False
+        self._by_device = self.faults.devices.share(self.memory())
+        self.faults.devices.take(self, self._by_device)
 
     def __repr__(self) -> str:
         return f"<FakeBackend {self._lengths!r} {self._cells!r}>"
@@ -257,6 +270,7 @@ class FakeBackend:
             drafter=self._drafter,
             threads=self,
             compaction=self,
+            devices=self if self.faults.devices.names else None,
         )
 
     def launch(self, plan: BatchPlan) -> InFlight:
@@ -265,11 +279,14 @@ class FakeBackend:
         self._assert_idle()
         self._lengths.check(plan)
         self._cells.check_free(plan.num_tokens)
+        takes_s = self.faults.step_delay_s + plan.num_tokens * self.faults.token_delay_s
         if not self.faults.is_async:
-            return Computed(self._compute(plan))
+            found = self._compute(plan)
+            time.sleep(takes_s)
+            return Computed(found)
         if self._in_flight is not None:
             self._in_flight.expire()
-        self._in_flight = _FakeInFlight(partial(self._compute, plan))
+        self._in_flight = _FakeInFlight(partial(self._compute, plan), takes_s)
         return self._in_flight
 
     def _compute(self, plan: BatchPlan) -> Rows:
@@ -277,8 +294,6 @@ class FakeBackend:
             self._meet_faults(item)
         seen = {item.seq: seen_tokens(item, self._pictures(item.seq)) for item in plan.items}
         self._close_up([item.seq for item in plan.items])
-        if self.faults.step_delay_s:
-            time.sleep(self.faults.step_delay_s)
         wanted: list[int] = []
         scripted: list[int] = []
         for item in plan.items:
@@ -406,6 +421,10 @@ class FakeBackend:
         """As if: what was ordered for weights and cells."""
         return _sizes(self.faults, self._capabilities.num_cells, self._capabilities.n_batch)
 
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """All of it, in equal parts on the devices that were there at the load; see `OnDevices`."""
+        return self._by_device
+
     def set_threads(self, num_threads: int) -> None:
         """Remembered only."""
         self.num_threads = num_threads
@@ -413,6 +432,7 @@ class FakeBackend:
     def close(self) -> None:
         """No step may follow."""
         self._is_closed = True
+        self.faults.devices.release(self)
 
     def check(self) -> None:
         """Assert that lengths, histories and cells agree, and that no sequence lies out of order."""
@@ -523,7 +543,7 @@ def _capabilities(
         model_class=ModelClass.RECURRENT if is_recurrent else ModelClass.DECODER,
         architecture="fake",
         description="deterministic stand-in",
-        label="fake · CPU",
+        label=f"fake · {faults.devices.label}",
         n_vocab=N_VOCAB,
         n_ctx=min(n_ctx, num_cells),
         n_ctx_train=n_ctx,

@@ -53,7 +53,9 @@ class FakeEncoder:
         self.calls: list[int] = []
         self.is_closed = False
         self._vocabulary = FakeVocabulary()
-        self._capabilities = _capabilities(n_ctx, n_batch)
+        self._capabilities = _capabilities(n_ctx, n_batch, faults.devices.label)
+        self._by_device = faults.devices.share(self.memory())
+        faults.devices.take(self, self._by_device)
 
     def __repr__(self) -> str:
         return f"<FakeEncoder {self.pooling} {len(self.calls)} calls>"
@@ -70,8 +72,8 @@ class FakeEncoder:
 
     @property
     def extensions(self) -> Extensions:
-        """A number of threads."""
-        return Extensions(threads=self)
+        """A number of threads; memory of devices that are ordered."""
+        return Extensions(threads=self, devices=self if self.faults.devices.names else None)
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
         """Eight numbers in [-1, 1) a text, which follow from its tokens; the first alone for "rank"."""
@@ -89,6 +91,10 @@ class FakeEncoder:
         """As if: what was ordered for weights."""
         return _sizes(self.faults, self._capabilities.n_batch)
 
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """All of it, in equal parts on the devices that were there at the load; see `OnDevices`."""
+        return self._by_device
+
     def set_threads(self, num_threads: int) -> None:
         """Remembered only."""
         self.num_threads = num_threads
@@ -96,6 +102,7 @@ class FakeEncoder:
     def close(self) -> None:
         """No call may follow."""
         self.is_closed = True
+        self.faults.devices.release(self)
 
     def _meet_faults(self, text: Sequence[int]) -> None:
         if not self.faults.abort_tokens.isdisjoint(text):
@@ -163,12 +170,12 @@ def _sizes(faults: FakeFaults, n_batch: int) -> dict[str, int]:
     return {"weights": faults.weights_mib * 2**20, "compute": 4 * n_batch * N_EMBD}
 
 
-def _capabilities(n_ctx: int, n_batch: int) -> Capabilities:
+def _capabilities(n_ctx: int, n_batch: int, device: str) -> Capabilities:
     return Capabilities(
         model_class=ModelClass.ENCODER,
         architecture="fake",
         description="deterministic stand-in for an encoder",
-        label="fake · CPU",
+        label=f"fake · {device}",
         n_vocab=N_VOCAB,
         n_ctx=n_ctx,
         n_ctx_train=N_CTX_TRAIN,

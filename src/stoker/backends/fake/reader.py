@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stoker.backends.device import CPU, Device
+from stoker.backends.fake.devices import FakeDevices
 from stoker.backends.fake.script import FakeScript
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.ipc.model import ModelClass
 from stoker.models.reader import ModelDescription
 
 if TYPE_CHECKING:
+    from stoker.backends.device import Device
     from stoker.backends.protocol.backend import Backend
     from stoker.backends.protocol.encoding import Encoder
     from stoker.ipc.model import ModelSpec
@@ -59,9 +60,12 @@ class FakeReader:
         return encoder.estimator(self._path) if self._is_encoder else backend.estimator(self._path)
 
     def devices(self) -> tuple[Device, ...]:
-        """The CPU, or as if: "device=NAME" stands for an accelerator of a gigabyte, half of it free."""
-        name = self._orders.get("device")
-        return (Device(name, name, lambda: (2**29, 2**30)),) if name else (CPU,)
+        """The CPU, or the accelerators that are ordered; see `devices`. Raises ModelFileError."""
+        return FakeDevices.parse(self._orders).devices()
+
+    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:  # noqa: ARG002 - it lies on all of them
+        """All of them."""
+        return self.devices()
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:
         """Load it. Raises ModelFileError, ModelLoadError as ordered."""

@@ -10,7 +10,7 @@ import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.llama.binding import capture_log, error_text, llama
+from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama, sum_by_device
 from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
 from stoker.models.adapters import check_fits, read_adapter
 from stoker.models.fingerprint import fingerprint
@@ -30,6 +30,7 @@ class Adapters:
     Attributes:
         fingerprints: of each adapter's file, by name.
         size_bytes: what all of them take.
+        on_devices: as far as they lie on accelerators, by id; see `OnDevices`.
 
     Raises:
         ModelFileError: a file is broken or made for another model.
@@ -40,13 +41,15 @@ class Adapters:
     def __init__(self, model: LlamaModel, header: GgufHeader, specs: Sequence[AdapterSpec]) -> None:
         self.fingerprints: dict[str, str] = {}
         self.size_bytes = 0
+        self.on_devices: dict[str, dict[str, int]] = {}
         self._handles: dict[str, int] = {}
         for spec in specs:
             found = read_adapter(spec.path)
             check_fits(found, header)
             self.fingerprints[spec.name] = fingerprint(found.path)
             self.size_bytes += found.size_bytes
-            self._handles[spec.name] = _load(model, found.path)
+            self._handles[spec.name], taken = _load(model, found.path)
+            self.on_devices = sum_by_device(self.on_devices, taken)
 
     def __repr__(self) -> str:
         return f"<Adapters {', '.join(self._handles) or 'none'}>"
@@ -72,7 +75,8 @@ class Adapters:
             raise StepFailedError(f"llama_set_adapters_lora returned {code}", native_code=code)
 
 
-def _load(model: LlamaModel, path: Path) -> int:
+def _load(model: LlamaModel, path: Path) -> tuple[int, dict[str, dict[str, int]]]:
+    """The native handle, and what it takes of accelerators."""
     with capture_log() as lines:
         handle = llama.llama_adapter_lora_init(model.handle, str(path).encode())
     if not handle:
@@ -80,4 +84,6 @@ def _load(model: LlamaModel, path: Path) -> int:
             f"llama.cpp refused the adapter {path.name} for {model.path.name}: {error_text(lines)}",
             path=str(path),
         )
-    return int(ctypes.cast(handle, ctypes.c_void_p).value or 0)
+    taken = buffer_bytes(lines, model.devices)
+    taken.pop("", None)
+    return int(ctypes.cast(handle, ctypes.c_void_p).value or 0), taken

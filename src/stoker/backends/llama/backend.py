@@ -12,7 +12,7 @@ import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_n
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
-from stoker.backends.llama.binding import label
+from stoker.backends.llama.binding import label, sum_by_device
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
 from stoker.backends.llama.model import LlamaModel, ModelOptions
@@ -130,6 +130,7 @@ class LlamaBackend:
             threads=self,
             compaction=self._context,
             scratch=self,
+            devices=self if self._model.devices else None,
         )
 
     def add_drafter(self, drafter: DraftModel) -> None:
@@ -258,6 +259,18 @@ class LlamaBackend:
         lines |= {"draft": self._drafter.memory()} if self._drafter else {}
         lines["compute"] += sum(scorer.memory() for scorer in self._scorers.values())
         return lines
+
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """What of that lies on accelerators, by id; see `OnDevices`."""
+        adapters, drafter, vision = self._context.adapters, self._drafter, self._vision
+        return sum_by_device(
+            self._model.memory_by_device(),
+            self._context.memory_by_device(),
+            adapters.on_devices if adapters else {},
+            vision.memory_by_device() if vision else {},
+            drafter.memory_by_device() if drafter else {},
+            *(scorer.memory_by_device() for scorer in self._scorers.values()),
+        )
 
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next step on."""

@@ -19,22 +19,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import llama_cpp
 from llama_cpp import llama_cpp as llama
 
-from stoker.backends.device import CPU, Device
+from stoker.backends.device import CPU, Device, DeviceMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 __all__ = [
     "LIBRARY_DIR",
     "LIBRARY_VERSION",
     "LogLine",
+    "accelerators",
+    "buffer_bytes",
     "capture_log",
-    "device_names",
     "devices",
     "error_text",
     "label",
     "llama",
     "start",
+    "sum_by_device",
     "vision_library",
 ]
 
@@ -46,8 +48,18 @@ _logger = logging.getLogger(__name__)
 
 _DEBUG, _INFO, _WARNING, _ERROR, _CONTINUED = 1, 2, 3, 4, 5  # enum ggml_log_level
 _GPU, _INTEGRATED_GPU = 1, 2  # enum ggml_backend_dev_type
+_BUFFER = re.compile(r"(\S+) +(model|KV|RS|compute|output|LoRA) buffer size = +([\d.]+) MiB")
+_BUFFER_LINES = {
+    "model": "weights",
+    "KV": "kv",
+    "RS": "kv",
+    "compute": "compute",
+    "output": "compute",
+    "LoRA": "adapters",
+}
 _CPU_FEATURES = ("AVX512", "AVX2", "AVX", "SVE", "NEON", "RISCV_V", "VSX", "WASM_SIMD")
 _REGISTRY_NAMES = {"MTL": "Metal"}
+_UNIFIED = {"Metal"}  # which calls its device a GPU; on Apple silicon its memory is the machine's
 
 
 class LogLine(NamedTuple):
@@ -141,21 +153,59 @@ class _DeviceProps(ctypes.Structure):
     )
 
 
-@cache
-def device_names() -> tuple[tuple[str, str], ...]:
-    """(kind, name) of each accelerator the library can use, e.g. ("CUDA", "NVIDIA H200")."""
-    return tuple((kind, name) for _, kind, name in _accelerators())
+def buffer_bytes(lines: Iterable[LogLine], found: Iterable[Device]) -> dict[str, dict[str, int]]:
+    """What the library said that it took, in bytes by `Device.id` and line of the ledger.
+
+    Args:
+        lines: what it logged while it loaded a model or made a context.
+        found: the devices that its buffers are named after; all other buffers, and those of devices without
+            memory of their own, are under the empty id.
+    """
+    ids = [device.id for device in found if not device.is_integrated]
+    sizes: dict[str, dict[str, int]] = {}
+    for line in lines:
+        if buffer := _BUFFER.search(line.text):
+            owner = next((id_ for id_ in ids if buffer[1] == id_ or buffer[1].startswith(f"{id_}_")), "")
+            held, name = sizes.setdefault(owner, {}), _BUFFER_LINES[buffer[2]]
+            held[name] = held.get(name, 0) + int(float(buffer[3]) * 2**20)
+    return sizes
+
+
+def sum_by_device(*parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Bytes by id and line of several parts together."""
+    sums: dict[str, dict[str, int]] = {}
+    for part in parts:
+        for owner, held in part.items():
+            lines = sums.setdefault(owner, {})
+            for name, size_bytes in held.items():
+                lines[name] = lines.get(name, 0) + size_bytes
+    return sums
 
 
 @cache
+def accelerators() -> tuple[Device, ...]:
+    """What the library can compute on beside the CPU."""
+    return tuple(_device(index, *found) for index, found in enumerate(_native_devices()))
+
+
 def devices() -> tuple[Device, ...]:
     """What the library computes on: its accelerators, or the CPU."""
-    found = []
-    for handle, kind, name in _accelerators():
-        props = device_props(handle)
-        lock = (props.device_id or props.name or name.encode()).decode(errors="replace")
-        found.append(Device(f"{kind} {name}", f"{kind}-{lock}", partial(_device_memory, handle)))
-    return tuple(found) or (CPU,)
+    return accelerators() or (CPU,)
+
+
+def _device(index: int, handle: int, kind: str, name: str) -> Device:
+    props = device_props(handle)
+    native_id = (props.name or b"").decode(errors="replace")
+    lock = (props.device_id or props.name or name.encode()).decode(errors="replace")
+    return Device(
+        name,
+        kind,
+        id=native_id or f"{kind}{index}",
+        index=index,
+        lock=f"{kind}-{lock}",
+        is_integrated=props.type == _INTEGRATED_GPU or kind in _UNIFIED,
+        read=partial(_device_memory, handle),
+    )
 
 
 def device_props(handle: int) -> _DeviceProps:
@@ -167,14 +217,13 @@ def device_props(handle: int) -> _DeviceProps:
     return props
 
 
-def _device_memory(handle: int) -> tuple[int, int]:
+def _device_memory(handle: int) -> DeviceMemory:
     props = device_props(handle)
-    return props.memory_free, props.memory_total
+    return DeviceMemory(props.memory_free, props.memory_total)
 
 
-@cache
-def _accelerators() -> tuple[tuple[int, str, str], ...]:
-    """Native handle, kind and name of each."""
+def _native_devices() -> tuple[tuple[int, str, str], ...]:
+    """Native handle, kind and name of each accelerator."""
     start()
     if not llama.llama_supports_gpu_offload():
         return ()
@@ -199,14 +248,14 @@ def _accelerators() -> tuple[tuple[int, str, str], ...]:
 
 
 @cache
-def label(devices: tuple[tuple[str, str], ...]) -> str:
+def label(used: tuple[Device, ...]) -> str:
     """What computes, for people: "llama.cpp · CPU AVX512", "llama.cpp · CUDA NVIDIA H200" (SPEC R9).
 
     Args:
-        devices: those of `device_names` that are used.
+        used: those of `accelerators` that are used.
     """
-    if devices:
-        return f"llama.cpp · {devices[0][0]} {devices[0][1]}"
+    if used:
+        return f"llama.cpp · {used[0].label}"
     info = llama.llama_print_system_info().decode(errors="replace")
     enabled = set(re.findall(r"(\w+) = 1", info))
     feature = next((name for name in _CPU_FEATURES if name in enabled), "")

@@ -18,7 +18,7 @@ import numpy as np
 
 from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import NONE, AdapterSet, EmbeddingBatch, Pass, TokenBatch, passes
-from stoker.backends.llama.binding import capture_log, error_text, llama
+from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama
 from stoker.backends.protocol.backend import BatchPlan, Computed, Lengths, PlanItem
 from stoker.backends.protocol.vision import embeddings_of
 from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
@@ -103,8 +103,6 @@ _TO_THE_END = -1
 _FLASH_ATTENTION_AUTO = -1
 _FLASH_ATTENTION_OFF = 0
 _POOLING_NONE = 0  # a hidden state is one token's
-_BUFFER_SIZE = re.compile(r"(KV|RS|compute|output) buffer size = +([\d.]+) MiB")
-_BUFFER_LINES = {"KV": "kv", "RS": "kv", "compute": "compute", "output": "compute"}
 _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")  # its resolve_fused_ops
 
 
@@ -195,10 +193,10 @@ class LlamaContext:
         self.flash_attention = "on" if self.key_type.is_quantised else _flash_attention(lines)
         if not options.is_fused:
             self.flash_attention = "off"
-        self._buffer_bytes = _buffer_bytes(lines)
+        self._buffers = buffer_bytes(lines, model.devices)
         self._order: CellOrder | None = None
         if options.keeps_order:
-            cell_bytes = -(-self._buffer_bytes["kv"] // self.num_cells)
+            cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             self._order = CellOrder(handle, self.num_cells, cell_bytes, spare=options.num_sequences)
         # A state that no token made needs a position of its own; recurrent models do not look at positions.
         self._first_position = 1 if model.is_recurrent else 0
@@ -363,7 +361,11 @@ class LlamaContext:
 
     def memory(self) -> dict[str, int]:
         """Bytes of `kv` and `compute` buffers, as the library reported them when it made the context."""
-        return dict(self._buffer_bytes)
+        return {line: sum(held.get(line, 0) for held in self._buffers.values()) for line in ("kv", "compute")}
+
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """Those that lie on accelerators, by their ids; see `OnDevices`."""
+        return {owner: dict(held) for owner, held in self._buffers.items() if owner}
 
     def close(self) -> None:
         """Free cells and buffers; idempotent."""
@@ -441,11 +443,3 @@ def _flash_attention(lines: list[LogLine]) -> str:
         if found := _FLASH_ATTENTION.search(line.text):
             return "on" if found[1] == "enabled" else "off"
     return "auto"
-
-
-def _buffer_bytes(lines: list[LogLine]) -> dict[str, int]:
-    sizes = {"kv": 0, "compute": 0}
-    for line in lines:
-        if found := _BUFFER_SIZE.search(line.text):
-            sizes[_BUFFER_LINES[found[1]]] += int(float(found[2]) * 2**20)
-    return sizes

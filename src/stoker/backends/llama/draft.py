@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.backends.llama.binding import sum_by_device
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
@@ -94,6 +95,11 @@ class DraftModel:
     def memory(self) -> int:
         """Bytes it takes."""
         return self._model.size_bytes + sum(self._context.memory().values())
+
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """What of that lies on accelerators, by id; see `OnDevices`."""
+        held = sum_by_device(self._model.memory_by_device(), self._context.memory_by_device())
+        return {owner: {"draft": sum(lines.values())} for owner, lines in held.items()}
 
     def close(self) -> None:
         """Free cells, then weights; idempotent."""

@@ -9,7 +9,14 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.backends.llama.binding import capture_log, device_names, error_text, llama, start
+from stoker.backends.llama.binding import (
+    accelerators,
+    buffer_bytes,
+    capture_log,
+    error_text,
+    llama,
+    start,
+)
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
 from stoker.errors import ModelFileError, ModelLoadError, UnsupportedError
 
@@ -68,7 +75,7 @@ class LlamaModel:
     def __init__(self, options: ModelOptions) -> None:
         self.path = options.path
         self.uses_extra_bufts = options.use_extra_bufts
-        self.devices = device_names() if options.offloads else ()
+        self.devices = accelerators() if options.offloads else ()
         if not self.path.is_file():
             raise ModelFileError(f"there is no model file {self.path}", path=str(self.path))
         self.handle: int | None = self._load(options)
@@ -116,6 +123,12 @@ class LlamaModel:
         size = llama.llama_model_meta_val_str(self.handle, key.encode(), buffer, _TEXT_BYTES)
         return None if size < 0 else buffer.value.decode(errors="replace")
 
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """Bytes of weights on each accelerator that is computed on, by their ids; see `OnDevices`."""
+        return {
+            each.id: dict(self._buffers.get(each.id, {})) for each in self.devices if not each.is_integrated
+        }
+
     def close(self) -> None:
         """Free the weights; idempotent."""
         if self.handle is not None:
@@ -138,6 +151,7 @@ class LlamaModel:
             if handle is not None:
                 llama.llama_model_free(handle)
             raise progress.error
+        self._buffers = buffer_bytes(lines, self.devices)
         if handle is None:
             raise ModelLoadError(
                 f"llama.cpp refused {options.path.name}: {error_text(lines)}", path=str(options.path)

@@ -73,10 +73,14 @@ class GgufReader:
         return estimator(self.header)
 
     def devices(self) -> tuple[Device, ...]:
-        """All that the library computes on."""
+        """The accelerators that the library can use, or the CPU."""
         from stoker.backends.llama.binding import devices  # noqa: PLC0415 - the client computes nothing
 
         return devices()
+
+    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:  # noqa: ARG002 - layers lie on all of them
+        """All of them."""
+        return self.devices()
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:
         """Load it, after a smoke decode in a child process where none is remembered (SPEC R9, K1)."""

@@ -289,7 +289,7 @@ class Backend(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Bytes by line: weights, kv, compute."""
+        """Bytes by line: weights, kv, compute; in all memory, devices' (`OnDevices`) and the machine's."""
         ...
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from stoker.backends.protocol.scoring import ScoringLane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from stoker.backends.protocol.backend import Buffer, Conditioning
     from stoker.backends.protocol.scoring import Scoring
@@ -150,6 +150,19 @@ class Scratch(Protocol):
         ...
 
 
+class OnDevices(Protocol):
+    """Holds memory of accelerators beside that of the machine."""
+
+    def memory_by_device(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes by `Device.id` and by line, of the devices that have memory of their own.
+
+        It is a part of `Backend.memory()`, whose lines are totals: what no device holds of a line lies in the
+        machine's memory, and so does all that an integrated device uses. A device that is computed on and
+        holds nothing is there, with no lines.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extensions:
     """What a loaded model has beyond the core; None: it has not."""
@@ -164,6 +177,7 @@ class Extensions:
     threads: Threads | None = None
     compaction: Compaction | None = None
     scratch: Scratch | None = None
+    devices: OnDevices | None = None
 
 
 NO_EXTENSIONS = Extensions()

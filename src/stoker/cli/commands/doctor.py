@@ -116,7 +116,7 @@ def _build() -> Iterator[Finding]:
     yield Finding(
         "build",
         Level.OK,
-        f"llama-cpp-python {binding.LIBRARY_VERSION}, {binding.label(binding.device_names())}",
+        f"llama-cpp-python {binding.LIBRARY_VERSION}, {binding.label(binding.accelerators())}",
     )
     yield Finding("build", Level.OK, info)
 

@@ -111,7 +111,7 @@ class Workers:
 
         def answer() -> Loaded:
             model, context = self._models.open(spec.path), LoadContext(moved, self._cache_dir)
-            self._devices.take(model.devices())
+            self._devices.take(model.devices_for(spec))
             if is_suspect:
                 model.try_out(context)
             return Loaded(load, spec.path, model.load(spec, context))

@@ -58,10 +58,31 @@ Estimator = Callable[[ModelSpec], Estimate]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBudget:
-    """What there is for a model, in bytes.
+class DeviceBudget:
+    """What there is for a model in an accelerator's own memory, in bytes; as in `MemoryBudget`.
 
     Attributes:
+        id: of the device, such as "CUDA0".
+        limit_bytes: what models could ever have of it.
+    """
+
+    id: str
+    free_bytes: int
+    limit_bytes: int
+    margin_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        """What a model may take now."""
+        return max(0, min(self.free_bytes, self.limit_bytes) - self.margin_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    """What there is for a model, in bytes: in the machine's memory, and in that of accelerators.
+
+    Attributes:
+        devices: accelerators with memory of their own, in the order of their backend; none: there are none.
         free_bytes: what it could have now, with what the eviction of idle models would give.
         limit_bytes: what models could ever have here.
         margin_bytes: how much has to be left; 0: nothing.
@@ -70,6 +91,7 @@ class MemoryBudget:
     free_bytes: int
     limit_bytes: int
     margin_bytes: int
+    devices: tuple[DeviceBudget, ...] = ()
 
     @property
     def room_bytes(self) -> int:

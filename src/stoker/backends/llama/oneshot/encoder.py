@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from stoker.backends.llama.batch import TokenBatch
-from stoker.backends.llama.binding import capture_log, error_text, label, llama
+from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, label, llama, sum_by_device
 from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.smoke.smoke import tried_options
 from stoker.backends.llama.threads import num_physical_cores
@@ -49,7 +49,6 @@ MAX_TEXTS = 64
 LIKE_ALONE_TOKENS = 63
 """In a native call of so many tokens, on a CPU, each text is computed as if it were alone there."""
 _NATIVE_POOLING: dict[str, int] = {pooling: number for number, pooling in POOLINGS.items()}
-_COMPUTE = re.compile(r"compute buffer size = +([\d.]+) MiB")
 _FLASH_ATTENTION = re.compile(r"Flash Attention (enabled|disabled|not supported)")
 _FLASH_ATTENTION_AUTO = -1
 _FLOAT_BYTES = 4
@@ -85,7 +84,7 @@ class LlamaEncoder:
                 f"{error_text(lines)}",
                 n_ctx=n_ctx,
             )
-        self._compute_bytes = _compute_bytes(lines)
+        self._buffers = buffer_bytes(lines, model.devices)
         self._most_outputs = 0
         self._capabilities = dataclasses.replace(
             _capabilities(header, model, spec),
@@ -120,8 +119,8 @@ class LlamaEncoder:
 
     @property
     def extensions(self) -> Extensions:
-        """A number of threads."""
-        return Extensions(threads=self)
+        """A number of threads; memory of accelerators where there are some."""
+        return Extensions(threads=self, devices=self if self._model.devices else None)
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Rows:
         """The vectors of whole texts, or the scores of pairs; see `Encoder.encode`.
@@ -160,7 +159,13 @@ class LlamaEncoder:
         The library keeps room for logits of every token of the largest call so far, though none are computed.
         """
         outputs = self._most_outputs * (self._model.vocabulary.n_vocab + self._model.n_embd) * _FLOAT_BYTES
-        return {"weights": self._model.size_bytes, "compute": self._compute_bytes + outputs}
+        compute_bytes = sum(held.get("compute", 0) for held in self._buffers.values())
+        return {"weights": self._model.size_bytes, "compute": compute_bytes + outputs}
+
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """What of that lies on accelerators, by id; see `OnDevices`."""
+        held = {owner: lines for owner, lines in self._buffers.items() if owner}
+        return sum_by_device(self._model.memory_by_device(), held)
 
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next call on."""
@@ -249,11 +254,6 @@ def _capabilities(header: GgufHeader, model: LlamaModel, spec: ModelSpec) -> Cap
         can_fork=False,
         computes_on_cpu=not model.devices,
     )
-
-
-def _compute_bytes(lines: list[LogLine]) -> int:
-    found = (_COMPUTE.search(line.text) for line in lines)
-    return sum(int(float(match[1]) * 2**20) for match in found if match)
 
 
 def _flash_attention(lines: list[LogLine]) -> str:

@@ -196,6 +196,11 @@ class Scorer:
         """Bytes it takes."""
         return sum(self._context.memory().values()) if self._context else 0
 
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """What of that lies on accelerators, by id; see `OnDevices`."""
+        held = self._context.memory_by_device() if self._context else {}
+        return {owner: {"compute": sum(lines.values())} for owner, lines in held.items()}
+
     def close(self) -> None:
         """Free the context; idempotent."""
         self._held.clear()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
-from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, device_names
+from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, accelerators
 from stoker.backends.llama.model import ModelOptions
 from stoker.errors import LoadCrashedError, ModelLoadError
 from stoker.models.gguf.header import read_header
@@ -156,7 +156,7 @@ def _wait_on() -> None:
 def _try_settings(path: Path, on_wait: Callable[[], None]) -> tuple[SmokeVerdict, bool]:
     """The verdict, and whether it lasts: not if a child was killed from outside or took too long."""
     settings = [SmokeSetting.OK, SmokeSetting.NO_EXTRA_BUFTS]
-    if device_names():
+    if accelerators():
         settings += [SmokeSetting.NO_OFFLOAD, SmokeSetting.PLAIN]
     failed: list[_Outcome] = []
     for setting in settings:
@@ -247,7 +247,8 @@ def _key(header: GgufHeader) -> str:
         for file in LIBRARY_DIR.iterdir()
         if (stat := file.stat()) and not file.is_dir()
     )
-    parts = (LIBRARY_VERSION, files, _cpu(), device_names(), sorted(header.tensor_types), header.architecture)
+    cards = [(each.kind, each.name) for each in accelerators()]
+    parts = (LIBRARY_VERSION, files, _cpu(), cards, sorted(header.tensor_types), header.architecture)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -164,6 +164,11 @@ class LlamaVision:
         """Bytes of weights and buffers, as the library reported them."""
         return {"projector": self.size_bytes + self._compute_bytes}
 
+    def memory_by_device(self) -> dict[str, dict[str, int]]:
+        """All of it on the first accelerator, as the library has it; see `OnDevices`."""
+        first = self._model.devices[:1]
+        return {each.id: self.memory() for each in first if not each.is_integrated}
+
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next encode on.
 

@@ -1,0 +1,169 @@
+"""Accelerators as if: with memory that models of this process take, another program's use, and an end.
+
+"device=A+B" orders two cards of a gigabyte each, "device_mib=1024+512" their sizes and "others_mib=100+0"
+what another program holds of them. "others=FILE" is read anew at each look instead: what stands there
+("100 0") is what others hold now, and "gone" in the place of a number is a card that is no longer there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from stoker.backends.device import CPU, Device, DeviceMemory
+from stoker.errors import ModelFileError, ModelLoadError
+from stoker.wording import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ORDERS = frozenset({"device", "device_mib", "others_mib", "others"})
+_DEFAULT_MIB = 1024
+_MIB = 2**20
+_GONE = "gone"
+
+
+class FakeCard:
+    """What the models of this process hold of one card; freed with the last reference to whoever took it.
+
+    Args:
+        name: cards of one name are one card.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._held: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._lock = Lock()
+
+    def __repr__(self) -> str:
+        return f"<FakeCard {self.name} {self.held_bytes}>"
+
+    @property
+    def held_bytes(self) -> int:
+        """All that is taken."""
+        with self._lock:
+            return sum(self._held.values())
+
+    def hold(self, owner: object, size_bytes: int) -> None:
+        """Have `owner` hold so much of it; 0 gives back what it had."""
+        with self._lock:
+            self._held[owner] = size_bytes
+
+
+@cache
+def card_of(name: str) -> FakeCard:
+    """The one card of a name."""
+    return FakeCard(name)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeDevices:
+    """The cards of a model's orders; none: it is computed on the CPU.
+
+    Attributes:
+        names: of the cards.
+        total_mib: of each.
+        others_mib: what others hold of each.
+        others: file that says the same, read at each look; empty: there is none.
+    """
+
+    names: tuple[str, ...] = ()
+    total_mib: tuple[int, ...] = ()
+    others_mib: tuple[int, ...] = ()
+    others: str = ""
+
+    @classmethod
+    def parse(cls, orders: Mapping[str, str]) -> FakeDevices:
+        """Those that are ordered. Raises ModelFileError for numbers that are none, or not one a card."""
+        names = tuple(orders["device"].split("+")) if orders.get("device") else ()
+        return cls(
+            names,
+            _numbers(orders.get("device_mib", ""), names, _DEFAULT_MIB),
+            _numbers(orders.get("others_mib", ""), names, 0),
+            orders.get("others", ""),
+        )
+
+    @property
+    def label(self) -> str:
+        """What computes, for people."""
+        return " + ".join(self.names) or CPU.label
+
+    def devices(self) -> tuple[Device, ...]:
+        """Those that are there, or the CPU."""
+        return self.cards() or (CPU,)
+
+    def cards(self) -> tuple[Device, ...]:
+        """The accelerators that are there."""
+        return tuple(
+            Device(name, "Fake", id=name, index=index, lock=name, read=partial(self._memory, index))
+            for index, name in enumerate(self.names)
+            if self._others_bytes(index) is not None
+        )
+
+    def take(self, owner: object, lines: Mapping[str, Mapping[str, int]]) -> None:
+        """Have `owner` hold these bytes by card and line.
+
+        Raises:
+            ModelLoadError: a card has not so much, or is gone; nothing is held then.
+        """
+        for device in self.cards():
+            wanted, memory = sum(lines.get(device.id, {}).values()), device.memory()
+            free_bytes = memory.free_bytes if memory else 0
+            if wanted > free_bytes:
+                self.release(owner)
+                raise ModelLoadError(
+                    f"the fake card {device.name} is out of memory: {size_text(wanted)} asked for,"
+                    f" {size_text(free_bytes)} free"
+                )
+            card_of(device.name).hold(owner, wanted)
+
+    def release(self, owner: object) -> None:
+        """Give back what `owner` holds; idempotent."""
+        for name in self.names:
+            card_of(name).hold(owner, 0)
+
+    def share(self, lines: Mapping[str, int]) -> dict[str, dict[str, int]]:
+        """These lines, in equal parts on the cards that are there."""
+        cards = self.cards()
+        return {
+            device.id: {name: _part(size_bytes, at, len(cards)) for name, size_bytes in lines.items()}
+            for at, device in enumerate(cards)
+        }
+
+    def _memory(self, index: int) -> DeviceMemory | None:
+        total_bytes, others_bytes = self.total_mib[index] * _MIB, self._others_bytes(index)
+        if others_bytes is None:
+            return None
+        taken_bytes = others_bytes + card_of(self.names[index]).held_bytes
+        return DeviceMemory(max(0, total_bytes - taken_bytes), total_bytes)
+
+    def _others_bytes(self, index: int) -> int | None:
+        """What others hold of a card now; None: it is gone."""
+        if not self.others:
+            return self.others_mib[index] * _MIB
+        try:
+            words = Path(self.others).read_text(encoding="ascii").split()
+            return None if words[index] == _GONE else int(words[index]) * _MIB
+        except (OSError, ValueError, IndexError) as error:
+            raise ModelFileError(f"{self.others} does not say what others hold: {error}") from None
+
+
+NO_DEVICES = FakeDevices()
+
+
+def _numbers(text: str, names: tuple[str, ...], default: int) -> tuple[int, ...]:
+    if not text:
+        return (default,) * len(names)
+    parts = text.split("+")
+    if len(parts) != len(names) or not all(part.isdecimal() for part in parts):
+        raise ModelFileError(f"{text!r} is not a number of MiB for each of {len(names)} fake devices")
+    return tuple(map(int, parts))
+
+
+def _part(size_bytes: int, at: int, count: int) -> int:
+    """The part `at` of `count`; the parts add up to the whole."""
+    return size_bytes * (at + 1) // count - size_bytes * at // count
