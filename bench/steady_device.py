@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stoker.backends import registry
-from stoker.backends.device import Device
+from stoker.backends.device import Device, DeviceMemory
 from stoker.backends.fake.vocabulary import FakeVocabulary
 from stoker.backends.llama.batch import NONE, TokenBatch, passes
 from stoker.backends.protocol.backend import Capabilities, Lengths
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stoker.models.reader import LoadContext
 
 SCHEME = "steady:"
+_PLENTY = DeviceMemory(2**40, 2**40)
 
 
 @dataclass(slots=True)
@@ -165,7 +166,11 @@ class SteadyReader:
 
     def devices(self) -> tuple[Device, ...]:
         """An accelerator."""
-        return (Device("steady", "steady", lambda: (2**40, 2**40)),)
+        return (Device("steady", "Steady", "steady", lock="steady", read=lambda: _PLENTY),)
+
+    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:  # noqa: ARG002 - there is one
+        """The same."""
+        return self.devices()
 
     def load(self, spec: ModelSpec, context: LoadContext) -> SteadyDevice:
         """Make it."""
