@@ -17,7 +17,7 @@ from stoker.ipc.events import Delta, Failed, Finished, Parked
 from stoker.ipc.request import Preempt, Priority
 from stoker.ipc.usage import Usage
 from stoker.sampling.generation import Generation
-from stoker.sampling.sampler import Workspace
+from stoker.sampling.truncation import Workspace
 
 MOST_TOKENS = 120
 NUM_SHAPES = 60

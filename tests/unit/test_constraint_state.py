@@ -10,7 +10,8 @@ from stoker.grammar.compiler import GrammarCompiler, compile_grammar
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.request import Sampling
-from stoker.sampling.sampler import Sampler, Workspace
+from stoker.sampling.sampler import Sampler
+from stoker.sampling.truncation import Workspace
 
 BYTES = GrammarTokenizer(FakeVocabulary(), N_VOCAB)
 

@@ -45,7 +45,10 @@ class Bench:
     def __init__(self, *, is_async, mode=Speculation.OFF, eog_period=97, **options):
         spec = ModelSpec(id="m", path="fake:", num_slots=options.pop("num_slots", 3), speculation=mode)
         faults = FakeFaults(
-            eog_period=eog_period, is_async=is_async, bad_tokens=options.pop("bad_tokens", frozenset())
+            eog_period=eog_period,
+            is_async=is_async,
+            draws=options.pop("draws", False),
+            bad_tokens=options.pop("bad_tokens", frozenset()),
         )
         self.backend = FakeBackend(**{"num_cells": 1024, "n_ctx": 128, "faults": faults} | options)
         cache = PrefixCache(CacheLimits(), Ledger())
@@ -112,16 +115,36 @@ class Bench:
 @pytest.mark.parametrize("mode", [Speculation.OFF, Speculation.LOOKUP])
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_both_orders_give_the_same_answers(kind, mode):
-    """B5: delivery behind the launch changes no token, text, stop or logprob."""
+    """B5, B6: delivery behind the launch, and candidates for rows, change no token, text, stop or logprob."""
     found = []
-    for is_async in (False, True):
-        bench = Bench(is_async=is_async, mode=mode)
+    for is_async, draws in ((False, False), (True, False), (False, True), (True, True)):
+        bench = Bench(is_async=is_async, draws=draws, mode=mode)
         for number in range(5):  # more than there are slots
             bench.submit(f"r{number}", **REQUESTS[kind])
         bench.finish()
         found.append(bench.answers())
+        assert sum(isinstance(event, Finished) for event in bench.events) == 5
+    assert all(answers == found[0] for answers in found[1:])
+
+
+def test_requests_of_every_kind_in_one_step_draw_what_they_draw_from_whole_rows():
+    """B6: only the rows of those who need them are asked for whole, beside the candidates of the others."""
+    found, asked = [], set()
+    for draws in (False, True):
+        bench = Bench(is_async=True, draws=draws, num_slots=len(REQUESTS), num_sequences=64, num_cells=8192)
+        launch = bench.backend.launch
+
+        def watched(plan, launch=launch):
+            asked.add(len({item.takes_candidates for item in plan.items if item.num_logits}))
+            return launch(plan)
+
+        bench.backend.launch = watched
+        for kind, fields in REQUESTS.items():
+            bench.submit(kind, **fields)
+        bench.finish()
+        found.append(bench.answers())
     assert found[0] == found[1]
-    assert sum(isinstance(event, Finished) for event in bench.events) == 5
+    assert 2 in asked, "no step had rows of both kinds"
 
 
 def test_an_event_is_made_while_the_next_step_is_in_flight():
@@ -242,10 +265,11 @@ def disturb(bench, what):
             bench.runner.drop_idle(bench.now)
 
 
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("what", ["cancel", "pause", "evacuate", "deadline", "drop"])
-def test_what_touches_a_sequence_waits_for_its_step(what):
-    """One step in flight: the fake refuses every other call meanwhile; nothing is lost or delivered twice."""
-    bench = Bench(is_async=True, eog_period=0)
+def test_what_touches_a_sequence_waits_for_its_step(what, draws):
+    """One step in flight: the fake refuses every other call meanwhile; nothing is lost or doubled (B6)."""
+    bench = Bench(is_async=True, draws=draws, eog_period=0)
     for name in ("a", "b"):
         bench.submit(name, **({"timeout_s": 20.0} if what == "deadline" and name == "a" else {}))
     while len(bench.answers().get(("a", 0), [[]])[0]) < 5:

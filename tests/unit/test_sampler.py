@@ -10,16 +10,8 @@ from llama_cpp import llama_cpp
 from stoker.errors import InvalidRequestError, StepFailedError
 from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import EarlyEndBan, LogitBias
-from stoker.sampling.sampler import (
-    Mirostat,
-    Sampler,
-    TruncationChain,
-    Workspace,
-    Xtc,
-    dynamic_temperature,
-    probabilities,
-    zipf_count,
-)
+from stoker.sampling.sampler import Mirostat, Sampler, Xtc, dynamic_temperature, probabilities, zipf_count
+from stoker.sampling.truncation import TruncationChain, Workspace
 
 NO_TRUNCATION = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -116,6 +116,7 @@ class Sequence:
         initial_state: what a recurrent model begins from; None: its own.
         conditioning: what its tokens are computed with beside themselves.
         images: where images stand among its tokens.
+        takes_candidates: its next token is drawn from the largest logits of a row.
         is_to_embed: it asks for the model's view of its last token, which is left to the backend.
         follows: the sequence that computes a prefix it waits for (SPEC C4).
         meets_at: where a step of it ends, so that its followers go on together with it.
@@ -152,6 +153,7 @@ class Sequence:
     initial_state: list[Tensor] | None = None
     conditioning: Conditioning = PLAIN
     images: tuple[ImageSpan, ...] = ()
+    takes_candidates: bool = False
     is_to_embed: bool = False
     follows: PrefixFollow | None = None
     meets_at: int = 0

@@ -2,6 +2,6 @@
 
 from stoker.sampling.generation import Generation
 from stoker.sampling.logprobs import token_logprob
-from stoker.sampling.sampler import Workspace
+from stoker.sampling.truncation import Workspace
 
 __all__ = ["Generation", "Workspace", "token_logprob"]

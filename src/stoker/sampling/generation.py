@@ -9,14 +9,17 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from stoker.backends.protocol.backend import Rows, Vocabulary
+from stoker.backends.protocol.backend import Candidates, Rows, Vocabulary
+from stoker.errors import StokerError
 from stoker.grammar.matcher import ConstraintState
 from stoker.ipc.events import Delta
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.ipc.usage import TokenLogprob
 from stoker.sampling.logit_edits import DryPenalty, EarlyEndBan, LogitBias, LogitEdit, RepeatPenalty
 from stoker.sampling.logprobs import token_logprob
-from stoker.sampling.sampler import Sampler, Workspace
+from stoker.sampling.sampler import Sampler
+from stoker.sampling.together import draw_together
+from stoker.sampling.truncation import Workspace
 
 
 class TextAssembler:
@@ -111,6 +114,8 @@ class Generation:
         tokens: ids generated so far, one that ended the generation included.
         finish_reason: why it ended, None while it runs.
         stop_text: the stop string that ended it.
+        sampler: what draws its tokens.
+        workspace: as given.
 
     Raises:
         InvalidRequestError: a setting that only the vocabulary shows to be wrong.
@@ -130,7 +135,7 @@ class Generation:
         self._request = request
         self._request_id, self._index = key
         self._vocabulary = vocabulary
-        self._workspace = workspace
+        self.workspace = workspace
         self._ends = frozenset(vocabulary.eog_tokens)
         self._assembler = TextAssembler()
         self._gate = StopGate(request.stop)
@@ -138,35 +143,43 @@ class Generation:
         self._constraint: ConstraintState | None = None
         self._spelled = frozenset(text.encode() for text in request.spelled)
         edits = _bans(request, vocabulary, workspace) + _penalties(request, vocabulary, prompt, workspace)
-        self._sampler = Sampler(request.sampling, self._index, edits, workspace)
+        self.sampler = Sampler(request.sampling, self._index, edits, workspace)
 
     def __repr__(self) -> str:
         return (
             f"Generation(index={self._index}, num_tokens={len(self.tokens)}, finish={self.finish_reason}, "
-            f"{self._assembler!r}, {self._gate!r}, {self._sampler!r})"
+            f"{self._assembler!r}, {self._gate!r}, {self.sampler!r})"
         )
 
     def constrain(self, constraint: ConstraintState) -> None:
         """Hold it to a constraint, its own from here on; before its first token."""
         assert not self.tokens, f"constrained after it began: {self!r}"
         self._constraint = constraint
-        self._sampler.add_edit(constraint)
+        self.sampler.add_edit(constraint)
 
-    def advance(self, row: Rows) -> Delta:
+    @property
+    def num_needed(self) -> int | None:
+        """How many of a row's largest logits it needs for any token; None: all of them."""
+        return self.sampler.num_needed if self._request.logprobs is None else None
+
+    def advance(self, row: Rows | Candidates) -> Delta:
         """Draw the next token; returns what it adds.
 
         Args:
-            row: raw logits, float32 (n_vocab,); may be overwritten.
+            row: raw logits, float32 (n_vocab,), which may be overwritten; or the best of one row,
+                `num_needed` of them at least.
 
         Raises:
             StepFailedError: logits that are not numbers.
             InvalidRequestError: the request forbids every token.
         """
         assert self.finish_reason is None, f"advanced after its end: {self!r}"
+        if isinstance(row, Candidates):
+            return self._delta(_token(*draw_together([self.sampler], row, self.workspace)), None)
         num_top = self._request.logprobs
-        is_raw_kept = num_top is not None and self._sampler.edits_logits
-        raw = self._workspace.keep_raw(row) if is_raw_kept else row
-        token = self._sampler.draw(row)
+        is_raw_kept = num_top is not None and self.sampler.edits_logits
+        raw = self.workspace.keep_raw(row) if is_raw_kept else row
+        token = self.sampler.draw(row)
         logprob = None if num_top is None else token_logprob(raw, token, num_top, self._vocabulary)
         return self._delta(token, logprob)
 
@@ -182,9 +195,15 @@ class Generation:
         assert self.finish_reason is None, f"drawn after its end: {self!r}"
         assert self._drawn is None, f"drawn twice: {self!r}"
         raw = None if self._request.logprobs is None else row.copy()  # rows do not outlive the next step
-        token = self._sampler.draw(row)
+        token = self.sampler.draw(row)
         self._drawn = token, raw
         return token
+
+    def take(self, token: int) -> None:
+        """The next token was drawn by its sampler; `deliver` has to follow, as after `draw`."""
+        assert self.finish_reason is None, f"drawn after its end: {self!r}"
+        assert self._drawn is None, f"drawn twice: {self!r}"
+        self._drawn = token, None
 
     def is_last(self, token: int) -> bool:
         """Whether it ends the generation whatever its text is, if it is drawn next."""
@@ -211,7 +230,7 @@ class Generation:
             logprobs=None if logprob is None else [logprob],
             finish_reason=self.finish_reason,
             stop_text=self.stop_text,
-            mirostat_mu=self._sampler.mirostat_mu,
+            mirostat_mu=self.sampler.mirostat_mu,
         )
 
     def replay(self, tokens: Sequence[int], mirostat_mu: float | None) -> None:
@@ -223,7 +242,7 @@ class Generation:
         """
         for token in tokens:
             self._accept(token)
-        self._sampler.restore(mirostat_mu)
+        self.sampler.restore(mirostat_mu)
 
     def flush(self) -> str:
         """The text still held, when the generation is ended from outside; nothing is held afterwards."""
@@ -231,12 +250,12 @@ class Generation:
 
     def close(self) -> None:
         """Free native memory now instead of with the object; idempotent. It cannot advance afterwards."""
-        self._sampler.close()
+        self.sampler.close()
 
     def _accept(self, token: int) -> str:
         """Move on by one token; returns the text that it lets through."""
         self.tokens.append(token)
-        self._sampler.accept(token)
+        self.sampler.accept(token)
         if token in self._ends:
             self.finish_reason = FinishReason.STOP
             return self.flush()
@@ -260,6 +279,12 @@ class Generation:
             return piece
         spelled = self._vocabulary.special_piece(token)
         return spelled if spelled in self._spelled else piece
+
+
+def _token(drawn: int | StokerError) -> int:
+    if isinstance(drawn, StokerError):
+        raise drawn
+    return drawn
 
 
 def _bans(request: GenerateRequest, vocabulary: Vocabulary, workspace: Workspace) -> list[LogitEdit]:

@@ -33,6 +33,9 @@ _MAX_BIAS = 1e6
 _FEW = 8  # biases up to which single stores are quicker than a gather and a scatter
 
 
+TokenIds = npt.NDArray[np.int32]
+
+
 class LogitEdit(Protocol):
     """Changes a row of logits in place; -inf forbids a token."""
 
@@ -52,6 +55,9 @@ class LogitBias:
         biases: bias by token id; +-inf forces and forbids.
         num_vocab: ids lie below it.
 
+    Attributes:
+        num_lowered: how many tokens it lowers; None: it raises some.
+
     Raises:
         InvalidRequestError: an id outside the vocabulary.
     """
@@ -69,6 +75,7 @@ class LogitBias:
         self._few = tuple(zip(biases, values, strict=True)) if len(biases) <= _FEW else ()
         self._ids = np.fromiter(biases.keys(), np.int64, len(biases))
         self._values = np.array(values, np.float32)
+        self.num_lowered = len(biases) if max(values, default=0.0) <= 0.0 else None
 
     def apply(self, row: Rows) -> None:
         """Add the biases."""
@@ -78,26 +85,45 @@ class LogitBias:
         else:
             row[self._ids] += self._values
 
+    def lower(self, ids: TokenIds, logits: Rows) -> None:
+        """Add the biases to the logits of these tokens only, each as `apply` adds it."""
+        for token, bias in zip(self._ids, self._values, strict=True):
+            logits[ids == token] += bias
+
     def accept(self, token: int) -> None:
         """A bias does not depend on the tokens."""
 
 
 class EarlyEndBan:
-    """Forbids the tokens that end a generation until `min_tokens` were drawn."""
+    """Forbids the tokens that end a generation until `min_tokens` were drawn.
+
+    Attributes:
+        num_lowered: how many tokens it lowers at most.
+    """
 
     def __init__(self, eog_tokens: Sequence[int], min_tokens: int) -> None:
         self._ids = np.array(eog_tokens, np.int64)
         self._num_left = min_tokens
+        self.num_lowered = len(eog_tokens)
 
     def apply(self, row: Rows) -> None:
         """Forbid them while tokens are missing."""
         if self._num_left > 0:
             row[self._ids] = -np.inf
 
+    def lower(self, ids: TokenIds, logits: Rows) -> None:
+        """As `apply`, of these tokens only."""
+        if self._num_left > 0:
+            logits[np.isin(ids, self._ids)] = -np.inf
+
     def accept(self, token: int) -> None:
         """One fewer is missing."""
         del token
         self._num_left -= 1
+
+
+LoweringEdit = LogitBias | EarlyEndBan
+"""What may only lower known tokens: how it changes a row's largest logits those alone tell."""
 
 
 class RepeatPenalty:
@@ -265,8 +291,6 @@ _LOG_FLOAT_MAX = 88.7228391  # ln of the largest float32
 _FLAT_BASE = 1.000001  # up to here the penalty does not grow with the length
 # Finite, so that a penalised token is still the choice when all others are forbidden.
 _MAX_PENALTY = 3e38
-
-TokenIds = npt.NDArray[np.int32]
 
 
 class DryPenalty:

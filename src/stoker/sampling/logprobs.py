@@ -50,10 +50,26 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
     """
     if count <= 0:
         return np.empty(0, np.intp)
-    cut = len(values) - count
-    bound = np.partition(values, cut)[cut] if cut > 0 else -np.inf
-    reached = np.flatnonzero(values >= bound)
-    return reached[np.argsort(-values[reached], kind="stable")[:count]]
+    bound = _lower_bound(values, count)
+    reached = np.flatnonzero(values >= bound if bound > -np.inf else values > bound)
+    best = reached[np.argsort(-values[reached], kind="stable")[:count]]
+    if len(best) == count or bound > -np.inf:
+        return best
+    return np.concatenate((best, np.flatnonzero(values == bound)[: count - len(best)]))
+
+
+_MAX_BLOCK = 256
+
+
+def _lower_bound(values: npt.NDArray[Any], count: int) -> Any:
+    """A value that `count` of `values` reach, and few more: that so many blocks of them reach."""
+    width = min(len(values) // count, _MAX_BLOCK)
+    if width < 1:
+        return -np.inf
+    num_blocks = len(values) // width
+    peaks = values[: num_blocks * width].reshape(num_blocks, width).max(axis=1)
+    cut = num_blocks - count
+    return np.partition(peaks, cut)[cut]
 
 
 def negative_log_likelihood(rows: Rows, tokens: Sequence[int]) -> float:

@@ -6,10 +6,8 @@ the settings leave it nothing to do; greedy without edits is one argmax.
 The draw takes one token by a counter-based uniform number: u = f(seed, token index, stream) has no state, so
 batch shape, preemption, crash and resume cannot change what a request draws.
 
-top_k, typical_p, top_p and min_p are llama.cpp's own samplers, in its order, over an array of candidates;
-they need no model, so every backend has them. top_n_sigma comes before them and is ours, as llama.cpp's
-leaves candidates without probability, of which typical_p makes NaN (Tang et al., "Top-n sigma: not all logits
-are you need"). XTC is ours because its randomness must be counter-based.
+`truncation` leaves the candidates; XTC is ours because its randomness must be counter-based. Where the best
+of a row tell what is drawn from it (`Sampler.num_needed`), `together` draws the tokens of a step at once.
 Mirostat v1 and v2 replace truncation: they steer the surprise of the text towards a target (Baktash et al.,
 "Mirostat: a neural text decoding algorithm that directly controls perplexity", with the constants of
 llama.cpp, on logits already divided by the temperature); llama.cpp's own draws from a generator of its own.
@@ -17,23 +15,22 @@ llama.cpp, on logits already divided by the temperature); llama.cpp's own draws 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import math
 import struct
-import weakref
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import llama_cpp
 
 from stoker.backends.protocol.backend import Rows
 from stoker.errors import InvalidRequestError, StepFailedError, StokerError
 from stoker.ipc.request import Sampling
-from stoker.sampling.logit_edits import BreakerTable, LogitEdit
+from stoker.sampling.logit_edits import LogitEdit, LoweringEdit, TokenIds
 from stoker.sampling.logprobs import largest
+from stoker.sampling.truncation import TruncationChain, Workspace
 
 Probabilities = npt.NDArray[np.float64]
 
@@ -64,11 +61,22 @@ def probabilities(logits: Rows, temperature: float) -> Probabilities:
         logits: float32 (n,), n >= 1; the largest must be finite, the others may be -inf.
         temperature: above 0.
     """
+    chances: Probabilities = weights(logits[np.newaxis], np.array([temperature]))[0]
+    chances /= chances.sum()
+    return chances
+
+
+def weights(logits: Rows, temperatures: Probabilities) -> Probabilities:
+    """What the tokens of each row weigh in its draw: `probabilities` times a number of the row's own.
+
+    Args:
+        logits: float32 (num_rows, n); the largest of a row must be finite, the others may be -inf.
+        temperatures: by row, above 0.
+    """
     scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
-    scaled /= max(temperature, _MIN_TEMPERATURE)
+    scaled -= scaled.max(axis=1, keepdims=True)
+    scaled /= np.maximum(temperatures, _MIN_TEMPERATURE)[:, np.newaxis]
     np.exp(scaled, out=scaled)
-    scaled /= scaled.sum()
     return scaled
 
 
@@ -102,6 +110,23 @@ def pick(weights: Probabilities, u: float) -> int:
     if index == len(cumulative):  # u * total was rounded up to the total
         index = int(cumulative.searchsorted(total, side="left"))
     return index
+
+
+def pick_rows(weights: Probabilities, us: Probabilities) -> npt.NDArray[np.intp]:
+    """`pick` of each row of `weights` by its own u; zeros behind the others change nothing."""
+    cumulative = np.cumsum(weights, axis=1)
+    totals = cumulative[:, -1:]
+    indices: npt.NDArray[np.intp] = (cumulative <= us[:, np.newaxis] * totals).sum(axis=1)
+    is_over = indices == weights.shape[1]  # u * total was rounded up to the total
+    return np.where(is_over, (cumulative < totals).sum(axis=1), indices)
+
+
+class PlainDraw(NamedTuple):
+    """A draw that truncation and temperature make by a uniform number."""
+
+    truncation: TruncationChain
+    temperature: float
+    u: float
 
 
 class Sampler:
@@ -147,6 +172,31 @@ class Sampler:
         return bool(self._edits)
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether it draws the best."""
+        return self._temperature == 0.0
+
+    @property
+    def num_needed(self) -> int | None:
+        """How many of a row's largest logits tell what is drawn from it; None: all do."""
+        if self._mirostat is not None or (self._truncation is not None and self._truncation.needs_row):
+            return None
+        num_needed = 1 if self._truncation is None else self._truncation.top_k
+        for edit in self._edits:
+            if not isinstance(edit, LoweringEdit) or edit.num_lowered is None:
+                return None
+            num_needed += edit.num_lowered
+        return num_needed
+
+    @property
+    def plain_draw(self) -> PlainDraw | None:
+        """Its next draw, if nothing but truncation and temperature make it."""
+        truncation = self._truncation
+        if truncation is None or truncation.is_typical or self._xtc or self._sampling.dynatemp_range > 0.0:
+            return None
+        return PlainDraw(truncation, self._temperature, self._uniform(Stream.TOKEN))
+
+    @property
     def mirostat_mu(self) -> float | None:
         """Mirostat's bound of surprise in bits, None while mirostat is off."""
         return None if self._mirostat is None else self._mirostat.mu
@@ -168,10 +218,29 @@ class Sampler:
             raise self._no_peak(float(row[best]))
         if self._temperature == 0.0:
             return best
-        u = uniform(self._seed, self._num_drawn, Stream.TOKEN)
         if self._mirostat is not None:
-            return self._mirostat.draw(row, u)
-        return self._draw_truncated(row, u)
+            return self._mirostat.draw(row, self._uniform(Stream.TOKEN))
+        assert self._truncation is not None
+        return self._draw_cut(*self._truncation.apply(row))
+
+    def lower(self, ids: TokenIds, logits: Rows) -> None:
+        """Let its edits act on some of a row's logits, in place; `num_needed` is not None."""
+        for edit in self._edits:
+            assert isinstance(edit, LoweringEdit), f"{edit!r} needs the whole row"
+            edit.lower(ids, logits)
+
+    def draw_best(self, ids: TokenIds, logits: Rows) -> int:
+        """As `draw`, from the best of a row after `lower`: at least `num_needed` of the raw row's.
+
+        Args:
+            ids: int32 (n,), best first, ties by lower id.
+            logits: float32 (n,), of these.
+        """
+        if not math.isfinite(logits[0]):
+            raise self._no_peak(float(logits[0]))
+        if self._truncation is None:
+            return int(ids[0])
+        return self._draw_cut(*self._truncation.cut(ids, logits))
 
     def accept(self, token: int) -> None:
         """Note that `token` is the next one of the generation."""
@@ -189,12 +258,16 @@ class Sampler:
         if self._truncation is not None:
             self._truncation.close()
 
-    def _draw_truncated(self, row: Rows, u: float) -> int:
-        assert self._truncation is not None
-        ids, logits = self._truncation.apply(row)
+    def _uniform(self, stream: Stream) -> float:
+        return uniform(self._seed, self._num_drawn, stream)
+
+    def _draw_cut(self, ids: TokenIds, logits: Rows) -> int:
+        """One of the candidates that truncation has left, by ascending id."""
         if self._xtc is not None:
-            ids, logits = self._xtc.apply(ids, logits, uniform(self._seed, self._num_drawn, Stream.XTC))
-        return int(ids[pick(probabilities(logits, dynamic_temperature(logits, self._sampling)), u)])
+            ids, logits = self._xtc.apply(ids, logits, self._uniform(Stream.XTC))
+        temperature = dynamic_temperature(logits, self._sampling)
+        chances = weights(logits[np.newaxis], np.array([temperature]))
+        return int(ids[pick(chances[0], self._uniform(Stream.TOKEN))])
 
     def _no_peak(self, peak: float) -> StokerError:
         if peak == -math.inf and self._edits:
@@ -205,71 +278,7 @@ class Sampler:
         )
 
 
-TokenIds = npt.NDArray[np.int32]
-
-# llama_token_data: id, logit, probability
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-# Further below the best logit than this, a float32 probability turns into 0 and typical_p's entropy into NaN.
-_TYPICAL_DEPTH = 70.0
 _XTC_MAX_THRESHOLD = 0.5  # above it no two tokens can both reach the threshold
-
-
-class TruncationChain:
-    """The native chain of one choice, empty if the settings truncate nothing; `close` frees it.
-
-    Args:
-        sampling: the settings.
-        workspace: holds the candidates.
-    """
-
-    def __init__(self, sampling: Sampling, workspace: Workspace) -> None:
-        self._workspace = workspace
-        self._num_sigmas = sampling.top_n_sigma
-        self._is_typical = sampling.typical_p < 1.0
-        samplers = _native_samplers(sampling)
-        self._is_empty = not samplers
-        self._chain: int = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        self._free = weakref.finalize(self, llama_cpp.llama_sampler_free, self._chain)
-        for sampler in samplers:
-            llama_cpp.llama_sampler_chain_add(self._chain, sampler)
-
-    def apply(self, row: Rows) -> tuple[TokenIds, Rows]:
-        """The candidates left of `row`, float32 (n_vocab,): ids, ascending, and their logits."""
-        ids = self._workspace.ids
-        if self._num_sigmas > 0.0:
-            ids = np.flatnonzero(row >= _sigma_floor(row, self._num_sigmas)).astype(np.int32)
-            row = row[ids]
-        if self._is_empty:
-            return ids, row
-        assert self._free.alive, "applied after close"
-        if self._is_typical:
-            near = row >= row.max() - np.float32(_TYPICAL_DEPTH)
-            ids, row = ids[near], row[near]
-        return self._workspace.truncate(self._chain, ids, row)
-
-    def close(self) -> None:
-        """Free the native chain; idempotent. Nothing may be applied afterwards."""
-        self._free()
-
-
-def _sigma_floor(row: Rows, num_sigmas: float) -> float:
-    """The logit below which top_n_sigma leaves none; forbidden tokens do not count."""
-    finite = row[np.isfinite(row)]
-    return float(finite.max() - num_sigmas * finite.std(dtype=np.float64))
-
-
-def _native_samplers(sampling: Sampling) -> list[int]:
-    """Addresses of the samplers that are active, in llama.cpp's order; each keeps one candidate at least."""
-    samplers: list[int] = []
-    if sampling.top_k > 0:
-        samplers.append(llama_cpp.llama_sampler_init_top_k(sampling.top_k))
-    if sampling.typical_p < 1.0:
-        samplers.append(llama_cpp.llama_sampler_init_typical(sampling.typical_p, 1))
-    if sampling.top_p < 1.0:
-        samplers.append(llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1))
-    if sampling.min_p > 0.0:
-        samplers.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1))
-    return samplers
 
 
 class Xtc:
@@ -298,58 +307,6 @@ class Xtc:
             return ids, logits
         by_chance = above[np.argsort(-chances[above], kind="stable")]
         return np.delete(ids, by_chance[:-1]), np.delete(logits, by_chance[:-1])
-
-
-class Workspace:
-    """Buffers and tables that all generations of one model share.
-
-    The buffers are as large as the vocabulary; sharing them keeps a generation small and a draw free of large
-    allocations. They belong to the thread that draws; only `breakers` may be used from other threads.
-
-    Attributes:
-        num_vocab: tokens in the vocabulary.
-        ids: all of them, ascending; read only.
-        breakers: DRY sequence breakers found so far.
-    """
-
-    def __init__(self, num_vocab: int) -> None:
-        self.num_vocab = num_vocab
-        self.breakers = BreakerTable(num_vocab)
-        self.ids: TokenIds = np.arange(num_vocab, dtype=np.int32)
-        self._raw = np.empty(num_vocab, np.float32)
-        self._candidates = np.zeros(num_vocab, _CANDIDATE)
-        self._array = llama_cpp.llama_token_data_array()
-        self._data = ctypes.cast(self._candidates.ctypes.data, llama_cpp.llama_token_data_p)
-
-    def __repr__(self) -> str:
-        return f"Workspace(num_vocab={self.num_vocab})"
-
-    def keep_raw(self, row: Rows) -> Rows:
-        """A copy of `row`, valid until the next call."""
-        np.copyto(self._raw, row)
-        return self._raw
-
-    def truncate(self, chain: int, ids: TokenIds, logits: Rows) -> tuple[TokenIds, Rows]:
-        """Run a native sampler chain over candidates.
-
-        Args:
-            chain: address of a `llama_sampler`.
-            ids: token ids of the candidates, int32 (n,), ascending.
-            logits: their logits, float32 (n,).
-
-        Returns:
-            Ids, ascending, and logits of the candidates that are left, at least one; copies.
-        """
-        count = len(ids)
-        self._candidates["id"][:count] = ids
-        self._candidates["logit"][:count] = logits
-        array = self._array
-        array.data, array.size, array.selected, array.sorted = self._data, count, -1, False
-        llama_cpp.llama_sampler_apply(chain, ctypes.byref(array))
-        # Samplers may move `data` forward; none of ours does, and `size` is what they shorten.
-        left = self._candidates[: array.size]
-        left = left[np.argsort(left["id"])]
-        return left["id"], left["logit"]
 
 
 _NUM_FITTED = 100  # most likely tokens that v1 fits the Zipf exponent to

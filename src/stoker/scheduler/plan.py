@@ -404,4 +404,5 @@ def _item(sequence: Sequence, count: int) -> PlanItem:
     start, end = sequence.num_computed, sequence.num_computed + count
     is_whole = end == len(sequence.tokens)
     num_logits = count if _asks_all(sequence) else int(is_whole)
-    return PlanItem(_slot(sequence), start, sequence.tokens[start:end], num_logits)
+    tokens = sequence.tokens[start:end]
+    return PlanItem(_slot(sequence), start, tokens, num_logits, sequence.takes_candidates)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stoker.backends.protocol.backend import Backend, PlanItem
+import msgspec
+
+from stoker.backends.protocol.backend import Backend
 from stoker.ipc.model import ModelClass, Speculation
 from stoker.kv.sequence import Sequence, SequenceState
 from stoker.scheduler.cost import StepCost
@@ -289,7 +291,7 @@ class Speculator:
             return plan
         part = plan.parts[0]
         tokens = [*part.item.tokens, *draft]
-        item = PlanItem(part.item.seq, part.item.start, tokens, len(tokens))
+        item = msgspec.structs.replace(part.item, tokens=tokens, num_logits=len(tokens))
         return StepPlan((Planned(part.sequence, item),))
 
     def _subject_of(self, plan: StepPlan) -> Subject | None:

@@ -41,6 +41,7 @@ from stoker.backends.fake.vocabulary import EOS, N_VOCAB, NUM_BYTES, FakeVocabul
 from stoker.backends.protocol.backend import (
     PLAIN,
     BatchPlan,
+    Candidates,
     Capabilities,
     Computed,
     Conditioning,
@@ -75,6 +76,7 @@ _CERTAIN = 1000.0
 """The logit of a token beside which no other is drawn."""
 MOVED_TOKENS = 16
 """Tokens that are moved at a time: few, so that tests see stretches cut."""
+NUM_CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ class FakeFaults:
 
     Attributes:
         is_async: a step is computed when its rows are asked for, and nothing else may be called before.
+        draws: it gives the largest logits of a row in place of the row.
         recurrent: it cannot go back or share, and begins from initial states, as a recurrent model.
         bad_sequences: a step that holds one of these raises StepFailedError.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
@@ -107,6 +110,7 @@ class FakeFaults:
     token_delay_s: float = 0.0
     eog_period: int = 256
     is_async: bool = False
+    draws: bool = False
     recurrent: bool = False
     load_s: float = 0.0
     load_fails: bool = False
@@ -135,7 +139,7 @@ class FakeFaults:
                         faults[name] = value
                     case "eog_period" | "weights_mib" | "vision":
                         faults[name] = int(value)
-                    case "recurrent" | "is_async" | "load_fails" | "load_aborts":
+                    case "recurrent" | "is_async" | "draws" | "load_fails" | "load_aborts":
                         faults[name] = bool(int(value))
                     case "bad_sequences" | "bad_tokens" | "abort_tokens":
                         faults[name] = frozenset(int(number) for number in value.split("+"))
@@ -158,23 +162,31 @@ def _bias() -> Rows:
 class _FakeInFlight:
     """A step that is over some time after its launch; its rows turn to NaN at the next one."""
 
-    def __init__(self, compute: Callable[[], Rows], takes_s: float) -> None:
+    def __init__(self, compute: Callable[[], Computed], takes_s: float) -> None:
         self._compute = compute
         self._over_s = time.monotonic() + takes_s
-        self._rows: Rows | None = None
+        self._found: Computed | None = None
         self.is_collected = False
 
     def rows(self) -> Rows:
         if not self.is_collected:
             self.is_collected = True
             time.sleep(max(0.0, self._over_s - time.monotonic()))
-            self._rows = self._compute().copy()
-        assert self._rows is not None, "the rows of a step that failed"
-        return self._rows
+            found = self._compute()
+            self._found = Computed(found.found.copy(), found.best)
+        return self._collected().rows()
+
+    def candidates(self) -> Candidates:
+        return self._collected().candidates()
+
+    def _collected(self) -> Computed:
+        assert self._found is not None, "the rows of a step that failed, or that was not waited for"
+        return self._found
 
     def expire(self) -> None:
-        if self._rows is not None:
-            self._rows.fill(np.nan)
+        if self._found is not None:
+            self._found.found.fill(np.nan)
+            self._found.best.logits.fill(np.nan)
 
 
 class FakeBackend:
@@ -271,6 +283,7 @@ class FakeBackend:
             threads=self,
             compaction=self,
             devices=self if self.faults.devices.names else None,
+            draws=self if self.faults.draws else None,
         )
 
     def launch(self, plan: BatchPlan) -> InFlight:
@@ -283,13 +296,13 @@ class FakeBackend:
         if not self.faults.is_async:
             found = self._compute(plan)
             time.sleep(takes_s)
-            return Computed(found)
+            return found
         if self._in_flight is not None:
             self._in_flight.expire()
         self._in_flight = _FakeInFlight(partial(self._compute, plan), takes_s)
         return self._in_flight
 
-    def _compute(self, plan: BatchPlan) -> Rows:
+    def _compute(self, plan: BatchPlan) -> Computed:
         for item in plan.items:
             self._meet_faults(item)
         seen = {item.seq: seen_tokens(item, self._pictures(item.seq)) for item in plan.items}
@@ -310,7 +323,21 @@ class FakeBackend:
         rows = self._logits(wanted)
         if scripted:
             rows[range(len(scripted)), scripted] = _CERTAIN
-        return rows
+        return self._sorted_out(plan, rows)
+
+    def _sorted_out(self, plan: BatchPlan, rows: Rows) -> Computed:
+        """The rows of the items that want them, the best of all others."""
+        takes = [item.takes_candidates for item in plan.items]
+        if not any(takes):
+            return Computed(rows)
+        assert self.faults.draws, "candidates asked of a backend without Draws"
+        is_taken = np.repeat(takes, [item.num_logits for item in plan.items])
+        return Computed(rows[~is_taken], _best_of(rows[is_taken], self.num_candidates))
+
+    @property
+    def num_candidates(self) -> int:
+        """Logits of a row that an item with `takes_candidates` gets."""
+        return NUM_CANDIDATES
 
     def _assert_idle(self) -> None:
         """Nothing but `rows` may be called while a step is in flight."""
@@ -520,6 +547,15 @@ def _take_time(faults: FakeFaults, on_progress: Callable[[float], None]) -> None
     if faults.load_fails:
         raise ModelLoadError("a load that fails was ordered")
     on_progress(1.0)
+
+
+def _best_of(rows: Rows, count: int) -> Candidates:
+    """The largest of each row; equal ones by higher id first, as a device may order them."""
+    backwards = np.argsort(-rows[:, ::-1], axis=1, kind="stable")[:, :count]
+    ids = (rows.shape[1] - 1 - backwards).astype(np.int32)
+    logits = np.take_along_axis(rows, ids, axis=1)
+    logits[np.isnan(rows).any(axis=1), 0] = np.nan
+    return Candidates(ids, logits)
 
 
 def _history_of(data: Buffer) -> tuple[FakeHistory, list[int]]:

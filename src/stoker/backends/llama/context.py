@@ -19,7 +19,14 @@ import numpy as np
 from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import NONE, AdapterSet, EmbeddingBatch, Pass, TokenBatch, passes
 from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama
-from stoker.backends.protocol.backend import BatchPlan, Computed, Lengths, PlanItem
+from stoker.backends.protocol.backend import (
+    NO_CANDIDATES,
+    BatchPlan,
+    Candidates,
+    Computed,
+    Lengths,
+    PlanItem,
+)
 from stoker.backends.protocol.vision import embeddings_of
 from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
 
@@ -418,6 +425,7 @@ class _Decoding:
     """A native call whose rows were not asked for: asking waits for the device."""
 
     rows: Callable[[], Rows]
+    candidates: Callable[[], Candidates] = lambda: NO_CANDIDATES
 
 
 def _native_params(options: ContextOptions) -> object:

@@ -6,7 +6,8 @@ plan holds; the scheduler chooses them, `stoker.sampling` draws from the logits.
 Contract (tests/contract runs it on every backend):
 - positions of a sequence are consecutive: an item's `start` equals the sequence's length;
 - a step that raises, in `launch` or in `rows`, leaves every sequence as it was before the step;
-- rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `launch`;
+- rows are float32 (num_rows, n_vocab), in plan order, valid until the next call of `launch`; so are the
+  candidates of items that take those in place of rows;
 - one step is in flight at a time, and nothing else is called between `launch` and `rows`;
 - `fork`, `trim`, `drop` cost no computation; `drop` of an empty sequence is allowed.
 
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import StepFailedError
 from stoker.ipc.model import ModelClass
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from stoker.backends.protocol.extensions import Extensions
@@ -43,12 +44,14 @@ class PlanItem(msgspec.Struct, frozen=True):
         start: position of the first token; equals the sequence's current length.
         tokens: token ids, at least one.
         num_logits: how many of the last tokens want a row of logits (0 .. len(tokens)).
+        takes_candidates: the largest logits of each row are enough; only where the backend has `Draws`.
     """
 
     seq: int
     start: int
     tokens: Sequence[int]
     num_logits: int
+    takes_candidates: bool = False
 
 
 class BatchPlan(msgspec.Struct, frozen=True):
@@ -63,7 +66,7 @@ class BatchPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits the step returns."""
+        """Rows of logits the step computes."""
         return sum([item.num_logits for item in self.items])
 
 
@@ -208,6 +211,29 @@ class Vocabulary(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The largest raw logits of some rows and the tokens that have them.
+
+    Attributes:
+        ids: int32 (num_rows, count).
+        logits: float32 (num_rows, count), the largest first, equal ones in any order. A row of the model that
+            holds a NaN anywhere begins with one here.
+    """
+
+    ids: npt.NDArray[np.int32]
+    logits: Rows
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, rows: slice | npt.NDArray[np.intp]) -> Candidates:
+        return Candidates(self.ids[rows], self.logits[rows])
+
+
+NO_CANDIDATES = Candidates(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+
+
 class InFlight(Protocol):
     """A step that was launched."""
 
@@ -215,11 +241,16 @@ class InFlight(Protocol):
         """Wait for the step; may be called again.
 
         Returns:
-            float32 (plan.num_rows, n_vocab), raw logits, a view valid until the next `launch`.
+            float32 (rows, n_vocab), raw logits of the items that do not take candidates, a view valid until
+            the next `launch`.
 
         Raises:
             StepFailedError: the device failed; nothing changed.
         """
+        ...
+
+    def candidates(self) -> Candidates:
+        """Those of the items that take them, valid until the next `launch`; `rows` was called before."""
         ...
 
 
@@ -228,10 +259,15 @@ class Computed:
     """An `InFlight` that was computed in `launch`."""
 
     found: Rows
+    best: Candidates = NO_CANDIDATES
 
     def rows(self) -> Rows:
         """What was computed."""
         return self.found
+
+    def candidates(self) -> Candidates:
+        """The largest of what was computed."""
+        return self.best
 
 
 class Backend(Protocol):

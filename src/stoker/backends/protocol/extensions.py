@@ -142,6 +142,15 @@ class Compaction(Protocol):
         ...
 
 
+class Draws(Protocol):
+    """Candidates in place of rows of logits: found where they were computed, so that rows need not travel."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Logits of a row that an item with `takes_candidates` gets."""
+        ...
+
+
 class Scratch(Protocol):
     """Memory that is made again when it is needed, such as a context that only scores use (SPEC M4)."""
 
@@ -178,6 +187,7 @@ class Extensions:
     compaction: Compaction | None = None
     scratch: Scratch | None = None
     devices: OnDevices | None = None
+    draws: Draws | None = None
 
 
 NO_EXTENSIONS = Extensions()

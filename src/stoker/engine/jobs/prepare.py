@@ -37,7 +37,7 @@ from stoker.kv.context_shift import note_dropped, replayed
 from stoker.kv.sequence import ImageSpan, Sequence, SequenceKey
 from stoker.models.states.file import parse_state
 from stoker.sampling.generation import Generation
-from stoker.sampling.sampler import Workspace
+from stoker.sampling.truncation import Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class PrepContext:
         decoder_start: as in `Capabilities`; with it a prompt is a source.
         max_text_tokens: of a text that it reads at once; None: `n_ctx`.
         adapters: fingerprints of its LoRA adapters, by name.
+        num_candidates: the largest logits of a row that it gives in place of the row; 0: it gives rows.
     """
 
     vocabulary: Vocabulary
@@ -70,6 +71,7 @@ class PrepContext:
     decoder_start: int | None = None
     max_text_tokens: int | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
+    num_candidates: int = 0
 
 
 def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
@@ -167,6 +169,7 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         ends_if_preempted=request.preempt is Preempt.CANCEL,
         is_to_embed=request.state_output is StateOutput.EMBED and not context.state_layout,
         wants_prompt_logits=asks_all,
+        takes_candidates=not asks_all and _fits(generation.num_needed, context.num_candidates),
         conditioning=Conditioning(
             source=tuple(source),
             adapters=_adapters_of(request, context.adapters),
@@ -179,6 +182,10 @@ def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext)
         note_dropped(sequence, len(sequence.tokens) - len(tokens), context.n_ctx)
         sequence.tokens = tokens
     return JobChoice(sequence, generation)
+
+
+def _fits(num_needed: int | None, num_candidates: int) -> bool:
+    return num_needed is not None and num_needed <= num_candidates
 
 
 def _prompt_lane(priority: Priority) -> ScoringLane:

@@ -30,7 +30,7 @@ from stoker.ipc.model import Policy, Pooling
 from stoker.ipc.request import FinishReason, StateOutput
 from stoker.ipc.usage import Tensor
 from stoker.sampling.logprobs import Likelihoods
-from stoker.sampling.sampler import Workspace
+from stoker.sampling.truncation import Workspace
 from stoker.scheduler.cost import StepCost
 from stoker.scheduler.plan import MIN_SLICE_S, SLICE_SHARE, SliceBudget
 

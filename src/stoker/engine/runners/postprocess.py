@@ -7,20 +7,23 @@ of them after that step was launched.
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from stoker.backends.protocol.backend import Candidates
 from stoker.errors import StokerError, UnsupportedError
 from stoker.ipc.events import StateReady
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import TokenLogprob
 from stoker.kv.sequence import SequenceState
 from stoker.sampling.logprobs import token_logprob
+from stoker.sampling.together import draw_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stoker.backends.protocol.backend import Backend, Rows
+    from stoker.backends.protocol.backend import Backend, InFlight, Rows
     from stoker.engine.jobs.job import Job
     from stoker.engine.jobs.table import JobTable
     from stoker.engine.threads.timer import StepTimer
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from stoker.scheduler.plan import Planned, StepPlan
     from stoker.scheduler.scheduler import Scheduler
 
+
+_Own: TypeAlias = "Rows | Candidates | int | StokerError"
 
 PROGRESS_EVERY_S = 0.5
 """How often the progress of a prompt is published whose own client did not ask for it."""
@@ -64,27 +69,55 @@ class Postprocess:
     def __repr__(self) -> str:
         return f"<Postprocess of {self._backend!r}>"
 
-    def draw(self, plan: StepPlan, rows: Rows) -> None:
+    def draw(self, plan: StepPlan, in_flight: InFlight) -> None:
         """Take what the step computed to the requests it was computed for."""
-        ends = accumulate(part.item.num_logits for part in plan.parts)
+        candidates = in_flight.candidates()
+        found = _shared_out(plan, in_flight.rows(), candidates)
+        drawn = self._draw_together(plan, candidates) if len(candidates) else {}
         # Those to embed come last: their last state may take a step, and the rows end there.
-        for part, end in sorted(
-            zip(plan.parts, ends, strict=True), key=lambda each: each[0].sequence.is_to_embed
-        ):
-            own = rows[end - part.item.num_logits : end]
+        for part, own in sorted(found, key=lambda each: each[0].sequence.is_to_embed):
             job = self._jobs.get(part.sequence.key.request_id)
             if job is not None and part.sequence.is_running:
                 try:
-                    self._digest(job, part, own)
+                    self._digest(job, part, drawn.get(part.item.seq, own))
                 except StokerError as error:
                     self._jobs.fail(job, error, self._timer.now())
 
-    def _digest(self, job: Job, part: Planned, rows: Rows) -> None:
-        """What one sequence's rows mean for its request."""
+    def _draw_together(self, plan: StepPlan, candidates: Candidates) -> dict[int, int | StokerError]:
+        """The next token of each sequence that has the candidates for one, or what is wrong with them."""
+        seqs, rows, generations, row = [], [], [], 0
+        for part in plan.parts:
+            if not part.item.takes_candidates:
+                continue
+            sequence, job = part.sequence, self._jobs.get(part.sequence.key.request_id)
+            if (
+                part.item.num_logits == 1
+                and job is not None
+                and sequence.is_running
+                and job.request.max_tokens
+            ):
+                seqs.append(part.item.seq)
+                rows.append(row)
+                generations.append(job.choices[sequence.key.index].generation)
+            row += part.item.num_logits
+        if not seqs:
+            return {}
+        own = candidates if len(rows) == row else candidates[np.array(rows)]
+        tokens = draw_together([each.sampler for each in generations], own, generations[0].workspace)
+        for generation, token in zip(generations, tokens, strict=True):
+            if not isinstance(token, StokerError):
+                generation.take(token)
+        return dict(zip(seqs, tokens, strict=True))
+
+    def _digest(self, job: Job, part: Planned, own: _Own) -> None:
+        """What one sequence's rows, or the token drawn from them, mean for its request."""
         sequence, start = part.sequence, part.item.start
+        if isinstance(own, StokerError):
+            raise own
         if start < sequence.num_prompt:
             if sequence.wants_prompt_logits:
-                self._note_prompt_logprobs(job, start, rows)
+                assert isinstance(own, np.ndarray), f"{sequence!r} has no rows"
+                self._note_prompt_logprobs(job, start, own)
             if sequence is job.leader and job.first_token_s is None:
                 self._tell_progress(job, sequence)
         if sequence.num_pending > sequence.is_to_embed:
@@ -95,7 +128,10 @@ class Postprocess:
                 self._jobs.events.append(self._state_of(job, sequence))
             self._jobs.end_choice(job, index, FinishReason.LENGTH, self._timer.now())
             return
-        self._draw_tokens(job, part, rows)
+        if isinstance(own, int):
+            self._take(job, sequence, own)
+        else:
+            self._draw_tokens(job, part, own)
 
     def _tell_progress(self, job: Job, sequence: Sequence) -> None:
         """Publish how far the prompt is; whose client did not ask sees its end by what comes after it."""
@@ -105,23 +141,28 @@ class Postprocess:
             job.progress_s = now
             self._jobs.events.append(job.progress(sequence, now))
 
-    def _draw_tokens(self, job: Job, part: Planned, rows: Rows) -> None:
+    def _take(self, job: Job, sequence: Sequence, token: int) -> None:
+        """The next token was drawn: it is delivered now, or after the next launch."""
+        generation = job.choices[sequence.key.index].generation
+        can_wait = self._defers and len(sequence.tokens) + 1 < self._n_ctx
+        sequence.tokens.append(token)
+        self._undelivered.append((job, sequence))
+        if not can_wait or generation.is_last(token):
+            self._deliver(*self._undelivered.pop())
+
+    def _draw_tokens(self, job: Job, part: Planned, rows: Rows | Candidates) -> None:
         """The next token, and those after it that were computed ahead for as long as they are what is drawn.
 
         What else was computed ahead is taken back, also where the request ends or fails on the way.
         """
         sequence, generation = part.sequence, job.choices[part.sequence.key.index].generation
         num_ahead = sequence.num_ahead
-        if self._defers and not num_ahead and len(sequence.tokens) + 1 < self._n_ctx:
-            token = generation.draw(rows[-1])
-            sequence.tokens.append(token)
-            self._undelivered.append((job, sequence))
-            if generation.is_last(token):
-                self._deliver(*self._undelivered.pop())
+        if self._defers and not num_ahead and not isinstance(rows, Candidates):
+            self._take(job, sequence, generation.draw(rows[-1]))
             return
         draft = part.item.tokens[len(part.item.tokens) - num_ahead :]
-        for row, guess in zip(rows[len(rows) - num_ahead - 1 :], (*draft, None), strict=True):
-            delta = generation.advance(row)
+        for at, guess in enumerate((*draft, None), start=len(rows) - num_ahead - 1):
+            delta = generation.advance(rows[at : at + 1] if isinstance(rows, Candidates) else rows[at])
             token = delta.token_ids[0]
             is_guessed = delta.finish_reason is None and token == guess
             if is_guessed:
@@ -190,3 +231,20 @@ class Postprocess:
                 noted.append(token_logprob(row, prompt[at], num_top, vocabulary))
         if start + len(rows) == len(prompt):
             self._jobs.events.append(job.echo())
+
+
+def _shared_out(
+    plan: StepPlan, rows: Rows, candidates: Candidates
+) -> list[tuple[Planned, Rows | Candidates]]:
+    """The parts of a step, each with its own rows, or candidates where it takes those."""
+    found: list[tuple[Planned, Rows | Candidates]] = []
+    row = candidate = 0
+    for part in plan.parts:
+        count = part.item.num_logits
+        if part.item.takes_candidates:
+            found.append((part, candidates[candidate : candidate + count]))
+            candidate += count
+        else:
+            found.append((part, rows[row : row + count]))
+            row += count
+    return found

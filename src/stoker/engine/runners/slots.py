@@ -26,7 +26,7 @@ from stoker.ipc.model import ModelClass
 from stoker.ipc.request import FinishReason
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import ParkForm, SequenceState
-from stoker.sampling.sampler import Workspace
+from stoker.sampling.truncation import Workspace
 from stoker.scheduler.scheduler import Scheduler
 from stoker.speculation.speculator import Speculator
 
@@ -74,7 +74,7 @@ class SlotRunner:
         self._num_stalls_total = 0
         limits = backend.capabilities
         self.scheduler = Scheduler(scheduler_limits(spec, backend), cache)
-        vision = backend.extensions.vision
+        vision, draws = backend.extensions.vision, backend.extensions.draws
         self._image_encoder = (
             None if vision is None else ImageEncoder(backend, vision, self.scheduler, timer, cache)
         )
@@ -93,6 +93,7 @@ class SlotRunner:
             adapters=dict(limits.adapters),
             vision=vision,
             decoder_start=limits.decoder_start,
+            num_candidates=0 if draws is None else draws.num_candidates,
             grammars=GrammarCompiler(lambda: GrammarTokenizer(backend.vocabulary, limits.n_vocab)),
         )
 

@@ -224,7 +224,7 @@ class StepRunner:
         if step is None:
             return
         if step.rows is not None:
-            self._postprocess.draw(step.plan, step.rows)
+            self._postprocess.draw(step.plan, step.in_flight)
             self._speculator.learn(step.plan, step.took_s)
             return
         assert step.error is not None, f"{step!r} has neither rows nor an error"

@@ -1,0 +1,244 @@
+"""Cuts the candidates of a draw down to those that may be drawn (SPEC D1).
+
+top_k, typical_p, top_p and min_p are llama.cpp's own samplers, in its order, over an array of candidates;
+they need no model, so every backend has them. With a top_k the candidates are selected here first, the best
+of a row with ties by lower id: the native chain then sees dozens of tokens and not the vocabulary, and leaves
+the same of them whether the whole row is here or only its best. top_n_sigma comes before all and is ours, as
+llama.cpp's leaves candidates without probability, of which typical_p makes NaN (Tang et al., "Top-n sigma:
+not all logits are you need").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp
+
+from stoker.backends.protocol.backend import Candidates, Rows
+from stoker.ipc.request import Sampling
+from stoker.sampling.logit_edits import BreakerTable, TokenIds
+from stoker.sampling.logprobs import largest
+
+# llama_token_data: id, logit, probability
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+# llama_token_data_array
+_ARRAY = np.dtype(
+    [("data", np.uintp), ("size", np.uintp), ("selected", np.int64), ("sorted", np.bool_)], align=True
+)
+# Further below the best logit than this, a float32 probability turns into 0 and typical_p's entropy into NaN.
+_TYPICAL_DEPTH = 70.0
+_NO_TOKEN = np.int32(2**31 - 1)
+
+_SAMPLER_APPLY = "llama_sampler_apply", llama_cpp._lib  # noqa: SLF001 - the bindings take objects, not addresses
+_apply = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(_SAMPLER_APPLY)
+# Some microseconds on dozens of candidates: letting other threads in for each would cost more than it takes.
+_apply_to_few = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(_SAMPLER_APPLY)
+
+
+class TruncationChain:
+    """The native chain of one choice, empty if the settings truncate nothing; `close` frees it.
+
+    Args:
+        sampling: the settings.
+        workspace: holds the candidates.
+
+    Attributes:
+        top_k: how many of a row's best are candidates; 0: all are.
+        is_typical: it keeps what is locally typical.
+    """
+
+    def __init__(self, sampling: Sampling, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._num_sigmas = sampling.top_n_sigma
+        self.top_k = max(0, sampling.top_k)
+        self.is_typical = sampling.typical_p < 1.0
+        samplers = _native_samplers(sampling)
+        self._is_empty = not samplers
+        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        self._address = ctypes.cast(chain, ctypes.c_void_p).value or 0
+        self._free = weakref.finalize(self, llama_cpp.llama_sampler_free, chain)
+        for sampler in samplers:
+            llama_cpp.llama_sampler_chain_add(chain, sampler)
+
+    @property
+    def needs_row(self) -> bool:
+        """Whether the best of a row do not tell what it leaves."""
+        return self.top_k == 0 or self._num_sigmas > 0.0
+
+    @property
+    def address(self) -> int:
+        """Of the native chain."""
+        assert self._free.alive, "applied after close"
+        return self._address
+
+    def apply(self, row: Rows) -> tuple[TokenIds, Rows]:
+        """The candidates left of `row`, float32 (n_vocab,): ids, ascending, and their logits."""
+        if self.top_k:
+            ids = largest(row, self.top_k).astype(np.int32)
+            if self._num_sigmas > 0.0:
+                ids = ids[row[ids] >= _sigma_floor(row, self._num_sigmas)]
+            return self.cut(ids, row[ids])
+        ids = self._workspace.ids
+        if self._num_sigmas > 0.0:
+            ids = np.flatnonzero(row >= _sigma_floor(row, self._num_sigmas)).astype(np.int32)
+            row = row[ids]
+        if self._is_empty:
+            return ids, row
+        if self.is_typical:
+            near = row >= row.max() - np.float32(_TYPICAL_DEPTH)
+            ids, row = ids[near], row[near]
+        return self._workspace.truncate(self.address, ids, row)
+
+    def cut(self, ids: TokenIds, logits: Rows) -> tuple[TokenIds, Rows]:
+        """The candidates left of a row's best, which are in order: ids, ascending, and their logits."""
+        ids, logits = ids[: self.top_k], logits[: self.top_k]
+        if self.is_typical:
+            near = logits >= logits[0] - np.float32(_TYPICAL_DEPTH)
+            ids, logits = ids[near], logits[near]
+        found = Candidates(ids[np.newaxis], logits[np.newaxis])
+        sizes = self._workspace.truncate_rows([self.address], found, np.array([len(ids)]))
+        left = by_id(self._workspace.kept(found.logits.shape), sizes)
+        return left.ids[0], left.logits[0]
+
+    def close(self) -> None:
+        """Free the native chain; idempotent. Nothing may be applied afterwards."""
+        self._free()
+
+
+def _sigma_floor(row: Rows, num_sigmas: float) -> float:
+    """The logit below which top_n_sigma leaves none; forbidden tokens do not count."""
+    finite = row[np.isfinite(row)]
+    return float(finite.max() - num_sigmas * finite.std(dtype=np.float64))
+
+
+def _native_samplers(sampling: Sampling) -> list[int]:
+    """Addresses of the samplers that are active, in llama.cpp's order; each keeps one candidate at least."""
+    samplers: list[int] = []
+    if sampling.top_k > 0:
+        samplers.append(llama_cpp.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.typical_p < 1.0:
+        samplers.append(llama_cpp.llama_sampler_init_typical(sampling.typical_p, 1))
+    if sampling.top_p < 1.0:
+        samplers.append(llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1))
+    if sampling.min_p > 0.0:
+        samplers.append(llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1))
+    return samplers
+
+
+def in_order(found: Candidates, is_edited: npt.NDArray[np.bool_]) -> Candidates:
+    """Candidates best first, ties by lower id, as `largest` orders a whole row.
+
+    Args:
+        found: best first but for the rows that were edited.
+        is_edited: by row.
+    """
+    logits = found.logits
+    is_loose = is_edited | (logits[:, 1:] == logits[:, :-1]).any(axis=1)
+    if not is_loose.any():
+        return found
+    loose = found[np.flatnonzero(is_loose)]
+    order = np.lexsort((loose.ids, -loose.logits), axis=-1)
+    ids, logits = found.ids.copy(), logits.copy()
+    ids[is_loose] = np.take_along_axis(loose.ids, order, axis=1)
+    logits[is_loose] = np.take_along_axis(loose.logits, order, axis=1)
+    return Candidates(ids, logits)
+
+
+def by_id(found: Candidates, sizes: npt.NDArray[np.intp]) -> Candidates:
+    """The first `sizes` candidates of each row by ascending id; behind them logits of -inf."""
+    width = int(sizes.max())
+    is_left = np.arange(width) < sizes[:, np.newaxis]
+    ids = np.where(is_left, found.ids[:, :width], _NO_TOKEN)
+    logits = np.where(is_left, found.logits[:, :width], np.float32(-np.inf))
+    order = np.argsort(ids, axis=1)
+    return Candidates(np.take_along_axis(ids, order, axis=1), np.take_along_axis(logits, order, axis=1))
+
+
+class Workspace:
+    """Buffers and tables that all generations of one model share.
+
+    The buffers are as large as the vocabulary; sharing them keeps a generation small and a draw free of large
+    allocations. They belong to the thread that draws; only `breakers` may be used from other threads.
+
+    Attributes:
+        num_vocab: tokens in the vocabulary.
+        ids: all of them, ascending; read only.
+        breakers: DRY sequence breakers found so far.
+    """
+
+    def __init__(self, num_vocab: int) -> None:
+        self.num_vocab = num_vocab
+        self.breakers = BreakerTable(num_vocab)
+        self.ids: TokenIds = np.arange(num_vocab, dtype=np.int32)
+        self._raw = np.empty(num_vocab, np.float32)
+        self._candidates = np.zeros(num_vocab, _CANDIDATE)
+        self._array = np.zeros(1, _ARRAY)
+        self._few = np.zeros(0, _CANDIDATE)
+        self._arrays = np.zeros(0, _ARRAY)
+
+    def __repr__(self) -> str:
+        return f"Workspace(num_vocab={self.num_vocab})"
+
+    def keep_raw(self, row: Rows) -> Rows:
+        """A copy of `row`, valid until the next call."""
+        np.copyto(self._raw, row)
+        return self._raw
+
+    def truncate(self, chain: int, ids: TokenIds, logits: Rows) -> tuple[TokenIds, Rows]:
+        """Run a native sampler chain over candidates.
+
+        Args:
+            chain: address of a `llama_sampler`.
+            ids: token ids of the candidates, int32 (n,), ascending.
+            logits: their logits, float32 (n,).
+
+        Returns:
+            Ids, ascending, and logits of the candidates that are left, at least one; copies.
+        """
+        count = len(ids)
+        self._candidates["id"][:count] = ids
+        self._candidates["logit"][:count] = logits
+        array = self._array
+        array[0] = self._candidates.ctypes.data, count, -1, False
+        _apply(chain, array.ctypes.data)
+        # Samplers may move `data` forward; none of ours does, and `size` is what they shorten.
+        left = self._candidates[: array["size"][0]]
+        left = left[np.argsort(left["id"])]
+        return left["id"], left["logit"]
+
+    def truncate_rows(
+        self, chains: Sequence[int], found: Candidates, counts: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.intp]:
+        """Run a native chain over each row of candidates, which are in order; `kept` has what they left.
+
+        Args:
+            chains: address of a `llama_sampler` by row.
+            found: (num_rows, n).
+            counts: how many of a row's candidates take part.
+
+        Returns:
+            How many are left of each row, one at least.
+        """
+        num_rows, width = found.ids.shape
+        if num_rows * width > len(self._few):
+            self._few = np.zeros(num_rows * width, _CANDIDATE)
+        if num_rows > len(self._arrays):
+            self._arrays = np.zeros(num_rows, _ARRAY)
+        few, arrays = self._few[: num_rows * width].reshape(num_rows, width), self._arrays[:num_rows]
+        few["id"], few["logit"] = found.ids, found.logits
+        arrays["data"] = few.ctypes.data + few.strides[0] * np.arange(num_rows)
+        arrays["size"], arrays["selected"], arrays["sorted"] = counts, -1, True
+        address = arrays.ctypes.data
+        for chain in chains:
+            _apply_to_few(chain, address)
+            address += _ARRAY.itemsize
+        return arrays["size"].astype(np.intp)
+
+    def kept(self, shape: tuple[int, ...]) -> Candidates:
+        """What the last `truncate_rows` left, at the beginning of each row; its candidates had that shape."""
+        few = self._few[: shape[0] * shape[1]].reshape(shape)
+        return Candidates(few["id"], few["logit"])

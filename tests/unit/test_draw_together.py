@@ -1,0 +1,177 @@
+"""Draws from the largest logits of many rows at once, against draws from each whole row."""
+
+import ctypes
+import math
+
+import numpy as np
+import pytest
+from llama_cpp import llama_cpp
+
+from stoker.backends.protocol.backend import Candidates
+from stoker.errors import InvalidRequestError, StepFailedError
+from stoker.ipc.request import Sampling
+from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, RepeatPenalty
+from stoker.sampling.logprobs import largest
+from stoker.sampling.sampler import Sampler, Stream, pick, probabilities, uniform
+from stoker.sampling.together import draw_together
+from stoker.sampling.truncation import Workspace
+
+NUM_VOCAB = 2000
+COUNT = 64
+WORKSPACE = Workspace(NUM_VOCAB)
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "defaults": {},
+    "hot": {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.0},
+    "top k alone": {"top_k": 30, "top_p": 1.0, "min_p": 0.0},
+    "one": {"top_k": 1},
+    "typical": {"typical_p": 0.7},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "dynamic": {"dynatemp_range": 0.5},
+    "cold": {"temperature": 1e-12},
+}
+
+
+def _rows(num_rows, seed=0, scale=2.0):
+    return np.random.default_rng(seed).normal(0, scale, (num_rows, NUM_VOCAB)).astype(np.float32)
+
+
+def _best(rows, count=COUNT):
+    """As a device finds them: equal logits in an order of its own."""
+    shuffled = np.random.default_rng(1).permutation(rows.shape[1])
+    order = shuffled[np.argsort(-rows[:, shuffled], axis=1, kind="stable")[:, :count]]
+    logits = np.take_along_axis(rows, order, axis=1)
+    logits[np.isnan(rows).any(axis=1), 0] = np.nan
+    return Candidates(order.astype(np.int32), logits)
+
+
+def _sampler(kind, seed, edits=()):
+    return Sampler(Sampling(seed=seed, **KINDS[kind]), 0, edits, WORKSPACE)
+
+
+def _drawn(sampler, row):
+    try:
+        return sampler.draw(row.copy())
+    except (StepFailedError, InvalidRequestError) as error:
+        return type(error)
+
+
+def _draw_natively(row, sampling):
+    """The draw as it was before rows were cut first: llama.cpp's whole chain over the vocabulary."""
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    for sampler in (
+        llama_cpp.llama_sampler_init_top_k(sampling.top_k),
+        llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1),
+        llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1),
+    ):
+        llama_cpp.llama_sampler_chain_add(chain, sampler)
+    data = (llama_cpp.llama_token_data * len(row))()
+    for token, logit in enumerate(row.tolist()):
+        data[token].id, data[token].logit = token, logit
+    array = llama_cpp.llama_token_data_array(data, len(row), -1, False)
+    llama_cpp.llama_sampler_apply(chain, ctypes.byref(array))
+    left = sorted((data[at].id, data[at].logit) for at in range(array.size))
+    llama_cpp.llama_sampler_free(chain)
+    weights = probabilities(np.array([logit for _, logit in left], np.float32), sampling.temperature)
+    return left[pick(weights, uniform(sampling.seed, 0, Stream.TOKEN))][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_of_a_row_draw_what_the_whole_row_draws(kind):
+    """B6, D1: same seed, same logits, same id, for every way to draw that the best are enough for."""
+    rows = _rows(100)
+    samplers = [_sampler(kind, seed) for seed in range(len(rows))]
+    assert all(sampler.num_needed <= COUNT for sampler in samplers)
+    expected = [sampler.draw(row.copy()) for sampler, row in zip(samplers, rows, strict=True)]
+    assert draw_together(samplers, _best(rows), WORKSPACE) == expected
+    if kind in {"defaults", "hot", "top k alone"}:
+        assert len(set(expected)) > 50, "a test of one token tells nothing"
+
+
+def test_samplers_of_every_kind_draw_together():
+    """B6: one call for a step, whatever its requests ask for."""
+    rows = _rows(60, seed=3)
+    kinds = [*KINDS] * 7
+    samplers = [_sampler(kind, seed) for seed, kind in enumerate(kinds[:60])]
+    expected = [sampler.draw(row.copy()) for sampler, row in zip(samplers, rows, strict=True)]
+    assert draw_together(samplers, _best(rows), WORKSPACE) == expected
+
+
+def test_the_draw_is_what_the_native_chain_over_the_vocabulary_gives():
+    """D1: cutting a row before llama.cpp's chain sees it changes no draw."""
+    for seed, row in enumerate(_rows(40, seed=5, scale=1.0)):
+        for settings in ({}, {"top_k": 300, "top_p": 0.99, "min_p": 0.001}, {"top_k": 7, "temperature": 2.0}):
+            sampling = Sampling(seed=seed, **settings)
+            assert Sampler(sampling, 0, [], WORKSPACE).draw(row.copy()) == _draw_natively(row, sampling)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "defaults", "top k alone", "typical"])
+def test_equal_logits_count_by_lower_id(kind):
+    """B6: a device may give them in any order; rows of few distinct values have ties at every edge."""
+    rows = np.round(_rows(80, seed=7) * 8.0) / np.float32(8.0)
+    samplers = [_sampler(kind, seed) for seed in range(len(rows))]
+    expected = [sampler.draw(row.copy()) for sampler, row in zip(samplers, rows, strict=True)]
+    assert draw_together(samplers, _best(rows), WORKSPACE) == expected
+
+
+def test_tokens_that_are_lowered_make_room_for_the_next_best():
+    """B6, D1: bans and negative biases act on the best alone, of which so many more are needed."""
+    rows = _rows(50, seed=9)
+    for kind in ("greedy", "defaults", "typical"):
+        samplers = []
+        for seed, row in enumerate(rows):
+            best = largest(row, 6).tolist()
+            biases = dict(zip(best[:4], (-math.inf, -3.5, -0.1, 0.0), strict=True))
+            samplers.append(_sampler(kind, seed, [LogitBias(biases, NUM_VOCAB), EarlyEndBan(best[4:], 2)]))
+        expected = [sampler.draw(row.copy()) for sampler, row in zip(samplers, rows, strict=True)]
+        assert samplers[0].num_needed == (1 if kind == "greedy" else 40) + 6
+        assert draw_together(samplers, _best(rows), WORKSPACE) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "edits"),
+    [
+        ({"top_k": 0}, []),
+        ({"top_n_sigma": 1.0}, []),
+        ({"mirostat": 2}, []),
+        ({}, [LogitBias({5: 1.0}, NUM_VOCAB)]),
+        ({}, [RepeatPenalty(Sampling(repeat_penalty=1.1), [1, 2])]),
+    ],
+)
+def test_what_may_change_any_token_needs_the_whole_row(settings, edits):
+    """B6: decided by the settings alone, before the first token."""
+    assert Sampler(Sampling(seed=1, **settings), 0, edits, WORKSPACE).num_needed is None
+
+
+def test_a_row_that_is_no_number_fails_alone():
+    """B6, Q12: a NaN anywhere in the row, an infinity, or nothing finite; the rows beside it are drawn."""
+    rows = _rows(5, seed=11)
+    rows[1, 1700], rows[2, 3], rows[3] = np.nan, np.inf, -np.inf
+    for kind in ("greedy", "defaults", "xtc"):
+        samplers = [_sampler(kind, seed) for seed in range(5)]
+        found = draw_together(samplers, _best(rows), WORKSPACE)
+        assert [type(each) for each in found] == [int, StepFailedError, StepFailedError, StepFailedError, int]
+        expected = [_drawn(sampler, row) for sampler, row in zip(samplers, rows, strict=True)]
+        assert [each if isinstance(each, int) else type(each) for each in found] == expected
+
+
+def test_forbidden_and_impossible_tokens_keep_their_place():
+    """D1: where fewer than top_k tokens are possible, the draw is that of the native chain over them all."""
+    row = np.full(NUM_VOCAB, -np.inf, np.float32)
+    row[[5, 700, 1999]] = [1.0, 1.5, 0.5]
+    for seed in range(20):
+        for settings in ({}, {"dynatemp_range": 0.5}, {"top_p": 1.0, "min_p": 0.0}):
+            sampler = Sampler(Sampling(seed=seed, **settings), 0, [], WORKSPACE)
+            token = sampler.draw(row.copy())
+            assert token in {5, 700, 1999}
+            assert draw_together([sampler], _best(row[np.newaxis]), WORKSPACE) == [token]
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 255, 256, 257, 1999, 2000, 3000])
+def test_the_largest_are_those_of_a_full_sort(count):
+    """D1: a bound from blocks of a row leaves none of them out; ties by lower index, forbidden ones last."""
+    for seed in range(5):
+        values = np.round(_rows(1, seed)[0] * 4)
+        values[np.random.default_rng(seed).random(NUM_VOCAB) < 0.5 * (seed % 3)] = -np.inf
+        expected = np.argsort(-values, kind="stable")[:count]
+        np.testing.assert_array_equal(largest(values, count), expected)
