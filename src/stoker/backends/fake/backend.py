@@ -76,7 +76,6 @@ _CERTAIN = 1000.0
 """The logit of a token beside which no other is drawn."""
 MOVED_TOKENS = 16
 """Tokens that are moved at a time: few, so that tests see stretches cut."""
-NUM_CANDIDATES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +188,20 @@ class _FakeInFlight:
             self._found.best.logits.fill(np.nan)
 
 
+class _FakeDraws:
+    """The largest logits of rows; see `Draws`."""
+
+    num_candidates = 64
+
+    def best_of(self, rows: Rows) -> Candidates:
+        """The largest of each row; equal ones by higher id first, as a device may order them."""
+        backwards = np.argsort(-rows[:, ::-1], axis=1, kind="stable")[:, : self.num_candidates]
+        ids = (rows.shape[1] - 1 - backwards).astype(np.int32)
+        logits = np.take_along_axis(rows, ids, axis=1)
+        logits[np.isnan(rows).any(axis=1), 0] = np.nan
+        return Candidates(ids, logits)
+
+
 class FakeBackend:
     """See the module. One thread drives it, as any backend.
 
@@ -228,6 +241,7 @@ class FakeBackend:
         self._vision = FakeVision(num_slices, delay_s) if num_slices else None
         self._conditionings: dict[int, Conditioning] = {}
         self._drafter: Drafter | None = None
+        self._draws = _FakeDraws() if self.faults.draws else None
         self._in_flight: _FakeInFlight | None = None
         self._is_closed = False
         self._by_device = self.faults.devices.share(self.memory())
@@ -283,7 +297,7 @@ class FakeBackend:
             threads=self,
             compaction=self,
             devices=self if self.faults.devices.names else None,
-            draws=self if self.faults.draws else None,
+            draws=self._draws,
         )
 
     def launch(self, plan: BatchPlan) -> InFlight:
@@ -330,14 +344,9 @@ class FakeBackend:
         takes = [item.takes_candidates for item in plan.items]
         if not any(takes):
             return Computed(rows)
-        assert self.faults.draws, "candidates asked of a backend without Draws"
+        assert self._draws is not None, "candidates asked of a backend without Draws"
         is_taken = np.repeat(takes, [item.num_logits for item in plan.items])
-        return Computed(rows[~is_taken], _best_of(rows[is_taken], self.num_candidates))
-
-    @property
-    def num_candidates(self) -> int:
-        """Logits of a row that an item with `takes_candidates` gets."""
-        return NUM_CANDIDATES
+        return Computed(rows[~is_taken], self._draws.best_of(rows[is_taken]))
 
     def _assert_idle(self) -> None:
         """Nothing but `rows` may be called while a step is in flight."""
@@ -547,15 +556,6 @@ def _take_time(faults: FakeFaults, on_progress: Callable[[float], None]) -> None
     if faults.load_fails:
         raise ModelLoadError("a load that fails was ordered")
     on_progress(1.0)
-
-
-def _best_of(rows: Rows, count: int) -> Candidates:
-    """The largest of each row; equal ones by higher id first, as a device may order them."""
-    backwards = np.argsort(-rows[:, ::-1], axis=1, kind="stable")[:, :count]
-    ids = (rows.shape[1] - 1 - backwards).astype(np.int32)
-    logits = np.take_along_axis(rows, ids, axis=1)
-    logits[np.isnan(rows).any(axis=1), 0] = np.nan
-    return Candidates(ids, logits)
 
 
 def _history_of(data: Buffer) -> tuple[FakeHistory, list[int]]:
