@@ -18,7 +18,7 @@ from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.client import Client
 from stoker.client.event_bus import RuntimeEvent
 from stoker.client.models.loading import SpecChanges
-from stoker.client.process.transport import ThreadTransport
+from stoker.client.process.transport import ThreadTransport, Transport
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.record import RequestRecord, request_id_of
 from stoker.client.requests.stream import StreamEvent, TextDelta
@@ -79,6 +79,7 @@ class Runtime:
         on_load: called with each state a model reports while it loads; set it before `start`.
         on_call: called with each ended call of several requests and `finished`, `cancelled` (its caller
             left) or the code of its error; `on_ended` with each ended request and call, as `recent` shows it.
+        ahead: an engine's process that was spawned before this; `start` uses it. Set it before.
         takes_up: it goes on with what a program that ended while suspended has left; set it before `start`.
         states: saved states of recurrent models, and embeddings by state.
         hurry: cuts the drain of a `close` short: what runs is ended, and an engine that stays on is killed.
@@ -102,6 +103,7 @@ class Runtime:
         self._client = Client(settings, lambda state: self.on_load(state), new_transport)  # noqa: PLW0108 - it may be set later
         self._client.allows_downloads = allow_downloads
         self.takes_up = True
+        self.ahead: Transport | None = None
         self.states = States(settings.states_dir, self)
         self.hurry = self._client.hurry
         self._client.on_call = lambda call, outcome: self.on_call(call, outcome)  # noqa: PLW0108 - it may be set later
@@ -141,6 +143,7 @@ class Runtime:
             MachineError: no model could be loaded, for want of memory or for heat.
             MachineSetupError: the engine process does not come up.
         """
+        self._client.ahead = self.ahead
         await self._client.start()
         if self.takes_up:
             await self._client.take_up()

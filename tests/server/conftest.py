@@ -15,7 +15,8 @@ import pytest
 import uvloop
 from stand_in import StandInRuntime
 
-from stoker.server.serve import Service, bind
+from stoker.server.serve import bind
+from stoker.server.service import Service
 from stoker.settings import ServerSettings
 
 if TYPE_CHECKING:

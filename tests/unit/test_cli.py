@@ -308,7 +308,7 @@ def stand_in_server(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSetting
     """Puts a server that only notes its settings in the real one's place."""
     seen: list[tuple[EngineSettings, ServerSettings]] = []
 
-    def run_server(engine: EngineSettings, server: ServerSettings, _screen: object) -> int:
+    def run_server(engine: EngineSettings, server: ServerSettings, *_: object) -> int:
         seen.append((engine, server))
         return 0
 

@@ -22,7 +22,7 @@ from stoker.cli.session import Activity
 from stoker.errors import StokerError
 from stoker.server.inbound.security import is_loopback
 from stoker.server.run_file import url_of
-from stoker.server.serve import Screen, Service
+from stoker.server.serve import Screen
 from stoker.wording import count_text, duration_text, size_text
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo
     from stoker.ipc.status import RuntimeStatus, SlotStatus
+    from stoker.server.service import Service
     from stoker.settings import EngineSettings, ServerSettings
 
 log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from stoker.client.models.loading import SpecChanges
-    from stoker.client.process.transport import NewTransport
+    from stoker.client.process.transport import NewTransport, Transport
     from stoker.client.requests.group import KnownAs
     from stoker.client.worker.jobs import RenderChat
     from stoker.errors import ErrorInfo
@@ -75,6 +75,7 @@ class Client:
         bus: what happens.
         images: takes in the images of requests.
         workers: run templates and translate grammars.
+        ahead: an engine that was spawned before `start`, which uses it; None: none was.
         allows_downloads: references of the hub among the models are downloaded at the start.
         on_call: called with each group that has ended, and with `finished`, `cancelled` or an error's code.
     """
@@ -91,6 +92,7 @@ class Client:
         self.images = Intake(ImageLimits.of(settings))
         self.workers = WorkerPool()
         self.on_call: Callable[[GroupStatus, str], None] = lambda call, outcome: None  # noqa: ARG005 - the hook's
+        self.ahead: Transport | None = None
         self.allows_downloads = False
         self._settings = settings
         self._new_transport = new_transport
@@ -113,7 +115,11 @@ class Client:
         self._max_tokens = source.max_tokens
         self.images.limits = ImageLimits.of(settings, source.defaults.image_edge_px)
         self.supervisor = EngineSupervisor(
-            source, bus=self.bus, table=self.table, new_transport=self._new_transport
+            source,
+            bus=self.bus,
+            table=self.table,
+            new_transport=self._new_transport,
+            first=self.ahead,
         )
         if settings.isolation == "process" and any(model.info.chat_template for model in source.served):
             self.workers.warm()  # beside the loads, so that the first chat finds it ready

@@ -26,7 +26,7 @@ from stoker.client.models.registry import ModelRegistry
 from stoker.client.process.exit import EngineExit, OomCounter
 from stoker.client.process.instance import Backoff, EngineInstance, check_period_s
 from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
-from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport
+from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport, Transport
 from stoker.client.requests.calls import Question
 from stoker.client.requests.table import RequestTable
 from stoker.client.status import NO_STATUS, known_status
@@ -62,6 +62,7 @@ class EngineSupervisor:
         bus: gets what happens.
         table: of requests; None: one without files, whose requests end with this program.
         new_transport: makes the transport of each engine; None: of child processes.
+        first: transport of the first engine, which may have been spawned already; None: it is made as others.
 
     Attributes:
         registry: the models.
@@ -77,7 +78,9 @@ class EngineSupervisor:
         bus: EventBus | None = None,
         table: RequestTable | None = None,
         new_transport: NewTransport | None = None,
+        first: Transport | None = None,
     ) -> None:
+        self._first = first
         self._settings = source.settings
         bus = EventBus() if bus is None else bus
         self._table = RequestTable() if table is None else table
@@ -310,7 +313,7 @@ class EngineSupervisor:
             if self._suspension.is_wanted:
                 await self._stay_away("suspended while no engine ran")
                 continue
-            transport = self._new_transport(self._settings)
+            transport, self._first = self._first or self._new_transport(self._settings), None
             instance = self._instance = EngineInstance(
                 transport, self._settings.watchdog_s, self._dispatcher.take
             )

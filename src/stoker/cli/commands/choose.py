@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,9 @@ from stoker.cli.fitting_model import GENERATE
 from stoker.cli.options import AsJson
 from stoker.cli.session import piped_text
 from stoker.cli.target import Target, asks_model
-from stoker.tasks.choose import Choices
+
+if TYPE_CHECKING:
+    from stoker.tasks.choose import Choices
 
 
 @asks_model

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,10 +16,12 @@ from stoker.cli.fitting_model import EMBED
 from stoker.cli.options import AsJson
 from stoker.cli.session import given_lines
 from stoker.cli.target import Target, asks_model
-from stoker.tasks.embed import TextEmbeddings
 from stoker.wording import count_text
 
 _SHOWN_LINES = 5
+
+if TYPE_CHECKING:
+    from stoker.tasks.embed import TextEmbeddings
 
 
 @asks_model

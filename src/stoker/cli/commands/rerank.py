@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,7 +15,9 @@ from stoker.cli.fitting_model import RERANK
 from stoker.cli.options import AsJson
 from stoker.cli.session import given_lines
 from stoker.cli.target import Target, asks_model
-from stoker.tasks.rerank import Ranking
+
+if TYPE_CHECKING:
+    from stoker.tasks.rerank import Ranking
 
 
 @asks_model

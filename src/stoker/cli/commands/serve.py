@@ -41,13 +41,16 @@ def serve(*, config: Config = None, **flags: Any) -> None:
     logs.set_up(server, console)
     if strange := strange_variables():
         log.warning("the environment has %s, which are no settings", ", ".join(strange))
-    from stoker.cli.serve_screen import ServeInLog, ServeInTerminal
-    from stoker.server.serve import run_server
+    from stoker.client.process.transport import spawned_ahead
 
     is_shown = console.is_terminal and not console.is_dumb_terminal and not server.quiet
-    if is_shown and server.log_format == "text":
-        raise typer.Exit(run_server(engine, server, ServeInTerminal(engine, server, console)))
-    raise typer.Exit(run_server(engine, server, ServeInLog(engine, server)))
+    with spawned_ahead(engine) as ahead:  # its imports and those of a server take half a second each
+        from stoker.cli.serve_screen import ServeInLog, ServeInTerminal
+        from stoker.server.serve import run_server
+
+        if is_shown and server.log_format == "text":
+            raise typer.Exit(run_server(engine, server, ServeInTerminal(engine, server, console), ahead))
+        raise typer.Exit(run_server(engine, server, ServeInLog(engine, server), ahead))
 
 
 def _signature() -> inspect.Signature:

@@ -210,6 +210,15 @@ class _Frames(asyncio.Protocol):
         self.is_over.set()
 
 
+@dataclass(frozen=True, slots=True)
+class _Spawned:
+    """A process that no event loop knows yet: our end of its socket, its stderr, and what ends it."""
+
+    ours: socket.socket
+    tail: StderrTail
+    undo: ExitStack
+
+
 class ProcessTransport:
     """The engine in a child process of its own session, over a socketpair.
 
@@ -236,6 +245,7 @@ class ProcessTransport:
         self._transport: asyncio.WriteTransport | None = None
         self._exit: asyncio.Future[ExitReport] | None = None
         self._frames: _Frames | None = None
+        self._spawned: _Spawned | None = None
 
     def __repr__(self) -> str:
         return f"<ProcessTransport pid={self.pid}>"
@@ -244,6 +254,31 @@ class ProcessTransport:
     def pid(self) -> int:
         """The child's process id; 0 before the start."""
         return self._process.pid if self._process else 0
+
+    def spawn(self) -> None:
+        """Start the process before there is an event loop; `start` connects to it, or `close` ends it.
+
+        Raises:
+            OSError, RuntimeError, MemoryError: the machine refuses a process, a descriptor or a thread.
+        """
+        with ExitStack() as made:
+            ours, theirs = socket.socketpair()
+            made.callback(ours.close)
+            with theirs:
+                for end in (ours, theirs):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+                ours.setblocking(False)
+                tail = self._spawn(theirs.fileno())
+            made.callback(tail.text, LAST_READ_S)  # its pipe is closed once the child has gone
+            made.callback(self._end_process)
+            tail.start()
+            self._spawned = _Spawned(ours, tail, made.pop_all())
+
+    def close(self) -> None:
+        """End a process that was spawned and never started; else nothing."""
+        if self._spawned is not None:
+            self._spawned.undo.close()
+            self._spawned = None
 
     async def start(self, on_events: EventSink) -> None:
         """See `Transport.start`."""
@@ -259,23 +294,18 @@ class ProcessTransport:
             made.pop_all()
 
     def _launch(self, loop: asyncio.AbstractEventLoop, made: ExitStack) -> socket.socket:
-        """Open everything, which `made` undoes; returns our end of the socket. Does not await."""
-        ours, theirs = socket.socketpair()
-        made.callback(ours.close)
-        with theirs:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            ours.setblocking(False)
-            tail = self._spawn(theirs.fileno())
-        made.callback(tail.text, LAST_READ_S)  # its pipe is closed once the child has gone
-        made.callback(self._end_process)
-        tail.start()
+        """Have a process, which `made` undoes; returns our end of its socket. Does not await."""
+        if self._spawned is None:
+            self.spawn()
+        spawned, self._spawned = self._spawned, None
+        assert spawned is not None, "spawn() makes it or raises"
+        made.enter_context(spawned.undo)
         exit_ = self._exit = loop.create_future()
         reap = threading.Thread(
-            target=self._reap, args=(loop, exit_, tail), name="stoker-reaper", daemon=True
+            target=self._reap, args=(loop, exit_, spawned.tail), name="stoker-reaper", daemon=True
         )
         reap.start()
-        return ours
+        return spawned.ours
 
     def _spawn(self, descriptor: int) -> StderrTail:
         source, sink = os.pipe()
@@ -432,6 +462,25 @@ class ThreadTransport:
 
 
 NewTransport = Callable[["EngineSettings"], Transport]
+
+
+@contextlib.contextmanager
+def spawned_ahead(settings: EngineSettings) -> Iterator[ProcessTransport | None]:
+    """An engine's process that imports what it needs while this one does, for a supervisor inside the block.
+
+    None where the engine is to have no process, or the machine refuses one: a start says why. A process that
+    was not started in the block is ended after it.
+    """
+    if settings.isolation != "process":
+        yield None
+        return
+    transport = ProcessTransport(settings)
+    with contextlib.closing(transport):
+        try:
+            transport.spawn()
+        except (OSError, RuntimeError, MemoryError) as error:
+            log.debug("no engine is started ahead: %s", error)
+        yield transport
 
 
 def config_of(settings: EngineSettings) -> EngineConfig:

@@ -1,0 +1,172 @@
+"""The service behind a listening socket: one app and one runtime on the running loop, until it is stopped.
+
+It accepts connections while models load: /health answers, everything else says 503 (SPEC S3, S6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+
+from stoker.server.app import create_app, server_context
+from stoker.server.inbound.connections import (
+    Connection,
+    Connections,
+    connections_within,
+    descriptor_limit,
+    raise_limit,
+)
+from stoker.server.service_manager import notify
+from stoker.server.signals import SleepSwitch
+from stoker.server.start import RuntimeStart
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Iterator
+
+    from stoker.runtime import Runtime
+    from stoker.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 5  # for connections to take their last bytes after every stream has ended
+_LAST_BYTES_S = 0.3  # the same where the user does not wait
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: a signal first drains the runtime."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Service:
+    """One runtime behind one listening socket.
+
+    Attributes:
+        context: what the routes share.
+        server: uvicorn's, for its connections and tasks.
+        sleep: for suspend and resume that no client waits for.
+
+    Args:
+        runtime: not started yet; started and closed here.
+        settings: of the server.
+        listener: from `bind`; closed here.
+
+    Raises:
+        MachineSetupError: the API key file cannot be read.
+    """
+
+    def __init__(self, runtime: Runtime, settings: ServerSettings, listener: socket.socket) -> None:
+        self.context = server_context(runtime, settings)
+        self._runtime = runtime
+        self._listener = listener
+        self._stopping = asyncio.Event()
+        self.sleep = SleepSwitch(runtime)
+        self.server = _Server(
+            uvicorn.Config(
+                create_app(self.context),
+                http=self._protocol(settings),
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_level="warning",
+                log_config=None,
+                server_header=False,
+                forwarded_allow_ips="127.0.0.1",  # by no environment: who is local may operate the server
+                timeout_graceful_shutdown=_CLOSE_S,
+            )
+        )
+
+    @staticmethod
+    def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
+        """What uvicorn makes a connection of."""
+        raise_limit(settings.max_connections)
+        bound = connections_within(settings.max_connections)
+        if bound < settings.max_connections:
+            log.warning(
+                "%d connections at most instead of %d, as this process may open %d files (ulimit -n)",
+                bound,
+                settings.max_connections,
+                descriptor_limit(),
+            )
+        connections = Connections(bound, settings.receive_timeout_s)
+        return cast("type[asyncio.Protocol]", partial(Connection, connections))
+
+    def stop(self) -> None:
+        """Begin the shutdown: refuse new work, drain, then end what is left. May be called twice."""
+        self.context.is_stopping = True
+        notify("STOPPING=1")
+        self._stopping.set()
+
+    def hurry(self) -> None:
+        """End what a shutdown waits for: requests at once, connections after their last bytes."""
+        self._runtime.hurry()
+        asyncio.get_running_loop().call_later(_LAST_BYTES_S, setattr, self.server, "force_exit", True)
+
+    @property
+    def num_live(self) -> int:
+        """Requests and calls that have not ended."""
+        return len(self._runtime.with_client())
+
+    async def run(
+        self, announce: Callable[[dict[str, Any]], None], start: RuntimeStart | None = None
+    ) -> None:
+        """Serve until `stop`; returns when every stream has had its end (SPEC L4).
+
+        Args:
+            announce: called once with the readiness line's content (SPEC I3).
+            start: the runtime's, where it has begun; None: it is begun here.
+
+        Raises:
+            StokerError: the runtime could not start, or it ended unasked: nothing lingers without an engine.
+        """
+        start = start or RuntimeStart(self._runtime)
+        self.context.log = start.log
+        serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((start.done, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if start.done.done():
+                await start.done
+                announce(self._ready_line())
+                if self.context.settings.follow_sleep:
+                    self.sleep.follow_machine()
+                await self._until_over(stopping, serving)
+        finally:
+            self.context.is_stopping = True
+            stopping.cancel()
+            await self.sleep.close()
+            await start.close_runtime()
+            self.server.should_exit = True
+            await serving
+            self.context.bodies.close()  # last: until then a connection may send one
+            self.context.log.detach()
+
+    async def _until_over(self, *others: asyncio.Future[Any]) -> None:
+        """Until one of `others` is done, or the runtime has ended unasked, which raises."""
+        ended = asyncio.ensure_future(self._runtime.ended())
+        try:
+            await asyncio.wait((ended, *others), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                await ended
+        finally:
+            ended.cancel()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens: IP address and port."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def _ready_line(self) -> dict[str, Any]:
+        host, port = self.address
+        models = [info.id for info in self._runtime.models]
+        return {"event": "ready", "host": host, "port": port, "pid": os.getpid(), "models": models}
