@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from stoker.chat.conversation import NO_TOOLS, ToolOffer
 from stoker.client.client import Client
 from stoker.client.event_bus import RuntimeEvent
-from stoker.client.models.loading import SpecChanges
 from stoker.client.process.transport import ThreadTransport, Transport
 from stoker.client.requests.group import KnownAs, RequestGroup
 from stoker.client.requests.record import RequestRecord, request_id_of
@@ -40,13 +39,13 @@ from stoker.tasks.fields import (
     IS_PINNED_IS_FORMER,
     CallKeywords,
     ConversationKeywords,
-    FormerLoadKeywords,
     GenerateKeywords,
+    LoadKeywords,
     Message,
     Prompt,
     checked_request,
-    current_load_names,
-    keep_alive_seconds,
+    load_fields,
+    spec_changes,
     warn_former,
     warn_outside,
 )
@@ -223,7 +222,7 @@ class Runtime:
         ctx_size: int | None = None,
         slots: int | None = None,
         reach: Reach = Reach.ANY,
-        **former: Unpack[FormerLoadKeywords],
+        **fields: Unpack[LoadKeywords],
     ) -> ModelInfo:
         """Serve a model and load it; returns when it is ready. All who ask for the same share one load.
 
@@ -235,14 +234,13 @@ class Runtime:
             ctx_size: tokens (cells) all its slots share.
             slots: sequences that run at once.
             reach: what a name that is not served may lead to; a caller that is not trusted gets less.
-            former: names of before 0.2, which warn.
+            fields: where it lies; names of before 0.2 warn.
 
         Raises:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
-        given = {"keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots} | current_load_names(former)
-        keep_alive_s = keep_alive_seconds(given["keep_alive"])
-        changes = SpecChanges(keep_alive_s=keep_alive_s, n_ctx=given["ctx_size"], num_slots=given["slots"])
+        given = {"keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots, **fields}
+        changes = spec_changes(load_fields(given))
         return await self._client.load_model(_served_id(self.models, model), changes, reach)
 
     async def unload_model(self, model: str) -> None:

@@ -13,28 +13,37 @@ import difflib
 import os
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import platformdirs
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import BeforeValidator
 
 from stoker.errors import InvalidRequestError, MachineSetupError
-from stoker.wording import wrong_value_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from stoker.setting_fields import (
+    ENV_PREFIX,
+    MAX_LAYERS,
+    Bytes,
+    DeviceNames,
+    Flag,
+    FrozenSettings,
+    GpuLayers,
+    Location,
+    Names,
+    Origins,
+    Parts,
+    Size,
+    nearest,
+    parse_keep_alive,
+    parse_threads,
+    setting,
+    size_setting,
+)
 
 APP = "stoker"
-ENV_PREFIX = "STOKER_"
 MAX_SLOTS = 256  # llama_max_parallel_sequences()
 MAX_PIXELS = 89_478_485  # what Pillow takes without a warning
 DEFAULT_URL = "http://127.0.0.1:8686"
@@ -42,15 +51,7 @@ DEFAULT_URL = "http://127.0.0.1:8686"
 BY_MEMORY = "by the machine's memory"
 """A default that the machine's tier decides."""
 
-_UNITS = {"": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
-_UNITS["b"] = 1
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-_DURATION = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*", re.IGNORECASE)
-_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_PLACEMENT_END = re.compile(r",(?=[^,=]*:[^,=]*=)")
 _OTHER_VARIABLES = frozenset({"STOKER_DEBUG", "STOKER_URL", "STOKER_API_KEY"})
 _MISSPELT = 0.75
 """Of `difflib`: a variable so like that of a setting is a misspelt one."""
@@ -63,151 +64,97 @@ _SINGULAR = {
 }
 
 
-def parse_size(value: object) -> object:
-    """Bytes of a size like `4GiB`, `1.5g` or `500MB`; anything that is not text is passed on.
-
-    `k`, `m`, `g`, `t` and `KiB` ... `TiB` are powers of 1024, `KB` ... `TB` powers of 1000.
-    """
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value)
-    unit = match and _UNITS.get(match[2].lower())
-    if not match or not unit:
-        raise ValueError(
-            f"{value!r} is not a size; write bytes or a number with a unit, such as 4GiB or 512MiB"
-        )
-    return int(float(match[1]) * unit)
-
-
-def _split(value: object) -> object:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return value
-
-
-def _threads(value: object) -> object:
-    if not isinstance(value, str) or value.strip().isdigit():
-        return value
-    if value.strip().lower() != "auto":
-        raise ValueError(f"{value!r} is neither a whole number nor auto")
-    return 0
+def read_placements(given: object) -> object:
+    """Placements by the id of their model, of a table of tables or of texts `MODEL:KEY=VALUE`."""
+    if isinstance(given, Mapping):
+        tables = dict(given)
+    else:
+        texts = _PLACEMENT_END.split(given) if isinstance(given, str) else given
+        tables = _tables(texts if isinstance(texts, list | tuple) else [texts])
+    found = {}
+    for model, table in tables.items():
+        if isinstance(table, PlacementSettings):
+            found[model] = table
+            continue
+        if not isinstance(table, Mapping):
+            raise ValueError(  # noqa: TRY004 - pydantic takes no other
+                f"{model}: a table of settings is taken, such as gpu_layers = 20"
+            )
+        try:
+            found[model] = PlacementSettings(
+                **{name.replace("-", "_"): value for name, value in table.items()}
+            )
+        except InvalidRequestError as error:
+            raise ValueError(f"{model}: {error.message}") from None
+    return found
 
 
-def _expand(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str | Path) else value
+def _tables(texts: Sequence[object]) -> dict[str, dict[str, object]]:
+    tables: dict[str, dict[str, object]] = {}
+    for text in texts:
+        model, colon, rest = str(text).rpartition(":")
+        name, equals, value = rest.partition("=")
+        if not (model and colon and equals):
+            raise ValueError(f"{text!r} is not of the form MODEL:KEY=VALUE, such as small:gpu_layers=20")
+        tables.setdefault(model.strip(), {})[name.strip()] = value.strip()
+    return tables
 
 
-def parse_keep_alive(value: object) -> object:
-    """Seconds of a time like `10m`, `30s`, `1.5h` or `-1` (for good); what is not text is passed on."""
-    if not isinstance(value, str):
-        return value
-    match = _DURATION.fullmatch(value)
-    if not match:
-        raise ValueError(f"{value!r} is not a time; write seconds, 30s, 10m, 2h, or -1 for good")
-    return float(match[1]) * _SECONDS[match[2].lower()]
-
-
-def _origins(value: object) -> object:
-    """Origins as browsers write them: lower case, without a slash at the end and without a default port."""
-    given = _split(value)
-    if not isinstance(given, tuple | list):
-        return given
-    found = []
-    for each in given:
-        origin = str(each).lower().rstrip("/")
-        if origin not in {"*", "null"} and not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{each!r} is not an origin; write scheme://host[:port], or * for every one")
-        scheme = origin.partition("://")[0]
-        found.append(origin.removesuffix(_DEFAULT_PORTS.get(scheme, "/")))
-    return tuple(found)
-
-
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)]
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-Location = Annotated[Path, BeforeValidator(_expand)]
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """How a command line offers a setting.
+class PlacementSettings(FrozenSettings):
+    """Where a model's weights and cells lie: of every model, of one in the file, of one load.
 
     Attributes:
-        names: of the option; a flag's two are parted by a slash.
-        text: what it means, without its default.
-        shown: the default in words; empty: it is not shown.
-        metavar: form of the value; empty: it takes none.
-        kind: bool, a list of texts, or text, which the settings read.
+        gpu_layers: the output counts as one; "auto": as many as the devices can hold, else exactly so many.
+        device: names or indexes as `stoker doctor` shows them; empty: all there are, "none": the CPU.
+        split_mode: None: on one device where it fits on one, else by layer.
+        tensor_split: a part for each device, in their order; empty: by their free memory.
+        main_gpu: index among `device` of the one that holds all where nothing is split; None: the freest.
+        cpu_moe: None: as many as have to; of models without experts this changes nothing.
+        kv_type: quantised ones need flash attention; None: f16 on a device, bf16 keys on a CPU.
+        mmap: read the file as it is needed; else whole at once.
+        kv_offload: cells and attention lie where the layers do; else in host memory.
     """
 
-    names: tuple[str, ...]
-    text: str
-    shown: str
-    metavar: str
-    kind: Any
+    gpu_layers: GpuLayers = setting(
+        "auto", "Layers on the device; auto: as many as fit, all: no fewer.", metavar="auto|N|all"
+    )
+    device: DeviceNames = setting(
+        (),
+        "Device by name or index, or none; repeat for more.",
+        shown="all there are",
+        metavar="NAME|N",
+    )
+    split_mode: Literal["none", "layer", "row"] | None = setting(
+        None, "How several devices share a model.", shown="none where it fits on one, else layer"
+    )
+    tensor_split: Parts = setting(
+        (), "Part of each device, such as 3,1.", shown="by their free memory", metavar="N,N"
+    )
+    main_gpu: int | None = setting(
+        None, "Index among --device of the one that holds all.", shown="the freest", ge=0, le=255
+    )
+    cpu_moe: int | None = setting(
+        None,
+        "Layers whose experts stay in host memory, from the first.",
+        shown="as many as have to",
+        ge=0,
+        le=MAX_LAYERS,
+    )
+    kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None = setting(
+        None, "Element type of the cells.", shown="f16, on a CPU bf16 keys"
+    )
+    mmap: bool = setting(default=True, text="Read the file as it is needed.")
+    kv_offload: bool = setting(default=True, text="Cells lie on the device.")
 
 
-def _setting(default: Any, text: str, **how: Any) -> Any:
-    """A field with its help text.
-
-    `flags`, `shown` and `metavar` say what `Flag` has to say where that does not follow from name, default
-    and type; the rest is pydantic's.
-    """
-    own: dict[str, Any] = {name: how.pop(name) for name in ("flags", "shown", "metavar") if name in how}
-    if callable(default):
-        return Field(default_factory=default, description=text, json_schema_extra=own, **how)
-    return Field(default=default, description=text, json_schema_extra=own, **how)
+Placements = Annotated[dict[str, PlacementSettings], BeforeValidator(read_placements)]
 
 
-def _size(default: int, text: str, **how: Any) -> Any:
-    """A field that takes bytes, or a number with a unit."""
-    unit = next(unit for unit in (2**30, 2**20) if default % unit == 0)
-    shown = f"{default // unit}{'GiB' if unit == 2**30 else 'MiB'}"
-    return _setting(default, text, **{"metavar": "SIZE", "shown": shown} | how)
-
-
-class _Frozen(BaseSettings):
-    """What both settings classes share: immutable, no unknown names, errors of our own tree.
-
-    Constructing one reads nothing from outside; `load_settings` does.
-    """
-
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix=ENV_PREFIX)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 - the library's signature
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - likewise
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Constructor arguments only."""
-        return (init_settings,)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _typed_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return handler(data)
-        except ValidationError as error:
-            raise _first_problem(error) from None
-
-    def replace(self, **fields: Any) -> Self:
-        """A copy with `fields` changed and validated.
-
-        Raises:
-            InvalidRequestError: a name is unknown or a value out of range; `param` names it.
-        """
-        return type(self)(**{**self.model_dump(exclude_unset=True), **fields})
-
-
-class EngineSettings(_Frozen):
+class EngineSettings(PlacementSettings):
     """How the engine process runs and what it serves; each field says what it is.
 
     Attributes:
+        placement: where single models lie, by their id; what one leaves open is as for all.
         models: names or GGUF paths; the first one is "default".
         ctx_size: also the most one request may use; 0: the model's own. With `kv_cells` only that.
         threads: 0 picks the number of physical cores.
@@ -229,18 +176,24 @@ class EngineSettings(_Frozen):
         image_roots: for `file:`; empty: none.
     """
 
-    models: Names = _setting(
+    placement: Placements = setting(
+        {},
+        "Where one model lies, by any key of this section; repeat for more.",
+        shown="as for all",
+        metavar="MODEL:KEY=VALUE",
+    )
+    models: Names = setting(
         (),
         "Model to serve; repeat for more.",
         flags=("--model", "-m"),
         shown="embedded default",
         metavar="NAME|FILE",
     )
-    slots: int = _setting(8, "Requests that run at once.", ge=1, le=MAX_SLOTS)
-    ctx_size: int = _setting(
+    slots: int = setting(8, "Requests that run at once.", ge=1, le=MAX_SLOTS)
+    ctx_size: int = setting(
         16384, "Tokens of context all slots share.", flags=("--ctx-size", "-c"), ge=0, lt=2**31
     )
-    threads: Annotated[int, BeforeValidator(_threads)] = _setting(
+    threads: Annotated[int, BeforeValidator(parse_threads)] = setting(
         0,
         "CPU threads, or auto.",
         flags=("--threads", "-t"),
@@ -249,102 +202,100 @@ class EngineSettings(_Frozen):
         ge=0,
         le=1024,
     )
-    n_batch: int = _setting(512, "Tokens one step may carry.", ge=1, le=65536)
-    kv_cells: int | None = _setting(None, "KV cells to allocate.", shown="as --ctx-size", ge=1, lt=2**31)
-    max_queue: int = _setting(512, "Requests that may wait.", ge=1)
-    policy: Literal["latency", "balanced", "throughput"] = _setting(
+    n_batch: int = setting(512, "Tokens one step may carry.", ge=1, le=65536)
+    kv_cells: int | None = setting(None, "KV cells to allocate.", shown="as --ctx-size", ge=1, lt=2**31)
+    max_queue: int = setting(512, "Requests that may wait.", ge=1)
+    policy: Literal["latency", "balanced", "throughput"] = setting(
         "latency", "What a step favours while somebody waits for tokens."
     )
-    target_step_ms: float = _setting(
+    target_step_ms: float = setting(
         50.0, "Longest a step should take while interactive requests decode.", gt=0, le=60_000
     )
-    background_patience_s: float = _setting(
+    background_patience_s: float = setting(
         30.0, "Seconds background work goes without a step before it gets one in ten.", ge=0, le=86_400
     )
-    park_bytes: Size = _size(2**30, "Host memory for states of parked requests, a model.")
-    cache_mode: Literal["off", "live", "snapshot", "live+snapshot"] = _setting(
+    park_bytes: Size = size_setting(2**30, "Host memory for states of parked requests, a model.")
+    cache_mode: Literal["off", "live", "snapshot", "live+snapshot"] = setting(
         "live+snapshot", "What is kept of finished work."
     )
-    cache_ram_bytes: Size = _size(2**30, "Host memory for kept states; 0: none.")
-    cache_disk_bytes: Size = _size(4 * 2**30, "Disk for kept states, under --cache-dir; 0: none.")
-    isolation: Literal["process", "thread"] = _setting("process", "Where native code runs.")
-    max_prepare_s: float = _setting(30.0, "Seconds that tokenising a request may take.", gt=0)
-    watchdog_s: float = _setting(10.0, "Seconds of silence that end an engine.", gt=0)
-    drain_s: float = _setting(10.0, "Seconds that a shutdown lets running requests finish.", ge=0)
-    memory_limit: Bytes | None = _setting(
+    cache_ram_bytes: Size = size_setting(2**30, "Host memory for kept states; 0: none.")
+    cache_disk_bytes: Size = size_setting(4 * 2**30, "Disk for kept states, under --cache-dir; 0: none.")
+    isolation: Literal["process", "thread"] = setting("process", "Where native code runs.")
+    max_prepare_s: float = setting(30.0, "Seconds that tokenising a request may take.", gt=0)
+    watchdog_s: float = setting(10.0, "Seconds of silence that end an engine.", gt=0)
+    drain_s: float = setting(10.0, "Seconds that a shutdown lets running requests finish.", ge=0)
+    memory_limit: Bytes | None = setting(
         None, "Bytes, or such as 4GiB.", shown="what the machine has", metavar="SIZE"
     )
-    memory_margin: Size = _size(512 * 2**20, "Free memory that loading has to leave; 0: none.")
-    keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = _setting(
+    memory_margin: Size = size_setting(512 * 2**20, "Free memory that loading has to leave; 0: none.")
+    keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = setting(
         None,
         "How long a model stays after its last request: 30s, 10m, -1.",
         shown=BY_MEMORY,
         metavar="TIME",
     )
-    draft_model: str | None = _setting(
+    draft_model: str | None = setting(
         None, "Smaller model of the same vocabulary that guesses.", shown="none"
     )
-    speculation: Literal["off", "lookup", "draft", "auto"] = _setting(
+    speculation: Literal["off", "lookup", "draft", "auto"] = setting(
         "auto", "What guesses tokens ahead where that is quicker."
     )
-    default_max_tokens: int | None = _setting(
+    default_max_tokens: int | None = setting(
         None,
         "Tokens of an answer that does not say; 0: until the context is full.",
         shown=BY_MEMORY,
         ge=0,
         lt=2**31,
     )
-    suspend_grace_s: float = _setting(0.0, "Seconds between a suspend and its begin.", ge=0, le=86_400)
-    lora: Names = _setting(
+    suspend_grace_s: float = setting(0.0, "Seconds between a suspend and its begin.", ge=0, le=86_400)
+    lora: Names = setting(
         (),
         "LoRA adapter that requests may name; repeat for more.",
         shown="none",
         metavar="NAME=FILE[@SCALE]",
     )
-    mmproj: Location | None = _setting(
-        None, "Projector with which the first model that it fits reads images."
-    )
-    chat_template: Names = _setting(
+    mmproj: Location | None = setting(None, "Projector with which the first model that it fits reads images.")
+    chat_template: Names = setting(
         (),
         "Chat template, a Jinja file: of the models that bring none, or of one; repeat for more.",
         shown="the model's own",
         metavar="[MODEL=]FILE",
     )
-    rerank_output: Names = _setting(
+    rerank_output: Names = setting(
         (),
         "Output of a reranker's classifier that is the score, from 0, if it has several; repeat for more.",
         shown="what its labels say",
         metavar="[MODEL=]N",
     )
-    image_roots: Names = _setting(
+    image_roots: Names = setting(
         (), "Folder that images may be read from by path; repeat for more.", metavar="PATH"
     )
-    allow_http_images: bool = _setting(
+    allow_http_images: bool = setting(
         default=False,
         text="Fetch images from public addresses.",
         flags=("--allow-http-images/--no-http-images",),
     )
-    max_images: int = _setting(16, "Images of one request.", ge=1, le=256)
-    max_image_bytes: Bytes = _size(20 * 2**20, "Bytes of one encoded image.")
-    max_image_pixels: int = _setting(40_000_000, "Pixels of one image.", ge=64, le=MAX_PIXELS)
-    image_edge: int | None = _setting(
+    max_images: int = setting(16, "Images of one request.", ge=1, le=256)
+    max_image_bytes: Bytes = size_setting(20 * 2**20, "Bytes of one encoded image.")
+    max_image_pixels: int = setting(40_000_000, "Pixels of one image.", ge=64, le=MAX_PIXELS)
+    image_edge: int | None = setting(
         None, "Pixels that a longer edge is shrunk to.", shown=BY_MEMORY, ge=8, le=16384
     )
-    restore: bool = _setting(default=False, text="Without --model, serve what was loaded last.")
-    heat_trace: Location | None = _setting(None, "Recorded heat to follow instead of the machine's sensors.")
-    cache_dir: Location = _setting(lambda: platformdirs.user_cache_path(APP), "Folder of the cache.")
-    models_dir: Location = _setting(
+    restore: bool = setting(default=False, text="Without --model, serve what was loaded last.")
+    heat_trace: Location | None = setting(None, "Recorded heat to follow instead of the machine's sensors.")
+    cache_dir: Location = setting(lambda: platformdirs.user_cache_path(APP), "Folder of the cache.")
+    models_dir: Location = setting(
         lambda: platformdirs.user_data_path(APP) / "models", "Folder of pulled models."
     )
-    states_dir: Location = _setting(
+    states_dir: Location = setting(
         lambda: platformdirs.user_data_path(APP) / "states", "Folder of saved states of recurrent models."
     )
-    run_dir: Location = _setting(
+    run_dir: Location = setting(
         lambda: platformdirs.user_state_path(APP), "Folder of what has to survive the program."
     )
 
 
-class ServerSettings(_Frozen):
+class ServerSettings(FrozenSettings):
     """Where the HTTP server listens and what it accepts; each field says what it is.
 
     Attributes:
@@ -366,41 +317,39 @@ class ServerSettings(_Frozen):
         quiet: nothing but warnings and errors.
     """
 
-    host: str = _setting("127.0.0.1", "Address to bind.")
-    port: int = _setting(8686, "0 picks a free one.", ge=0, le=65535)
-    api_key_file: Location | None = _setting(None, "File with one accepted key a line.", shown="no key")
-    admin_key_file: Location | None = _setting(None, "File with one operator's key a line.", shown="none")
-    allow_downloads: bool = _setting(
+    host: str = setting("127.0.0.1", "Address to bind.")
+    port: int = setting(8686, "0 picks a free one.", ge=0, le=65535)
+    api_key_file: Location | None = setting(None, "File with one accepted key a line.", shown="no key")
+    admin_key_file: Location | None = setting(None, "File with one operator's key a line.", shown="none")
+    allow_downloads: bool = setting(
         default=False,
         text="Let `load` download without an operator's key.",
         flags=("--allow-downloads/--no-downloads",),
     )
-    allowed_hosts: Names = _setting(
+    allowed_hosts: Names = setting(
         (), "Further name accepted in the Host header; repeat for more.", metavar="NAME"
     )
-    cors_origins: Origins = _setting(
+    cors_origins: Origins = setting(
         (),
         "Origin whose pages may call the server; repeat for more, * for all.",
         shown="none",
         metavar="ORIGIN",
     )
-    max_body_bytes: Bytes = _size(32 * 2**20, "Bytes of a request; more are refused with 413.")
-    max_connections: int = _setting(1024, "Open connections.", ge=16, le=65_536)
-    max_receiving_bytes: Bytes = _size(
+    max_body_bytes: Bytes = size_setting(32 * 2**20, "Bytes of a request; more are refused with 413.")
+    max_connections: int = setting(1024, "Open connections.", ge=16, le=65_536)
+    max_receiving_bytes: Bytes = size_setting(
         128 * 2**20, "Bytes of all bodies being received together, beyond 64 KiB each."
     )
-    receive_timeout_s: float = _setting(
+    receive_timeout_s: float = setting(
         15.0, "Seconds that the head of a request may take, and a pause in its body.", gt=0, le=3600
     )
-    keepalive_s: float = _setting(10.0, "Seconds between comments on a stream that has nothing to say.", gt=0)
-    follow_sleep: bool = _setting(default=True, text="Suspend and resume with the machine.")
-    insecure: bool = _setting(
-        default=False, text="Serve other machines without a key.", flags=("--insecure",)
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "What the log shows.")
-    log_format: Literal["text", "json"] = _setting("text", "Form of the log's lines.")
-    log_file: Location | None = _setting(None, "File of the log.", shown="stderr")
-    quiet: bool = _setting(default=False, text="Show warnings and errors only.", flags=("--quiet", "-q"))
+    keepalive_s: float = setting(10.0, "Seconds between comments on a stream that has nothing to say.", gt=0)
+    follow_sleep: bool = setting(default=True, text="Suspend and resume with the machine.")
+    insecure: bool = setting(default=False, text="Serve other machines without a key.", flags=("--insecure",))
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "What the log shows.")
+    log_format: Literal["text", "json"] = setting("text", "Form of the log's lines.")
+    log_file: Location | None = setting(None, "File of the log.", shown="stderr")
+    quiet: bool = setting(default=False, text="Show warnings and errors only.", flags=("--quiet", "-q"))
 
 
 def flag_of(name: str) -> Flag:
@@ -415,10 +364,10 @@ def flag_of(name: str) -> Flag:
     if kind is bool:
         option = f"{option}/--no-{option[2:]}"
         default = "yes" if default else "no"
-    is_shown = field.default_factory is None and default not in {None, ()}
+    is_shown = field.default_factory is None and default not in (None, (), {})
     shown = f"{default:g}" if isinstance(default, float) else str(default) if is_shown else ""
     own: Any = field.json_schema_extra
-    is_list = get_origin(kind) is tuple
+    is_list = get_origin(kind) in {tuple, dict}
     return Flag(
         own.get("flags", (option,)),
         field.description or "",
@@ -501,13 +450,8 @@ def _known(key: str) -> str:
     name = key.replace("-", "_")
     name = _SINGULAR.get(name, name)
     if name not in _known_names():
-        raise InvalidRequestError(f"there is no setting {key!r}{_nearest(name, _known_names())}", param=key)
+        raise InvalidRequestError(f"there is no setting {key!r}{nearest(name, _known_names())}", param=key)
     return name
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=2)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _given(flags: Mapping[str, Any]) -> _Layer:
@@ -552,13 +496,3 @@ def _read_toml(path: Path) -> _Layer:
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{path}: {error.message}", param=error.param) from None
     return _Layer({_known(key): value for key, value in found.items()}, spelled)
-
-
-def _first_problem(error: ValidationError) -> InvalidRequestError:
-    problem = error.errors(include_url=False)[0]
-    name = str(problem["loc"][0]) if problem["loc"] else "settings"
-    if problem["type"] == "extra_forbidden":
-        text = f"there is no such setting{_nearest(name, _known_names())}"
-    else:
-        text = wrong_value_text(dict(problem))
-    return InvalidRequestError(f"{name}: {text}", param=name)

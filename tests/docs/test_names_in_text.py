@@ -11,7 +11,8 @@ from blocks import pages, spans_of
 
 from stoker import Runtime
 from stoker.server.app import create_app, server_context
-from stoker.settings import ENV_PREFIX, EngineSettings, ServerSettings
+from stoker.setting_fields import ENV_PREFIX
+from stoker.settings import EngineSettings, ServerSettings
 
 OF_OTHER_PROGRAMS = {"moving.md"}
 """Pages that name routes and flags of other servers."""

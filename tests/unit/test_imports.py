@@ -36,7 +36,8 @@ ALLOWED = {
     "native_crash": {"private"},
     "base64_text": set[str](),
     "json_size": set[str](),
-    "settings": {"errors", "wording"},
+    "setting_fields": {"errors", "wording"},
+    "settings": {"errors", "wording", "setting_fields"},
     "ipc": {"errors"},
     # ---- what the engine is made of
     "machine": BASE,
@@ -64,7 +65,17 @@ ALLOWED = {
     "client": BASE
     | {"ipc", "settings", "chat", "images", "machine", "models", "models.store", "backends.registry"}
     | {"client.worker"},
-    "tasks": {"errors", "ipc", "settings", "chat", "images", "models", "client", "client.worker"},
+    "tasks": {
+        "errors",
+        "ipc",
+        "settings",
+        "setting_fields",
+        "chat",
+        "images",
+        "models",
+        "client",
+        "client.worker",
+    },
     "remote": {"errors", "ipc", "settings", "chat", "images", "models", "client", "tasks"},
     "runtime": {
         "errors",
@@ -80,7 +91,19 @@ ALLOWED = {
     "sync": {"errors", "images", "ipc", "settings", "client", "runtime", "tasks"},
     "llm_plugin": {"errors", "ipc", "settings", "models.store", "sync"},
     "server": BASE
-    | {"", "ipc", "settings", "chat", "images", "power", "client", "tasks", "remote", "runtime"},
+    | {
+        "",
+        "ipc",
+        "settings",
+        "setting_fields",
+        "chat",
+        "images",
+        "power",
+        "client",
+        "tasks",
+        "remote",
+        "runtime",
+    },
     "cli": BASE
     | {"", "ipc", "settings", "cache", "chat", "images", "machine", "models", "models.store", "backends"}
     | {"backends.registry", "client", "tasks", "runtime", "remote", "server"},

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 
 from stoker.cli.commands.serve import PANELS
 from stoker.errors import InvalidRequestError, MachineSetupError
+from stoker.setting_fields import parse_size
 from stoker.settings import (
     EngineSettings,
     ServerSettings,
     flag_of,
     is_debug,
     load_settings,
-    parse_size,
     strange_variables,
 )
 
@@ -304,6 +304,13 @@ IN_WORDS = {
     "the model's own": ((),),
     "what its labels say": ((),),
     "by the machine's memory": (None,),
+    "all there are": ((),),
+    "none where it fits on one, else layer": (None,),
+    "by their free memory": ((),),
+    "the freest": (None,),
+    "as many as have to": (None,),
+    "f16, on a CPU bf16 keys": (None,),
+    "as for all": ({},),
 }
 """Defaults that are shown in words or not at all, and what they stand for."""
 
@@ -321,6 +328,52 @@ def test_an_option_shows_the_default_and_has_the_name_that_its_setting_has(name:
     else:
         shown = {"yes": "true", "no": "false"}.get(flag.shown, flag.shown)
         assert load_settings({option: shown}, None) == (engine, server)
+
+
+def test_where_a_model_lies_is_said_for_all_and_for_one(
+    write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R11: a table of a model in the file, a flag and a variable say the same."""
+    table = """
+        gpu-layers = "all"
+        device = ["CUDA0", 1]
+        tensor-split = [3, 1]
+        [placement."small:q4"]
+        gpu-layers = 20
+        mmap = false
+    """
+    engine, _ = load_settings({}, write_config(table))
+    assert (engine.gpu_layers, engine.device, engine.tensor_split) == ("all", ("CUDA0", "1"), (3.0, 1.0))
+    assert engine.placement["small:q4"].model_dump(exclude_unset=True) == {"gpu_layers": 20, "mmap": False}
+    flags = ["small:q4:gpu_layers=20", "small:q4:mmap=false"]
+    same = {"gpu_layers": "ALL", "device": ["CUDA0,1"], "tensor_split": ["3,1"], "placement": flags}
+    assert load_settings(same, None)[0] == engine
+    for name, value in {**same, "device": "CUDA0,1", "tensor_split": "3,1"}.items():
+        text = ",".join(value) if isinstance(value, list) else value
+        monkeypatch.setenv(f"STOKER_{name.upper()}", str(text))
+    assert load_settings({}, None)[0] == engine
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("gpu_layers", "most", "'most' is neither a whole number nor auto or all"),
+        ("device", "none,CUDA0", "none and cpu stand alone, got none, CUDA0"),
+        ("tensor_split", "3,x", "'3,x' are no proportions; write such as 3,1"),
+        ("tensor_split", "0,0", "'0,0' are no proportions; write such as 3,1"),
+        ("split_mode", "tensor", "'tensor' is none of 'none', 'layer' or 'row'"),
+        ("kv_type", "q3", "'q3' is none of 'f16', 'bf16', 'q8_0' or 'q4_0'"),
+        ("cpu_moe", -1, "-1 is less than 0"),
+        ("placement", "small", "'small' is not of the form MODEL:KEY=VALUE, such as small:gpu_layers=20"),
+        ("placement", "small:layers=1", "small: layers: there is no such setting"),
+        ("placement", {"small": 3}, "small: a table of settings is taken, such as gpu_layers = 20"),
+    ],
+)
+def test_where_no_model_can_lie_is_refused_by_name(name: str, value: object, text: str) -> None:
+    """SPEC R11: the message says what there is."""
+    with pytest.raises(InvalidRequestError, match=re.escape(text)) as caught:
+        load_settings({name: value}, None)
+    assert caught.value.param == name
 
 
 def test_every_setting_says_what_it_is() -> None:

@@ -35,9 +35,9 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     runs: list[str] = []
     run = smoke._run_trial
 
-    def counted(path: Path, setting: SmokeSetting, on_wait: Any) -> Any:
+    def counted(path: Path, setting: SmokeSetting, *further: Any) -> Any:
         runs.append(str(setting))
-        return run(path, setting, on_wait)
+        return run(path, setting, *further)
 
     monkeypatch.setattr(smoke, "_run_trial", counted)
     return runs
@@ -234,7 +234,7 @@ def test_a_suspect_is_tried_itself_and_remembered_by_its_file(
     other = tiny_models.write_llama(tmp_path / "other.gguf", seed=8)
     assert verdict_for(path, tmp_path).setting is SmokeSetting.OK
     monkeypatch.setenv("STOKER_SMOKE_FAULT", "segv")
-    try_in_child(read_header(path), None, tmp_path)
+    try_in_child(ModelSpec(id="m", path=""), read_header(path), None, tmp_path)
     monkeypatch.delenv("STOKER_SMOKE_FAULT")
     assert trials == ["ok", "ok", "no_extra_bufts"]
     assert verdict_for(path, tmp_path).setting is SmokeSetting.NO_EXTRA_BUFTS

@@ -10,7 +10,8 @@ from unittest import mock
 from tools.reference_pages.markdown import MADE, table
 
 from stoker.cli.commands.serve import PANELS
-from stoker.settings import ENV_PREFIX, EngineSettings, ServerSettings, flag_of
+from stoker.setting_fields import ENV_PREFIX
+from stoker.settings import EngineSettings, ServerSettings, flag_of
 
 HEAD = f"""# Settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -166,6 +167,50 @@ class ProjectorSpec(msgspec.Struct, frozen=True, kw_only=True):
     compute_bytes: int = 0
 
 
+class SplitMode(StrEnum):
+    """How several devices share a model: they do not, by layers, or by rows of each matrix."""
+
+    NONE = "none"
+    LAYER = "layer"
+    ROW = "row"
+
+
+NO_DEVICE = "none"
+
+
+class PlacementSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Where weights and cells of a model lie.
+
+    Attributes:
+        gpu_layers: layers on devices, the output counting as one; "auto": as many as fit.
+        device: names of devices or their indexes in text; empty: all there are, "none": the CPU.
+        split_mode: None: on one device where it fits on one, else by layer.
+        tensor_split: a part for each device; empty: by their free memory.
+        main_gpu: index among `device` of the one that holds all where nothing is split; None: the freest.
+        cpu_moe: layers, from the first, whose experts stay in host memory; None: as many as have to.
+        mmap: the file is mapped, else read whole.
+        kv_offload: cells lie where their layers do, else in host memory.
+    """
+
+    gpu_layers: int | Literal["auto", "all"] = "auto"
+    device: tuple[str, ...] = ()
+    split_mode: SplitMode | None = None
+    tensor_split: tuple[float, ...] = ()
+    main_gpu: int | None = None
+    cpu_moe: int | None = None
+    mmap: bool = True
+    kv_offload: bool = True
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether anything may lie on a device."""
+        return self.device != (NO_DEVICE,) and self.gpu_layers != 0
+
+
+ANYWHERE = PlacementSpec()
+"""Wherever it fits."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model to load and how.
 
@@ -182,7 +227,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         background_patience_s: the longest that background work goes without a step (SPEC Q7).
         park_bytes: host memory that states of parked requests may take (SPEC Q4).
         cache_mode: what is kept of finished requests (SPEC C10).
-        kv_type: element type of the KV cells, "q8_0" or "q4_0"; empty: the backend's choice.
+        kv_type: element type of the KV cells, such as "q8_0"; empty: the backend's choice.
+        placement: where its weights and cells lie.
         keep_alive_s: in memory after its last request (SPEC R8); negative: for good, 0: not at all.
         is_pinned: it is never unloaded to make room (SPEC R3).
         speculation: what guesses its tokens ahead (SPEC D9).
@@ -207,6 +253,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     park_bytes: int = 2**30
     cache_mode: CacheMode = CacheMode.BOTH
     kv_type: str = ""
+    placement: PlacementSpec = ANYWHERE
     keep_alive_s: float = 600.0
     is_pinned: bool = False
     speculation: Speculation = Speculation.OFF

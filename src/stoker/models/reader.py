@@ -109,7 +109,7 @@ class ModelReader(Protocol):
         """
         ...
 
-    def try_out(self, context: LoadContext) -> None:
+    def try_out(self, spec: ModelSpec, context: LoadContext) -> None:
         """Find out, without risk for this process, whether it loads: an engine has ended over it.
 
         Raises:

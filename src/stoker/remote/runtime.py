@@ -54,12 +54,12 @@ from stoker.tasks.fields import (
     IS_PINNED_IS_FORMER,
     CallKeywords,
     ConversationKeywords,
-    FormerLoadKeywords,
     GenerateKeywords,
+    LoadKeywords,
     Message,
     Prompt,
     checked_request,
-    current_load_names,
+    load_fields,
     request_of,
     texts_of,
     turns_of,
@@ -192,7 +192,7 @@ class RemoteRuntime:
         ctx_size: int | None = None,
         slots: int | None = None,
         reach: Reach = Reach.ANY,
-        **former: Unpack[FormerLoadKeywords],
+        **fields: Unpack[LoadKeywords],
     ) -> ModelInfo:
         """As `Runtime.load_model`; names lead to the server's models, and what it trusts its caller with.
 
@@ -202,8 +202,8 @@ class RemoteRuntime:
             StokerError: why it cannot be served, downloaded or loaded now.
         """
         refuse({"reach": reach is not Reach.ANY})
-        asked = {"model": model, "keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots}
-        asked |= current_load_names(former)
+        given = {"keep_alive": keep_alive, "ctx_size": ctx_size, "slots": slots, **fields}
+        asked = {"model": model, **load_fields(given)}
         loaded = await self._server.post("/v1/runtime/models/load", asked)
         await self._mirror.refresh()
         return self.resolve(loaded["id"])

@@ -17,12 +17,15 @@ from typing import Any, Literal, TypedDict, TypeGuard
 
 import msgspec
 
+from stoker.client.models.loading import SpecChanges
+from stoker.client.models.specs import changed_placement
 from stoker.client.requests.stream import OnNotice
 from stoker.errors import InvalidRequestError
 from stoker.images.image import ImageLike
 from stoker.ipc.constraint import Constraint
 from stoker.ipc.request import GenerateRequest, Picture, Preempt, Priority, Sampling, StateOutput
-from stoker.settings import parse_keep_alive
+from stoker.setting_fields import parse_keep_alive
+from stoker.settings import PlacementSettings
 from stoker.tasks.form import FormKeywords, Several, T, take_constraint
 from stoker.tasks.functions import ToolLike
 
@@ -83,6 +86,24 @@ class FormerLoadKeywords(TypedDict, total=False):
     keep_alive_s: float | None
     n_ctx: int | None
     num_slots: int | None
+
+
+class LoadKeywords(FormerLoadKeywords, total=False):
+    """Where a model lies, by the names that settings have; `kv_bits` is `kv_type` otherwise.
+
+    `kv_bits`: 4 is "q4_0", 8 "q8_0", 16 what the device takes by itself.
+    """
+
+    gpu_layers: int | Literal["auto", "all"]
+    device: str | int | Sequence[str]
+    split_mode: Literal["none", "layer", "row"] | None
+    tensor_split: Sequence[float]
+    main_gpu: int | None
+    cpu_moe: int | None
+    kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None
+    kv_bits: Literal[4, 8, 16] | None
+    mmap: bool
+    kv_offload: bool
 
 
 class RequestKeywords(SamplingKeywords, FormerKeywords, total=False):
@@ -231,7 +252,8 @@ def _meant(name: str, known: Iterable[str]) -> str:
 _RENAMED = {"keep_alive_s": "keep_alive", "n_ctx": "ctx_size", "num_slots": "slots", "adapters": "lora"}
 _FORMER = _RENAMED | {"constraint": "one of regex, grammar, json_schema, choice, response_format and schema"}
 IS_PINNED_IS_FORMER = "is_pinned is pin_model or unpin_model now"
-_LOAD = ("keep_alive", "ctx_size", "slots", "reach")
+_LOAD = ("keep_alive", "ctx_size", "slots", "reach", *LoadKeywords.__annotations__)
+_KV_BITS = {4: "q4_0", 8: "q8_0", 16: None}
 
 
 def warn_former(fields: Mapping[str, Any]) -> None:
@@ -248,17 +270,41 @@ def warn_outside(text: str) -> None:
     warnings.warn(text, DeprecationWarning, stacklevel=level)
 
 
-def current_load_names(former: Mapping[str, Any]) -> dict[str, Any]:
-    """What `load_model` was given by former names, by those of now; a former name warns.
+def load_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `load_model` was given, checked, by the names of now, without None; a former name warns.
 
     Raises:
-        InvalidRequestError: a name never was one.
+        InvalidRequestError: a name never was one, or a value of where the model lies is out of range.
     """
-    for name in former.keys() - FormerLoadKeywords.__annotations__.keys():
+    known = {"keep_alive", "ctx_size", "slots", *LoadKeywords.__annotations__}
+    for name in given.keys() - known:
         text = f"load_model has no field {name!r}{_meant(name, _LOAD)}"
         raise InvalidRequestError(text, param=name)
-    warn_former(former)
-    return {_RENAMED[name]: value for name, value in former.items()}
+    warn_former(given)
+    found = {_RENAMED.get(name, name): value for name, value in given.items() if value is not None}
+    _placement_of(found)
+    return found
+
+
+def spec_changes(fields: Mapping[str, Any]) -> SpecChanges:
+    """The same as changes of a spec."""
+    return SpecChanges(
+        keep_alive_s=keep_alive_seconds(fields.get("keep_alive")),
+        n_ctx=fields.get("ctx_size"),
+        num_slots=fields.get("slots"),
+        placement=changed_placement(_placement_of(fields)),
+    )
+
+
+def _placement_of(fields: Mapping[str, Any]) -> PlacementSettings:
+    given = {name: fields[name] for name in fields.keys() & PlacementSettings.model_fields.keys()}
+    if (num_bits := fields.get("kv_bits")) is not None:
+        if num_bits not in _KV_BITS:
+            text = f"kv_bits: {num_bits!r} is none of {', '.join(map(str, _KV_BITS))}"
+            raise InvalidRequestError(text, param="kv_bits")
+        if given.setdefault("kv_type", _KV_BITS[num_bits]) != _KV_BITS[num_bits]:
+            raise InvalidRequestError("kv_bits and kv_type say different things", param="kv_bits")
+    return PlacementSettings(**given)
 
 
 def struct_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

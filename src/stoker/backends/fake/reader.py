@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stoker.backends.device import CPU
 from stoker.backends.fake.devices import FakeDevices
 from stoker.backends.fake.script import FakeScript
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.ipc.model import ModelClass
+from stoker.models.placement import chosen_devices
 from stoker.models.reader import ModelDescription
 
 if TYPE_CHECKING:
@@ -63,9 +65,9 @@ class FakeReader:
         """The CPU, or the accelerators that are ordered; see `devices`. Raises ModelFileError."""
         return FakeDevices.parse(self._orders).devices()
 
-    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:  # noqa: ARG002 - it lies on all of them
-        """All of them."""
-        return self.devices()
+    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:
+        """Those that its placement names, or the CPU. Raises InvalidRequestError for others."""
+        return chosen_devices(spec.placement, self.devices()) or (CPU,)
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:
         """Load it. Raises ModelFileError, ModelLoadError as ordered."""
@@ -75,7 +77,7 @@ class FakeReader:
             return encoder.load(spec, context.on_progress)
         return backend.load(spec, context.on_progress)
 
-    def try_out(self, context: LoadContext) -> None:
+    def try_out(self, spec: ModelSpec, context: LoadContext) -> None:
         """It has no native code; its load alone does what was ordered."""
 
 

@@ -326,7 +326,7 @@ def load(
             f"this build generates with decoder, recurrent and hybrid models only",
             model_class=str(header.model_class),
         )
-    return _put_together(spec, header, tried_options(header, on_progress, cache_dir))
+    return _put_together(spec, header, tried_options(spec, header, on_progress, cache_dir))
 
 
 def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) -> LlamaBackend:
@@ -368,6 +368,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
         num_threads=spec.num_threads or num_physical_cores(),
         key_type=key_type,
         keeps_order=key_type is not KeyType.F16 and not model.devices and model.keeps_every_cell,
+        offloads_cells=spec.placement.kv_offload,
     )
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "error_text",
     "label",
     "llama",
+    "native_device",
     "start",
     "sum_by_device",
     "vision_library",
@@ -193,6 +194,11 @@ def devices() -> tuple[Device, ...]:
     return accelerators() or (CPU,)
 
 
+def native_device(device: Device) -> int:
+    """The library's own pointer to one of `accelerators`."""
+    return _native_devices()[device.index][0]
+
+
 def _device(index: int, handle: int, kind: str, name: str) -> Device:
     props = device_props(handle)
     native_id = (props.name or b"").decode(errors="replace")
@@ -222,6 +228,7 @@ def _device_memory(handle: int) -> DeviceMemory:
     return DeviceMemory(props.memory_free, props.memory_total)
 
 
+@cache
 def _native_devices() -> tuple[tuple[int, str, str], ...]:
     """Native handle, kind and name of each accelerator."""
     start()

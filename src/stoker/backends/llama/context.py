@@ -152,6 +152,7 @@ class ContextOptions:
         key_type: element type of the cached keys; it decides that of the values.
         is_fused: attention may be one operation (flash attention), which rounds what it reads to f16.
         keeps_order: the cells of a sequence always lie in the order of its tokens.
+        offloads_cells: cells lie on the devices of their layers, else in host memory.
     """
 
     num_cells: int
@@ -161,6 +162,7 @@ class ContextOptions:
     key_type: KeyType = KeyType.F16
     is_fused: bool = True
     keeps_order: bool = False
+    offloads_cells: bool = True
 
 
 class LlamaContext:
@@ -440,6 +442,7 @@ def _native_params(options: ContextOptions) -> object:
     params.type_k = _NATIVE_TYPES[options.key_type]
     params.type_v = _NATIVE_TYPES[options.key_type.value_type]
     params.flash_attn_type = _FLASH_ATTENTION_AUTO if options.is_fused else _FLASH_ATTENTION_OFF
+    params.offload_kqv = options.offloads_cells
     params.kv_unified = True  # one pool, cells shared between sequences
     params.pooling_type = _POOLING_NONE
     params.swa_full = False  # a windowed model cannot go back in either case: its old cells are reused

@@ -14,6 +14,7 @@ from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import StokerError, UnsupportedError
+from stoker.models.memory_estimate.placing import draft_placement
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +117,10 @@ def open_draft(path: str, target: LlamaModel, num_cells: int, num_threads: int) 
         UnsupportedError: its vocabulary is another one, or it cannot go back.
     """
     options = ModelOptions(
-        path=Path(path), use_extra_bufts=target.uses_extra_bufts, offloads=bool(target.devices)
+        path=Path(path),
+        use_extra_bufts=target.uses_extra_bufts,
+        offloads=bool(target.devices),
+        placement=draft_placement(target.placement),
     )
     model = LlamaModel(options)
     try:

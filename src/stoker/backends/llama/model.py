@@ -17,14 +17,16 @@ from stoker.backends.llama.binding import (
     llama,
     start,
 )
+from stoker.backends.llama.placement import NativePlacement
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
 from stoker.errors import ModelFileError, ModelLoadError, UnsupportedError
+from stoker.ipc.model import ANYWHERE, PlacementSpec
+from stoker.models.placement import chosen_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_ALL_LAYERS = -1
 _TEXT_BYTES = 4096
 
 
@@ -35,13 +37,17 @@ class ModelOptions:
     Attributes:
         path: the GGUF file.
         use_extra_bufts: let the CPU repack weights for its special instructions; see `smoke`.
-        offloads: use an accelerator, if there is one.
+        offloads: use accelerators, as far as there are any and the placement names them.
+        placement: where it lies; devices that are not there are left out.
+        token_s: what a token takes so, as a trial has measured it; 0: it was not measured.
         on_progress: told the fraction loaded, 0 to 1, on the loading thread; what it raises ends the load.
     """
 
     path: Path
     use_extra_bufts: bool = True
     offloads: bool = True
+    placement: PlacementSpec = ANYWHERE
+    token_s: float = 0.0
     on_progress: Callable[[float], None] | None = None
 
 
@@ -75,7 +81,9 @@ class LlamaModel:
     def __init__(self, options: ModelOptions) -> None:
         self.path = options.path
         self.uses_extra_bufts = options.use_extra_bufts
-        self.devices = accelerators() if options.offloads else ()
+        self.devices = chosen_devices(options.placement, accelerators()) if options.offloads else ()
+        self.placement = options.placement
+        self.token_s = options.token_s
         if not self.path.is_file():
             raise ModelFileError(f"there is no model file {self.path}", path=str(self.path))
         self.handle: int | None = self._load(options)
@@ -140,10 +148,8 @@ class LlamaModel:
         progress = _Progress(options.on_progress)
         params = llama.llama_model_default_params()
         params.use_extra_bufts = options.use_extra_bufts
-        params.n_gpu_layers = _ALL_LAYERS if self.devices else 0
-        no_devices = (ctypes.c_void_p * 1)(None)  # an empty list, ended by its null
-        if not self.devices:
-            params.devices = ctypes.cast(no_devices, ctypes.c_void_p)
+        place = NativePlacement(options.placement, self.devices)
+        place.apply(params)
         params.progress_callback = progress.native
         with capture_log() as lines:
             handle = llama.llama_model_load_from_file(str(options.path).encode(), params)

@@ -6,11 +6,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.backends.device import CPU
 from stoker.ipc.model import ModelClass
 from stoker.models.chat_templates import family_template
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator
+from stoker.models.placement import chosen_devices
 from stoker.models.projector import pairing_of
 from stoker.models.reader import ModelDescription
 from stoker.models.shards import refuse_partial
@@ -78,9 +80,9 @@ class GgufReader:
 
         return devices()
 
-    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:  # noqa: ARG002 - layers lie on all of them
-        """All of them."""
-        return self.devices()
+    def devices_for(self, spec: ModelSpec) -> tuple[Device, ...]:
+        """Those that its placement names, or the CPU. Raises InvalidRequestError for others."""
+        return chosen_devices(spec.placement, self.devices()) or (CPU,)
 
     def load(self, spec: ModelSpec, context: LoadContext) -> Backend | Encoder:
         """Load it, after a smoke decode in a child process where none is remembered (SPEC R9, K1)."""
@@ -97,11 +99,11 @@ class GgufReader:
 
         return load(spec, context.on_progress, context.cache_dir, self.header)
 
-    def try_out(self, context: LoadContext) -> None:
+    def try_out(self, spec: ModelSpec, context: LoadContext) -> None:
         """Have a child process load and run this very file."""
         from stoker.backends.llama.smoke.smoke import try_in_child  # noqa: PLC0415
 
-        try_in_child(self.header, context.on_progress, context.cache_dir)
+        try_in_child(spec, self.header, context.on_progress, context.cache_dir)
 
 
 def open_model(path: str) -> GgufReader:

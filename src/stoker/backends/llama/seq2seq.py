@@ -171,7 +171,7 @@ def load(
     check_one_slot(header.path.name, spec.num_slots)
     options = _context_options(spec, header)
     with ExitStack() as made:
-        model = LlamaModel(tried_options(header, on_progress, cache_dir))
+        model = LlamaModel(tried_options(spec, header, on_progress, cache_dir))
         made.callback(model.close)
         context = LlamaContext(model, options)
         made.callback(context.close)

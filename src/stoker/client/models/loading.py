@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.models.specs import FoundModel
+from stoker.client.models.specs import FoundModel, PlacementChanges, placed
 from stoker.errors import (
     ModelInUseError,
     ModelNotFoundError,
@@ -49,6 +49,7 @@ class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive_s: float | None = None
     n_ctx: int | None = None
     num_slots: int | None = None
+    placement: PlacementChanges | None = None
 
     def check(self, info: ModelInfo) -> None:
         """Raises UnsupportedError where a model of that class cannot be loaded so."""
@@ -58,6 +59,8 @@ class SpecChanges(msgspec.Struct, frozen=True, kw_only=True):
     def applied(self, spec: ModelSpec) -> ModelSpec:
         """The spec with these changes."""
         given = {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+        if self.placement is not None:
+            spec = placed(spec, given.pop("placement"))
         if self.n_ctx is not None:
             given["num_cells"] = 0  # what is asked for is what all its slots share
         return msgspec.structs.replace(spec, **given)

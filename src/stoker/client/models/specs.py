@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +29,7 @@ from stoker.ipc.model import (
     ProjectorSpec,
     Reach,
     Speculation,
+    SplitMode,
 )
 from stoker.ipc.request import MAX_ADAPTER_SCALE
 from stoker.machine.limits import DEFAULTS, TierDefaults, read_limits, tier_of
@@ -36,12 +37,15 @@ from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
 from stoker.models.projector import ProjectorHeader, check_pair, read_projector
 from stoker.models.seq2seq import check_one_slot, slots_of
 from stoker.models.store import ModelFile, ModelStore
+from stoker.settings import PlacementSettings
 
 if TYPE_CHECKING:
     from stoker.models.gguf.header import GgufHeader
     from stoker.models.reader import ModelDescription
     from stoker.settings import EngineSettings
 
+PlacementChanges = Mapping[str, Any]
+"""Values by names of `PlacementSettings`."""
 _RESERVED = "default"
 MAX_TEMPLATE_CHARS = 2**20
 OutputNumber = Annotated[int, msgspec.Meta(ge=0)]
@@ -136,7 +140,11 @@ class ModelSource:
                 text = f"two models would be served as {file.id!r}: {paths}"
                 raise InvalidRequestError(text, param="models")
             found[file.id] = self.described(file)
-        for param, named in (("chat_template", self._templates), ("rerank_output", self._score_outputs)):
+        for param, named in (
+            ("chat_template", self._templates),
+            ("rerank_output", self._score_outputs),
+            ("placement", settings.placement),
+        ):
             if strange := set(named) - {*found, ""}:
                 text = f"{param}: no model {min(strange)!r} is served; there are: {', '.join(found)}"
                 raise InvalidRequestError(text, param=param)
@@ -184,6 +192,8 @@ class ModelSource:
             chat_template=self._template_of(file.id, found),
             score_output=_score_output(found.outputs, self._score_outputs, file.id),
         )
+        for placement in (settings, settings.placement.get(file.id)):
+            spec = spec if placement is None else placed(spec, changed_placement(placement))
         return FoundModel(spec, _info(spec, found))
 
     def _template_of(self, model: str, found: ModelDescription) -> str | None:
@@ -202,6 +212,21 @@ class ModelSource:
         """Which output is the score, by the id of its model; "": of rerankers that do not say."""
         named = by_model(self.settings.rerank_output, "rerank_output")
         return {model: _number_of_output(text) for model, text in named.items()}
+
+
+def changed_placement(settings: PlacementSettings) -> PlacementChanges:
+    """What of where a model lies was given."""
+    given = settings.model_fields_set & PlacementSettings.model_fields.keys()
+    return {name: getattr(settings, name) for name in given}
+
+
+def placed(spec: ModelSpec, changes: PlacementChanges) -> ModelSpec:
+    """The spec with what was given of where it lies, by the names of `PlacementSettings`."""
+    given = dict(changes)
+    kv_type = given.pop("kv_type", spec.kv_type) or ""
+    if mode := given.get("split_mode"):
+        given["split_mode"] = SplitMode(mode)
+    return replace(spec, kv_type=kv_type, placement=replace(spec.placement, **given))
 
 
 def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:

@@ -113,7 +113,7 @@ class Workers:
             model, context = self._models.open(spec.path), LoadContext(moved, self._cache_dir)
             self._devices.take(model.devices_for(spec))
             if is_suspect:
-                model.try_out(context)
+                model.try_out(spec, context)
             return Loaded(load, spec.path, model.load(spec, context))
 
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))

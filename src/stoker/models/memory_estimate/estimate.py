@@ -20,7 +20,8 @@ from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
 from stoker.models.memory_estimate.fit import Estimate, Estimator
-from stoker.models.memory_estimate.layers import Layers, Widths, read_layers, read_widths
+from stoker.models.memory_estimate.layers import Layer, Layers, Widths, read_layers, read_widths
+from stoker.models.memory_estimate.shares import HOST, ModelParts, places, read_parts, weights_by_device
 from stoker.models.seq2seq import num_cells
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def num_sequences(num_slots: int) -> int:
 
 def estimator(header: GgufHeader) -> Estimator:
     """What the model of `header` takes, for any way to load it."""
-    return _Model(header, read_layers(header), read_widths(header)).estimate
+    return _Model(header, read_layers(header), read_widths(header), read_parts(header)).estimate
 
 
 def estimator_of(path: str | Path) -> Estimator:
@@ -104,9 +105,11 @@ class _Model:
     header: GgufHeader
     layers: Layers
     widths: Widths
+    parts: ModelParts
 
     def estimate(self, spec: ModelSpec) -> Estimate:
         shape = self._shape_of(spec)
+        where = places(spec.placement, self.parts.num_layers)
         lines = {
             "weights": sum(tensor.size_bytes for tensor in self.header.tensors),
             "repacked": _repacked_bytes(self.header),
@@ -116,11 +119,40 @@ class _Model:
             "adapters": sum(_adapter_bytes(adapter, shape) for adapter in spec.adapters),
             "projector": self._projector_bytes(spec, shape),
         }
+        on_devices: dict[str, dict[str, int]] = {}
+        if any(where):
+            lines, on_devices = self._dealt_out(spec, shape, where, lines)
         return Estimate(
             lines={name: size for name, size in lines.items() if size},
             n_ctx=self._text_tokens(spec) if self._is_encoder else shape.cells,
             smaller_kv_types=self._smaller_kv_types(spec),
+            on_devices=on_devices,
+            num_layers=self.parts.num_layers,
+            has_experts=self.parts.has_experts,
         )
+
+    def _dealt_out(
+        self, spec: ModelSpec, shape: _Shape, where: tuple[str, ...], lines: dict[str, int]
+    ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
+        """The lines in all, and what of them lies on devices, by id."""
+        held = {device: dict.fromkeys(("weights", "kv", "compute"), 0) for device in (HOST, *where)}
+        for device, size in weights_by_device(self.parts, spec.placement).items():
+            held[device]["weights"] = size
+        cells = [self._layer_bytes(layer, shape, spec.kv_type) for layer in self.layers.each]
+        for device, size in zip(where, cells, strict=False):
+            held[device if spec.placement.kv_offload else HOST]["kv"] += size
+        for device, part in held.items():
+            part["compute"] = self._layer_compute(shape) if device in where[:-1] else 0
+        held[where[-1]]["compute"] = max(held[where[-1]]["compute"], self._logits_compute(shape))
+        held[HOST]["compute"] = max(held[HOST]["compute"], self._inputs(shape)) + self._output_bytes(shape)
+        extra = next(device for device in where if device)
+        for line in ("adapters", "projector"):
+            held[extra][line] = lines[line]
+        held[HOST]["repacked"] = min(lines["repacked"], held[HOST]["weights"]) if HOST in where else 0
+        held[HOST]["other"] = lines["other"]
+        names = dict.fromkeys((*lines, *held[HOST]))
+        total = {name: sum(part.get(name, 0) for part in held.values()) for name in names}
+        return total, {device: part for device, part in held.items() if device}
 
     @property
     def _is_encoder(self) -> bool:
@@ -176,6 +208,13 @@ class _Model:
         """The most tokens that a text for an encoder may have."""
         return min(spec.n_ctx or self.header.n_ctx_train, self.header.n_ctx_train)
 
+    def _layer_bytes(self, layer: Layer, shape: _Shape, kv_type: str) -> int:
+        """Cells and states of one layer."""
+        cells = shape.window_cells if layer.is_windowed else shape.cells
+        elements = (layer.key_width + layer.value_width) * cells
+        state = layer.state_width * shape.num_sequences * _FLOAT_BYTES
+        return math.ceil(elements * _element_bytes(kv_type)) + state
+
     def _cell_bytes(self, shape: _Shape, kv_type: str) -> int:
         elements = sum(
             (layer.key_width + layer.value_width) * (shape.window_cells if layer.is_windowed else shape.cells)
@@ -188,10 +227,19 @@ class _Model:
 
     def _compute_bytes(self, shape: _Shape) -> int:
         """The most that is alive at once: a layer under its masks, or the last rows of logits."""
-        tokens = shape.num_rounded
-        masks = tokens * (shape.cells + shape.window_cells * bool(self.layers.window)) * _MASK_BYTES
-        if not self._has_attention:
-            masks = 0
+        return max(self._layer_compute(shape), self._logits_compute(shape))
+
+    def _masks(self, shape: _Shape) -> int:
+        if not self._has_attention or self._reads_sources:
+            return 0
+        return shape.num_rounded * (shape.cells + shape.window_cells * bool(self.layers.window)) * _MASK_BYTES
+
+    def _inputs(self, shape: _Shape) -> int:
+        """What the host hands to devices: masks and embeddings of a step."""
+        return self._masks(shape) + 2 * shape.num_rounded * self.header.embedding_length * _FLOAT_BYTES
+
+    def _layer_compute(self, shape: _Shape) -> int:
+        tokens, masks = shape.num_rounded, self._masks(shape)
         state = max((layer.state_width for layer in self.layers.each), default=0)
         layer = tokens * self.widths.layer * _FLOAT_BYTES
         layer += int(_STATE_COPIES * state * shape.num_sequences * _FLOAT_BYTES)
@@ -201,12 +249,15 @@ class _Model:
             scores = max(_BIASED_COPIES * shape.cells, source)
             layer += tokens * scores * self.layers.num_heads * _FLOAT_BYTES
             layer += _SOURCE_COPIES * source * self.widths.layer * _FLOAT_BYTES
-            masks = 0
         if self.header.architecture in _WITHOUT_FLASH:
             layer += 2 * tokens * shape.cells * self.layers.num_heads * _FLOAT_BYTES
+        return int(_FRAGMENTS * (masks + layer))
+
+    def _logits_compute(self, shape: _Shape) -> int:
         logits = shape.num_rows * self.widths.vocabulary * _FLOAT_BYTES
-        logits += 2 * tokens * self.header.embedding_length * _FLOAT_BYTES
-        return int(_FRAGMENTS * max(masks + layer, logits))
+        return int(
+            _FRAGMENTS * (logits + 2 * shape.num_rounded * self.header.embedding_length * _FLOAT_BYTES)
+        )
 
     @property
     def _has_attention(self) -> bool:

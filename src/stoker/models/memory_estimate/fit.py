@@ -6,8 +6,8 @@ says what a model takes, the caller what is free; nothing here measures or loads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import product
 
@@ -15,6 +15,7 @@ import msgspec
 
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.model import ModelSpec
+from stoker.models.memory_estimate.placing import Placing, draft_placement, less_on_devices
 from stoker.wording import count_text, size_text
 
 SMALLEST_N_CTX = 2048
@@ -41,16 +42,30 @@ class Estimate:
         lines: bytes by line of the ledger: weights, kv, compute, other.
         n_ctx: cells it gets; of use where the spec leaves that to the model. 0: not known.
         smaller_kv_types: what `kv_type` may be set to so that the same cells take less, largest first.
+        on_devices: what of the lines lies on devices, by their ids, where the spec names such.
+        num_layers: layers that a device may hold, the output counting as one; 0: not known.
+        has_experts: whether layers have experts, which may stay in host memory.
     """
 
     lines: Mapping[str, int]
     n_ctx: int = 0
     smaller_kv_types: tuple[str, ...] = ()
+    on_devices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    num_layers: int = 0
+    has_experts: bool = False
 
     @property
     def total_bytes(self) -> int:
         """All lines together."""
         return sum(self.lines.values())
+
+    def device_bytes(self, device: str) -> int:
+        """All lines on the device of that id."""
+        return sum(self.on_devices.get(device, {}).values())
+
+    def host_bytes(self, devices: Iterable[DeviceBudget]) -> int:
+        """What lies in the machine's memory; `devices` are those that have some of their own."""
+        return self.total_bytes - sum(self.device_bytes(each.id) for each in devices)
 
 
 Estimator = Callable[[ModelSpec], Estimate]
@@ -64,12 +79,19 @@ class DeviceBudget:
     Attributes:
         id: of the device, such as "CUDA0".
         limit_bytes: what models could ever have of it.
+        evictable_bytes: what of `free_bytes` other models have now, who would go.
     """
 
     id: str
     free_bytes: int
     limit_bytes: int
     margin_bytes: int
+    evictable_bytes: int = 0
+
+    @property
+    def vacant_bytes(self) -> int:
+        """What nobody has now."""
+        return self.free_bytes - self.evictable_bytes
 
     @property
     def room_bytes(self) -> int:
@@ -129,24 +151,49 @@ class FittedSpec:
 def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ctx: int = 0) -> FittedSpec:
     """How `spec` can be had within `budget`, with a context of `least_n_ctx` tokens or more.
 
-    First the context is made shorter, then cells are quantised (with as long a context as then fits), then
-    there are fewer slots. Leaving layers on the host where an accelerator is short of memory would be the
-    last step (SPEC R2, partial offload): a spec has no field for it yet, so it is not done.
+    On devices all layers come first, then with quantised cells, then, as far as its placement is "auto", with
+    experts in host memory, with fewer layers, and on the CPU. In host memory the context is made shorter,
+    then cells are quantised (with as long a context as then fits), then there are fewer slots. Devices are
+    named by their ids.
 
     Raises:
-        InsufficientMemoryError: it would fit the machine, but not now; details carry `needed` (of its
-            smallest form), `free` and `margin`, in bytes.
+        InsufficientMemoryError: it would fit the machine, but not now, or a device cannot hold what was asked
+            of it. Details carry `needed` (of its smallest form), `free` and `margin`, in bytes; of a device
+            also `device`, and `layers` that would fit.
     """
-    asked = estimate(spec)
-    if asked.total_bytes <= budget.room_bytes:
-        fit = Fit.TIGHT if budget.is_tight(asked.total_bytes) else Fit.FITS
-        return FittedSpec(fit=fit, spec=spec, estimate=asked)
+    asked, placing = estimate(spec), Placing(estimate, budget)
+    best: FittedSpec | None = None
+    for form in _forms(spec, asked, placing, least_n_ctx):
+        found = estimate(form)
+        if not placing.short(found) and found.host_bytes(budget.devices) <= budget.room_bytes:
+            best = _fitted(Fit.DEGRADED, spec, asked, form, found)
+            break
+    if best is None:
+        return _too_large(spec, placing, least_n_ctx)
+    if best.degraded:
+        return best
+    is_tight = budget.is_tight(best.estimate.host_bytes(budget.devices))
+    return replace(best, fit=Fit.TIGHT if is_tight else Fit.FITS)
+
+
+def _forms(spec: ModelSpec, asked: Estimate, placing: Placing, least_n_ctx: int) -> Iterator[ModelSpec]:
+    """In the order of `weigh`."""
+    yield from placing.whole(spec)
+    if placing.has_devices(spec):
+        for kv_type in () if spec.kv_type else asked.smaller_kv_types:
+            yield from placing.whole(msgspec.structs.replace(spec, kv_type=kv_type))
+        yield from placing.parted(spec)
     for smaller in smaller_forms(spec, asked, least_n_ctx):
-        found = estimate(smaller)
-        if found.total_bytes <= budget.room_bytes:
-            return _fitted(Fit.DEGRADED, spec, asked, smaller, found)
-    least = smallest(spec, estimate, least_n_ctx)
-    needed = least.estimate.total_bytes
+        yield from placing.forms(smaller)
+
+
+def _too_large(spec: ModelSpec, placing: Placing, least_n_ctx: int) -> FittedSpec:
+    """The smallest form, which no machine like this can hold; raises InsufficientMemoryError of others."""
+    estimate, budget = placing.estimate, placing.budget
+    least = smallest(spec, estimate, least_n_ctx, placing)
+    if short := placing.short(least.estimate):
+        raise _no_room_on(short[0], spec, least, placing)
+    needed = least.estimate.host_bytes(budget.devices)
     if needed > budget.most_bytes:
         return least
     raise InsufficientMemoryError(
@@ -158,11 +205,39 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
     )
 
 
-def smallest(spec: ModelSpec, estimate: Estimator, least_n_ctx: int = 0) -> FittedSpec:
-    """The form of `spec` that takes least, for where not even that fits."""
+def _no_room_on(
+    device: DeviceBudget, spec: ModelSpec, least: FittedSpec, placing: Placing
+) -> InsufficientMemoryError:
+    """A device cannot hold what it was asked to hold: what it could, and the flag for that."""
+    needed, free = least.estimate.device_bytes(device.id), max(0, device.free_bytes)
+    layers, num_layers = placing.most_layers(least.spec), least.estimate.num_layers
+    would_fit = f"{layers} of {num_layers} layers would fit: --gpu-layers {layers}, or auto"
+    return InsufficientMemoryError(
+        f"{spec.id} needs {size_text(needed)} of {device.id} at the least, and"
+        f" {size_text(device.margin_bytes)} have to stay free there; {size_text(free)} can be had now;"
+        f" {would_fit if layers else 'no layer would fit: --device none'}",
+        needed=needed,
+        free=free,
+        margin=device.margin_bytes,
+        device=device.id,
+        layers=layers,
+    )
+
+
+def smallest(
+    spec: ModelSpec, estimate: Estimator, least_n_ctx: int = 0, placing: Placing | None = None
+) -> FittedSpec:
+    """The form of `spec` that takes least, for where not even that fits; with `placing` least of devices."""
     asked = estimate(spec)
-    forms = (spec, *smaller_forms(spec, asked, least_n_ctx))
-    smaller, least = min(((form, estimate(form)) for form in forms), key=lambda pair: pair[1].total_bytes)
+    bases = (spec, *smaller_forms(spec, asked, least_n_ctx))
+    forms = bases if placing is None else tuple(form for base in bases for form in placing.forms(base))
+    devices = placing.budget.devices if placing else ()
+
+    def size(pair: tuple[ModelSpec, Estimate]) -> tuple[int, int]:
+        host_bytes = pair[1].host_bytes(devices)
+        return pair[1].total_bytes - host_bytes, host_bytes
+
+    smaller, least = min(((form, estimate(form)) for form in forms), key=size)
     return _fitted(Fit.TOO_LARGE, spec, asked, smaller, least)
 
 
@@ -199,6 +274,7 @@ def _fitted(fit: Fit, spec: ModelSpec, asked: Estimate, smaller: ModelSpec, foun
         phrases.append(f"{smaller.kv_type} cells instead of {spec.kv_type or '16-bit'} ones")
     if smaller.num_slots != spec.num_slots:
         phrases.append(f"{count_text(smaller.num_slots, 'slot')} instead of {spec.num_slots}")
+    phrases += less_on_devices(spec, smaller, found.num_layers)
     return FittedSpec(fit=fit, spec=smaller, estimate=found, degraded=tuple(phrases))
 
 
@@ -207,11 +283,16 @@ def with_draft(estimate: Estimator, draft: Estimator) -> Estimator:
 
     def both(spec: ModelSpec) -> Estimate:
         found = estimate(spec)
-        alone = msgspec.structs.replace(spec, kv_type="", adapters=(), projector=None)
+        alone = msgspec.structs.replace(
+            spec, kv_type="", adapters=(), projector=None, placement=draft_placement(spec.placement)
+        )
         own = draft(
             msgspec.structs.replace(alone, num_slots=1, n_batch=DRAFT_BATCH, n_ctx=found.n_ctx, num_cells=0)
         )
         lines = {**found.lines, "draft": own.total_bytes}
-        return Estimate(lines=lines, n_ctx=found.n_ctx, smaller_kv_types=found.smaller_kv_types)
+        on_devices = dict(found.on_devices)
+        for device, part in own.on_devices.items():
+            on_devices[device] = {**on_devices.get(device, {}), "draft": sum(part.values())}
+        return replace(found, lines=lines, on_devices=on_devices)
 
     return both

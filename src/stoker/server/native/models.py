@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import AliasChoices, Field
@@ -14,6 +14,7 @@ from stoker.server.context import ServerContext
 from stoker.server.inbound.bodies import while_connected
 from stoker.server.inbound.body import Body, Described, Name, read_body
 from stoker.server.reply import json_response
+from stoker.setting_fields import MAX_LAYERS, DeviceNames, GpuLayers, Parts
 from stoker.settings import MAX_SLOTS
 from stoker.tasks.fields import keep_alive_seconds
 
@@ -34,6 +35,9 @@ class LoadModelRequest(ModelRequest):
         keep_alive: seconds, or such as `10m`, that it stays after its last request; negative: for good.
         ctx_size: tokens that all its slots share.
         slots: requests that run on it at once.
+        gpu_layers, device, split_mode, tensor_split, main_gpu, cpu_moe, kv_type, mmap, kv_offload: where it
+            lies, as the settings of the same names.
+        kv_bits: 4, 8 or 16: the same as kv_type q4_0, q8_0 and what the device takes by itself.
     """
 
     keep_alive: float | str | None = None
@@ -43,6 +47,16 @@ class LoadModelRequest(ModelRequest):
     slots: Annotated[int, Field(ge=1, le=MAX_SLOTS)] | None = Field(
         None, validation_alias=AliasChoices("slots", "num_slots")
     )
+    gpu_layers: GpuLayers | None = Field(None, validation_alias=AliasChoices("gpu_layers", "n_gpu_layers"))
+    device: DeviceNames | None = None
+    split_mode: Literal["none", "layer", "row"] | None = None
+    tensor_split: Parts | None = None
+    main_gpu: Annotated[int, Field(ge=0, le=255)] | None = None
+    cpu_moe: Annotated[int, Field(ge=0, le=MAX_LAYERS)] | None = None
+    kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None = None
+    kv_bits: Literal[4, 8, 16] | None = None
+    mmap: bool | None = None
+    kv_offload: bool | None = None
 
 
 class PinModelRequest(ModelRequest):
@@ -69,12 +83,14 @@ def router(context: ServerContext) -> APIRouter:
         _require_operator(request)
         body = await read_body(request, LoadModelRequest)
         context.require_ready()
+        where = body.model_dump(exclude={"model", "keep_alive", "ctx_size", "slots"}, exclude_none=True)
         loading = runtime.load_model(
             _named(context, body.model),
             keep_alive=keep_alive_seconds(body.keep_alive),
             ctx_size=body.ctx_size,
             slots=body.slots,
             reach=Reach.HUB if request.state.key_digest or context.settings.allow_downloads else Reach.LOCAL,
+            **where,
         )
         return json_response(_loaded(await while_connected(loading, request.receive)))
 

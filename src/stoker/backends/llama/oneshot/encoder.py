@@ -209,7 +209,7 @@ def load(
             f"{header.path.name} is a {header.model_class} ({header.architecture}), no encoder",
             model_class=str(header.model_class),
         )
-    model = LlamaModel(tried_options(header, on_progress, cache_dir))
+    model = LlamaModel(tried_options(spec, header, on_progress, cache_dir))
     try:
         return LlamaEncoder(model, header, spec)
     except BaseException:

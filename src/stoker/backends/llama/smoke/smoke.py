@@ -23,18 +23,22 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import platformdirs
 
 from stoker.backends.llama.binding import LIBRARY_DIR, LIBRARY_VERSION, accelerators
 from stoker.backends.llama.model import ModelOptions
-from stoker.errors import LoadCrashedError, ModelLoadError
+from stoker.errors import ErrorInfo, LoadCrashedError, ModelLoadError, error_from_info
+from stoker.ipc.model import ANYWHERE, PlacementSpec
 from stoker.models.gguf.header import read_header
+from stoker.models.placement import chosen_devices
 from stoker.native_crash import native_text
 from stoker.private import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stoker.ipc.model import ModelSpec
     from stoker.models.gguf.header import GgufHeader
 
     OnProgress = Callable[[float], None]
@@ -96,7 +100,10 @@ class SmokeVerdict:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How one child ended; `is_telling` where that is due to build and device, not to the moment."""
+    """How one child ended; `is_telling` where that is due to build and device, not to the moment.
+
+    Where it had too little memory `shortage` says so. `token_s` is what a token took, once it was warm.
+    """
 
     is_ok: bool
     is_refusal: bool
@@ -104,6 +111,8 @@ class _Outcome:
     detail: str
     label: str = ""
     has_crashed: bool = False
+    shortage: ErrorInfo | None = None
+    token_s: float = 0.0
 
 
 def verdict_for(path: Path, cache_dir: Path) -> SmokeVerdict:
@@ -116,32 +125,38 @@ def verdict_for(path: Path, cache_dir: Path) -> SmokeVerdict:
 
 
 def verdict_of(
-    header: GgufHeader, cache_dir: Path, on_wait: Callable[[], None] | None = None
+    header: GgufHeader,
+    cache_dir: Path,
+    on_wait: Callable[[], None] | None = None,
+    placement: PlacementSpec = ANYWHERE,
 ) -> SmokeVerdict:
-    """Like `verdict_for`, for a header that was read already.
+    """Like `verdict_for`, for a header that was read already and a placement.
 
     `on_wait` is called several times a second while a child tries; what it raises ends the trial.
     """
     file = cache_dir / VERDICT_FILE
-    key = _key(header)
+    key = _key(header, placement)
     known = _read(file)
-    verdict = _decoded(known.get(_file_key(header))) or _decoded(known.get(key))
+    verdict = _decoded(known.get(_file_key(header, placement))) or _decoded(known.get(key))
     if verdict is not None:
         return verdict
-    verdict, is_lasting = _try_settings(header.path, on_wait or _wait_on)
+    verdict, is_lasting = _try_settings(header.path, placement, on_wait or _wait_on)
     if is_lasting:
         _write(file, {**_read(file), key: asdict(verdict)})
     return verdict
 
 
 def verdict_of_file(
-    header: GgufHeader, cache_dir: Path, on_wait: Callable[[], None] | None = None
+    header: GgufHeader,
+    cache_dir: Path,
+    on_wait: Callable[[], None] | None = None,
+    placement: PlacementSpec = ANYWHERE,
 ) -> SmokeVerdict:
     """Like `verdict_of`, found now for this very file, and remembered for it unless it is broken."""
-    verdict, is_lasting = _try_settings(header.path, on_wait or _wait_on)
+    verdict, is_lasting = _try_settings(header.path, placement, on_wait or _wait_on)
     if is_lasting:
         file = cache_dir / VERDICT_FILE
-        known = {**_read(file), _file_key(header): asdict(verdict)}
+        known = {**_read(file), _file_key(header, placement): asdict(verdict)}
         files = [key for key in known if key.startswith(_FILE_KEY)]
         for oldest in files[: max(0, len(files) - MAX_FILE_VERDICTS)]:
             del known[oldest]
@@ -153,14 +168,18 @@ def _wait_on() -> None:
     """No reason to end the trial early."""
 
 
-def _try_settings(path: Path, on_wait: Callable[[], None]) -> tuple[SmokeVerdict, bool]:
+def _try_settings(
+    path: Path, placement: PlacementSpec, on_wait: Callable[[], None]
+) -> tuple[SmokeVerdict, bool]:
     """The verdict, and whether it lasts: not if a child was killed from outside or took too long."""
     settings = [SmokeSetting.OK, SmokeSetting.NO_EXTRA_BUFTS]
-    if accelerators():
+    if chosen_devices(placement, accelerators()):
         settings += [SmokeSetting.NO_OFFLOAD, SmokeSetting.PLAIN]
     failed: list[_Outcome] = []
     for setting in settings:
-        found = _run_trial(path, setting, on_wait)
+        found = _run_trial(path, setting, on_wait, placement)
+        if found.shortage is not None:
+            raise error_from_info(found.shortage)
         if found.is_refusal and not failed:
             return SmokeVerdict(SmokeSetting.BROKEN, found.detail, found.label), False
         if found.is_ok:
@@ -175,9 +194,13 @@ def _try_settings(path: Path, on_wait: Callable[[], None]) -> tuple[SmokeVerdict
     return SmokeVerdict(SmokeSetting.BROKEN, detail, "", has_crashed), False
 
 
-def _run_trial(path: Path, setting: SmokeSetting, on_wait: Callable[[], None]) -> _Outcome:
+def _run_trial(
+    path: Path, setting: SmokeSetting, on_wait: Callable[[], None], placement: PlacementSpec = ANYWHERE
+) -> _Outcome:
     command = [sys.executable, "-P", "-m", "stoker.backends.llama.smoke.trial", str(path)]
     command += ["--extra-bufts", _on_off(setting.uses_extra_bufts), "--offload", _on_off(setting.offloads)]
+    if placement != ANYWHERE:
+        command += ["--placement", msgspec.json.encode(placement).decode()]
     try:
         done = _run(command, on_wait)
     except subprocess.TimeoutExpired:
@@ -197,6 +220,8 @@ def _run_trial(path: Path, setting: SmokeSetting, on_wait: Callable[[], None]) -
             is_telling=True,
             detail=said["detail"][:MAX_DETAIL_CHARS],
             label=said["label"],
+            shortage=msgspec.convert(said["shortage"], ErrorInfo | None),
+            token_s=said["token_s"],
         )
     except (IndexError, KeyError, TypeError, ValueError):
         text = native_text(done.stderr)
@@ -233,22 +258,23 @@ def _failed(detail: str, *, is_telling: bool, has_crashed: bool = False) -> _Out
     )
 
 
-def _file_key(header: GgufHeader) -> str:
+def _file_key(header: GgufHeader, placement: PlacementSpec = ANYWHERE) -> str:
     """The same with the model's files: one that is replaced is another."""
     stats = [(shard.name, shard.stat()) for shard in header.shards]
-    parts = (_key(header), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+    parts = (_key(header, placement), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
     return _FILE_KEY + hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _key(header: GgufHeader) -> str:
+def _key(header: GgufHeader, placement: PlacementSpec = ANYWHERE) -> str:
     """Digest of what decides whether native code works: the library's files, devices, element types."""
     files = sorted(
         (file.name, stat.st_size, stat.st_mtime_ns)
         for file in LIBRARY_DIR.iterdir()
         if (stat := file.stat()) and not file.is_dir()
     )
-    cards = [(each.kind, each.name) for each in accelerators()]
-    parts = (LIBRARY_VERSION, files, _cpu(), cards, sorted(header.tensor_types), header.architecture)
+    cards = [(each.kind, each.name) for each in chosen_devices(placement, accelerators())]
+    mode = str(placement.split_mode or "") if len(cards) > 1 else ""
+    parts = (LIBRARY_VERSION, files, _cpu(), cards, mode, sorted(header.tensor_types), header.architecture)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -289,10 +315,16 @@ def _write(file: Path, known: dict[str, Any]) -> None:
         _logger.warning("the smoke verdict could not be kept in %s: %s", file, error)
 
 
-def tried_options(header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None) -> ModelOptions:
+def tried_options(
+    spec: ModelSpec, header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None
+) -> ModelOptions:
     """How to load a file, after a smoke decode in a child process where none is remembered.
 
+    Where a part of it stays in host memory beside devices, the child also measures what a token takes so;
+    that is remembered for this file and placement.
+
     Args:
+        spec: where it is to lie.
         header: of the file.
         on_progress: told the fraction loaded, 0 while it is tried; what it raises ends the load.
         cache_dir: where verdicts are remembered; None: this user's cache folder.
@@ -300,24 +332,66 @@ def tried_options(header: GgufHeader, on_progress: OnProgress | None, cache_dir:
     Raises:
         LoadCrashedError: llama.cpp crashes on it; the message quotes what it said.
         ModelLoadError: llama.cpp refuses it, or computes nonsense.
+        InsufficientMemoryError: there is less memory than it takes.
     """
-    verdict = verdict_of(header, _folder(cache_dir), _asking(on_progress))
+    folder, on_wait = _folder(cache_dir), _asking(on_progress)
+    verdict = verdict_of(header, folder, on_wait, spec.placement)
     _refuse_broken(header, verdict)
+    is_parted = verdict.setting.offloads and is_shared_with_host(header, spec.placement)
     return ModelOptions(
         path=header.path,
         use_extra_bufts=verdict.setting.uses_extra_bufts,
         offloads=verdict.setting.offloads,
+        placement=spec.placement,
         on_progress=on_progress,
+        token_s=_token_seconds(header, spec.placement, verdict.setting, folder, on_wait)
+        if is_parted
+        else 0.0,
     )
 
 
-def try_in_child(header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None) -> None:
+def is_shared_with_host(header: GgufHeader, placement: PlacementSpec) -> bool:
+    """Whether host memory holds some layers, or experts, of a model that devices compute."""
+    layers = placement.gpu_layers
+    is_less = isinstance(layers, int) and 0 < layers <= header.block_count
+    return placement.has_devices and (is_less or bool(placement.cpu_moe))
+
+
+def _token_seconds(
+    header: GgufHeader,
+    placement: PlacementSpec,
+    setting: SmokeSetting,
+    folder: Path,
+    on_wait: Callable[[], None],
+) -> float:
+    """What a token takes with this placement, measured in a child process or remembered; 0: not known."""
+    file, key = folder / VERDICT_FILE, _cost_key(header, placement)
+    match _read(file).get(key):
+        case {"token_s": float(known)}:
+            return known
+    found = _run_trial(header.path, setting, on_wait, placement)
+    if found.shortage is not None:
+        raise error_from_info(found.shortage)
+    if found.is_ok:
+        _write(file, {**_read(file), key: {"token_s": found.token_s}})
+    return found.token_s if found.is_ok else 0.0
+
+
+def _cost_key(header: GgufHeader, placement: PlacementSpec) -> str:
+    parts = _file_key(header, placement), msgspec.json.encode(placement)
+    return "cost:" + hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def try_in_child(
+    spec: ModelSpec, header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None
+) -> None:
     """Have a child process load and run this very file, whatever is remembered of its kind.
 
     What is found is remembered for this file, so that `tried_options` gives it. Args and errors are those of
     `tried_options`.
     """
-    _refuse_broken(header, verdict_of_file(header, _folder(cache_dir), _asking(on_progress)))
+    verdict = verdict_of_file(header, _folder(cache_dir), _asking(on_progress), spec.placement)
+    _refuse_broken(header, verdict)
 
 
 def _folder(cache_dir: Path | None) -> Path:

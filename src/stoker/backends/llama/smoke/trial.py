@@ -2,9 +2,10 @@
 
     python -m stoker.backends.llama.smoke.trial MODEL.gguf --extra-bufts on|off --offload on|off
 
-prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`. A crash says the rest by its
-signal. The variable STOKER_SMOKE_FAULT makes it fail on purpose, for tests: "segv" and "nan" with repacked
-weights, "segv-offload" where an accelerator may be used, "segv-always" in any case, "hang" for good.
+prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`, `shortage` where memory was short,
+`token_s` where a placement is tried. A crash says the rest by its signal. The variable STOKER_SMOKE_FAULT
+makes it fail on purpose, for tests: "segv" and "nan" with repacked weights, "segv-offload" where an
+accelerator may be used, "segv-always" in any case, "hang" for good.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import sys
+import time
 from pathlib import Path
+
+import msgspec
 
 from stoker.backends.llama.binding import label
 from stoker.backends.llama.context import ContextOptions, LlamaContext
@@ -22,10 +27,12 @@ from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.seq2seq import SourceReader
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.errors import StokerError
+from stoker.errors import InsufficientMemoryError, StokerError
+from stoker.ipc.model import PlacementSpec
 from stoker.native_crash import prepare_to_crash
 
 BATCH_TOKENS = 32
+NUM_TIMED = 8
 NUM_CELLS = 256
 
 
@@ -35,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("--extra-bufts", choices=("on", "off"), default="on")
     parser.add_argument("--offload", choices=("on", "off"), default="on")
+    parser.add_argument("--placement", help="a PlacementSpec as JSON")
     options = parser.parse_args(arguments)
     prepare_to_crash()
     fault = os.environ.get("STOKER_SMOKE_FAULT", "")
@@ -45,19 +53,25 @@ def main(arguments: list[str] | None = None) -> int:
                 path=options.path,
                 use_extra_bufts=options.extra_bufts == "on",
                 offloads=options.offload == "on",
+                placement=msgspec.json.decode(options.placement or "{}", type=PlacementSpec),
             )
         )
+    except InsufficientMemoryError as error:
+        return _say("refused", error.message, "", shortage=error)
     except StokerError as error:
         return _say("refused", error.message, "")
+    token_s = 0.0
     try:
-        detail = _decode(model)
+        detail, token_s = _decode(model, NUM_TIMED if options.placement else 0)
+    except InsufficientMemoryError as error:
+        return _say("refused", error.message, "", shortage=error)
     except StokerError as error:
         detail = error.message
     finally:
         model.close()
     if fault == "nan" and options.extra_bufts == "on":
         detail = "a fault was ordered"
-    return _say("wrong" if detail else "ok", detail, label(model.devices))
+    return _say("wrong" if detail else "ok", detail, label(model.devices), token_s=token_s)
 
 
 def _meet(fault: str, options: argparse.Namespace) -> None:
@@ -73,8 +87,11 @@ def _meet(fault: str, options: argparse.Namespace) -> None:
         signal.pause()
 
 
-def _decode(model: LlamaModel) -> str:
-    """What is wrong with the logits of a batch and of the token after it; empty if nothing is."""
+def _decode(model: LlamaModel, num_timed: int) -> tuple[str, float]:
+    """What is wrong with the logits of a batch and of the token after it; empty if nothing is.
+
+    And the seconds that a token takes, in the median of `num_timed` more.
+    """
     context = LlamaContext(
         model,
         ContextOptions(
@@ -88,14 +105,23 @@ def _decode(model: LlamaModel) -> str:
         for start, part in ((0, tokens[:-1]), (BATCH_TOKENS, tokens[-1:])):
             rows = context.step(BatchPlan((PlanItem(0, start, part, 1),)))
             if not bool((abs(rows) < float("inf")).all()):  # false for NaN as well
-                return f"logits that are not finite after {len(part)} tokens"
+                return f"logits that are not finite after {len(part)} tokens", 0.0
+        took_s = []
+        for at in range(len(tokens), len(tokens) + num_timed):
+            begun = time.perf_counter()
+            context.step(BatchPlan((PlanItem(0, at, tokens[:1], 1),)))
+            took_s.append(time.perf_counter() - begun)
     finally:
         context.close()
-    return ""
+    return "", statistics.median(took_s) if took_s else 0.0
 
 
-def _say(outcome: str, detail: str, what: str) -> int:
-    print(json.dumps({"outcome": outcome, "detail": detail, "label": what}))  # noqa: T201 - for the parent
+def _say(
+    outcome: str, detail: str, what: str, *, shortage: StokerError | None = None, token_s: float = 0.0
+) -> int:
+    info = None if shortage is None else msgspec.to_builtins(shortage.info())
+    said = {"outcome": outcome, "detail": detail, "label": what, "shortage": info, "token_s": token_s}
+    print(json.dumps(said))  # noqa: T201 - for the parent
     return 0
 
 

@@ -1,0 +1,76 @@
+"""Where llama.cpp puts a model: a placement as its parameters (SPEC R11).
+
+Owns what those parameters point to, which has to live as long as the load. What fits where is
+`models.memory_estimate`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+from stoker.backends.llama.binding import llama, native_device
+from stoker.ipc.model import SplitMode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.backends.device import Device
+    from stoker.ipc.model import PlacementSpec
+
+_ALL_LAYERS = -1
+_SPLIT_MODES = {SplitMode.NONE: 0, SplitMode.LAYER: 1, SplitMode.ROW: 2}  # enum llama_split_mode
+_MAPPED_WHERE_IT_CAN, _READ_WHOLE = -1, 0  # enum llama_load_mode
+_EXPERTS = r"blk\.({})\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+
+
+class _BufferOverride(ctypes.Structure):
+    """llama_model_tensor_buft_override."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+class NativePlacement:
+    """A placement on devices as fields of `llama_model_params`.
+
+    Args:
+        placement: concrete, or "auto" for all layers.
+        devices: those it names, in its order; none: everything lies in host memory.
+    """
+
+    def __init__(self, placement: PlacementSpec, devices: Sequence[Device]) -> None:
+        self._placement = placement
+        self._devices = tuple(devices)
+        handles = [native_device(device) for device in self._devices]
+        self._handles = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+        self._parts = (ctypes.c_float * max(llama.llama_max_devices(), len(handles)))(*self._shares())
+        pattern = _EXPERTS.format("|".join(map(str, range(placement.cpu_moe or 0)))).encode()
+        self._overrides = (_BufferOverride * 2)(_BufferOverride(pattern, _cpu_buffer_type()))
+
+    def __repr__(self) -> str:
+        return f"<NativePlacement {self._placement} on {[device.id for device in self._devices]}>"
+
+    def apply(self, params: Any) -> None:
+        """Fill them in; this object has to live until the model is loaded."""
+        placement = self._placement
+        count = placement.gpu_layers if isinstance(placement.gpu_layers, int) else _ALL_LAYERS
+        params.devices = ctypes.cast(self._handles, ctypes.c_void_p)
+        params.n_gpu_layers = count if self._devices else 0
+        params.split_mode = _SPLIT_MODES[placement.split_mode or SplitMode.LAYER]
+        params.main_gpu = placement.main_gpu or 0
+        params.load_mode = _MAPPED_WHERE_IT_CAN if placement.mmap else _READ_WHOLE
+        if placement.tensor_split:
+            params.tensor_split = self._parts
+        if placement.cpu_moe and self._devices:
+            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+
+    def _shares(self) -> tuple[float, ...]:
+        """Small numbers: bytes would not be exact as floats."""
+        total = sum(self._placement.tensor_split)
+        return tuple(part / total for part in self._placement.tensor_split[: len(self._devices)])
+
+
+def _cpu_buffer_type() -> int:
+    function = llama._lib.ggml_backend_cpu_buffer_type  # noqa: SLF001 - the bindings declare nothing for buffers
+    function.restype = ctypes.c_void_p
+    return int(function())

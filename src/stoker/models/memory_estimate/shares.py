@@ -1,0 +1,121 @@
+"""Which part of a model lies on which device, by its header and a placement (SPEC R11).
+
+Owns the rule by which the bundled llama.cpp deals out layers (`load_tensors` in llama-model.cpp): the input
+stays in host memory, the last layers and the output go to devices, in the order of their parts. How much
+each part takes is said by the caller.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from stoker.ipc.model import SplitMode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stoker.ipc.model import PlacementSpec
+    from stoker.models.gguf.header import GgufHeader
+
+HOST = ""
+"""In the place of a device's id: the machine's memory."""
+_BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
+_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
+_INPUTS = ("token_embd", "position_embd", "token_types", "per_layer_token_embd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Weights of one layer: all of them, and those of its experts among them."""
+
+    all_bytes: int = 0
+    expert_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """Weights of a model by where they can lie, in bytes.
+
+    Attributes:
+        layers: one for each layer.
+        output_bytes: of what follows the last layer.
+        input_bytes: of what comes before the first, which no device holds.
+    """
+
+    layers: tuple[LayerBytes, ...]
+    output_bytes: int
+    input_bytes: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers as `gpu_layers` counts them: the output is one."""
+        return len(self.layers) + 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has some."""
+        return any(layer.expert_bytes for layer in self.layers)
+
+
+def read_parts(header: GgufHeader) -> ModelParts:
+    """The parts of a model; where its embeddings are its output as well, they count in both."""
+    sizes: defaultdict[int, int] = defaultdict(int)
+    experts: defaultdict[int, int] = defaultdict(int)
+    before = after = 0
+    embeddings = 0
+    for tensor in header.tensors:
+        if block := _BLOCK.search(tensor.name):
+            sizes[int(block[1])] += tensor.size_bytes
+            experts[int(block[1])] += tensor.size_bytes if _EXPERTS.search(tensor.name) else 0
+        elif tensor.name.startswith(_INPUTS):
+            before += tensor.size_bytes
+            embeddings += tensor.size_bytes if tensor.name == "token_embd.weight" else 0
+        else:
+            after += tensor.size_bytes
+    has_output = any(tensor.name == "output.weight" for tensor in header.tensors)
+    count = max(header.block_count, max(sizes, default=-1) + 1)
+    return ModelParts(
+        layers=tuple(LayerBytes(all_bytes=sizes[at], expert_bytes=experts[at]) for at in range(count)),
+        output_bytes=after + (0 if has_output else embeddings),
+        input_bytes=before,
+    )
+
+
+def places(placement: PlacementSpec, num_layers: int) -> tuple[str, ...]:
+    """Id of the device of each layer, the output last, or `HOST`.
+
+    Args:
+        placement: with the ids of its devices and their parts; "auto" counts as all layers.
+        num_layers: as `ModelParts.num_layers`.
+    """
+    given = placement.gpu_layers
+    count = min(given, num_layers) if isinstance(given, int) else num_layers
+    devices = placement.device if placement.has_devices else ()
+    if not devices or not count:
+        return (HOST,) * num_layers
+    first = num_layers - count
+    if placement.split_mode is SplitMode.NONE or len(devices) == 1:
+        return (HOST,) * first + (devices[placement.main_gpu or 0],) * count
+    parts = placement.tensor_split or (1.0,) * len(devices)
+    ends = [end / sum(parts) for end in accumulate(parts)]
+    last = len(devices) - 1
+    found = (devices[min(last, bisect_right(ends, at / count))] for at in range(count))
+    return (HOST,) * first + tuple(found)
+
+
+def weights_by_device(parts: ModelParts, placement: PlacementSpec) -> Mapping[str, int]:
+    """Bytes of weights by id, those in host memory under `HOST`."""
+    held: defaultdict[str, int] = defaultdict(int)
+    held[HOST] += parts.input_bytes
+    where = places(placement, parts.num_layers)
+    for at, (layer, device) in enumerate(zip(parts.layers, where[:-1], strict=True)):
+        kept = layer.expert_bytes if at < (placement.cpu_moe or 0) else 0
+        held[HOST] += kept
+        held[device] += layer.all_bytes - kept
+    held[where[-1]] += parts.output_bytes
+    return held

@@ -1,0 +1,70 @@
+"""Which of the devices that there are a placement means (SPEC R11).
+
+Owns how devices are named: by index, by id or by name, as `stoker doctor` shows them. Where layers then go is
+`memory_estimate.placing`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from stoker.backends.device import CPU
+from stoker.errors import InvalidRequestError
+from stoker.ipc.model import NO_DEVICE, SplitMode
+from stoker.wording import count_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stoker.backends.device import Device
+    from stoker.ipc.model import ModelSpec, PlacementSpec
+
+
+def chosen_devices(placement: PlacementSpec, devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The accelerators among `devices` that a placement means, in its order; none: the CPU computes.
+
+    Raises:
+        InvalidRequestError: it names one that is not there, says how more or fewer are to share a model than
+            there are, or one of them twice; details carry `devices`, the ids of those that there are.
+    """
+    there = tuple(device for device in devices if device.kind != CPU.kind)
+    if not placement.has_devices:
+        return ()
+    found = tuple(_named(name, there) for name in placement.device) or there
+    ids = [device.id for device in found]
+    if len(set(ids)) < len(ids):
+        raise _refusal("device", f"one is named twice: {', '.join(placement.device)}", there)
+    if found and placement.main_gpu is not None and placement.main_gpu >= len(found):
+        text = f"{placement.main_gpu} is no index among {count_text(len(found), 'device')}"
+        raise _refusal("main_gpu", text, there)
+    parts = len(placement.tensor_split)
+    if parts not in {0, len(found)} and len(found) > 1 and placement.split_mode is not SplitMode.NONE:
+        raise _refusal("tensor_split", f"{parts} parts for {count_text(len(found), 'device')}", there)
+    return found
+
+
+def with_device_ids(spec: ModelSpec, devices: Sequence[Device]) -> ModelSpec:
+    """The spec with its devices by their ids; raises as `chosen_devices`."""
+    ids = tuple(device.id for device in chosen_devices(spec.placement, devices))
+    return replace(spec, placement=replace(spec.placement, device=ids or (NO_DEVICE,)))
+
+
+def _named(name: str, there: Sequence[Device]) -> Device:
+    if name.isdecimal() and int(name) < len(there):
+        return there[int(name)]
+    wanted = name.casefold()
+    by_id = [device for device in there if device.id.casefold() == wanted]
+    by_name = [device for device in there if wanted in {device.name.casefold(), device.label.casefold()}]
+    found = by_id or by_name
+    if len(found) == 1:
+        return found[0]
+    what = f"several are called {name!r}" if found else f"there is no {name!r} here"
+    raise _refusal("device", what, there)
+
+
+def _refusal(param: str, what: str, there: Sequence[Device]) -> InvalidRequestError:
+    known = [f"{at} {device.id} ({device.name})" for at, device in enumerate(there)]
+    text = f"{param}: {what}; there {'are' if known else 'is'} {', '.join([*known, NO_DEVICE])}"
+    return InvalidRequestError(text, param=param, devices=[device.id for device in there])
