@@ -114,7 +114,7 @@ class SteadyDevice:
         """What comes before a native call."""
         lap = Lap(plan.num_tokens, plan.num_rows)
         self._lengths.check(plan)
-        self._batch.fill(passes(plan, {}, NONE)[0].plan)
+        self._batch.fill(passes(plan, {}, NONE, range(len(plan.items)))[0].plan)
         self._lengths.advance(plan)
         self.laps.append(lap)
         lap.launched_s, lap.launched_cpu_s = time.perf_counter(), time.thread_time()

@@ -12,13 +12,13 @@ from hello_backend import HelloBackend
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.protocol.backend import Backend
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import KVLayout, ModelSpec
 from tiny_models import TINY, write_llama
 
 NUM_CELLS = 512  # llama.cpp rounds to multiples of 256
 NUM_SLOTS = 4
 
-OpenLlama = Callable[[Path], LlamaBackend]
+OpenLlama = Callable[..., LlamaBackend]
 TinyModel = Callable[[str], Path]
 
 
@@ -41,9 +41,15 @@ def smollm2_path() -> Path:
 def open_llama(smoke_dir: Path) -> OpenLlama:
     """A function that loads a model file with few cells; one thread, steady where cores are shared."""
 
-    def open_path(path: Path) -> LlamaBackend:
+    def open_path(path: Path, layout: KVLayout = KVLayout.AUTO, num_slots: int = NUM_SLOTS) -> LlamaBackend:
         spec = ModelSpec(
-            id="m", path=str(path), num_slots=NUM_SLOTS, n_ctx=NUM_CELLS, n_batch=128, num_threads=1
+            id="m",
+            path=str(path),
+            num_slots=num_slots,
+            n_ctx=NUM_CELLS,
+            n_batch=128,
+            num_threads=1,
+            kv_layout=layout,
         )
         return load(spec, cache_dir=smoke_dir)
 
@@ -64,7 +70,14 @@ def loaded_decoder(open_llama: OpenLlama, tiny_decoder: Path) -> Iterator[LlamaB
         yield backend
 
 
-@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder"])
+@pytest.fixture(scope="session")
+def loaded_streams(open_llama: OpenLlama, tiny_decoder: Path) -> Iterator[LlamaBackend]:
+    """The same decoder, with cells of its own for each of twelve sequences."""
+    with open_llama(tiny_decoder, KVLayout.STREAMS, 11) as backend:
+        yield backend
+
+
+@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "streams"])
 def backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """Each backend in turn, with every sequence empty."""
     return chosen_backend(request)
@@ -103,13 +116,13 @@ def loaded_tiny(open_llama: OpenLlama, tiny_model: TinyModel) -> Iterator[Callab
         backend.close()
 
 
-@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "fake-recurrent", *TINY])
+@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder", "streams", "fake-recurrent", *TINY])
 def any_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
     """As `backend`, and those that cannot go back: recurrent, hybrid, with a sliding window."""
     return chosen_backend(request)
 
 
-@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder"])
+@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder", "streams"])
 def generating(request: pytest.FixtureRequest) -> Backend:
     """As `backend`, and the one that has the core protocol alone."""
     if request.param == "hello":
@@ -117,7 +130,23 @@ def generating(request: pytest.FixtureRequest) -> Backend:
     return chosen_backend(request)
 
 
-@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder", "fake-recurrent", *TINY])
+@pytest.fixture(params=["hello", "fake", "fake-async", "smollm2", "decoder"])
+def pooling(request: pytest.FixtureRequest) -> Backend:
+    """As `generating`, those whose sequences share one pool of cells."""
+    if request.param == "hello":
+        return HelloBackend()
+    return chosen_backend(request)
+
+
+@pytest.fixture(params=["fake", "fake-async", "smollm2", "decoder"])
+def pooling_states(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend:
+    """As `backend`, those whose sequences share one pool of cells."""
+    return chosen_backend(request)
+
+
+@pytest.fixture(
+    params=["hello", "fake", "fake-async", "smollm2", "decoder", "streams", "fake-recurrent", *TINY]
+)
 def any_generating(request: pytest.FixtureRequest) -> Backend:
     """As `any_backend`, and the one that has the core protocol alone."""
     if request.param == "hello":
@@ -152,7 +181,7 @@ def chosen_backend(request: pytest.FixtureRequest) -> FakeBackend | LlamaBackend
             return open_fake(is_async=request.param == "fake-async")
         case "fake-recurrent":
             return open_fake(recurrent=True)
-        case "smollm2" | "decoder":
+        case "smollm2" | "decoder" | "streams":
             chosen = request.getfixturevalue(f"loaded_{request.param}")
         case name:
             chosen = request.getfixturevalue("loaded_tiny")(name)

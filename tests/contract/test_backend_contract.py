@@ -11,6 +11,7 @@ from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.protocol.backend import Backend, BatchPlan, PlanItem, Rows
 from stoker.errors import InvalidRequestError, PoolFullError, StepFailedError
+from stoker.ipc.model import KVLayout
 
 TestedBackend = FakeBackend | LlamaBackend
 
@@ -105,7 +106,7 @@ def test_a_fork_shares_cells_and_then_goes_its_own_way(generating: Backend) -> N
 
 def test_forks_of_a_long_prefix_need_no_cells_of_their_own(generating: Backend) -> None:
     """B2: `fork` shares cells."""
-    num_prefix = generating.capabilities.num_cells - 128
+    num_prefix = generating.capabilities.n_ctx - 128
     for begin in range(0, num_prefix, 128):
         feed(generating, 0, [40] * min(128, num_prefix - begin), 0)
     for seq in range(1, 5):
@@ -137,20 +138,20 @@ def test_a_trim_of_a_fork_leaves_its_source_alone(generating: Backend) -> None:
     assert_near(generating, feed(generating, 0, tokens[-1:]), feed(generating, 2, tokens[-1:]))
 
 
-def test_a_full_pool_changes_nothing_and_drop_makes_room(generating: Backend) -> None:
+def test_a_full_pool_changes_nothing_and_drop_makes_room(pooling: Backend) -> None:
     """SPEC Q12: a step without cells raises PoolFullError, lengths stay, and freed cells serve again."""
-    filler, num_cells = [41] * 128, generating.capabilities.num_cells
+    filler, num_cells = [41] * 128, pooling.capabilities.num_cells
     for seq in range(num_cells // 128):
-        feed(generating, seq, filler, 0)
-    lengths = [generating.length(seq) for seq in range(generating.capabilities.num_sequences)]
+        feed(pooling, seq, filler, 0)
+    lengths = [pooling.length(seq) for seq in range(pooling.capabilities.num_sequences)]
     with pytest.raises(PoolFullError):
-        generating.launch(BatchPlan((item(generating, 0, [1]), item(generating, 9, [2, 3])))).rows()
-    assert [generating.length(seq) for seq in range(generating.capabilities.num_sequences)] == lengths
-    generating.drop(1)
-    assert generating.length(1) == 0
-    rows = generating.launch(BatchPlan((item(generating, 0, [1]), item(generating, 9, [2, 3])))).rows()
+        pooling.launch(BatchPlan((item(pooling, 0, [1]), item(pooling, 9, [2, 3])))).rows()
+    assert [pooling.length(seq) for seq in range(pooling.capabilities.num_sequences)] == lengths
+    pooling.drop(1)
+    assert pooling.length(1) == 0
+    rows = pooling.launch(BatchPlan((item(pooling, 0, [1]), item(pooling, 9, [2, 3])))).rows()
     assert rows.shape[0] == 2
-    assert (generating.length(0), generating.length(9)) == (129, 2)
+    assert (pooling.length(0), pooling.length(9)) == (129, 2)
 
 
 @pytest.mark.parametrize("bad", ["token above", "token below", "start", "empty", "rows", "sequence"])
@@ -187,37 +188,37 @@ def test_exported_state_goes_on_bit_exactly(any_backend: TestedBackend) -> None:
     assert np.array_equal(feed(any_backend, 0, tokens[:1]), expected)
 
 
-def test_exported_state_fits_between_the_cells_of_others(backend: TestedBackend) -> None:
+def test_exported_state_fits_between_the_cells_of_others(pooling_states: TestedBackend) -> None:
     """SPEC Q4: state returns from RAM while other sequences hold scattered cells."""
-    tokens = prompt(backend)
+    tokens = prompt(pooling_states)
     for step, token in enumerate(tokens):
-        backend.launch(BatchPlan(tuple(PlanItem(seq, step, [token], 1) for seq in range(3)))).rows()
-    data = backend.export_state(0)
-    backend.drop(0)
-    num_free = backend.capabilities.num_cells - 2 * len(tokens)
+        pooling_states.launch(BatchPlan(tuple(PlanItem(seq, step, [token], 1) for seq in range(3)))).rows()
+    data = pooling_states.export_state(0)
+    pooling_states.drop(0)
+    num_free = pooling_states.capabilities.num_cells - 2 * len(tokens)
     for begin in range(0, num_free, 100):
-        feed(backend, 5, [42] * min(100, num_free - begin), 0)
-    backend.drop(1)  # what is free now lies scattered, sixteen cells exactly
-    backend.import_state(1, data)
+        feed(pooling_states, 5, [42] * min(100, num_free - begin), 0)
+    pooling_states.drop(1)  # what is free now lies scattered, sixteen cells exactly
+    pooling_states.import_state(1, data)
     with pytest.raises(PoolFullError):
-        feed(backend, 1, tokens[:1])
-    backend.drop(5)
-    assert_near(backend, feed(backend, 1, tokens[:1]), feed(backend, 2, tokens[:1]))
+        feed(pooling_states, 1, tokens[:1])
+    pooling_states.drop(5)
+    assert_near(pooling_states, feed(pooling_states, 1, tokens[:1]), feed(pooling_states, 2, tokens[:1]))
 
 
-def test_a_state_without_room_raises_and_leaves_the_sequence_empty(backend: TestedBackend) -> None:
+def test_a_state_without_room_raises_and_leaves_the_sequence_empty(pooling_states: TestedBackend) -> None:
     """SPEC Q12: an import that does not fit is a full pool, and changes nothing."""
-    feed(backend, 0, prompt(backend), 0)
-    data, num_cells = backend.export_state(0), backend.capabilities.num_cells
-    backend.drop(0)
+    feed(pooling_states, 0, prompt(pooling_states), 0)
+    data, num_cells = pooling_states.export_state(0), pooling_states.capabilities.num_cells
+    pooling_states.drop(0)
     for seq in range(num_cells // 128):
-        feed(backend, seq, [43] * 128, 0)
+        feed(pooling_states, seq, [43] * 128, 0)
     with pytest.raises(PoolFullError):
-        backend.import_state(9, data)
-    assert backend.length(9) == 0
-    backend.drop(0)
-    backend.import_state(9, data)
-    assert backend.length(9) == 16
+        pooling_states.import_state(9, data)
+    assert pooling_states.length(9) == 0
+    pooling_states.drop(0)
+    pooling_states.import_state(9, data)
+    assert pooling_states.length(9) == 16
 
 
 @pytest.mark.parametrize("damage", ["nothing", "foreign", "short", "long", "flipped"])
@@ -354,8 +355,9 @@ def test_tokens_that_end_a_generation_add_no_text(any_generating: Backend) -> No
 def test_capabilities_are_consistent(generating: Backend) -> None:
     """SPEC K7: resolved limits are reported after load."""
     found = generating.capabilities
-    assert found.num_cells == 512
-    assert found.n_ctx == min(found.num_cells, found.n_ctx_train)
+    is_apart = found.kv_layout is KVLayout.STREAMS
+    assert found.num_cells == 512 * (found.num_sequences if is_apart else 1)
+    assert found.n_ctx == min(512, found.n_ctx_train)
     assert found.n_batch == 128
     assert found.num_sequences > 4  # the slots asked for
     assert found.can_trim

@@ -9,6 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from stoker.backends.llama.cells import OrderedPool
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.state import SequenceStates
@@ -51,9 +52,9 @@ def row(context: LlamaContext, seq: int, tokens: list[int]) -> np.ndarray:
     return context.step(BatchPlan((PlanItem(seq, context.lengths[seq], tokens, 1),)))[0].copy()
 
 
-def positions(states: SequenceStates, seq: int) -> list[int]:
+def positions(context: LlamaContext, seq: int) -> list[int]:
     """The positions of a sequence's tokens, in the order of their cells in the library."""
-    payload = states.payload(seq).tobytes()
+    payload = context.read_state(seq).tobytes()
     *_, count = _COUNTS.unpack_from(payload)
     return [_CELL.unpack_from(payload, _COUNTS.size + at * _CELL.size)[0] for at in range(count)]
 
@@ -80,8 +81,8 @@ def test_every_sequence_lies_in_the_order_of_its_tokens_where_the_map_says(model
     """SPEC C3, Q4: whatever is forked, cut, dropped, taken out and put back, over many thousand calls."""
     context = context_of(model, keeps_order=True)
     states = SequenceStates(model, context, "tiny")
-    order = context._order
-    assert order is not None
+    order = context._cells
+    assert isinstance(order, OrderedPool)
     random = Random(19)
     for _ in range(1500):
         change(context, states, random)
@@ -90,7 +91,7 @@ def test_every_sequence_lies_in_the_order_of_its_tokens_where_the_map_says(model
             cells, length = order.map.cells(seq), context.lengths[seq]
             assert len(cells) == length
             assert cells == sorted(cells)
-            assert positions(states, seq) == list(range(length)) or length == 0
+            assert positions(context, seq) == list(range(length)) or length == 0
     context.close()
 
 
@@ -112,7 +113,8 @@ def change(context: LlamaContext, states: SequenceStates, random: Random) -> Non
         case _:
             seqs = random.sample(range(NUM_SEQUENCES), random.randint(1, NUM_SEQUENCES))
             plan = BatchPlan(tuple(item(context, seq, random) for seq in seqs))
-            is_full = plan.num_tokens > NUM_CELLS - context._order.map.num_used  # type: ignore[union-attr]
+            assert isinstance(context._cells, OrderedPool)
+            is_full = plan.num_tokens > NUM_CELLS - context._cells.map.num_used
             try:
                 context.step(plan)
             except PoolFullError:

@@ -73,7 +73,7 @@ def test_holes_are_closed_up_bit_exactly(backend: LlamaBackend) -> None:
     last_row(backend, 0, PROMPT[:20])
     last_row(backend, 1, PROMPT)
     backend.drop(0)
-    backend._context.close_up((1,))
+    backend._context.arrange(BatchPlan((PlanItem(1, 90, (7,), 1),)))
     assert np.array_equal(last_row(backend, 1, (7, 8, 9)), expected)
     backend.drop(1)
 

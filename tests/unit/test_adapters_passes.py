@@ -22,7 +22,7 @@ def test_one_set_is_one_pass_in_the_plans_own_order() -> None:
     """SPEC K6: whatever the context computed with before."""
     plan = plan_of((3, 7, 1), (1, 7, 2), (2, 7, 0))
     for current in (NONE, RED):
-        (found,) = passes(plan, {}, current)
+        (found,) = passes(plan, {}, current, range(len(plan.items)))
         assert (found.adapters, found.plan, found.rows) == (NONE, plan, (0, 1, 2))
 
 
@@ -30,17 +30,17 @@ def test_each_set_is_one_pass_and_its_rows_know_their_places() -> None:
     """SPEC K6: the set of the last call first, so that it changes as seldom as can be."""
     plan = plan_of((0, 7, 1), (1, 7, 2), (2, 7, 0), (3, 7, 1), (4, 7, 1))
     sets = {1: RED, 2: BLUE, 4: RED}
-    assert told(passes(plan, sets, RED)) == [
+    assert told(passes(plan, sets, RED, range(len(plan.items)))) == [
         (RED, [1, 4], (1, 2, 4)),
         (NONE, [0, 3], (0, 3)),
         (BLUE, [2], ()),
     ]
-    assert told(passes(plan, sets, BLUE))[0] == (BLUE, [2], ())
+    assert told(passes(plan, sets, BLUE, range(len(plan.items))))[0] == (BLUE, [2], ())
 
 
 def test_pictures_are_apart_from_tokens_and_beside_their_own_set() -> None:
     """SPEC V3, K6: embeddings and tokens cannot share a call; the set still changes once."""
     plan = plan_of((0, 7, 1), (1, 7, 1), (2, -5, 1), (3, -5, 0))
-    found = passes(plan, {1: RED, 3: RED}, NONE)
+    found = passes(plan, {1: RED, 3: RED}, NONE, range(len(plan.items)))
     assert told(found) == [(NONE, [0], (0,)), (NONE, [2], (2,)), (RED, [1], (1,)), (RED, [3], ())]
     assert [each.is_pictured for each in found] == [False, True, False, True]

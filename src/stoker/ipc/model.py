@@ -108,6 +108,18 @@ class CacheMode(StrEnum):
         return self in {CacheMode.SNAPSHOT, CacheMode.BOTH}
 
 
+class KVLayout(StrEnum):
+    """Where the tokens of sequences lie (SPEC C15).
+
+    In one pool sequences share cells, and a step reads what all of them hold. In streams each has cells of
+    its own for as many tokens as a request may use. AUTO: streams on an accelerator whose memory holds them.
+    """
+
+    AUTO = "auto"
+    POOL = "pool"
+    STREAMS = "streams"
+
+
 class Reach(StrEnum):
     """What the name of a model that is not served may lead to."""
 
@@ -219,7 +231,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         path: the GGUF file; "fake:" selects the deterministic FakeBackend.
         num_slots: sequences that may run at once.
         n_ctx: the most tokens one request may use; 0: the model's own.
-        num_cells: KV cells all slots share; 0: as many as `n_ctx`.
+        num_cells: KV cells of one pool for all slots; 0: as many as `n_ctx`. Streams take as many for each
+            sequence as it may use.
         n_batch: tokens one step may carry.
         num_threads: at most; 0: the number of physical cores.
         policy: how steps are shared between decode and prefill (SPEC Q9).
@@ -229,6 +242,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         cache_mode: what is kept of finished requests (SPEC C10).
         kv_type: element type of the KV cells, such as "q8_0"; empty: the backend's choice.
         placement: where its weights and cells lie.
+        kv_layout: where the tokens of sequences lie.
         keep_alive_s: in memory after its last request (SPEC R8); negative: for good, 0: not at all.
         is_pinned: it is never unloaded to make room (SPEC R3).
         speculation: what guesses its tokens ahead (SPEC D9).
@@ -254,6 +268,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     cache_mode: CacheMode = CacheMode.BOTH
     kv_type: str = ""
     placement: PlacementSpec = ANYWHERE
+    kv_layout: KVLayout = KVLayout.AUTO
     keep_alive_s: float = 600.0
     is_pinned: bool = False
     speculation: Speculation = Speculation.OFF

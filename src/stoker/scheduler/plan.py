@@ -12,6 +12,7 @@ yet is assumed to be small.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
@@ -230,6 +231,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     def without_draft(self) -> StepPlan:
         """The step as it would have been."""
         return StepPlan(tuple(Planned(part.sequence, _item(part.sequence, 1)) for part in self.parts))
+
+    def in_order(self, places: SequenceOf[int]) -> StepPlan:
+        """The same step with its parts in this order."""
+        return StepPlan(tuple(self.parts[place] for place in places))
 
     def batch(self) -> BatchPlan:
         """The backend's view of it."""

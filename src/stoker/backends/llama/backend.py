@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_native`
+import msgspec
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
@@ -25,10 +26,10 @@ from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Com
 from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import UnsupportedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import KVLayout, ModelClass
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
-from stoker.models.memory_estimate.estimate import num_sequences
+from stoker.models.memory_estimate.estimate import estimator, num_sequences, stream_cells
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from stoker.ipc.usage import Tensor
     from stoker.models.gguf.header import GgufHeader
 
+LEFT_FREE_BYTES = 512 * 2**20
+"""Memory of each accelerator that streams leave free."""
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
 
@@ -64,7 +67,7 @@ class LlamaBackend:
         self._context = context
         self._vision = vision_context.vision
         self._states = SequenceStates(model, context, fingerprint(header.path))
-        self._recurrent = RecurrentStates(model, context, self._states) if model.is_recurrent else None
+        self._recurrent = RecurrentStates(model, context) if model.is_recurrent else None
         self._hidden = HiddenStates(model, context)
         self._capabilities = dataclasses.replace(
             _capabilities(header, model, context, n_ctx),
@@ -335,13 +338,17 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
         model = LlamaModel(options)
         made.callback(model.close)
         adapters = Adapters(model, header, spec.adapters) if spec.adapters else None
-        context = LlamaContext(model, _context_options(spec, model), adapters)
+        context = _open_context(spec, model, header, adapters)
         made.callback(context.close)
         vision_context = open_vision(spec, model, header, context.num_threads)
         if vision_context.vision:
             made.callback(vision_context.vision.close)
         backend = LlamaBackend(
-            model, context, header, vision_context, n_ctx=spec.n_ctx if spec.num_cells else 0
+            model,
+            context,
+            header,
+            vision_context,
+            n_ctx=spec.n_ctx if spec.num_cells or context.has_streams else 0,
         )
         made.pop_all()
     if spec.draft_path and spec.speculation.uses_model:
@@ -358,18 +365,46 @@ def _add_drafter(backend: LlamaBackend, spec: ModelSpec, model: LlamaModel) -> N
         raise
 
 
-def _context_options(spec: ModelSpec, model: LlamaModel) -> ContextOptions:
+def _open_context(
+    spec: ModelSpec, model: LlamaModel, header: GgufHeader, adapters: Adapters | None
+) -> LlamaContext:
+    """In the layout of cells that is asked for, as far as the model and the accelerators allow."""
+    layout = _kv_layout(spec, model, header)
+    context = LlamaContext(model, _context_options(spec, model, layout), adapters)
+    if context.has_streams and not context.has_plain_states:
+        context.close()
+        context = LlamaContext(model, _context_options(spec, model, KVLayout.POOL), adapters)
+    return context
+
+
+def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
-    key_type = _key_type(spec, model)
+    key_type, has_streams = _key_type(spec, model), layout is KVLayout.STREAMS
+    keeps_order = key_type is not KeyType.F16 and not model.devices and model.keeps_every_cell
+    n_ctx_train = model.n_ctx_train
     return ContextOptions(
-        num_cells=spec.pool_cells or model.n_ctx_train,
+        num_cells=stream_cells(spec, n_ctx_train) if has_streams else spec.pool_cells or n_ctx_train,
         n_batch=spec.n_batch,
-        num_sequences=num_sequences(spec.num_slots),
+        num_sequences=num_sequences(spec.num_slots, layout),
         num_threads=spec.num_threads or num_physical_cores(),
         key_type=key_type,
-        keeps_order=key_type is not KeyType.F16 and not model.devices and model.keeps_every_cell,
+        keeps_order=keeps_order and not has_streams,
+        has_streams=has_streams,
         offloads_cells=spec.placement.kv_offload,
     )
+
+
+def _kv_layout(spec: ModelSpec, model: LlamaModel, header: GgufHeader) -> KVLayout:
+    """Streams where they are asked for, or fit what the accelerators have free beside the weights."""
+    if spec.kv_layout is KVLayout.POOL or not model.keeps_every_cell:
+        return KVLayout.POOL
+    if spec.kv_layout is KVLayout.STREAMS:
+        return KVLayout.STREAMS
+    in_streams = msgspec.structs.replace(spec, kv_layout=KVLayout.STREAMS)
+    lines = estimator(header)(in_streams).lines
+    found = [memory for device in model.devices if (memory := device.memory())]
+    free_bytes = sum(max(0, memory.free_bytes - LEFT_FREE_BYTES) for memory in found)
+    return KVLayout.STREAMS if lines["kv"] + lines["compute"] <= free_bytes else KVLayout.POOL
 
 
 def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:
@@ -390,7 +425,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, 
         description=model.description,
         label=label(model.devices),
         n_vocab=model.vocabulary.n_vocab,
-        n_ctx=min(filter(None, (context.num_cells, model.n_ctx_train, n_ctx))),
+        n_ctx=min(filter(None, (context.capacity, model.n_ctx_train, n_ctx))),
         n_ctx_train=model.n_ctx_train,
         num_cells=context.num_cells,
         n_batch=context.n_batch,
@@ -399,6 +434,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, 
         size_bytes=model.size_bytes,
         kv_type=_kv_type_name(context.key_type),
         flash_attention=context.flash_attention,
+        kv_layout=KVLayout.STREAMS if context.has_streams else KVLayout.POOL,
         can_trim=model.keeps_every_cell,
         can_fork=model.keeps_every_cell,
         computes_on_cpu=not model.devices,

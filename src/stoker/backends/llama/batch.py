@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from stoker.backends.protocol.backend import Rows
+
+
+Natives: TypeAlias = "Mapping[int, int] | Sequence[int]"
+"""The number by which llama.cpp knows each sequence."""
+_SAME = range(256)
 
 
 class TokenBatch:
@@ -51,23 +56,26 @@ class TokenBatch:
     def __repr__(self) -> str:
         return f"<TokenBatch {self.native.n_tokens} of {len(self._token)}>"
 
-    def fill(self, plan: BatchPlan) -> None:
+    def fill(self, plan: BatchPlan, natives: Natives = _SAME) -> None:
         """Lay out the plan's tokens in its order; the plan fits and its tokens are in range."""
-        begin = self._fill_rows(plan.items)
+        begin = self._fill_rows(plan.items, natives)
         for item in plan.items[begin:]:
             end = begin + len(item.tokens)
             self._token[begin:end] = item.tokens
             self._pos[begin:end] = self._positions[: len(item.tokens)]
             self._pos[begin:end] += item.start
-            self._seq[begin:end] = item.seq
+            self._seq[begin:end] = natives[item.seq]
             self._wants_logits[begin : end - item.num_logits] = 0
             self._wants_logits[end - item.num_logits : end] = 1
             begin = end
         self.native.n_tokens = begin
 
-    def _fill_rows(self, items: Sequence[PlanItem]) -> int:
+    def _fill_rows(self, items: Sequence[PlanItem], natives: Natives) -> int:
         """Lay out the items of one token before the first of several, at once; returns how many."""
-        rows = [(item.tokens[0], item.start, item.seq, item.num_logits) for item in takewhile(_is_row, items)]
+        rows = [
+            (item.tokens[0], item.start, natives[item.seq], item.num_logits)
+            for item in takewhile(_is_row, items)
+        ]
         if rows:
             count = len(rows)
             token, start, seq, num_logits = zip(*rows, strict=True)
@@ -93,9 +101,9 @@ class EmbeddingBatch:
     def __repr__(self) -> str:
         return f"<EmbeddingBatch {self.native.n_tokens} of {len(self._embeddings)}>"
 
-    def fill(self, plan: BatchPlan, embeddings: Sequence[Rows]) -> None:
+    def fill(self, plan: BatchPlan, embeddings: Sequence[Rows], natives: Natives = _SAME) -> None:
         """Lay out the plan's places, and what stands there: of each item float32 (its tokens, width)."""
-        self._places.fill(plan)
+        self._places.fill(plan, natives)
         np.concatenate(embeddings, out=self._embeddings[: plan.num_tokens])
         self.native.n_tokens = plan.num_tokens
 
@@ -130,28 +138,37 @@ class Pass:
     plan: BatchPlan
     rows: tuple[int, ...]
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether its rows are those of the whole plan, in the same order."""
+        return self.rows == tuple(range(len(self.rows)))
 
-def passes(plan: BatchPlan, adapters: Mapping[int, AdapterSet], current: AdapterSet) -> list[Pass]:
+
+def passes(
+    plan: BatchPlan, adapters: Mapping[int, AdapterSet], current: AdapterSet, order: Sequence[int]
+) -> list[Pass]:
     """The plan by adapter sets: that of the last call first, as changing it costs, and each set once.
 
     Args:
         plan: one step.
         adapters: the set of each sequence that has one.
         current: what the context computed with last.
+        order: places of the plan's items, in the order in which a pass has them; a range: as they are.
     """
-    if current == NONE and not adapters and all(item.tokens[0] >= 0 for item in plan.items):
+    is_plain = current == NONE and not adapters and isinstance(order, range)
+    if is_plain and all(item.tokens[0] >= 0 for item in plan.items):
         return [Pass(NONE, False, plan, tuple(range(plan.num_rows)))]
     groups: dict[tuple[AdapterSet, bool], list[tuple[int, PlanItem]]] = {}
-    row = 0
-    for item in plan.items:
+    first_rows = list(accumulate((item.num_logits for item in plan.items), initial=0))
+    for place in order:
+        item = plan.items[place]
         kind = adapters.get(item.seq, NONE), item.tokens[0] < 0
-        groups.setdefault(kind, []).append((row, item))
-        row += item.num_logits
+        groups.setdefault(kind, []).append((first_rows[place], item))
 
-    def order(kind: tuple[AdapterSet, bool]) -> tuple[bool, AdapterSet]:
+    def rank(kind: tuple[AdapterSet, bool]) -> tuple[bool, AdapterSet]:
         return kind[0] != current, kind[0]
 
-    return [_pass(*each, groups[each]) for each in sorted(groups, key=order)]
+    return [_pass(*each, groups[each]) for each in sorted(groups, key=rank)]
 
 
 def _pass(adapters: AdapterSet, is_pictured: bool, group: list[tuple[int, PlanItem]]) -> Pass:  # noqa: FBT001

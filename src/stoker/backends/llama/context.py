@@ -1,8 +1,7 @@
 """Sequences of a model and the steps that grow them: the native context, its cells and its logits.
 
-Knows sequence numbers and token ids; `model` has the weights, `state` the bytes of a saved sequence. Where
-sums depend on it, the cells of each sequence stay in the order of its tokens (docs/adr/0019): before a step
-tokens are taken out as bytes and put back into free cells before them, which changes no bit.
+Knows sequence numbers and token ids; `model` has the weights, `cells` where tokens lie, `state` the bytes of
+a saved sequence.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import ctypes
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import NONE, AdapterSet, EmbeddingBatch, Pass, TokenBatch, passes
 from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama
+from stoker.backends.llama.cells import OrderedPool, Pool, Streams
 from stoker.backends.protocol.backend import (
     NO_CANDIDATES,
     BatchPlan,
@@ -28,85 +27,23 @@ from stoker.backends.protocol.backend import (
     PlanItem,
 )
 from stoker.backends.protocol.vision import embeddings_of
-from stoker.errors import EngineError, ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
+from stoker.errors import ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from stoker.backends.cell_map import Stretch
     from stoker.backends.llama.adapters import Adapters
     from stoker.backends.llama.binding import LogLine
     from stoker.backends.llama.model import LlamaModel
     from stoker.backends.protocol.backend import InFlight, Placed, Rows
 
-MOVED_BYTES = 4 * 2**20
-"""Keys and values that are moved at a time, at least one token's: about a millisecond's copying."""
-_LEAST_CELL_BYTES = 1024  # where the library did not say what its buffers take
-_BYTES_P = ctypes.POINTER(ctypes.c_uint8)
+    Bytes = npt.NDArray[np.uint8]
 
-
-class CellOrder:
-    """The cells of one native context.
-
-    Args:
-        handle: the context.
-        num_cells: how many it has.
-        cell_bytes: keys and values of one of them, over all layers.
-        spare: a sequence number of the context that has no other use.
-    """
-
-    def __init__(self, handle: int, num_cells: int, cell_bytes: int, spare: int) -> None:
-        self.map = CellMap(num_cells)
-        self._handle = handle
-        self._memory = llama.llama_get_memory(handle)
-        self._spare = spare
-        self._most = max(1, MOVED_BYTES // max(cell_bytes, _LEAST_CELL_BYTES))
-        self._buffer = np.empty(
-            2 * MOVED_BYTES, np.uint8
-        )  # a token has some bytes beside its keys and values
-
-    def __repr__(self) -> str:
-        return f"<CellOrder {self.map!r}>"
-
-    def close_up(self, seqs: Iterable[int]) -> None:
-        """Move the tokens of these sequences that have a free cell before them, shared ones for all owners.
-
-        Raises:
-            EngineError: llama.cpp did not take back what it gave.
-        """
-        if self.map.has_hole:
-            for stretch in self.map.loose(seqs, self._most):
-                self._move(stretch)
-                self.map.moved(stretch)
-
-    def _move(self, stretch: Stretch) -> None:
-        start, stop = stretch.start, stretch.stop
-        llama.llama_memory_seq_cp(self._memory, stretch.owners[0], self._spare, start, stop)
-        size = llama.llama_state_seq_get_size(self._handle, self._spare)
-        if size > len(self._buffer):
-            self._grow(size, stretch)
-        address = ctypes.cast(self._buffer.ctypes.data, _BYTES_P)
-        is_out = llama.llama_state_seq_get_data(self._handle, address, size, self._spare) == size
-        for seq in (*stretch.owners, self._spare):
-            llama.llama_memory_seq_rm(self._memory, seq, start, stop)
-        if not is_out or not llama.llama_state_seq_set_data(self._handle, address, size, self._spare):
-            raise EngineError(f"tokens {start} to {stop} of sequences {stretch.owners} could not be moved")
-        for seq in stretch.owners:
-            llama.llama_memory_seq_cp(self._memory, self._spare, seq, start, stop)
-        llama.llama_memory_seq_rm(self._memory, self._spare, start, stop)
-
-    def _grow(self, size: int, stretch: Stretch) -> None:
-        try:
-            self._buffer = np.empty(size, np.uint8)
-        except MemoryError:  # nothing has moved yet
-            llama.llama_memory_seq_rm(self._memory, self._spare, stretch.start, stretch.stop)
-            raise
-
-
+CELL_ROUNDING = 256
+"""The library rounds the cells of a pool, and of each stream, up to a multiple of this."""
 _NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
-_TO_THE_END = -1
 _FLASH_ATTENTION_AUTO = -1
 _FLASH_ATTENTION_OFF = 0
 _POOLING_NONE = 0  # a hidden state is one token's
@@ -145,13 +82,14 @@ class ContextOptions:
     """The limits of a context.
 
     Attributes:
-        num_cells: tokens all sequences may hold; llama.cpp rounds it up to a multiple of 256.
+        num_cells: tokens all sequences may hold, or in streams each of them; rounded up to a multiple of 256.
         n_batch: tokens one step may carry.
-        num_sequences: sequences that may exist at once, at most 256, or 255 whose cells keep their order.
+        num_sequences: sequences that may exist at once, at most 256; 255 in streams or in order.
         num_threads: CPU threads of a step.
         key_type: element type of the cached keys; it decides that of the values.
         is_fused: attention may be one operation (flash attention), which rounds what it reads to f16.
-        keeps_order: the cells of a sequence always lie in the order of its tokens.
+        keeps_order: the cells of a sequence always lie in the order of its tokens; in streams they do.
+        has_streams: each sequence has cells of its own, instead of one pool for all.
         offloads_cells: cells lie on the devices of their layers, else in host memory.
     """
 
@@ -162,7 +100,20 @@ class ContextOptions:
     key_type: KeyType = KeyType.F16
     is_fused: bool = True
     keeps_order: bool = False
+    has_streams: bool = False
     offloads_cells: bool = True
+
+    @property
+    def num_natives(self) -> int:
+        """Sequences of the native context: one more to move others through, where any are moved."""
+        return self.num_sequences + (self.keeps_order or self.has_streams)
+
+    @property
+    def num_native_cells(self) -> int:
+        """Cells of the native context, at least one a sequence."""
+        if not self.has_streams:
+            return max(self.num_cells, self.num_natives)
+        return -(-self.num_cells // CELL_ROUNDING) * CELL_ROUNDING * self.num_natives
 
 
 class LlamaContext:
@@ -170,6 +121,9 @@ class LlamaContext:
 
     Attributes:
         adapters: what its sequences may be computed with; None: nothing.
+        has_streams: each sequence has cells of its own.
+        capacity: tokens that one sequence may hold.
+        num_cells: tokens that all may hold together.
         with_initial_state: sequences that began from a state put there, and not from the model's own.
 
     Raises:
@@ -195,18 +149,16 @@ class LlamaContext:
                 num_cells=options.num_cells,
             )
         self.handle: int | None = handle
-        self._memory = llama.llama_get_memory(handle)
-        self.num_cells: int = llama.llama_n_ctx(handle)
+        self.has_streams = options.has_streams
+        self.capacity: int = llama.llama_n_ctx_seq(handle)
+        self.num_cells = self.capacity * (options.num_sequences if options.has_streams else 1)
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
         self.flash_attention = "on" if self.key_type.is_quantised else _flash_attention(lines)
         if not options.is_fused:
             self.flash_attention = "off"
         self._buffers = buffer_bytes(lines, model.devices)
-        self._order: CellOrder | None = None
-        if options.keeps_order:
-            cell_bytes = -(-self.memory()["kv"] // self.num_cells)
-            self._order = CellOrder(handle, self.num_cells, cell_bytes, spare=options.num_sequences)
+        self._cells = self._open_cells(options)
         # A state that no token made needs a position of its own; recurrent models do not look at positions.
         self._first_position = 1 if model.is_recurrent else 0
         self.with_initial_state: set[int] = set()
@@ -214,6 +166,20 @@ class LlamaContext:
         self._n_vocab = model.vocabulary.n_vocab
         self._rows = np.empty((0, self._n_vocab), np.float32)
         self._rows_address = 0
+
+    @property
+    def has_plain_states(self) -> bool:
+        """Whether states are of one cache alone, as `Streams` takes them apart; asked while all are empty."""
+        return self._cells.has_plain_states
+
+    def _open_cells(self, options: ContextOptions) -> Pool:
+        assert self.handle is not None, "a context without a handle"
+        if options.has_streams:
+            return Streams(self.handle, options.num_sequences)
+        if options.keeps_order:
+            cell_bytes = -(-self.memory()["kv"] // self.num_cells)
+            return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)
+        return Pool(self.handle, options.num_sequences)
 
     def __repr__(self) -> str:
         return f"<LlamaContext of {self._model!r}, {self.num_cells} cells, {self.lengths!r}>"
@@ -231,13 +197,14 @@ class LlamaContext:
         """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
         self._check_pictures(plan)
-        self.close_up([item.seq for item in plan.items])
-        cut = passes(plan, self._sets, self._current)
+        cut = passes(plan, self._sets, self._current, self._cells.prepare(plan))
         if len(cut) > 1:
             return Computed(self._step_in_passes(plan, cut))
         self._compute(cut[0])
         self.lengths.advance(plan)
-        return _Decoding(partial(self._logits, plan.num_rows))
+        if cut[0].is_in_order:
+            return _Decoding(partial(self._logits, plan.num_rows))
+        return _Decoding(cache(partial(self._sorted_logits, cut[0])))
 
     def _check_pictures(self, plan: BatchPlan) -> None:
         """Before anything is computed: not every model can take a pass back."""
@@ -267,19 +234,17 @@ class LlamaContext:
         code = llama.llama_decode(self.handle, self._laid_out(each))
         if code != 0:
             self._undo(each.plan, code)
-        if self._order is not None:
-            for item in each.plan.items:
-                self._order.map.append(item.seq, len(item.tokens))
+        self._cells.computed(each.plan)
 
     def _laid_out(self, each: Pass) -> object:
         """The pass as the native library takes it."""
         if not each.is_pictured:
-            self._batch.fill(each.plan)
+            self._batch.fill(each.plan, self._cells.natives)
             return self._batch.native
         if self._embeddings is None:  # most contexts never need one
             self._embeddings = EmbeddingBatch(self.n_batch, self._model.n_embd, self._first_position)
         rows = [embeddings_of(item, self._pictures.get(item.seq, ())) for item in each.plan.items]
-        self._embeddings.fill(each.plan, rows)
+        self._embeddings.fill(each.plan, rows, self._cells.natives)
         return self._embeddings.native
 
     def see(self, seq: int, pictures: tuple[Placed, ...]) -> None:
@@ -326,9 +291,7 @@ class LlamaContext:
         assert 0 < length <= self.lengths[src], f"{length} of {self.lengths[src]} tokens to share"
         if not self._model.keeps_every_cell:
             raise UnsupportedError(f"{self._model.description} keeps a state that cannot be shared")
-        llama.llama_memory_seq_cp(self._memory, src, dst, 0, length)
-        if self._order is not None:
-            self._order.map.fork(src, dst, length)
+        self._cells.fork(src, dst, length)
         self.lengths[dst] = length
 
     def trim(self, seq: int, length: int) -> None:
@@ -343,25 +306,36 @@ class LlamaContext:
             raise UnsupportedError(
                 f"{self._model.description} cannot go back from {held} to {length} tokens, only to none"
             )
-        self._remove(seq, length)
+        self._cells.remove(seq, length)
         self.lengths[seq] = length
 
     def drop(self, seq: int) -> None:
         """Forget the sequence and free its cells, also such as a failed import may have left."""
-        self._remove(seq, 0)
+        self._cells.remove(seq, 0)
         self.with_initial_state.discard(seq)
         self.lengths[seq] = 0
 
-    def received(self, seq: int, num_tokens: int) -> None:
-        """The empty sequence was given the state of so many tokens."""
-        if self._order is not None:
-            self._order.map.append(seq, num_tokens)
+    def read_state(self, seq: int, num_before: int = 0) -> Bytes:
+        """llama.cpp's own bytes of a sequence in a pool, after `num_before` bytes for the caller."""
+        return self._cells.read_state(seq, num_before)
+
+    def write_state(self, seq: int, payload: Bytes, num_tokens: int) -> None:
+        """Put such bytes of `num_tokens` tokens into the empty sequence `seq`.
+
+        Raises:
+            PoolFullError: its cells do not fit; nothing changed.
+        """
+        if not self._cells.write_state(seq, payload):
+            self.drop(seq)
+            raise PoolFullError(
+                f"no cells for the {num_tokens} tokens of a saved state", num_tokens=num_tokens
+            )
+        self._cells.received(seq, num_tokens)
         self.lengths[seq] = num_tokens
 
-    def close_up(self, seqs: Sequence[int]) -> None:
-        """Move the tokens of these sequences to free cells before them, if cells are to keep their order."""
-        if self._order is not None:
-            self._order.close_up(seqs)
+    def arrange(self, plan: BatchPlan) -> Sequence[int]:
+        """See `Compaction`."""
+        return self._cells.arrange(plan)
 
     def set_threads(self, num_threads: int) -> None:
         """Use that many CPU threads from the next step on."""
@@ -394,6 +368,12 @@ class LlamaContext:
             self._rows_address = address
         return self._rows
 
+    def _sorted_logits(self, each: Pass) -> Rows:
+        """A copy of the library's rows, in the order of the plan that the pass was made of."""
+        rows = np.empty((len(each.rows), self._n_vocab), np.float32)
+        rows[list(each.rows)] = self._logits(len(each.rows))
+        return rows
+
     def _undo(self, plan: BatchPlan, code: int) -> NoReturn:
         """Take every sequence back to where it was and raise what the return code means."""
         self._take_back(plan)
@@ -412,14 +392,7 @@ class LlamaContext:
         """Remove the plan's tokens from their sequences."""
         for item in plan.items:
             is_begun = item.start > 0 or item.seq in self.with_initial_state
-            self._remove(item.seq, item.start + self._first_position if is_begun else 0)
-
-    def _remove(self, seq: int, start: int) -> None:
-        """Remove native positions `start` and up."""
-        if not llama.llama_memory_seq_rm(self._memory, seq, start, _TO_THE_END):
-            raise EngineError(f"the state of sequence {seq} before position {start} is lost", seq=seq)
-        if self._order is not None:
-            self._order.map.trim(seq, start)
+            self._cells.remove(item.seq, item.start + self._first_position if is_begun else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,16 +407,16 @@ def _native_params(options: ContextOptions) -> object:
     params = llama.llama_context_default_params()
     # llama.cpp aborts the process where a batch cannot hold a token of every sequence, and it cuts a batch
     # to the context's size.
-    params.n_batch = params.n_ubatch = max(options.n_batch, options.num_sequences + options.keeps_order)
-    params.n_ctx = max(options.num_cells, options.num_sequences + options.keeps_order)
-    params.n_seq_max = options.num_sequences + options.keeps_order  # one to move others through
+    params.n_batch = params.n_ubatch = max(options.n_batch, options.num_natives)
+    params.n_ctx = options.num_native_cells
+    params.n_seq_max = options.num_natives
     params.n_outputs_max_per_seq = 0  # prompt logprobs ask for a row a token
     params.n_threads = params.n_threads_batch = options.num_threads
     params.type_k = _NATIVE_TYPES[options.key_type]
     params.type_v = _NATIVE_TYPES[options.key_type.value_type]
     params.flash_attn_type = _FLASH_ATTENTION_AUTO if options.is_fused else _FLASH_ATTENTION_OFF
     params.offload_kqv = options.offloads_cells
-    params.kv_unified = True  # one pool, cells shared between sequences
+    params.kv_unified = not options.has_streams  # one pool, cells shared between sequences
     params.pooling_type = _POOLING_NONE
     params.swa_full = False  # a windowed model cannot go back in either case: its old cells are reused
     return params

@@ -8,7 +8,6 @@ of its first kind of state, then the same of its second kind.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import struct
 import zlib
@@ -16,14 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stoker.backends.llama.binding import LIBRARY_VERSION, llama
+from stoker.backends.llama.binding import LIBRARY_VERSION
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import (
-    EngineError,
     InvalidRequestError,
     ModelLoadError,
-    PoolFullError,
     StepFailedError,
     UnsupportedError,
 )
@@ -44,7 +41,6 @@ if TYPE_CHECKING:
 _MAGIC = b"STKL"
 _HEADER = struct.Struct("<4s16sI?QI")
 """Magic, fingerprint, tokens, whether an initial state came before them, bytes and CRC-32 of the payload."""
-_BYTES_P = ctypes.POINTER(ctypes.c_uint8)
 
 
 class SequenceStates:
@@ -71,7 +67,7 @@ class SequenceStates:
         num_tokens = self._context.lengths[seq]
         has_initial_state = seq in self._context.with_initial_state
         is_empty = num_tokens == 0 and not has_initial_state
-        data = np.empty(_HEADER.size, np.uint8) if is_empty else self.payload(seq, _HEADER.size)
+        data = np.empty(_HEADER.size, np.uint8) if is_empty else self._context.read_state(seq, _HEADER.size)
         payload = data[_HEADER.size :]
         checksum = zlib.crc32(payload.data)
         head = (_MAGIC, self._fingerprint, num_tokens, has_initial_state, len(payload), checksum)
@@ -90,33 +86,9 @@ class SequenceStates:
         payload = np.frombuffer(data, np.uint8)[_HEADER.size :]
         if len(payload) == 0:
             return
-        self.put(seq, payload, num_tokens)
-        self._context.received(seq, num_tokens)
+        self._context.write_state(seq, payload, num_tokens)
         if has_initial_state:
             self._context.with_initial_state.add(seq)
-
-    def put(self, seq: int, payload: Bytes, num_tokens: int) -> None:
-        """Put llama.cpp's own bytes of `num_tokens` tokens into the empty sequence `seq`.
-
-        Raises:
-            PoolFullError: its cells do not fit; nothing changed.
-        """
-        source = ctypes.cast(payload.ctypes.data, _BYTES_P)
-        if not llama.llama_state_seq_set_data(self._context.handle, source, len(payload), seq):
-            self._context.drop(seq)
-            raise PoolFullError(
-                f"no cells for the {num_tokens} tokens of a saved state", num_tokens=num_tokens
-            )
-
-    def payload(self, seq: int, num_before: int = 0) -> Bytes:
-        """llama.cpp's own bytes of a sequence, after `num_before` bytes for the caller."""
-        size = llama.llama_state_seq_get_size(self._context.handle, seq)
-        data = np.empty(num_before + size, np.uint8)
-        target = ctypes.cast(data.ctypes.data + num_before, _BYTES_P)
-        written = llama.llama_state_seq_get_data(self._context.handle, target, size, seq)
-        if written != size:
-            raise EngineError(f"the state of sequence {seq} came as {written} of {size} bytes", seq=seq)
-        return data
 
     def _checked(self, data: Buffer) -> tuple[int, bool]:
         """Tokens of the state and whether it began from an initial one, if it is this model's and whole."""
@@ -162,11 +134,12 @@ class RecurrentStates:
         ModelLoadError: llama.cpp lays the state out in a way not known here.
     """
 
-    def __init__(self, model: LlamaModel, context: LlamaContext, states: SequenceStates) -> None:
+    def __init__(self, model: LlamaModel, context: LlamaContext) -> None:
         self._context = context
-        self._states = states
         context.step(BatchPlan((PlanItem(0, 0, (0,), 0),)))
-        self._template = states.payload(0)  # every state of this model has these bytes but for the numbers
+        self._template = context.read_state(
+            0
+        )  # every state of this model has these bytes but for the numbers
         context.drop(0)
         rows = _rows(self._template.data)
         if rows is None:
@@ -183,7 +156,7 @@ class RecurrentStates:
     def read(self, seq: int) -> list[Tensor]:
         """The state after the sequence's tokens; zeros where it has not begun."""
         is_begun = self._context.lengths[seq] > 0 or seq in self._context.with_initial_state
-        payload = self._states.payload(seq) if is_begun else self._template
+        payload = self._context.read_state(seq) if is_begun else self._template
         return [
             Tensor(name, shape, payload[begin:end].tobytes())
             for (name, shape), (begin, end) in zip(self.layout, self._rows, strict=True)
@@ -197,7 +170,7 @@ class RecurrentStates:
         for tensor, (begin, end) in zip(tensors, self._rows, strict=True):
             payload[begin:end] = np.frombuffer(tensor.data, np.uint8)
         self._context.drop(seq)  # an initial state it had before
-        self._states.put(seq, payload, 0)
+        self._context.write_state(seq, payload, 0)
         self._context.with_initial_state.add(seq)
 
 

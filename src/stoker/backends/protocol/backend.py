@@ -25,7 +25,7 @@ import numpy as np
 
 from stoker.backends.protocol.scoring import ScoringLane
 from stoker.errors import StepFailedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import KVLayout, ModelClass
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -112,8 +112,8 @@ PLAIN = Conditioning()
 class Capabilities:
     """What a loaded model can do and the limits that resulted (SPEC K7).
 
-    `n_ctx` is the most tokens one sequence may hold, `num_cells` what all sequences share:
-    a pool may be larger than the context the model was trained on.
+    `n_ctx` is the most tokens one sequence may hold, `num_cells` what all may hold together: a pool may be
+    larger than the context the model was trained on, and streams hold `num_cells // num_sequences` each.
 
     `fingerprint` is hexadecimal and differs wherever an exported state would not fit: another file, library,
     key type or attention. `state_layout` names the tensors of a recurrent model's state with their shapes
@@ -137,6 +137,7 @@ class Capabilities:
     size_bytes: int
     kv_type: str
     flash_attention: str
+    kv_layout: KVLayout = KVLayout.POOL
     can_trim: bool
     can_fork: bool
     has_vision: bool = False

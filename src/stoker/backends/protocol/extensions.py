@@ -13,7 +13,7 @@ from stoker.backends.protocol.scoring import ScoringLane
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from stoker.backends.protocol.backend import Buffer, Conditioning
+    from stoker.backends.protocol.backend import BatchPlan, Buffer, Conditioning
     from stoker.backends.protocol.scoring import Scoring
     from stoker.backends.protocol.vision import Vision
     from stoker.ipc.usage import Tensor
@@ -130,14 +130,18 @@ class Threads(Protocol):
 
 
 class Compaction(Protocol):
-    """Cells whose order decides the last bits."""
+    """Cells whose places decide what a step costs, or its last bits."""
 
-    def close_up(self, seqs: Sequence[int]) -> None:
-        """Move the tokens of these sequences into free cells before them, shared ones for all who share them.
+    def arrange(self, plan: BatchPlan) -> Sequence[int]:
+        """Move tokens so that a step of `plan` finds them where it should; copies, computes nothing.
 
-        Copies, computes nothing. `launch` does it for the sequences of its plan, where sums are taken in the
-        order of the cells: a sequence that grew into a cell before its own tokens would get other last bits
-        than alone. Asked for before a step, its time is not the step's.
+        In a pool where sums are taken in the order of the cells, tokens go into free cells before them,
+        shared ones for all who share them: a sequence that grew into a cell before its own tokens would get
+        other last bits than alone; `launch` does that too. Of streams some are copied, so that those of the
+        plan follow each other. Asked for before a step, its time is not the step's.
+
+        Returns:
+            Places of the plan's items in the order in which the step costs least; a range: as they are.
         """
         ...
 

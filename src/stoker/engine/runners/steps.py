@@ -257,9 +257,11 @@ class StepRunner:
     def _launch(self, plan: StepPlan, now: float) -> None:
         """One step; a failing one is halved until it fails its culprit alone (SPEC Q12)."""
         batch = plan.batch()
+        order = self._compaction.arrange(batch) if self._compaction else range(0)  # not in the step's time
+        if not isinstance(order, range):
+            plan = plan.in_order(order)
+            batch = plan.batch()
         num_tokens = batch.num_tokens + self._num_unread(plan)
-        if self._compaction is not None:
-            self._compaction.close_up([item.seq for item in batch.items])  # its time is not the step's
         self._timer.begin(num_tokens)
         try:
             in_flight = self._backend.launch(batch)

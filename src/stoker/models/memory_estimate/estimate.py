@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stoker.errors import UnsupportedError
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import KVLayout, ModelClass
 from stoker.models.gguf.bounded_file import GgufArray
 from stoker.models.gguf.header import read_header
 from stoker.models.gguf.tensor_types import TENSOR_TYPES
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 255  # llama_max_parallel_sequences(), less the one that others are moved through
 SPARE_SEQUENCES = 32
+SLOTS_A_SPARE_STREAM = 8
 MAX_TEXTS = 64
 
 _CELL_ROUNDING = 256  # llama_context rounds n_ctx, the cache for windows its own size
@@ -62,9 +63,23 @@ _WORK_BYTES = {
 _QUANTISED_WORK_BYTES = 1.15
 
 
-def num_sequences(num_slots: int) -> int:
-    """Sequences of a context for that many slots: some to spare, for prefixes that no slot runs."""
-    return min(num_slots + SPARE_SEQUENCES, MAX_SEQUENCES)
+def num_sequences(num_slots: int, layout: KVLayout = KVLayout.POOL) -> int:
+    """Sequences of a context for that many slots: some to spare, for prefixes that no slot runs.
+
+    In streams a spare one takes as much memory as a slot, so there are fewer.
+    """
+    num_spare = SPARE_SEQUENCES
+    if layout is KVLayout.STREAMS:
+        num_spare = max(1, num_slots // SLOTS_A_SPARE_STREAM)
+    return min(num_slots + num_spare, MAX_SEQUENCES)
+
+
+def stream_cells(spec: ModelSpec, n_ctx_train: int) -> int:
+    """Tokens that each sequence has cells for in streams: those of a request, or its share of what is set."""
+    n_ctx = spec.n_ctx or n_ctx_train
+    if not spec.num_cells:
+        return n_ctx
+    return min(n_ctx, max(1, spec.num_cells // num_sequences(spec.num_slots, KVLayout.STREAMS)))
 
 
 def estimator(header: GgufHeader) -> Estimator:
@@ -85,11 +100,12 @@ def estimator_of(path: str | Path) -> Estimator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """What a context is made for."""
+    """What a context is made for; `cells` are those of one stream."""
 
     cells: int
     window_cells: int
     num_sequences: int
+    num_streams: int = 1
     num_tokens: int
     num_rows: int
     num_threads: int
@@ -180,11 +196,17 @@ class _Model:
         )
 
     def _shape(self, spec: ModelSpec) -> _Shape:
-        sequences = num_sequences(spec.num_slots)
-        cells = _rounded(max(spec.pool_cells or self.header.n_ctx_train, sequences))
+        has_streams = spec.kv_layout is KVLayout.STREAMS and self.layers.keeps_every_cell
+        if has_streams:
+            sequences = num_sequences(spec.num_slots, KVLayout.STREAMS)
+            cells = _rounded(stream_cells(spec, self.header.n_ctx_train))
+        else:
+            sequences = num_sequences(spec.num_slots)
+            cells = _rounded(max(spec.pool_cells or self.header.n_ctx_train, sequences))
         tokens = min(cells, max(spec.n_batch, sequences))
         return _Shape(
             cells=cells,
+            num_streams=sequences + 1 if has_streams else 1,
             window_cells=_rounded(min(cells, self.layers.window * sequences + tokens)),
             num_sequences=sequences,
             num_tokens=tokens,
@@ -216,8 +238,9 @@ class _Model:
         return math.ceil(elements * _element_bytes(kv_type)) + state
 
     def _cell_bytes(self, shape: _Shape, kv_type: str) -> int:
+        cells = shape.cells * shape.num_streams
         elements = sum(
-            (layer.key_width + layer.value_width) * (shape.window_cells if layer.is_windowed else shape.cells)
+            (layer.key_width + layer.value_width) * (shape.window_cells if layer.is_windowed else cells)
             for layer in self.layers.each
         )
         return math.ceil(elements * _element_bytes(kv_type))

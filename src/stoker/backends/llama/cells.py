@@ -1,0 +1,294 @@
+"""Where the tokens of sequences lie in a native context: in one pool, or each sequence in its own stream.
+
+A `Pool` shares cells between sequences. Where sums depend on it, an `OrderedPool` keeps the cells of each
+sequence in the order of its tokens (docs/adr/0019): before a step tokens are taken out as bytes and put back
+into free cells before them, which changes no bit. `Streams` keep sequences apart, so that mask and attention
+of a step do not grow with what others hold, and a state is one copy a layer (docs/adr/0024).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stoker.backends.cell_map import CellMap
+from stoker.backends.llama.batch import TokenBatch
+from stoker.backends.llama.binding import llama
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.stream_map import StreamMap
+from stoker.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy.typing as npt
+
+    from stoker.backends.cell_map import Stretch
+    from stoker.backends.llama.batch import Natives
+
+    Bytes = npt.NDArray[np.uint8]
+
+MOVED_BYTES = 4 * 2**20
+"""Keys and values that are moved at a time, at least one token's: about a millisecond's copying."""
+_LEAST_CELL_BYTES = 1024  # where the library did not say what its buffers take
+_BYTES_P = ctypes.POINTER(ctypes.c_uint8)
+_TO_THE_END = -1
+
+
+class Pool:
+    """One pool of cells. Sequences have the same numbers in the library.
+
+    Args:
+        handle: the context.
+        num_sequences: how many it has.
+
+    Attributes:
+        natives: the number of each sequence in the library; of one that holds something.
+    """
+
+    def __init__(self, handle: int, num_sequences: int) -> None:
+        self.natives: Natives = range(num_sequences)
+        self._handle = handle
+        self._memory = llama.llama_get_memory(handle)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.natives)} sequences>"
+
+    @property
+    def has_plain_states(self) -> bool:
+        """Whether states are of one kind of cache alone; where it matters, see `Streams`."""
+        return True
+
+    def arrange(self, plan: BatchPlan) -> Sequence[int]:
+        """See `Compaction`."""
+        return range(len(plan.items))
+
+    def prepare(self, plan: BatchPlan) -> Sequence[int]:
+        """What a step of `plan` cannot do without; returns the places of its items in the library's order."""
+        return range(len(plan.items))
+
+    def computed(self, plan: BatchPlan) -> None:
+        """A step of `plan` was computed."""
+
+    def received(self, seq: int, num_tokens: int) -> None:
+        """The state of so many tokens was put into the empty sequence."""
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty sequence `dst` share the first `length` tokens of `src`."""
+        llama.llama_memory_seq_cp(self._memory, src, dst, 0, length)
+
+    def remove(self, seq: int, start: int) -> None:
+        """Remove native positions `start` and up."""
+        self._remove(seq, seq, start)
+
+    def _remove(self, native: int, seq: int, start: int) -> None:
+        if not llama.llama_memory_seq_rm(self._memory, native, start, _TO_THE_END):
+            raise EngineError(f"the state of sequence {seq} before position {start} is lost", seq=seq)
+
+    def read_state(self, seq: int, num_before: int) -> Bytes:
+        """llama.cpp's own bytes of a sequence in one pool, after `num_before` bytes for the caller."""
+        return self._read(seq, seq, num_before)
+
+    def _read(self, native: int, seq: int, num_before: int) -> Bytes:
+        size = llama.llama_state_seq_get_size(self._handle, native)
+        data = np.empty(num_before + size, np.uint8)
+        target = ctypes.cast(data.ctypes.data + num_before, _BYTES_P)
+        written = llama.llama_state_seq_get_data(self._handle, target, size, native)
+        if written != size:
+            raise EngineError(f"the state of sequence {seq} came as {written} of {size} bytes", seq=seq)
+        return data
+
+    def write_state(self, seq: int, payload: Bytes) -> bool:
+        """Put such bytes into the empty sequence; False: they do not fit."""
+        return self._write(seq, payload)
+
+    def _write(self, native: int, payload: Bytes) -> bool:
+        source = ctypes.cast(payload.ctypes.data, _BYTES_P)
+        return bool(llama.llama_state_seq_set_data(self._handle, source, len(payload), native))
+
+
+class OrderedPool(Pool):
+    """A pool in which the cells of each sequence lie in the order of its tokens.
+
+    Args:
+        handle: the context; it knows one sequence more, which has no other use.
+        num_sequences: how many it has without that.
+        num_cells: how many the pool has.
+        cell_bytes: keys and values of one of them, over all layers.
+    """
+
+    def __init__(self, handle: int, num_sequences: int, num_cells: int, cell_bytes: int) -> None:
+        super().__init__(handle, num_sequences)
+        self.map = CellMap(num_cells)
+        self._spare = num_sequences
+        self._most = max(1, MOVED_BYTES // max(cell_bytes, _LEAST_CELL_BYTES))
+        self._buffer = np.empty(
+            2 * MOVED_BYTES, np.uint8
+        )  # a token has some bytes beside its keys and values
+
+    def arrange(self, plan: BatchPlan) -> Sequence[int]:
+        """Close the gaps before the tokens of the plan's sequences."""
+        self.close_up([item.seq for item in plan.items])
+        return super().arrange(plan)
+
+    def prepare(self, plan: BatchPlan) -> Sequence[int]:
+        """Likewise: a token before those of its own sequence would get other last bits."""
+        return self.arrange(plan)
+
+    def close_up(self, seqs: Iterable[int]) -> None:
+        """Move the tokens of these sequences that have a free cell before them, shared ones for all owners.
+
+        Raises:
+            EngineError: llama.cpp did not take back what it gave.
+        """
+        if self.map.has_hole:
+            for stretch in self.map.loose(seqs, self._most):
+                self._move(stretch)
+                self.map.moved(stretch)
+
+    def computed(self, plan: BatchPlan) -> None:
+        """Its tokens took the lowest free cells."""
+        for item in plan.items:
+            self.map.append(item.seq, len(item.tokens))
+
+    def received(self, seq: int, num_tokens: int) -> None:
+        """So did these."""
+        self.map.append(seq, num_tokens)
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Let the empty sequence `dst` share the first `length` cells of `src`."""
+        super().fork(src, dst, length)
+        self.map.fork(src, dst, length)
+
+    def remove(self, seq: int, start: int) -> None:
+        """Remove native positions `start` and up; a cell without owners is free."""
+        super().remove(seq, start)
+        self.map.trim(seq, start)
+
+    def _move(self, stretch: Stretch) -> None:
+        start, stop = stretch.start, stretch.stop
+        llama.llama_memory_seq_cp(self._memory, stretch.owners[0], self._spare, start, stop)
+        size = llama.llama_state_seq_get_size(self._handle, self._spare)
+        if size > len(self._buffer):
+            self._grow(size, stretch)
+        address = ctypes.cast(self._buffer.ctypes.data, _BYTES_P)
+        is_out = llama.llama_state_seq_get_data(self._handle, address, size, self._spare) == size
+        for seq in (*stretch.owners, self._spare):
+            llama.llama_memory_seq_rm(self._memory, seq, start, stop)
+        if not is_out or not llama.llama_state_seq_set_data(self._handle, address, size, self._spare):
+            raise EngineError(f"tokens {start} to {stop} of sequences {stretch.owners} could not be moved")
+        for seq in stretch.owners:
+            llama.llama_memory_seq_cp(self._memory, self._spare, seq, start, stop)
+        llama.llama_memory_seq_rm(self._memory, self._spare, start, stop)
+
+    def _grow(self, size: int, stretch: Stretch) -> None:
+        try:
+            self._buffer = np.empty(size, np.uint8)
+        except MemoryError:  # nothing has moved yet
+            llama.llama_memory_seq_rm(self._memory, self._spare, stretch.start, stretch.stop)
+            raise
+
+
+_STREAM_HEAD = struct.Struct(
+    "<IiI"
+)  # magic, native number, streams; then of each stream the count of its cells
+_COUNT_BYTES = 4
+
+
+class Streams(Pool):
+    """A stream of cells for each sequence, and one more to copy through.
+
+    Copies between streams are of whole streams, and llama.cpp makes them when it computes next. What reads or
+    writes a stream's bytes before that has it compute a token that is forgotten.
+
+    Args:
+        handle: the context; it knows one sequence more than `num_sequences`.
+        num_sequences: how many it has without that.
+    """
+
+    def __init__(self, handle: int, num_sequences: int) -> None:
+        super().__init__(handle, num_sequences)
+        self.map = StreamMap(num_sequences)
+        self.natives = self.map.streams
+        self._num_streams = num_sequences + 1
+        self._to_copy: set[int] = set()  # streams of copies that were not made yet
+        self._token = TokenBatch(1)
+
+    def __repr__(self) -> str:
+        return f"<Streams {self.map!r}>"
+
+    @property
+    def has_plain_states(self) -> bool:
+        """Whether an empty state is the head and the counts of one cache, and not of several."""
+        size = llama.llama_state_seq_get_size(self._handle, 0)
+        return bool(size == _STREAM_HEAD.size + self._num_streams * _COUNT_BYTES)
+
+    def arrange(self, plan: BatchPlan) -> Sequence[int]:
+        """Close gaps between the streams of the plan's sequences, where that pays."""
+        for copy in self.map.close_gaps({item.seq: len(item.tokens) for item in plan.items}):
+            self._copy(copy.src, copy.dst)
+            self._remove(copy.src, copy.src, 0)
+        return self.prepare(plan)
+
+    def prepare(self, plan: BatchPlan) -> Sequence[int]:
+        """Every sequence gets a stream."""
+        return self.map.order(item.seq for item in plan.items)
+
+    def computed(self, plan: BatchPlan) -> None:
+        """Whatever was to be copied was copied before."""
+        del plan
+        self._to_copy.clear()
+
+    def fork(self, src: int, dst: int, length: int) -> None:
+        """Give the empty sequence `dst` a copy of the first `length` tokens of `src`."""
+        copied = self.map.stream(dst)
+        self._copy(self.map.stream(src), copied)
+        self._remove(copied, dst, length)
+
+    def _copy(self, src: int, dst: int) -> None:
+        llama.llama_memory_seq_cp(self._memory, src, dst, 0, _TO_THE_END)
+        self._to_copy |= {src, dst}
+
+    def _settle(self, stream: int) -> None:
+        """Have the copies made that read or write this stream."""
+        if stream not in self._to_copy:
+            return
+        free = self.map.a_free_one
+        self._token.fill(BatchPlan((PlanItem(free, 0, (0,), 0),)))
+        if code := llama.llama_decode(self._handle, self._token.native):
+            raise EngineError(f"llama_decode returned {code} where streams were to be copied")
+        self._remove(free, free, 0)
+        self._to_copy.clear()
+
+    def remove(self, seq: int, start: int) -> None:
+        """Remove native positions `start` and up; without any its stream is free."""
+        if seq in self.map.streams:
+            self._remove(self.map.stream(seq), seq, start)
+            if start == 0:
+                self.map.forget(seq)
+
+    def read_state(self, seq: int, num_before: int) -> Bytes:
+        """The bytes that llama.cpp would give of one pool: without the counts of the other streams."""
+        native = self.map.stream(seq)
+        self._settle(native)
+        data = self._read(native, seq, num_before)
+        num_skipped = native * _COUNT_BYTES
+        num_behind = (self._num_streams - 1 - native) * _COUNT_BYTES
+        head = _STREAM_HEAD.unpack_from(data.data, num_before)
+        assert head[2] == self._num_streams, f"a state of {head[2]} streams among {self._num_streams}"
+        data = data[num_skipped : len(data) - num_behind]
+        _STREAM_HEAD.pack_into(data.data, num_before, head[0], seq, 1)
+        return data
+
+    def write_state(self, seq: int, payload: Bytes) -> bool:
+        """Put such bytes into the empty sequence; False: they do not fit."""
+        magic, _, num_streams = _STREAM_HEAD.unpack_from(payload.data)
+        assert num_streams == 1, f"a state of {num_streams} streams"
+        native = self.map.stream(seq)
+        self._settle(native)
+        head = np.frombuffer(_STREAM_HEAD.pack(magic, native, self._num_streams), np.uint8)
+        others = np.zeros((self._num_streams - 1) * _COUNT_BYTES, np.uint8)
+        return self._write(native, np.concatenate((head, payload[_STREAM_HEAD.size :], others)))

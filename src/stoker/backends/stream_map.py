@@ -1,0 +1,169 @@
+"""Which native stream holds which sequence, where each stream is a sequence's own cells.
+
+A step is cheapest where its sequences lie in consecutive streams: llama.cpp computes the next token of
+consecutive streams in one forward pass, and cuts the step at every gap. So a sequence that begins takes a
+free stream beside those that run, and gaps are closed by copying streams, as soon as the passes that they
+have cost are as many as the copies. Pure bookkeeping: what lies in the streams, and how it is copied, is the
+backend's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import lt
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+MOST_COPIES = 8
+"""Streams that are copied before one step; the other gaps are closed before the next ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy all of stream `src` to stream `dst`; `src` is free then."""
+
+    src: int
+    dst: int
+
+
+def num_passes(counts: Mapping[int, int]) -> int:
+    """Forward passes that llama.cpp makes of so many tokens by stream.
+
+    Each takes the first of the streams that have tokens left and those next to it without a gap, and as many
+    tokens of each as the shortest has (`llama_batch_allocr::split_equal`).
+    """
+    left, found = dict(sorted(counts.items())), 0
+    while left:
+        streams = _first_run(left)
+        taken = min(left[stream] for stream in streams)
+        for stream in streams:
+            left[stream] -= taken
+            if not left[stream]:
+                del left[stream]
+        found += 1
+    return found
+
+
+def _first_run(streams: Iterable[int]) -> list[int]:
+    """The first of ascending streams, and those that follow it without a gap."""
+    run: list[int] = []
+    for stream in streams:
+        if run and stream != run[-1] + 1:
+            break
+        run.append(stream)
+    return run
+
+
+class StreamMap:
+    """The streams of `num_sequences` sequences. There is one more: a copy finds a free one at any time.
+
+    Attributes:
+        streams: that of each sequence which has one; read only.
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        self.streams: dict[int, int] = {}
+        self._free = set(range(num_sequences + 1))
+        self._last: frozenset[int] = frozenset()  # streams of the last step
+        self._seqs: frozenset[int] = frozenset()  # sequences of the last step
+        self._num_wasted = 0  # passes that gaps have cost these since the last copies
+
+    def __repr__(self) -> str:
+        return f"<StreamMap {self.streams}, {len(self._free)} free>"
+
+    def stream(self, seq: int) -> int:
+        """The stream of a sequence; one that has none gets the free one with most neighbours that run."""
+        found = self.streams.get(seq)
+        if found is None:
+            found = min(self._free, key=lambda free: (-self._num_neighbours(free), free))
+            self._free.remove(found)
+            self.streams[seq] = found
+        return found
+
+    def _num_neighbours(self, stream: int) -> int:
+        return (stream - 1 in self._last) + (stream + 1 in self._last)
+
+    @property
+    def a_free_one(self) -> int:
+        """A stream that no sequence has."""
+        return min(self._free)
+
+    def forget(self, seq: int) -> None:
+        """Free the sequence's stream, if it has one."""
+        stream = self.streams.pop(seq, None)
+        if stream is not None:
+            self._free.add(stream)
+
+    def order(self, seqs: Iterable[int]) -> Sequence[int]:
+        """The places of these sequences in the order of their streams; a range where they are in order."""
+        streams = [self.stream(seq) for seq in seqs]
+        places = range(len(streams))
+        if all(map(lt, streams, streams[1:])):
+            return places
+        return sorted(places, key=streams.__getitem__)
+
+    def close_gaps(self, counts: Mapping[int, int]) -> list[Copy]:
+        """What to copy, in order, before a step of so many tokens by sequence; counted as done.
+
+        Nothing as long as the passes that the gaps have cost are fewer than the copies.
+        """
+        seqs = frozenset(counts)
+        if not (seqs <= self._seqs or self._seqs <= seqs):
+            self._num_wasted = 0  # others take turns, and what pays for these may not for them
+        self._seqs = seqs
+        by_stream = {self.stream(seq): count for seq, count in counts.items()}
+        self._last = frozenset(by_stream)
+        if len(_first_run(sorted(by_stream))) == len(by_stream):
+            return []
+        copies = self._gathered(self._last)
+        places = {copy.src: copy.dst for copy in copies}
+        gathered = {places.get(stream, stream): count for stream, count in by_stream.items()}
+        num_saved = num_passes(by_stream) - num_passes(gathered)
+        if num_saved <= 0:
+            return []
+        self._num_wasted += num_saved
+        if self._num_wasted < len(copies):
+            return []
+        self._num_wasted = 0
+        del copies[MOST_COPIES:]
+        for copy in copies:
+            self._moved(copy)
+        self._last = frozenset(self.streams[seq] for seq in counts)
+        return copies
+
+    def _gathered(self, running: frozenset[int]) -> list[Copy]:
+        """The fewest copies after which these streams follow each other without a gap."""
+        width = len(running)
+        windows = (
+            range(start, start + width) for start in range(len(self.streams) + len(self._free) - width + 1)
+        )
+        window = min(windows, key=lambda window: self._num_copies(window, running))
+        outside = sorted(running - set(window))
+        holes = [stream for stream in window if stream not in running]
+        spare = sorted(self._free - set(window))
+        copies: list[Copy] = []
+        for hole in sorted(holes, key=lambda hole: hole not in self._free):
+            if hole not in self._free:  # what waits there goes elsewhere first
+                copies.append(Copy(hole, spare.pop()))
+            copies.append(Copy(outside.pop(), hole))
+            spare.append(copies[-1].src)
+        return copies
+
+    def _num_copies(self, window: range, running: frozenset[int]) -> int:
+        """One for each that comes in, and one for each that has to leave before."""
+        return sum(1 + (stream not in self._free) for stream in window if stream not in running)
+
+    def _moved(self, copy: Copy) -> None:
+        seq = next(seq for seq, stream in self.streams.items() if stream == copy.src)
+        self.streams[seq] = copy.dst
+        self._free.remove(copy.dst)
+        self._free.add(copy.src)
+
+    def check(self) -> None:
+        """Assert that every stream is free or one sequence's."""
+        held = list(self.streams.values())
+        assert len(held) == len(set(held)), f"two sequences in one stream: {self!r}"
+        assert not self._free & set(held), f"a stream in use is free: {self!r}"
+        assert self._free, f"no stream is free: {self!r}"

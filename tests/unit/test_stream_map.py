@@ -1,0 +1,159 @@
+"""Which stream a sequence gets, and when gaps between the streams of a step are closed."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from stoker.backends.stream_map import MOST_COPIES, StreamMap, num_passes
+
+
+class Native:
+    """Streams with a text each, copied as the map says; a step makes passes as llama.cpp does."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.map = StreamMap(num_sequences)
+        self.contents: list[int | None] = [None] * (num_sequences + 1)
+
+    def begin(self, seq: int) -> None:
+        """The sequence gets its first token."""
+        stream = self.map.stream(seq)
+        assert self.contents[stream] in {None, seq}, f"stream {stream} is not free"
+        self.contents[stream] = seq
+
+    def drop(self, seq: int) -> None:
+        """It is forgotten."""
+        if seq in self.map.streams:
+            self.contents[self.map.stream(seq)] = None
+        self.map.forget(seq)
+
+    def step(self, counts: dict[int, int]) -> tuple[int, int]:
+        """Copies and passes of a step."""
+        for seq in counts:
+            self.begin(seq)
+        copies = self.map.close_gaps(counts)
+        for copy in copies:
+            assert self.contents[copy.dst] is None, f"{copy} overwrites {self.contents[copy.dst]}"
+            assert self.contents[copy.src] is not None, f"{copy} copies nothing"
+            self.contents[copy.dst], self.contents[copy.src] = self.contents[copy.src], None
+        self.check()
+        return len(copies), num_passes({self.map.stream(seq): count for seq, count in counts.items()})
+
+    def check(self) -> None:
+        """Each sequence's text is where the map says."""
+        self.map.check()
+        for seq, stream in self.map.streams.items():
+            assert self.contents[stream] == seq, f"{self.map!r} but {self.contents}"
+
+
+@pytest.mark.parametrize(
+    ("counts", "passes"),
+    [
+        ({3: 1}, 1),
+        ({0: 1, 1: 1, 2: 1}, 1),
+        ({2: 1, 0: 1, 1: 1}, 1),
+        ({0: 1, 2: 1}, 2),
+        ({0: 1, 1: 1, 4: 1, 5: 1, 7: 1}, 3),
+        ({0: 1, 1: 1, 2: 100}, 2),
+        ({0: 1, 1: 1, 7: 100}, 2),
+        ({0: 100, 1: 100, 2: 1}, 2),
+        ({0: 100, 1: 50, 2: 1}, 3),
+        ({0: 100, 1: 1, 2: 100}, 3),
+    ],
+)
+def test_the_next_tokens_of_consecutive_streams_are_one_pass(counts: dict[int, int], passes: int) -> None:
+    """SPEC C15: what the native library makes of a step is known before it; contract tests compare them."""
+    assert num_passes(counts) == passes
+
+
+def test_a_sequence_that_begins_takes_a_stream_beside_those_that_run() -> None:
+    """SPEC C15: so most gaps never come to be."""
+    native = Native(8)
+    native.step(dict.fromkeys(range(6), 1))
+    native.drop(1)
+    native.drop(4)
+    native.step({2: 1, 3: 1})
+    native.begin(6)
+    assert native.map.stream(6) == 1
+    native.begin(7)
+    assert native.map.stream(7) == 4
+    assert native.step(dict.fromkeys((2, 3, 6, 7), 1)) == (0, 1)
+
+
+def test_a_gap_is_closed_once_it_has_cost_as_many_passes_as_copies() -> None:
+    """SPEC C15: one pass too many, then one copy, then none."""
+    native = Native(4)
+    native.step(dict.fromkeys(range(4), 1))
+    native.drop(1)
+    assert native.step({0: 1, 2: 1, 3: 1}) == (1, 1)
+    native.drop(2)
+    native.begin(1)  # where it is no neighbour it may wait
+    assert native.step({0: 1, 3: 1}) == (0, 1)
+
+
+def test_what_waits_in_a_gap_makes_way_when_that_pays() -> None:
+    """SPEC C15: two copies for one gap, so after two steps of two passes."""
+    native = Native(5)
+    native.step(dict.fromkeys(range(5), 1))
+    assert [native.step(dict.fromkeys((0, 1, 3, 4), 1)) for _ in range(3)] == [(0, 2), (2, 1), (0, 1)]
+
+
+def test_a_prompt_apart_from_the_decode_rows_is_not_copied() -> None:
+    """SPEC C15: its slice is a pass of its own in any case."""
+    native = Native(6)
+    native.step(dict.fromkeys(range(6), 1))
+    for seq in (2, 3, 4):
+        native.drop(seq)
+    assert [native.step({0: 1, 1: 1, 5: 64}) for _ in range(9)] == [(0, 2)] * 9
+
+
+def test_steps_that_take_turns_do_not_copy_in_each() -> None:
+    """SPEC C15: what a step would gain, the next one with other sequences would lose."""
+    native = Native(8)
+    native.step(dict.fromkeys(range(8), 1))
+    told = [native.step({0: 1, 2: 1, 4: 1, 5 + turn % 3: 1}) for turn in range(60)]
+    assert sum(copies for copies, _ in told) <= MOST_COPIES
+    assert max(passes for _, passes in told) <= 4
+
+
+def test_no_step_waits_for_more_than_a_few_copies() -> None:
+    """SPEC C15: many gaps are closed over several steps."""
+    native = Native(64)
+    native.step(dict.fromkeys(range(64), 1))
+    for seq in range(0, 64, 2):
+        native.drop(seq)
+    told = [native.step(dict.fromkeys(range(1, 64, 2), 1)) for _ in range(6)]
+    assert max(copies for copies, _ in told) == MOST_COPIES
+    assert told[-1] == (0, 1)
+    assert [passes for _, passes in told] == sorted((passes for _, passes in told), reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_text_is_lost_whatever_comes_and_goes(seed: int) -> None:
+    """SPEC C15: random sequences begin, run in any company and end; copies overwrite nothing."""
+    random = Random(seed)
+    native = Native(random.randint(1, 12))
+    num_sequences = len(native.contents) - 1
+    for _ in range(400):
+        seqs = random.sample(range(num_sequences), random.randint(1, num_sequences))
+        if random.random() < 0.4:
+            native.drop(seqs[0])
+            native.check()
+        else:
+            native.step({seq: random.choice([1, 1, 1, 5, 40]) for seq in seqs})
+
+
+def test_the_same_step_comes_to_one_pass() -> None:
+    """SPEC C15: whatever was before it, and with as few copies as sequences."""
+    for seed in range(40):
+        random = Random(seed)
+        native = Native(10)
+        for seq in random.sample(range(10), 10):
+            native.begin(seq)
+        for seq in random.sample(range(10), 4):
+            native.drop(seq)
+        running = dict.fromkeys(random.sample(sorted(native.map.streams), 4), 1)
+        told = [native.step(running) for _ in range(10)]
+        assert told[-1] == (0, 1)
+        assert sum(copies for copies, _ in told) <= 2 * len(running)
