@@ -243,7 +243,7 @@ class TooHotError(MachineError, code="too_hot"):
 
 
 class DeviceBusyError(MachineError, code="device_busy"):
-    """Another process holds the accelerator; details carry `device`."""
+    """Another process holds the accelerator; details carry `device` and, if known, `pid` and `models`."""
 
 
 class CacheFileError(MachineError, code="cache_file", http_status=500):

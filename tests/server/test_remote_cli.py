@@ -14,7 +14,7 @@ from stoker.cli.commands import ps, remote
 from stoker.cli.main import app
 from stoker.errors import InsufficientMemoryError
 from stoker.ipc.request import Priority
-from stoker.ipc.status import EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
+from stoker.ipc.status import DeviceStatus, EngineStatus, MemoryStatus, ModelStatus, SlotStatus, WaitStatus
 from stoker.server.run_file import RunFile, registered
 from stoker.settings import EngineSettings
 
@@ -70,6 +70,31 @@ def busy_engine():
             ModelStatus(id="held", state="ready", is_pinned=True),
             ModelStatus(id="broken", state="failed", reason="it is cut short"),
         ],
+        devices=[
+            DeviceStatus(id="CPU", name="CPU", kind="CPU", is_used=True),
+            DeviceStatus(
+                id="CUDA0",
+                name="NVIDIA H100",
+                kind="CUDA",
+                is_used=True,
+                total=80 * 2**30,
+                free=10 * 2**30,
+                own=65 * 2**30,
+                others=5 * 2**30,
+                celsius=61.4,
+                power_w=350.2,
+            ),
+            DeviceStatus(
+                id="CUDA1",
+                name="NVIDIA H100",
+                kind="CUDA",
+                total=80 * 2**30,
+                free=80 * 2**30,
+                own=None,
+                others=None,
+                held_by="process 7 (model qwen)",
+            ),
+        ],
         memory=MemoryStatus(
             limit=4_000_000_000,
             footprint=600_000_000,
@@ -95,6 +120,17 @@ def test_ps_shows_models_requests_and_memory(call, scripted):
     assert rows["cmpl-2"] == "cmpl-2 stand-in background 0 waits, next in line, about 2 min"
     assert rows["cmpl-3"] == "cmpl-3 stand-in background 0 parked"
     assert "572 MiB of 3.7 GiB used, 2.8 GiB available, pressure warning, heat fair" in done.stdout
+
+
+def test_ps_shows_the_memory_of_each_accelerator(call, scripted):
+    """SPEC M9: who has it, how it is, and another program that holds it; one that has none is not there."""
+    scripted.runtime.engine = busy_engine()
+    lines = " ".join(call("ps").stdout.split())
+    assert (
+        "CUDA0: NVIDIA H100, 10 GiB of 80 GiB free, own 65 GiB, others 5 GiB, 61 °C, 350 W"
+        " CUDA1: NVIDIA H100, 80 GiB of 80 GiB free, held by process 7 (model qwen)"
+    ) in lines
+    assert "CPU:" not in lines
 
 
 def test_ps_speaks_json(call):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stand_in import INFO
 
 from stoker.errors import InsufficientMemoryError, ModelTooLargeError
-from stoker.ipc.status import EngineStatus, MemoryStatus, ModelStatus
+from stoker.ipc.status import DeviceStatus, EngineStatus, MemoryStatus, ModelStatus
 from stoker.runtime import Runtime
 
 MODELS = "/v1/runtime/models"
@@ -194,6 +195,30 @@ def test_without_an_engine_the_status_shows_what_the_front_knows(scripted, scrip
     assert [(model["id"], model["state"]) for model in status["models"]] == [("stand-in", "ready")]
     assert status["memory"]["limit"] > status["memory"]["footprint"] > 0
     assert status["memory"]["pressure"] is None
+
+
+def test_each_accelerator_is_shown_and_measured(scripted, scripted_http):
+    """SPEC M9, O1: in status all there is; in metrics what is known of those with memory of their own."""
+    card = DeviceStatus(
+        id="CUDA0", name="H100", kind="CUDA", total=80, free=20, own=50, others=10, power_w=3.5
+    )
+    loading = msgspec.structs.replace(card, id="CUDA1", own=None, others=None, power_w=None, celsius=44)
+    cpu = DeviceStatus(id="CPU", name="CPU", kind="CPU")
+    scripted.runtime.engine = msgspec.structs.replace(engine_with(), devices=[cpu, card, loading])
+    shown = scripted_http.get("/v1/runtime").json()["engine"]["devices"]
+    assert shown == msgspec.to_builtins([cpu, card, loading])
+    text = scripted_http.get("/metrics").text
+    found = sorted(
+        line.removeprefix("stoker:") for line in text.splitlines() if line.startswith("stoker:device")
+    )
+    assert found == [
+        'device_celsius{device="CUDA1"} 44.0',
+        'device_memory_bytes{device="CUDA0",held_by="free"} 20.0',
+        'device_memory_bytes{device="CUDA0",held_by="others"} 10.0',
+        'device_memory_bytes{device="CUDA0",held_by="own"} 50.0',
+        'device_memory_bytes{device="CUDA1",held_by="free"} 20.0',
+        'device_power_watts{device="CUDA0"} 3.5',
+    ]
 
 
 def test_the_metrics_show_models_memory_pressure_and_heat(scripted, scripted_http):

@@ -1,10 +1,17 @@
 """What `stoker doctor` says of memory limits, pressure and heat."""
 
+import os
+from dataclasses import replace
+
 import pytest
 
+from stoker.backends.device import Device, DeviceMemory
 from stoker.cli.commands import doctor
+from stoker.machine.device_lease import DeviceLease
 from stoker.machine.limits import MemoryLimits
-from stoker.machine.monitor import Sample
+from stoker.machine.monitor import DeviceSample, Sample
+from stoker.machine.nvml import CardProcess
+from stoker.machine.thermal import Heat, HeatReading
 from stoker.settings import EngineSettings
 
 GIB = 1024**3
@@ -77,3 +84,51 @@ def test_doctor_takes_a_machine_without_sensors_for_nominal(monkeypatch):
     finding = doctor._heat(EngineSettings())
     assert finding.level == "ok"
     assert finding.text.startswith("nominal: there are no sensors")
+
+
+CARD = Device("NVIDIA H100", "CUDA", "CUDA0", lock="CUDA-0")
+
+
+def test_doctor_shows_each_accelerator_with_who_has_its_memory():
+    """SPEC M9: free and total, heat and power, other programs, and who holds the lease."""
+    measured = DeviceSample(
+        id="CUDA0",
+        free_bytes=20 * GIB,
+        total_bytes=80 * GIB,
+        margin_bytes=GIB,
+        heat=HeatReading(Heat.NOMINAL, "CUDA0", 55.0),
+        power_w=120.4,
+        processes=(CardProcess(7, "python", 40 * GIB), CardProcess(8, "", 0)),
+    )
+    finding = doctor._device(CARD, measured, "process 7 (model qwen)")
+    assert finding.level == "ok"
+    assert finding.text == (
+        "CUDA0 CUDA NVIDIA H100: 20 GiB of 80 GiB free, 55 °C, 120 W, python (process 7) has 40 GiB;"
+        " process 7 (model qwen) holds it"
+    )
+    full = doctor._device(CARD, replace(measured, free_bytes=GIB // 2), "")
+    assert (full.level, full.remedy) == (
+        "warning",
+        "no model fits beside what is on it; close other programs",
+    )
+
+
+def test_doctor_says_where_a_devices_memory_is_the_machines():
+    """SPEC M9: an integrated device counts once; of one that says nothing nothing is known."""
+    unified = replace(CARD, is_integrated=True)
+    assert doctor._device(unified, None, "").text == "CUDA0 CUDA NVIDIA H100: uses the machine's memory"
+    assert doctor._device(CARD, None, "").text.endswith("does not tell of its memory")
+
+
+def test_doctor_looks_at_every_accelerator_of_the_build(tmp_path, monkeypatch):
+    """SPEC M9: measured as the engine does; of a build without any nothing is said."""
+    cards = (replace(CARD, read=lambda: DeviceMemory(3 * GIB, 4 * GIB)), replace(CARD, id="CUDA1"))
+    monkeypatch.setattr("stoker.backends.llama.binding.accelerators", lambda: cards)
+    settings = EngineSettings(cache_dir=tmp_path)
+    with DeviceLease(["CUDA-0"], tmp_path / "devices") as lease:
+        lease.note("CUDA-0", "CUDA NVIDIA H100", ["qwen"])
+        first, second = doctor._accelerators(settings)
+    assert first.text.endswith(f"3 GiB of 4 GiB free; process {os.getpid()} (model qwen) holds it")
+    assert second.text.startswith("CUDA1")
+    monkeypatch.setattr("stoker.backends.llama.binding.accelerators", lambda: ())
+    assert list(doctor._accelerators(settings)) == []

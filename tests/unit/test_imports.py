@@ -106,7 +106,7 @@ ALLOWED = {
     },
     "cli": BASE
     | {"", "ipc", "settings", "cache", "chat", "images", "machine", "models", "models.store", "backends"}
-    | {"backends.registry", "client", "tasks", "runtime", "remote", "server"},
+    | {"backends.device", "backends.registry", "client", "tasks", "runtime", "remote", "server"},
 }
 # Policy is pure: time arrives as an argument, effects leave as values.
 PURE = (

@@ -1,6 +1,7 @@
 """The engine's loop on the fake backend, driven turn by turn on this thread."""
 
 import logging
+import os
 
 import pytest
 
@@ -299,15 +300,23 @@ def test_a_device_is_leased_measured_and_named(tmp_path):
     first, second = Engine("fake:device=Card", settings=settings), Engine(settings=settings)
     first.inbox.put(GetStatus(call_id=1))
     first.until(lambda: first.of(Reply))
-    assert first.of(Reply)[0].value["status"].devices == ["Fake Card"]
+    (shown,) = first.of(Reply)[0].value["status"].devices
     (runner,) = first.loop._runners
     own = sum(runner.backend.memory().values())
     (sample,) = first.loop._take_sample().devices
     assert (sample.id, sample.free_bytes, sample.total_bytes) == ("Card", 2**30 - own, 2**30)
     assert (sample.own_bytes, sample.other_bytes) == (own, 0)
+    assert (shown.id, shown.kind, shown.is_used) == ("Card", "Fake", True)
+    assert (shown.total, shown.free, shown.own, shown.others) == (2**30, 2**30 - own, own, 0)
     second.inbox.put(LoadModel(ModelSpec(id="n", path="fake:device=Card")))
     second.until(lambda: second.of(ModelState)[-1].state == "failed")
-    assert second.of(ModelState)[-1].error.code == "device_busy"
+    error = second.of(ModelState)[-1].error
+    assert (error.code, error.message) == (
+        "device_busy",
+        f"process {os.getpid()} (model m) holds the device Fake Card",
+    )
+    (seen,) = second.loop._status().devices
+    assert (seen.is_used, seen.held_by) == (False, f"process {os.getpid()} (model m)")
     for engine in (first, second):
         engine.inbox.put(Shutdown())
         engine.loop.run()

@@ -173,6 +173,15 @@ def test_a_device_is_read(tmp_path):
     assert DeviceSample(id="CUDA0", free_bytes=3, total_bytes=8, own_bytes=None).other_bytes is None
 
 
+def test_the_hottest_of_sensors_and_cards_counts(tmp_path):
+    """SPEC M6: whichever it is."""
+    hot, cool = HeatReading(Heat.SERIOUS, "CUDA1", 92.0), HeatReading(Heat.FAIR, "cpu", 88.0)
+    card = DeviceSample(id="CUDA1", free_bytes=3, total_bytes=8, heat=hot)
+    sample = measure(Sources(root=tmp_path, heat=lambda: cool, devices=lambda: (card,)))
+    assert sample.heat == hot
+    assert measure(Sources(root=tmp_path, heat=lambda: cool)).heat == cool
+
+
 def test_the_footprint_is_that_of_every_process_and_of_the_last_ones_children():
     """SPEC M3: two processes with a child each; one that is gone holds nothing."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stoker.machine.device_lease import DeviceLease
+from stoker.machine.device_lease import DeviceLease, lease_note
 from stoker.machine.monitor import DeviceSample
+from stoker.machine.nvml import CardReading, Nvml
+from stoker.machine.thermal import card_heat
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class Device:
         id: as its backend calls it and as settings name it, such as "CUDA0"; unique in a backend.
         index: its place among the accelerators of its backend.
         lock: tells it from every other accelerator of this machine; empty: processes may share it.
+        bus_id: its PCI address, such as "0000:c1:00.0"; empty: not known.
         is_integrated: its memory is the machine's own, and counts once, as host memory.
         read: see `memory`.
     """
@@ -41,6 +45,7 @@ class Device:
     id: str = ""
     index: int = 0
     lock: str = ""
+    bus_id: str = ""
     is_integrated: bool = False
     read: ReadMemory = field(default=lambda: None, compare=False, repr=False)
 
@@ -59,37 +64,51 @@ CPU = Device("CPU", id="CPU")
 
 
 class HeldDevices:
-    """The devices that the models of one engine compute on.
+    """The devices that the models of one engine compute on, and those that they could.
 
     An accelerator is leased before the first load on it and until the engine ends (SPEC R6).
 
     Args:
-        folder: of the lock files.
+        folder: of the lock files; None: accelerators are shared with whoever uses them.
         margin_bytes: how much of each a load has to leave.
-
-    Attributes:
-        own_bytes: what the engine's models hold, by id of the device; None: a model is half loaded or half
-            freed, and what it has taken is not told from what others have.
+        driver: what tells more of NVIDIA's cards.
     """
 
-    def __init__(self, folder: Path, margin_bytes: int = 0) -> None:
-        self.own_bytes: Mapping[str, int] | None = {}
+    def __init__(self, folder: Path | None, margin_bytes: int = 0, driver: Nvml | None = None) -> None:
         self._folder = folder
         self._margin_bytes = margin_bytes
+        self._driver = driver or Nvml()
         self._known: tuple[Device, ...] = ()
-        self._devices: tuple[Device, ...] = ()
+        self._taken: tuple[Device, ...] = ()
         self._leases: list[DeviceLease] = []
+        self._held: Mapping[str, Mapping[str, int]] = {}
+        self._is_settled = True  # no model is half loaded or half freed
 
     def __repr__(self) -> str:
-        return f"<HeldDevices {', '.join(self.names) or 'none'}>"
+        return f"<HeldDevices {', '.join(device.label for device in self._taken) or 'none'}>"
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Of the devices, for people, in the order of their first use."""
-        return tuple(device.label for device in self._devices)
+    def known(self) -> tuple[Device, ...]:
+        """Every device that is measured."""
+        return self._known
 
-    def take(self, devices: Iterable[Device]) -> None:
-        """Have the right to compute on these, all of them or none more than before.
+    def is_taken(self, device: Device) -> bool:
+        """Whether models were loaded on it."""
+        return device in self._taken
+
+    def holder(self, device: Device) -> str:
+        """Another process that has the lease on a device, for people; empty: none has."""
+        if self._folder is None or not device.lock or device in self._taken:
+            return ""
+        note = lease_note(device.lock, self._folder)
+        return note.holder if note else ""
+
+    def know(self, devices: Iterable[Device]) -> None:
+        """Measure these from now on, whether they are taken or not."""
+        self._known = tuple(dict.fromkeys((*self._known, *devices)))
+
+    def take(self, devices: Iterable[Device], model: str = "") -> None:
+        """Have the right to compute on these for a model, all of them or none more than before.
 
         Raises:
             DeviceBusyError: another process holds one of them.
@@ -97,32 +116,71 @@ class HeldDevices:
         """
         wanted = tuple(devices)
         self.know(wanted)
-        fresh = [device for device in wanted if device not in self._devices]
-        if locks := [device.lock for device in fresh if device.lock]:
+        fresh = [device for device in wanted if device not in self._taken]
+        locks = [device.lock for device in fresh if device.lock]
+        if locks and self._folder is not None:
             self._leases.append(DeviceLease(locks, self._folder))
-        self._devices = (*self._devices, *fresh)
+        self._taken = (*self._taken, *fresh)
+        self._note({device.id: [*self._models_on(device.id), model] for device in wanted if model})
 
-    def know(self, devices: Iterable[Device]) -> None:
-        """Measure these from now on, whether they are taken or not."""
-        self._known = tuple(dict.fromkeys((*self._known, *devices)))
+    def hold(self, held: Mapping[str, Mapping[str, int]] | None) -> None:
+        """What the engine's models hold now, in bytes by model and by id of the device.
+
+        None: a model is half loaded or half freed, and what it has taken is not told from what others have.
+        """
+        self._is_settled = held is not None
+        if held is not None:
+            self._held = held
+            self._note({device.id: self._models_on(device.id) for device in self._taken})
 
     def samples(self) -> tuple[DeviceSample, ...]:
-        """Memory of each device that is known and has some of its own; from any thread."""
-        own_bytes = self.own_bytes
-        return tuple(
-            DeviceSample(
-                id=device.id,
-                free_bytes=memory.free_bytes,
-                total_bytes=memory.total_bytes,
-                own_bytes=None if own_bytes is None else own_bytes.get(device.id, 0),
-                margin_bytes=self._margin_bytes,
-            )
-            for device in self._known
-            if (memory := device.memory()) is not None
-        )
+        """Memory, heat and power of each device that is known and has memory of its own; from any thread."""
+        found = ((device, self._driver.read(device.bus_id)) for device in self._known)
+        samples = (self._sample(device, card or CardReading()) for device, card in found)
+        return tuple(sample for sample in samples if sample is not None)
 
     def close(self) -> None:
         """Let others have them; idempotent."""
         leases, self._leases = self._leases, []
         for lease in leases:
             lease.close()
+
+    def _sample(self, device: Device, card: CardReading) -> DeviceSample | None:
+        memory = self._memory(device, card)
+        if memory is None:
+            return None
+        return DeviceSample(
+            id=device.id,
+            free_bytes=memory.free_bytes,
+            total_bytes=memory.total_bytes,
+            own_bytes=self._own_bytes(device, card),
+            margin_bytes=self._margin_bytes,
+            heat=card_heat(device.id, card),
+            power_w=card.power_w,
+            processes=tuple(each for each in card.processes if each.pid != os.getpid()),
+        )
+
+    def _memory(self, device: Device, card: CardReading) -> DeviceMemory | None:
+        """By the driver where no model is: to ask a native library takes some of a card's memory itself."""
+        if device in self._taken or card.free_bytes is None or card.total_bytes is None:
+            return device.memory()
+        return DeviceMemory(card.free_bytes, card.total_bytes)
+
+    def _own_bytes(self, device: Device, card: CardReading) -> int | None:
+        """What models hold; of a card whose driver tells processes apart all that this one has."""
+        if not self._is_settled:
+            return None
+        by_driver = sum(each.used_bytes for each in card.processes if each.pid == os.getpid())
+        return max(by_driver, sum(sizes.get(device.id, 0) for sizes in self._held.values()))
+
+    def _models_on(self, device_id: str) -> list[str]:
+        return [model for model, sizes in self._held.items() if device_id in sizes]
+
+    def _note(self, models: Mapping[str, Sequence[str]]) -> None:
+        """Have the lock files say which models they are held for."""
+        notes = {device.lock: (device.label, models.get(device.id)) for device in self._taken}
+        for lease in self._leases:
+            for lock in lease.names:
+                label, names = notes[lock]
+                if names is not None:
+                    lease.note(lock, label, list(dict.fromkeys(names)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -35,7 +34,7 @@ from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.residency.catalogue import Placement
 from stoker.engine.residency.pending import PendingRequests
-from stoker.engine.residency.pressure import PressureHandler
+from stoker.engine.residency.pressure import PressureHandler, device_status
 from stoker.engine.residency.residency import Residency
 from stoker.engine.residency.workers import Workers
 from stoker.engine.runners.runner import ModelRunner
@@ -202,12 +201,12 @@ class EngineLoop:
         if holders == self._holders:
             return
         self._holders = holders
-        own_bytes: Counter[str] = Counter()
+        held: dict[str, dict[str, int]] = {}
         for runner in holders or ():
-            on_devices = runner.backend.extensions.devices
-            for device, lines in on_devices.memory_by_device().items() if on_devices else ():
-                own_bytes[device] += sum(lines.values())
-        self._devices.own_bytes = None if holders is None else own_bytes
+            if on_devices := runner.backend.extensions.devices:
+                sizes = on_devices.memory_by_device()
+                held[runner.spec.id] = {device: sum(lines.values()) for device, lines in sizes.items()}
+        self._devices.hold(None if holders is None else held)
 
     def _step(self) -> None:
         """Give one model a turn; with nothing to compute, store what is only in cells."""
@@ -402,7 +401,7 @@ class EngineLoop:
     # ------------------------------------------------------------ status
 
     def _status(self) -> EngineStatus:
-        runners, now = list(self._runners), self._clock.now()
+        runners, now, sample = list(self._runners), self._clock.now(), self._take_sample()
         counters = {
             "num_turns": float(self._num_turns),
             "num_steps": float(self._clock.num_steps),
@@ -422,11 +421,11 @@ class EngineLoop:
             paused=[*waiting[SequenceState.PAUSED], *self._pending.paused_status()],
             num_threads=self._timer.num_threads,
             threads_reason=self._timer.reason,
-            devices=list(self._devices.names),
+            devices=device_status(self._devices, sample.devices),
             counters=counters,
             cache=self._store.cache.status(),
             models=self._residency.status(now),
-            memory=self._pressure_handler.status(self._take_sample(), self._store.ledger.lines()),
+            memory=self._pressure_handler.status(sample, self._store.ledger.lines()),
             kv_cells_total=sum(r.num_cells[0] for r in runners),
             kv_cells_used=sum(r.num_cells[1] for r in runners),
             activity={r.spec.id: figures for r in runners if (figures := r.activity(now))},

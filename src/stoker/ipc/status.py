@@ -270,11 +270,40 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
     ladder: list[str] = []
 
 
+class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What models can be computed on, with its own memory in bytes (SPEC M8).
+
+    Attributes:
+        id: as settings name it, such as "CUDA0".
+        name: for people; `kind` is that of its native library.
+        is_used: models were loaded on it.
+        is_integrated: it uses the machine's memory, which counts once.
+        total, free: of its own memory; 0: it has none, or does not say.
+        own: what models here hold of it; None: one is being loaded or freed.
+        others: what other programs and the driver hold of it; None: not known for the same reason.
+        celsius, power_w: as its driver says; None: it does not.
+        held_by: another Stoker that has the lease on it, for people; empty: none has.
+    """
+
+    id: str
+    name: str
+    kind: str = ""
+    is_used: bool = False
+    is_integrated: bool = False
+    total: int = 0
+    free: int = 0
+    own: int | None = 0
+    others: int | None = 0
+    celsius: float | None = None
+    power_w: float | None = None
+    held_by: str = ""
+
+
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Everything `/v1/runtime` and the metrics show of the engine.
 
     `num_threads` is what steps use now, `threads_reason` why that differs from the setting (empty: it does
-    not); `devices` are what models have computed on, by name. `activity` is of the last quarter of a minute,
+    not); `devices` are what models can be computed on. `activity` is of the last quarter of a minute,
     by model: milliseconds, rows and tokens of a step, and the shares of time for people and for jobs.
     `prefixes` are the longest stored ones.
     """
@@ -285,7 +314,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     paused: list[WaitStatus] = []
     num_threads: int = 0
     threads_reason: str = ""
-    devices: list[str] = []
+    devices: list[DeviceStatus] = []
     counters: dict[str, float]
     cache: CacheStatus = CacheStatus()
     models: list[ModelStatus] = []

@@ -21,8 +21,9 @@ import psutil
 from stoker.machine.cgroups import ControlGroup, limited_groups
 from stoker.machine.ladder import LONGEST_DESCENT_S
 from stoker.machine.limits import Tier, effective_limit, limits_of, tier_of
+from stoker.machine.nvml import CardProcess
 from stoker.machine.pressure import CRITICAL_FROM, HYSTERESIS, Pressure, PressureMeter, is_ours_to_ease
-from stoker.machine.thermal import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource
+from stoker.machine.thermal import LEAVE_AFTER_S, Heat, HeatMeter, HeatReading, HeatSource, hottest
 
 EVERY_S = 1.0
 LINGER_S = LONGEST_DESCENT_S + LEAVE_AFTER_S
@@ -42,6 +43,9 @@ class DeviceSample:
         own_bytes: what models of this engine hold of it; None: one is half loaded or half freed, and what it
             has taken is not told from what others have.
         margin_bytes: how much of it a load has to leave.
+        heat: of its processor, as far as its driver tells.
+        power_w: what it takes; None: not known.
+        processes: others that compute on it, as far as its driver tells.
     """
 
     id: str
@@ -49,6 +53,9 @@ class DeviceSample:
     total_bytes: int
     own_bytes: int | None = 0
     margin_bytes: int = 0
+    heat: HeatReading = field(default_factory=HeatReading)
+    power_w: float | None = None
+    processes: tuple[CardProcess, ...] = ()
 
     @property
     def other_bytes(self) -> int | None:
@@ -73,7 +80,7 @@ class Sample:
         psi_some_avg10: percent of the last 10 s in which processes waited for memory; None: not known.
         devices: of each accelerator that has memory of its own; what others have counts once, above.
         tier: by machine, groups and user's limit, without the tier's own.
-        heat: from the sensors; of a `MemoryMonitor` with hysteresis.
+        heat: the worst of sensors and accelerators; of a `MemoryMonitor` with hysteresis.
         is_os_event: the kernel raised an alarm since the last sample.
     """
 
@@ -135,6 +142,7 @@ def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
     limits = replace(limits_of(system.total, system.available, groups), user_bytes=sources.memory_limit)
     limit = effective_limit(limits)
     fullest = max(groups, key=lambda group: group.fraction, default=None)
+    devices = sources.devices()
     return Sample(
         at_s=time.monotonic(),
         footprint_bytes=footprint,
@@ -145,9 +153,9 @@ def _sample(sources: Sources, groups: Sequence[ControlGroup]) -> Sample:
         cgroup_used_bytes=fullest.used_bytes if fullest else None,
         cgroup_limit_bytes=fullest.limit_bytes if fullest else None,
         psi_some_avg10=_read_psi(sources.root),
-        devices=sources.devices(),
+        devices=devices,
         tier=tier_of(limits.effective_bytes),
-        heat=sources.heat(),
+        heat=hottest([sources.heat(), *(device.heat for device in devices)]),
     )
 
 

@@ -1,6 +1,7 @@
 """How hot the machine is: nominal, fair, serious or critical (SPEC M6).
 
-Owns the sources of heat (sensors of Linux, thermal pressure of macOS, a recorded trace) and the hysteresis.
+Owns the sources of heat (sensors of Linux, thermal pressure of macOS, accelerators, a recorded trace) and the
+hysteresis.
 The engine's pressure handler acts on it. A machine without sensors counts as nominal.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 from stoker.errors import MachineSetupError
+from stoker.machine.nvml import CardReading
 
 LEAVE_AFTER_S = 10.0
 """A level is entered at once and left after so long below it."""
@@ -99,13 +101,35 @@ def hottest_sensor(read_sensors: Callable[[], Mapping[str, Iterable[Any]]] | Non
     except (OSError, ValueError, psutil.Error):
         return HeatReading()
     readings = [
-        HeatReading(level_of(sensor.current, *_thresholds(sensor)), _name(chip, sensor), sensor.current)
+        HeatReading(
+            level_of(sensor.current, *_thresholds(sensor.high, sensor.critical)),
+            _name(chip, sensor),
+            sensor.current,
+        )
         for chip, sensors in chips.items()
         if not chip.lower().startswith(_FOREIGN)
         for sensor in sensors
         if _is_within(sensor.current, _READINGS_C)
     ]
+    return hottest(readings)
+
+
+def hottest(readings: Iterable[HeatReading]) -> HeatReading:
+    """The worst level, and the hottest of that."""
     return max(readings, key=lambda one: (one.level.rank, one.celsius or 0.0), default=HeatReading())
+
+
+def card_heat(name: str, card: CardReading) -> HeatReading:
+    """The level of an accelerator: serious where it slows down, critical where it would end.
+
+    Args:
+        name: of its sensor.
+        card: as its driver says; a temperature that it does not tell is nominal.
+    """
+    if card.celsius is None or not _is_within(card.celsius, _READINGS_C):
+        return HeatReading()
+    high_c, critical_c = _thresholds(card.slowdown_c, card.shutdown_c)
+    return HeatReading(level_of(card.celsius, high_c, critical_c), name, card.celsius)
 
 
 def _name(chip: str, sensor: Any) -> str:
@@ -116,9 +140,9 @@ def _is_within(celsius: float | None, bounds: tuple[float, float]) -> bool:
     return celsius is not None and bounds[0] <= celsius <= bounds[1]
 
 
-def _thresholds(sensor: Any) -> tuple[float, float]:
+def _thresholds(*told_c: float | None) -> tuple[float, float]:
     """High and critical; psutil copies the one that a sensor has into the other's place."""
-    named = [float(one) for one in (sensor.high, sensor.critical) if _is_within(one, _THRESHOLDS_C)]
+    named = [float(one) for one in told_c if one is not None and _is_within(one, _THRESHOLDS_C)]
     if not named:
         return DEFAULT_HIGH_C, DEFAULT_CRITICAL_C
     low, top = named[0], named[-1]

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from stoker.ipc.events import Event
-    from stoker.ipc.status import CacheStatus, GroupStatus, MemoryStatus, ModelStatus, RequestStatus
+    from stoker.ipc.status import (
+        CacheStatus,
+        DeviceStatus,
+        GroupStatus,
+        MemoryStatus,
+        ModelStatus,
+        RequestStatus,
+    )
     from stoker.ipc.usage import Timings, Usage
     from stoker.runtime import RuntimeStatus
 
@@ -267,6 +274,7 @@ class StatusCollector(Collector):
         yield from _served(models_now(status, self.models))
         if engine.memory.limit:  # else it was not measured
             yield from _measured(engine.memory)
+            yield from _devices(engine.devices)
         yield CounterMetricFamily("stoker:engine_restarts", "Restarts of the engine.", status.restarts)
 
 
@@ -382,6 +390,26 @@ def _measured(memory: MemoryStatus) -> Iterable[Metric]:
     )
     yield _one_of("stoker:memory_pressure", "1 at the level it has.", _PRESSURES, memory.pressure)
     yield _one_of("stoker:heat", "1 at the level it has.", _HEATS, memory.heat)
+
+
+def _devices(devices: Sequence[DeviceStatus]) -> Iterable[Metric]:
+    """Each accelerator's own memory by who has it, and what its driver says of it."""
+    held = GaugeMetricFamily(
+        "stoker:device_memory_bytes",
+        "Own memory of an accelerator, by who has it: own, others or free.",
+        labels=["device", "held_by"],
+    )
+    heat = GaugeMetricFamily("stoker:device_celsius", "Of an accelerator's processor.", labels=["device"])
+    power = GaugeMetricFamily("stoker:device_power_watts", "What an accelerator takes.", labels=["device"])
+    for device in (each for each in devices if each.total):
+        for holder, num_bytes in (("own", device.own), ("others", device.others), ("free", device.free)):
+            if num_bytes is not None:
+                held.add_metric([device.id, holder], num_bytes)
+        if device.celsius is not None:
+            heat.add_metric([device.id], device.celsius)
+        if device.power_w is not None:
+            power.add_metric([device.id], device.power_w)
+    yield from (held, heat, power)
 
 
 def _one_of(name: str, text: str, levels: Sequence[str], level: str) -> Metric:

@@ -202,13 +202,14 @@ def native_device(device: Device) -> int:
 def _device(index: int, handle: int, kind: str, name: str) -> Device:
     props = device_props(handle)
     native_id = (props.name or b"").decode(errors="replace")
-    lock = (props.device_id or props.name or name.encode()).decode(errors="replace")
+    bus_id = (props.device_id or b"").decode(errors="replace")
     return Device(
         name,
         kind,
         id=native_id or f"{kind}{index}",
         index=index,
-        lock=f"{kind}-{lock}",
+        lock=f"{kind}-{bus_id or native_id or name}",
+        bus_id=bus_id,
         is_integrated=props.type == _INTEGRATED_GPU or kind in _UNIFIED,
         read=partial(_device_memory, handle),
     )

@@ -34,9 +34,10 @@ from stoker.wording import size_text
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from stoker.backends.device import Device
     from stoker.machine.cores import CoreUse
     from stoker.machine.limits import MemoryLimits, TierDefaults
-    from stoker.machine.monitor import Sample
+    from stoker.machine.monitor import DeviceSample, Sample
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
@@ -95,6 +96,7 @@ def examine(settings: EngineSettings) -> list[Finding]:
     usable = [model for model in found if model.error is None]
     return [
         *_build(),
+        *_accelerators(settings),
         _cpu(),
         _threads(settings, look_at_cores()),
         _memory(settings),
@@ -119,6 +121,42 @@ def _build() -> Iterator[Finding]:
         f"llama-cpp-python {binding.LIBRARY_VERSION}, {binding.label(binding.accelerators())}",
     )
     yield Finding("build", Level.OK, info)
+
+
+def _accelerators(settings: EngineSettings) -> Iterator[Finding]:
+    """Each accelerator that this build can use; nothing where it cannot be loaded, which the build's says."""
+    try:
+        from stoker.backends.device import HeldDevices
+        from stoker.backends.llama import binding
+    except (ImportError, OSError, RuntimeError):
+        return
+    found = HeldDevices(settings.cache_dir / "devices", settings.memory_margin)
+    found.know(binding.accelerators())
+    samples = {sample.id: sample for sample in found.samples()}
+    for device in found.known:
+        yield _device(device, samples.get(device.id), found.holder(device))
+
+
+def _device(device: Device, sample: DeviceSample | None, holder: str) -> Finding:
+    """Its own memory and who has it, its heat and power."""
+    if sample is None:
+        kind = "uses the machine's memory" if device.is_integrated else "does not tell of its memory"
+        return Finding("device", Level.OK, f"{device.id} {device.label}: {kind}")
+    parts = [f"{size_text(sample.free_bytes)} of {size_text(sample.total_bytes)} free"]
+    parts += [f"{sample.heat.celsius:.0f} °C"] if sample.heat.celsius is not None else []
+    parts += [f"{sample.power_w:.0f} W"] if sample.power_w is not None else []
+    parts += [
+        f"{each.name or 'a program'} (process {each.pid}) has {size_text(each.used_bytes)}"
+        for each in sample.processes
+        if each.used_bytes
+    ]
+    text = f"{device.id} {device.label}: {', '.join(parts)}"
+    text += f"; {holder} holds it" if holder else ""
+    if sample.free_bytes < sample.margin_bytes:
+        return Finding(
+            "device", Level.WARNING, text, "no model fits beside what is on it; close other programs"
+        )
+    return Finding("device", Level.OK, text)
 
 
 def _cpu() -> Finding:

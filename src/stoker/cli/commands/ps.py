@@ -111,10 +111,23 @@ def _summary(status: dict[str, Any]) -> list[tuple[str, str]]:
     pressure = f", pressure {memory['pressure']}" if memory["pressure"] else ""
     counts = f"{count_text(engine['threads'], 'thread')}, {count_text(engine['restarts'], 'restart')}"
     available = size_text(memory["available"])
+    devices = [(device["id"], _device(device)) for device in engine["devices"] if device["total"]]
     return [
         ("engine", f"{engine['state']}{label}, {counts}"),
         (
             "memory",
             f"{used} used, {available} available{pressure}, heat {status['heat']}",
         ),
+        *devices,
     ]
+
+
+def _device(device: dict[str, Any]) -> str:
+    """An accelerator, who has how much of its memory, and how it is."""
+    parts = [f"{device['name']}, {size_text(device['free'])} of {size_text(device['total'])} free"]
+    if device["own"] is not None:
+        parts.append(f"own {size_text(device['own'])}, others {size_text(device['others'])}")
+    parts += [f"{device['celsius']:.0f} °C"] if device["celsius"] is not None else []
+    parts += [f"{device['power_w']:.0f} W"] if device["power_w"] is not None else []
+    parts += [f"held by {device['held_by']}"] if device["held_by"] else []
+    return ", ".join(parts)

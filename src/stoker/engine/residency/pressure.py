@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from stoker.errors import TooHotError
 from stoker.ipc.events import HeatMoved, PressureMoved, RungTaken
-from stoker.ipc.status import MemoryStatus
+from stoker.ipc.status import DeviceStatus, MemoryStatus
 from stoker.machine import malloc
 from stoker.machine.ladder import LADDER, Ladder, Rung
 from stoker.machine.pressure import (
@@ -28,11 +30,14 @@ from stoker.machine.thermal import DEFAULT_CRITICAL_C, DEFAULT_HIGH_C, FAIR_BELO
 from stoker.scheduler.queue import Throttle
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from stoker.backends.device import Device, HeldDevices
     from stoker.cache.store import PrefixStore
     from stoker.engine.residency.residency import Residency
     from stoker.engine.runners.turns import Runners
     from stoker.ipc.events import Event
-    from stoker.machine.monitor import Sample
+    from stoker.machine.monitor import DeviceSample, Sample
 
 log = logging.getLogger(__name__)
 
@@ -201,3 +206,34 @@ class PressureHandler:
             thresholds=THRESHOLDS,
             ladder=list(LADDER),
         )
+
+
+def device_status(devices: HeldDevices, samples: Iterable[DeviceSample]) -> list[DeviceStatus]:
+    """Every device that is known, with its own memory as measured where it has some."""
+    measured = {sample.id: sample for sample in samples}
+    return [_measured(_described(device, devices), measured.get(device.id)) for device in devices.known]
+
+
+def _described(device: Device, devices: HeldDevices) -> DeviceStatus:
+    return DeviceStatus(
+        id=device.id,
+        name=device.name,
+        kind=device.kind,
+        is_used=devices.is_taken(device),
+        is_integrated=device.is_integrated,
+        held_by=devices.holder(device),
+    )
+
+
+def _measured(plain: DeviceStatus, sample: DeviceSample | None) -> DeviceStatus:
+    if sample is None:
+        return plain
+    return msgspec.structs.replace(
+        plain,
+        total=sample.total_bytes,
+        free=sample.free_bytes,
+        own=sample.own_bytes,
+        others=sample.other_bytes,
+        celsius=sample.heat.celsius,
+        power_w=sample.power_w,
+    )

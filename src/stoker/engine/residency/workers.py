@@ -87,6 +87,7 @@ class Workers:
 
         def answer() -> Sized:
             model = self._models.open(spec.path)
+            self._devices.know(model.devices())
             found = model.estimator()
             if spec.draft_path and spec.speculation.uses_model:
                 found = with_draft(found, self._models.open(spec.draft_path).estimator())
@@ -111,7 +112,7 @@ class Workers:
 
         def answer() -> Loaded:
             model, context = self._models.open(spec.path), LoadContext(moved, self._cache_dir)
-            self._devices.take(model.devices_for(spec))
+            self._devices.take(model.devices_for(spec), spec.id)
             if is_suspect:
                 model.try_out(spec, context)
             return Loaded(load, spec.path, model.load(spec, context))

@@ -61,7 +61,7 @@ def status_document(status: RuntimeStatus, known: Sequence[ModelStatus]) -> dict
             "label": status.label,
             "threads": status.threads,
             "threads_reason": engine.threads_reason,
-            "devices": engine.devices,
+            "devices": msgspec.to_builtins(engine.devices),
             **engine_document(status.health),
         },
         "slots": [_shown(slot) for slot in engine.slots],
