@@ -1,7 +1,8 @@
 """Command line of the benchmark: `python -m bench` (or `make bench`).
 
 Starts Stoker and llama-server with the same model, slots, context and threads, lets them take turns on each
-workload, and writes the report. With two `--url` and two `--label` it compares servers that already run.
+workload, and writes the report. With two `--url` and two `--label` it compares servers that already run. With
+`--device` it measures an accelerator instead (`--device --help` says how).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import uvloop
 from rich.console import Console
 
 from bench import publication
+from bench.device import command
 from bench.ending import cancel_on_sigterm
 from bench.errors import BenchError
 from bench.install_peer import install_peer
@@ -94,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write. Exit status 1 says that it could not be measured, not that a bar was missed."""
     # a log file has no width of its own, and tables folded to a narrow one cannot be read
     console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--device" in given:
+        return command.main(given)
     options = parse_arguments(arguments)
     try:
         report = uvloop.run(run(options, console))

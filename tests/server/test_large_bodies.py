@@ -166,7 +166,7 @@ def test_a_large_body_is_decoded_off_the_loop(scripted_http, size, thread, monke
 
 
 def test_what_a_large_body_asks_for_is_worked_out_off_the_loop(scripted, scripted_http, monkeypatch):
-    """S4: a schema, a grammar or stop strings of megabytes are looked at in a thread."""
+    """S4: a schema, a grammar or stop strings of megabytes are looked at in a thread, small ones not."""
     loop_thread, seen = scripted.call(threading.get_ident), []
     found = GenerationFields.common
     monkeypatch.setattr(
@@ -174,12 +174,13 @@ def test_what_a_large_body_asks_for_is_worked_out_off_the_loop(scripted, scripte
         "common",
         lambda *given: seen.append(threading.get_ident() == loop_thread) or found(*given),
     )
-    for path, field, given in (
-        ("/v1/chat/completions", "messages", [{"role": "user", "content": "a"}]),
-        ("/v1/completions", "prompt", "a"),
-    ):
-        assert scripted_http.post(path, json={field: given, "max_tokens": 1}).status_code == 200
-    assert seen == [False, False]
+    for text in ("a", "a" * incoming.LARGE_BYTES):
+        for path, field, given in (
+            ("/v1/chat/completions", "messages", [{"role": "user", "content": text}]),
+            ("/v1/completions", "prompt", text),
+        ):
+            assert scripted_http.post(path, json={field: given, "max_tokens": 1}).status_code == 200
+    assert seen == [True, True, False, False]
 
 
 def test_an_error_quotes_little_of_what_was_sent(scripted_http):

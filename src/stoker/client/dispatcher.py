@@ -156,7 +156,8 @@ class Dispatcher:
 
     def _due(self) -> Iterator[Submit | Question]:
         yield from self.requests.release()
-        yield from self.calls.take_unsent(has_texts=not self.requests.is_on_trial)
+        if len(self.calls):
+            yield from self.calls.take_unsent(has_texts=not self.requests.is_on_trial)
 
     def _refuse(self, command: Submit | Question, error: ErrorInfo) -> None:
         """It is too large to be sent."""
@@ -196,6 +197,9 @@ class Dispatcher:
 
     def _take_one(self, instance: EngineInstance, event: Event) -> None:
         match event:
+            case Delta():  # first, as there is one a token
+                self.requests.take(event)
+                self.has_delivered |= bool(event.token_ids)
             case Hello():
                 instance.greet()
             case Heartbeat():
@@ -212,7 +216,6 @@ class Dispatcher:
                 pass
             case _:
                 self.requests.take(event)
-                self.has_delivered |= isinstance(event, Delta) and bool(event.token_ids)
 
     def _take_model(self, instance: EngineInstance, event: ModelState) -> None:
         if instance.is_leaving:  # it frees everything: which models there were is noted

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import logging
 import signal
@@ -168,6 +169,7 @@ async def _serve(
     with contextlib.ExitStack() as stack:
 
         def announce(line: dict[str, Any]) -> None:
+            gc.freeze()  # what is there now stays: collections that come with requests need not look at it
             stack.enter_context(registered(engine_settings.run_dir, _run_file(line, runtime)))
             screen.ready(json.dumps(line), service)
             notify("READY=1")

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from stoker.errors import ErrorInfo, RequestTimeoutError, ServerBusyError
 from stoker.server.errors import error_body
+from stoker.server.inbound.writes import GatheredWrites
 
 if TYPE_CHECKING:
     import asyncio
@@ -167,7 +168,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """A client has come; its request has to."""
-        super().connection_made(transport)
+        super().connection_made(GatheredWrites(transport, self.loop))
         self._arm(self._all.receive_timeout_s, self._on_late_head)
         self._all.enter(self)
 

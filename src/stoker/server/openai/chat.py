@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -23,7 +24,7 @@ from stoker.ipc.model import ModelInfo
 from stoker.ipc.request import FinishReason, GenerateRequest
 from stoker.server.errors import OriginRules
 from stoker.server.fields import header_fields, tier_of
-from stoker.server.inbound.body import Described, read_body, validated
+from stoker.server.inbound.body import Described, beside, read_body, validated
 from stoker.server.native.states import initial_state
 from stoker.server.openai.answers import (
     Call,
@@ -257,7 +258,7 @@ async def chat_turn(
     """
     context.require_ready()
     info = context.runtime.resolve(body.model)
-    common = await asyncio.to_thread(body.common, info.n_vocab, request.state.key_digest)
+    common = await beside(request, partial(body.common, info.n_vocab, request.state.key_digest))
     fields = {
         **common,
         "max_tokens": body.token_limit(),
@@ -290,7 +291,7 @@ async def prepared_chat(
     def told() -> tuple[list[dict[str, Any]], ToolOffer, dict[str, Any]]:
         return body.turns(info.id), body.offer(), body.template_args()
 
-    turns, offer, args = await asyncio.to_thread(told)
+    turns, offer, args = await beside(request, told)
     how = {"model": info.id, "template_args": args, "owner": request.state.key_digest}
     return await context.runtime.prepare_chat(turns, offer, **how)
 

@@ -5,7 +5,6 @@ Choice j of prompt i has the index i * n + j. Echoed prompts come first in the t
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastapi import APIRouter
@@ -18,7 +17,7 @@ from stoker.ipc.events import Delta, Finished, PrefillProgress, PromptEcho
 from stoker.ipc.request import GenerateRequest
 from stoker.server.context import ServerContext
 from stoker.server.fields import GenerationFields, Int, check_logprobs, check_tokens, header_fields, tier_of
-from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, TokenIds, read_body
+from stoker.server.inbound.body import VALUES_WITH_TOKENS, Described, Many, TokenIds, beside, read_body
 from stoker.server.native.states import initial_state
 from stoker.server.openai.answers import (
     Envelope,
@@ -196,11 +195,14 @@ def router(context: ServerContext) -> APIRouter:
         body = await read_body(request, CompletionRequest)
         context.require_ready()
         info = context.runtime.resolve(body.model)
-        shared = await asyncio.to_thread(body.to_shared, info.n_vocab, request.state.key_digest)
+
+        def told() -> tuple[dict[str, Any], list[str | tuple[int, ...]]]:
+            return body.to_shared(info.n_vocab, request.state.key_digest), body.prompts(info.n_vocab)
+
+        shared, prompts = await beside(request, told)
         shared |= header_fields(request)
         if body.state is not None:
             shared |= await initial_state(context, request, body.state, info.id)
-        prompts = await asyncio.to_thread(body.prompts, info.n_vocab)
         asked = [GenerateRequest(prompt=prompt, model=info.asked_as, **shared) for prompt in prompts]
         generation = GenerationCall(context, "cmpl-", request, asked)
         tier = tier_of(asked[0].priority)

@@ -1,0 +1,1 @@
+"""Servers beside each other and beside the library's own limit on an accelerator."""
