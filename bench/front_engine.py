@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.engine.inbox import Inbox, Item
+    from stoker.ipc.engine_config import EngineConfig
     from stoker.ipc.events import Event
-    from stoker.settings import EngineSettings
 
 STEPS = "BENCH_FRONT_STEPS"
 """Environment: steps a second; each gives every live request a token."""
@@ -51,13 +51,11 @@ class CostlessEngine:
     Args:
         inbox: where commands arrive.
         publish: sends one frame of events.
-        settings: of the engine; the slots of each model come with its load.
+        config: of the engine; the slots of each model come with its load.
     """
 
-    def __init__(
-        self, inbox: Inbox, publish: Callable[[list[Event]], None], settings: EngineSettings
-    ) -> None:
-        del settings
+    def __init__(self, inbox: Inbox, publish: Callable[[list[Event]], None], config: EngineConfig) -> None:
+        del config
         self._inbox = inbox
         self._publish = publish
         self._step_s = 1.0 / float(os.environ[STEPS])
