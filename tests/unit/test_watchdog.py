@@ -157,14 +157,14 @@ class FakeClock(Stopwatch):
         return Heartbeat(step_s=step_s, step_limit_s=limit_s)
 
 
-def test_the_delay_doubles_up_to_two_seconds_and_health_forgets_it() -> None:
-    """L3: from 0.1 s; ten seconds of service, or a token, start it over."""
+def test_the_delay_doubles_up_to_two_seconds_and_health_ends_it() -> None:
+    """L3: from 0.1 s; after ten seconds of service, or a token, the next engine starts at once."""
     backoff = Backoff()
     assert [backoff.after_serving(1.0) for _ in range(7)] == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
-    assert backoff.after_serving(10.0) == 0.1
-    assert backoff.after_serving(0.0) == 0.2
+    assert backoff.after_serving(10.0) == 0
+    assert [backoff.after_serving(0.0) for _ in range(2)] == [0.1, 0.2]
     backoff.reset()
-    assert backoff.after_serving(0.0) == 0.1
+    assert backoff.after_serving(0.0) == 0
 
 
 def kernel(folder: Path, machine: int, cgroup: int) -> OomCounter:

@@ -90,7 +90,7 @@ class Watchdog:
 
 
 class Backoff:
-    """Seconds to wait before a restart: doubling, and back to the first once the engine proved healthy."""
+    """Seconds to wait before a restart: none once the engine proved healthy, else doubling."""
 
     def __init__(self) -> None:
         self._delay_s = FIRST_DELAY_S
@@ -99,15 +99,15 @@ class Backoff:
         return f"<Backoff delay_s={self._delay_s}>"
 
     def reset(self) -> None:
-        """The engine delivered a token: it works."""
-        self._delay_s = FIRST_DELAY_S
+        """The engine delivered a token: it works, and who reads waits for the next one."""
+        self._delay_s = 0.0
 
     def after_serving(self, served_s: float) -> float:
         """The delay after an engine that served for `served_s` seconds."""
         if served_s >= HEALTHY_S:
             self.reset()
         delay_s = self._delay_s
-        self._delay_s = min(LAST_DELAY_S, delay_s * 2)
+        self._delay_s = min(LAST_DELAY_S, delay_s * 2 or FIRST_DELAY_S)
         return delay_s
 
 
