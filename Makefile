@@ -1,6 +1,7 @@
 # Every target makes its own environment first: python3, make and a C++ compiler are all it needs.
 # `make run` answers a question, `make run PROMPT="..."` answers yours, `make test` checks everything.
-# CMAKE_ARGS, CXX, CXXFLAGS, ... build llama.cpp otherwise and are remembered: CMAKE_ARGS="-DGGML_CUDA=on" make run
+# llama.cpp is built for the GPU that is here, where its toolkit is too, else for the CPU; CMAKE_ARGS, CXX, CXXFLAGS, ... say
+# otherwise and are remembered: CMAKE_ARGS= make run (the CPU alone), CMAKE_ARGS="-DGGML_CUDA=on" make run
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -4,10 +4,11 @@ Owns finding out what the machine lacks, what llama.cpp is built with and when t
 telling the user what happens while it compiles for minutes. Which target needs which extra the Makefile says.
 Standard library only: it runs before anything is installed, on any python3.
 
-What a build was made with (CMAKE_ARGS, compiler, flags) is remembered in the environment: a later call that
-says nothing of it keeps it, `CMAKE_ARGS=` alone goes back to the plain build. pip keeps one wheel a version,
-whatever it was built with, so other wheels than the plain one lie in a folder of their own, by what they were
-built with.
+Where a GPU is here and what llama.cpp needs to be compiled for it, that is built; where one of the two is
+missing, a line says which. What a build was made with (CMAKE_ARGS, compiler, flags) is remembered in the
+environment: a later call that says nothing of it keeps it, `CMAKE_ARGS=` alone builds for the CPU for
+good. pip keeps one wheel a version, whatever it was built with, so other wheels than the plain one lie in a
+folder of their own, by what they were built with.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ INPUTS = ("pyproject.toml", "constraints.txt", "tools/install.py")
 STATE = "installed.json"
 COMPUTES_ON = "from stoker.backends.llama import binding as b; print(b.label(b.device_names()))"
 """Prints the word of `stoker doctor`."""
+DEVICES = Path("/dev")
+CAPABILITIES = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+ASK_LIMIT_S = 20.0
+"""What a program may take to name the devices of this machine."""
 SLOW_REPORT_S = 10.0
 TTY_REPORT_S = 0.5
 DETAIL_CHARS = 70
@@ -64,24 +69,85 @@ class Toolkit:
         name: as CMake's option has it, GGML_NAME.
         compiler: the program that shows that it is here.
         folders: where that also lies, besides PATH.
+        lists: command whose output names such devices.
+        named: what it says of one; its first group, where it has one, is the device's name.
+        nodes: files of the system that are there where such a device is; asked where `lists` is not here.
+        package: how to get what is missing of it.
     """
 
     name: str
     compiler: str
     folders: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    named: str = ""
+    nodes: str = ""
+    package: str = ""
 
     def find(self) -> str | None:
         """Path of its compiler; None: it is not here."""
         path = os.pathsep.join([os.environ.get("PATH", ""), *self.folders])
         return shutil.which(self.compiler, path=path)
 
+    def device(self) -> str | None:
+        """What shows that a device of its kind is here; None: none is."""
+        if self.lists and shutil.which(self.lists[0]):
+            match = re.search(self.named, said_by(self.lists))
+            return match and (match[1] if match.re.groups else f"a GPU for {self.name}")
+        return next((str(node) for node in sorted(DEVICES.glob(self.nodes))), None) if self.nodes else None
+
+    def arguments(self) -> str:
+        """CMake's, for the devices of this machine."""
+        wanted = f"-DGGML_{self.name}=on"
+        if self.name != "CUDA":
+            return wanted
+        found = sorted(set(re.findall(r"^(\d+)\.(\d)$", said_by(CAPABILITIES), re.MULTILINE)))
+        kinds = ";".join(f"{major}{minor}" for major, minor in found) or "native"
+        return f"{wanted} '-DCMAKE_CUDA_ARCHITECTURES={kinds}'"  # one kind takes minutes, all of them an hour
+
     def is_in(self, cmake_args: str) -> bool:
         """Whether these arguments build for it."""
         return bool(re.search(rf"GGML_{self.name}(:BOOL)?=(on|1|true|yes)\b", cmake_args, re.IGNORECASE))
 
 
-CUDA = Toolkit("CUDA", "nvcc", ("/usr/local/cuda/bin", "/opt/cuda/bin"))
-TOOLKITS = (CUDA, Toolkit("HIP", "hipcc", ("/opt/rocm/bin",)), Toolkit("VULKAN", "glslc"))
+def said_by(command: tuple[str, ...]) -> str:
+    """What a program prints; empty where it is not here, fails or hangs."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=ASK_LIMIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+CUDA = Toolkit(
+    "CUDA",
+    "nvcc",
+    ("/usr/local/cuda/bin", "/opt/cuda/bin"),
+    lists=("nvidia-smi", "-L"),
+    named=r"GPU \d+: (.*?)(?= \(UUID|\n|$)",
+    nodes="nvidia[0-9]*",
+    package="the CUDA toolkit (Debian, Ubuntu: apt install nvidia-cuda-toolkit)",
+)
+TOOLKITS = (
+    CUDA,
+    Toolkit(
+        "HIP",
+        "hipcc",
+        ("/opt/rocm/bin",),
+        nodes="kfd",
+        package="ROCm's compiler (Debian, Ubuntu: apt install hipcc libhipblas-dev librocblas-dev)",
+    ),
+    Toolkit(
+        "VULKAN",
+        "glslc",
+        lists=("vulkaninfo", "--summary"),
+        named="deviceType.*(?:DISCRETE|INTEGRATED|VIRTUAL)_GPU",
+        nodes="dri/renderD*",
+        package="Vulkan's (Debian, Ubuntu: apt install glslc libvulkan-dev)",
+    ),
+)
+"""Those that may be chosen, the first for which all is here. Metal is in every build on a Mac."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +156,17 @@ class Build:
 
     Attributes:
         pin: package and version.
-        built_with: those of BUILT_WITH that are not empty.
+        built_with: those of BUILT_WITH that are not empty, and CMAKE_ARGS also where it was given empty: then
+            no GPU that is found changes it.
     """
 
     pin: str
     built_with: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What makes it another build than the plain one."""
+        return {name: value for name, value in self.built_with.items() if value}
 
     @property
     def cmake_args(self) -> str:
@@ -104,7 +176,8 @@ class Build:
     @property
     def wheels(self) -> Path:
         """Where its wheel is kept."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        parts = {"pin": self.pin, "built_with": self.options}
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "stoker" / "wheels" / self.pin.replace("==", "-") / digest
 
@@ -331,7 +404,8 @@ def install(folder: Path, extras: list[str], *, again: bool = False) -> Installe
     compiler = find_compiler(build)
     env = build_environment(compiler, build)
     pip = [str(python), "-m", "pip", "install", "--constraint", str(ROOT / "constraints.txt")]
-    if again or build != (before.build or Build(build.pin)) or not _has_native(python):
+    former = before.build or Build(build.pin)
+    if again or (build.pin, build.options) != (former.pin, former.options) or not _has_native(python):
         _install_native(pip, Job(build, compiler, env, log), again=again)
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     run_pip(f"installing Stoker ({', '.join(extras) or 'no extras'})", [*pip, "--editable", target], env, log)
@@ -342,20 +416,35 @@ def install(folder: Path, extras: list[str], *, again: bool = False) -> Installe
 
 
 def wanted_build(before: Installed) -> Build:
-    """What is asked for: what the environment says, and of what it says nothing, what was built before."""
+    """What is asked for: what the environment says, else what was built before, else what the machine has."""
     remembered = before.build.built_with if before.build else {}
-    wanted = {name: os.environ.get(name, remembered.get(name, "")).strip() for name in BUILT_WITH}
-    return Build(_native_pin(), {name: value for name, value in wanted.items() if value})
+    given = {name: os.environ[name] for name in BUILT_WITH if name in os.environ}
+    wanted = {name: value.strip() for name, value in (remembered | given).items()}
+    if "CMAKE_ARGS" not in wanted and (toolkit := usable_toolkit()) is not None:
+        wanted["CMAKE_ARGS"] = toolkit.arguments()
+    return Build(_native_pin(), {k: value for k, value in wanted.items() if value or k == "CMAKE_ARGS"})
+
+
+def usable_toolkit() -> Toolkit | None:
+    """The first that has its compiler and a device here."""
+    return next((toolkit for toolkit in TOOLKITS if toolkit.find() and toolkit.device()), None)
 
 
 def offers(build: Build) -> list[str]:
-    """A line for each toolkit that is here and that the build leaves out."""
-    found = ((toolkit, toolkit.find()) for toolkit in TOOLKITS if not toolkit.is_in(build.cmake_args))
-    return [
-        f'{toolkit.name} is here ({path}); to compute on it: CMAKE_ARGS="-DGGML_{toolkit.name}=on" make run'
-        for toolkit, path in found
-        if path
-    ]
+    """A line for what the machine has of a GPU and the build uses, or leaves out."""
+    lines = []
+    for toolkit in TOOLKITS:
+        path, device, is_used = toolkit.find(), toolkit.device(), toolkit.is_in(build.cmake_args)
+        asks = f'CMAKE_ARGS="-DGGML_{toolkit.name}=on" make run'
+        if is_used and device:
+            lines.append(f"builds for {toolkit.name}: {device}; for the CPU alone: CMAKE_ARGS= make run")
+        elif path and device:
+            lines.append(f"{toolkit.name} is here ({path}); to compute on it: {asks}")
+        elif path and not is_used:
+            lines.append(f"{toolkit.name} is here ({path}), but no GPU for it; to build all the same: {asks}")
+        elif device and not any(other.is_in(build.cmake_args) for other in TOOLKITS):
+            lines.append(f"{device} is here; to compute on it install {toolkit.package}, then make run")
+    return lines
 
 
 def _digest_of_inputs() -> str:
@@ -405,14 +494,14 @@ def _install_native(pip: list[str], job: Job, *, again: bool) -> None:
         _install_ready_made(pip, job)
         return
     replaces = ["--force-reinstall", "--no-deps"]
-    if not job.build.built_with:
+    if not job.build.options:
         print(f"  llama.cpp is compiled for this CPU with {job.compiler}: some minutes, once", flush=True)
         past_cache = ["--no-cache-dir", *replaces] if again else replaces
         job.run("building llama.cpp", [*pip, *past_cache, "-v", job.build.pin])
         return
     wheels = job.build.wheels
     if again or not list(wheels.glob("*.whl")):
-        options = " ".join(f"{name}={value!r}" for name, value in job.build.built_with.items())
+        options = " ".join(f"{name}={value!r}" for name, value in job.build.options.items())
         print(f"  llama.cpp is compiled with {options}: some minutes, once", flush=True)
         _build_wheel(pip, job, wheels)
     job.run("installing this build of llama.cpp", [*pip, *replaces, str(next(wheels.glob("*.whl")))])
@@ -426,7 +515,10 @@ def _build_wheel(pip: list[str], job: Job, wheels: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="stoker-wheel-") as fresh:
         past_cache = ["wheel", "--no-cache-dir", "--no-deps", "-v", "--wheel-dir", fresh, job.build.pin]
-        job.run("building llama.cpp", [*pip[: pip.index("install")], *past_cache])
+        try:
+            job.run("building llama.cpp", [*pip[: pip.index("install")], *past_cache])
+        except SetupError as error:
+            raise SetupError(f"{error}\nFor the CPU alone: CMAKE_ARGS= make run") from None
         wheels.mkdir(parents=True)
         for path in Path(fresh).glob("*.whl"):
             shutil.copy(path, wheels)

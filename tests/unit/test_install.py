@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,7 @@ def environment(install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("c++", "python3"):
         (programs / name).symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(programs))
+    install.KNOWN = install.TOOLKITS
     monkeypatch.setattr(
         install, "TOOLKITS", tuple(install.Toolkit(t.name, t.compiler) for t in install.TOOLKITS)
     )
@@ -271,21 +274,144 @@ def test_a_build_that_failed_is_not_remembered(
     assert environment.bring_up_to_date("demo") == []
 
 
-def test_a_toolkit_that_is_here_is_offered_once_it_is_not_used(
-    environment: Environment,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+GPUS = """
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)
+GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-2)
+"""
+SMI = f"""#!/bin/sh
+case "$*" in
+  -L) echo '{GPUS.strip()}';;
+  *compute_cap*) printf '9.0\n8.0\n';;
+esac
+"""
+VULKAN = "#!/bin/sh\necho '  deviceType = PHYSICAL_DEVICE_TYPE_{}'\n"
+
+
+class Machine:
+    """What lies on its PATH and below its /dev."""
+
+    def __init__(self, install: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._programs = folder / "programs"
+        self._devices = folder / "dev"
+        self._devices.mkdir()
+        monkeypatch.setattr(install, "DEVICES", self._devices)
+        found = tuple(dataclasses.replace(each, folders=()) for each in install.KNOWN)
+        monkeypatch.setattr(install, "TOOLKITS", found)
+
+    def has(self, program: str, text: str = "#!/bin/sh\n") -> None:
+        """A program of that text."""
+        file = self._programs / program
+        file.write_text(text, encoding="ascii")
+        file.chmod(0o755)
+
+    def lacks(self, program: str) -> None:
+        """The program is gone."""
+        (self._programs / program).unlink()
+
+    def has_node(self, name: str) -> None:
+        """A device as the system shows it."""
+        (self._devices / name).parent.mkdir(parents=True, exist_ok=True)
+        (self._devices / name).touch()
+
+
+@pytest.fixture
+def machine(
+    install: ModuleType, environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Machine:
+    """The machine of `environment`, of whose toolkits and devices a test decides."""
+    assert environment
+    return Machine(install, tmp_path, monkeypatch)
+
+
+def test_a_toolkit_without_a_device_is_named_and_not_used(
+    environment: Environment, machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line with the command; none for what the build is for (D1)."""
+    """D1: a build machine, or a driver that answers nothing; the line says how to build all the same."""
     environment.bring_up_to_date("demo")
-    assert "is here" not in capsys.readouterr().out
-    (tmp_path / "programs" / "nvcc").symlink_to("/bin/true")
-    environment.bring_up_to_date("demo", again=True)
-    assert 'CMAKE_ARGS="-DGGML_CUDA=on" make run' in capsys.readouterr().out
-    monkeypatch.setenv("CMAKE_ARGS", CUDA_ARGS)
+    assert " here" not in capsys.readouterr().out
+    machine.has("nvcc")
+    machine.has("nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed' >&2; exit 9\n")
+    assert environment.bring_up_to_date("demo", again=True)[0][-1].startswith("llama-cpp-python==")
+    said = capsys.readouterr().out
+    assert "no GPU for it" in said
+    assert 'CMAKE_ARGS="-DGGML_CUDA=on" make run' in said
+
+
+def test_a_gpu_with_its_toolkit_is_built_for(
+    environment: Environment, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D1: `make run` alone, for the kinds of GPU that are here only; the next one keeps it."""
+    machine.has("nvcc")
+    machine.has("nvidia-smi", SMI)
+    assert environment.bring_up_to_date("demo")[0][0] == "wheel"
+    assert "builds for CUDA: NVIDIA H100 80GB HBM3; for the CPU alone" in capsys.readouterr().out
+    wanted = "-DGGML_CUDA=on '-DCMAKE_CUDA_ARCHITECTURES=80;90'"
+    assert wanted in [args for words, args, _ in environment.calls() if "wheel" in words]
+    assert shlex.split(wanted)[1] == "-DCMAKE_CUDA_ARCHITECTURES=80;90"
+    machine.lacks("nvidia-smi")  # a container of the same folder without its GPU
+    assert environment.bring_up_to_date("demo") == []
+
+
+def test_a_gpu_without_its_toolkit_says_what_to_install(
+    environment: Environment, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D1: the package by name; it is built for the CPU until then, and for the GPU after it."""
+    machine.has("nvidia-smi", SMI)
+    assert environment.bring_up_to_date("demo")[0][-1].startswith("llama-cpp-python==")
+    said = capsys.readouterr().out
+    assert "NVIDIA H100 80GB HBM3 is here; to compute on it install the CUDA toolkit" in said
+    assert "apt install nvidia-cuda-toolkit" in said
+    machine.has("nvcc")
+    assert environment.bring_up_to_date("demo")[0][0] == "wheel"
+
+
+def test_who_asked_for_the_plain_build_keeps_it(
+    environment: Environment, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D1: `CMAKE_ARGS= make run`, once; what is found changes it no more, nothing is compiled twice."""
     environment.bring_up_to_date("demo")
-    assert "is here" not in capsys.readouterr().out
+    monkeypatch.setenv("CMAKE_ARGS", "")
+    machine.has("nvcc")
+    machine.has("nvidia-smi", SMI)
+    (editable,) = environment.bring_up_to_date("demo")
+    assert "--editable" in editable
+    monkeypatch.delenv("CMAKE_ARGS")
+    assert environment.bring_up_to_date("demo") == []
+
+
+@pytest.mark.parametrize(
+    ("programs", "nodes", "wanted"),
+    [
+        ({"hipcc": "#!/bin/sh\n"}, ["kfd"], "-DGGML_HIP=on"),
+        ({"glslc": "#!/bin/sh\n"}, ["dri/renderD128"], "-DGGML_VULKAN=on"),
+        ({"glslc": "#!/bin/sh\n", "vulkaninfo": VULKAN.format("DISCRETE_GPU")}, [], "-DGGML_VULKAN=on"),
+        ({"glslc": "#!/bin/sh\n", "vulkaninfo": VULKAN.format("CPU")}, ["dri/renderD128"], None),
+        ({"glslc": "#!/bin/sh\n", "nvidia-smi": SMI}, ["dri/renderD128"], "-DGGML_VULKAN=on"),
+        ({"nvcc": "#!/bin/sh\n"}, ["nvidia0"], "-DGGML_CUDA=on '-DCMAKE_CUDA_ARCHITECTURES=native'"),
+        ({"nvcc": "#!/bin/sh\n"}, ["nvidiactl"], None),
+    ],
+    ids=["rocm", "vulkan", "its own list", "a renderer of the cpu", "no nvcc", "no nvidia-smi", "no gpu"],
+)
+def test_each_toolkit_is_found_by_its_compiler_and_its_device(
+    install: ModuleType, machine: Machine, programs: dict[str, str], nodes: list[str], wanted: str | None
+) -> None:
+    """D1: CUDA before ROCm before Vulkan; a toolkit alone, or a device alone, is not enough."""
+    for name, text in programs.items():
+        machine.has(name, text)
+    for node in nodes:
+        machine.has_node(node)
+    assert install.wanted_build(install.Installed()).built_with.get("CMAKE_ARGS") == wanted
+
+
+def test_a_build_for_a_gpu_that_fails_names_the_way_back(
+    environment: Environment, install: ModuleType, machine: Machine
+) -> None:
+    """D1: a compiler too new for the toolkit stops nobody from a first answer."""
+    machine.has("nvcc")
+    machine.has("nvidia-smi", SMI)
+    environment.broken.touch()
+    with pytest.raises(install.SetupError, match=r"unsupported architecture(.|\n)*CMAKE_ARGS= make run"):
+        environment.bring_up_to_date("demo")
 
 
 def test_a_compiler_outside_of_the_path_is_named_to_cmake(
