@@ -202,7 +202,9 @@ class EngineSettings(PlacementSettings):
         ge=0,
         le=1024,
     )
-    n_batch: int = setting(512, "Tokens one step may carry.", ge=1, le=65536)
+    n_batch: int | None = setting(
+        None, "Tokens one step may carry.", shown="512, on a device 2048", ge=1, le=65536
+    )
     kv_cells: int | None = setting(None, "KV cells to allocate.", shown="as --ctx-size", ge=1, lt=2**31)
     max_queue: int = setting(512, "Requests that may wait.", ge=1)
     policy: Literal["latency", "balanced", "throughput"] = setting(

@@ -7,12 +7,12 @@ import logging
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from stoker.backends.llama.backend import LlamaBackend, load
+from stoker.backends.llama.backend import LlamaBackend, _context_options, load
 from stoker.backends.llama.binding import accelerators, llama
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
@@ -27,7 +27,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from stoker.ipc.model import ModelClass, ModelSpec
+from stoker.ipc.model import KVLayout, ModelClass, ModelSpec
 from tiny_models import write_bert
 
 OpenLlama = Callable[[Path], LlamaBackend]
@@ -78,6 +78,59 @@ def test_keys_in_bf16_make_steps_of_any_shape_bit_exact(smollm2_path: Path) -> N
     finally:
         context.close()
         model.close()
+
+
+def test_a_step_that_is_computed_in_parts_gives_the_rows_of_the_whole(tiny_decoder: Path) -> None:
+    """Q19: a device's steps carry more tokens than its buffers are made for; rows keep their order."""
+    model = LlamaModel(ModelOptions(path=tiny_decoder, use_extra_bufts=False))
+    plan = BatchPlan(tuple(PlanItem(seq, 0, [seq + 3] * 70, 2) for seq in range(3)))
+    found, compute_bytes = [], []
+    try:
+        for n_ubatch in (0, 32):
+            options = ContextOptions(
+                num_cells=512,
+                n_batch=256,
+                n_ubatch=n_ubatch,
+                num_sequences=3,
+                num_threads=1,
+                key_type=KeyType.BF16,
+            )
+            context = LlamaContext(model, options)
+            try:
+                assert (context.n_batch, context.n_ubatch) == (256, n_ubatch or 256)
+                found.append(context.step(plan).copy())
+                compute_bytes.append(context.memory()["compute"])
+            finally:
+                context.close()
+    finally:
+        model.close()
+    assert compute_bytes[1] < compute_bytes[0]
+    assert found[0].shape == (6, found[0].shape[1])
+    assert np.allclose(found[0], found[1], atol=1e-4)
+    assert not np.allclose(found[0][0], found[0][2], atol=1e-4)
+
+
+class Placed:
+    """What is asked of a loaded model for its context's options."""
+
+    n_ctx_train = 4096
+    keeps_every_cell = True
+
+    def __init__(self, devices: tuple[str, ...]) -> None:
+        self.devices = devices
+
+
+@pytest.mark.parametrize(("n_batch", "expected"), [(0, (2048, 512)), (128, (128, 128)), (4096, (4096, 4096))])
+def test_steps_on_a_device_are_larger_where_nothing_else_was_asked_for(
+    n_batch: int, expected: tuple[int, int]
+) -> None:
+    """Q19: 2,048 tokens in calls of 512; what was asked for is what a call carries."""
+    spec = ModelSpec(id="m", path="m.gguf", n_batch=n_batch)
+    layout = KVLayout.STREAMS
+    found = _context_options(spec, cast("LlamaModel", Placed(("card",))), layout)
+    assert (found.n_batch, found.n_ubatch) == expected
+    on_cpu = _context_options(spec, cast("LlamaModel", Placed(())), KVLayout.POOL)
+    assert (on_cpu.n_batch, on_cpu.n_ubatch) == (n_batch or 512, n_batch or 512)
 
 
 def test_special_tokens_are_read_only_where_asked(smollm2: LlamaBackend) -> None:

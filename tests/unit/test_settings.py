@@ -299,6 +299,7 @@ IN_WORDS = {
     "none": (None, ()),
     "no key": (None,),
     "as --ctx-size": (None,),
+    "512, on a device 2048": (None,),
     "what the machine has": (None,),
     "stderr": (None,),
     "the model's own": ((),),

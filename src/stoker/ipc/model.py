@@ -223,6 +223,9 @@ ANYWHERE = PlacementSpec()
 """Wherever it fits."""
 
 
+CALL_TOKENS = 512
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model to load and how.
 
@@ -233,7 +236,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         n_ctx: the most tokens one request may use; 0: the model's own.
         num_cells: KV cells of one pool for all slots; 0: as many as `n_ctx`. Streams take as many for each
             sequence as it may use.
-        n_batch: tokens one step may carry.
+        n_batch: tokens one step may carry; 0: what suits that on which it is computed.
         num_threads: at most; 0: the number of physical cores.
         policy: how steps are shared between decode and prefill (SPEC Q9).
         target_step_ms: of a step while an interactive request decodes (SPEC Q8).
@@ -258,7 +261,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int = 8
     n_ctx: int = 16384
     num_cells: int = 0
-    n_batch: int = 512
+    n_batch: int = 0
     num_threads: int = 0
     max_queue: int = 512
     policy: Policy = Policy.LATENCY
@@ -277,6 +280,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     projector: ProjectorSpec | None = None
     chat_template: str | None = None
     score_output: int | None = 0
+
+    @property
+    def call_tokens(self) -> int:
+        """Tokens that one native call computes at once: a step's, where nothing is known to suit better."""
+        return self.n_batch or CALL_TOKENS
 
     @property
     def pool_cells(self) -> int:
@@ -346,7 +354,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
             id=spec.id,
             path=spec.path,
             n_ctx=spec.most_tokens,
-            n_batch=spec.n_batch,
+            n_batch=spec.call_tokens,
             num_slots=spec.num_slots,
             num_threads=spec.num_threads,
             kv_type=spec.kv_type,

@@ -110,6 +110,14 @@ class StepBudget:
             num_left = min(num_left, within - num_tokens)
         return max(0, num_left)
 
+    def is_enough(self, num_tokens: int, jobs: list[Sequence], num_others: int) -> bool:  # noqa: ARG002 - DeviceStepBudget asks
+        """Whether background joins a step of `num_others` tokens with `num_tokens`."""
+        return num_tokens > 0
+
+    def slices(self, sequences: list[Sequence], num_tokens: int) -> list[int]:
+        """Tokens of each prompt, of `num_tokens`: fair shares."""
+        return fair_shares([sequence.num_in_reach for sequence in sequences], num_tokens)
+
     def joined(self, num_tokens: int, num_joined: int) -> None:
         """`num_joined` background tokens go into a step beside `num_tokens` interactive ones."""
         if not num_tokens:
@@ -355,7 +363,7 @@ class Planner:
         num_others = _num_tokens(others)
         has_decoding = any(part.sequence.state is SequenceState.DECODE for part in others)
         num_left = self.budget.background(num_others, has_decoding=has_decoding)
-        if num_left == 0:
+        if not self.budget.is_enough(num_left, sequences, num_others):
             return []
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
@@ -366,7 +374,7 @@ class Planner:
         return parts
 
     def _prefill(self, sequences: list[Sequence], budget: int, batch_room: int) -> list[Planned]:
-        """Fair slices of `budget`; a prompt whose every logit is asked comes whole, or waits for its turn.
+        """Slices of `budget`; a prompt whose every logit is asked comes whole, or waits for its turn.
 
         One that comes in slices all the same is brought to its end before the next one begins: the backend
         holds the beginning of one such text.
@@ -382,7 +390,7 @@ class Planner:
             if wanted < sequence.num_pending:
                 break
         others = [sequence for sequence in sequences if not _asks_all(sequence)]
-        shares = fair_shares([s.num_in_reach for s in others], min(budget, batch_room))
+        shares = self.budget.slices(others, min(budget, batch_room))
         return parts + [Planned(s, _item(s, n)) for s, n in zip(others, shares, strict=True) if n]
 
     def _rotated(self, sequences: list[Sequence]) -> list[Sequence]:

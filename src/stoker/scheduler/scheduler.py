@@ -22,6 +22,7 @@ from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
 from stoker.scheduler.cost import StepActivity, StepCost
+from stoker.scheduler.device_budget import DeviceStepBudget
 from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepBudget, StepPlan
 from stoker.scheduler.queue import Aging, PrefixWait, RequestQueue, Throttle
@@ -46,7 +47,8 @@ class Scheduler:
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
         self.cost = StepCost()
-        budget = StepBudget(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
+        kind = DeviceStepBudget if limits.is_on_device else StepBudget
+        budget = kind(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
         self.eta = EtaEstimator(self.cost, budget, limits.num_slots)
         self.activity = StepActivity()
         self._planner = Planner(budget, limits.max_prompt_rows)

@@ -516,7 +516,7 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
         num_sequences=max(2 * spec.num_slots, spec.num_slots + 8),
         num_cells=spec.pool_cells or _NUM_CELLS,
         n_ctx=spec.most_tokens or None,
-        n_batch=spec.n_batch,
+        n_batch=spec.call_tokens,
         faults=faults,
         adapters=spec.adapters,
     )
@@ -528,7 +528,7 @@ def estimator(path: str) -> Estimator:
 
     def estimate(spec: ModelSpec) -> Estimate:
         num_cells = spec.pool_cells or _NUM_CELLS
-        return Estimate(lines=_sizes(faults, num_cells, spec.n_batch), n_ctx=num_cells)
+        return Estimate(lines=_sizes(faults, num_cells, spec.call_tokens), n_ctx=num_cells)
 
     return estimate
 

@@ -140,7 +140,7 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
         raise ModelLoadError("a load that fails was ordered")
     tell(1.0)
     n_ctx = min(spec.n_ctx or N_CTX_TRAIN, N_CTX_TRAIN)
-    return FakeEncoder(n_ctx=n_ctx, n_batch=spec.n_batch, pooling=pooling, faults=faults)
+    return FakeEncoder(n_ctx=n_ctx, n_batch=spec.call_tokens, pooling=pooling, faults=faults)
 
 
 def estimator(path: str) -> Estimator:
@@ -149,7 +149,7 @@ def estimator(path: str) -> Estimator:
 
     def estimate(spec: ModelSpec) -> Estimate:
         n_ctx = min(spec.n_ctx or N_CTX_TRAIN, N_CTX_TRAIN)
-        return Estimate(lines=_sizes(faults, spec.n_batch), n_ctx=n_ctx)
+        return Estimate(lines=_sizes(faults, spec.call_tokens), n_ctx=n_ctx)
 
     return estimate
 

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from stoker.ipc.usage import Tensor
     from stoker.models.gguf.header import GgufHeader
 
+DEVICE_BATCH = 2048
+"""Tokens of a step on a device where nothing was asked for: 41 ms of a 1.5B on an H100, where 512 take 10 and
+each step waits for the host once. They are computed by `ModelSpec.call_tokens`, so buffers stay as small."""
 LEFT_FREE_BYTES = 512 * 2**20
 """Memory of each accelerator that streams leave free."""
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
@@ -76,7 +79,7 @@ class LlamaBackend:
             fingerprint=self._states.fingerprint,
             state_layout=self._recurrent.layout if self._recurrent else (),
         )
-        self._scorers = {lane: Scorer(model, context.n_batch) for lane in ScoringLane}
+        self._scorers = {lane: Scorer(model, context.n_ubatch) for lane in ScoringLane}
         self._asked: dict[int, Conditioning] = {}  # of sequences of whose prompt every row is asked
         self._drafter: DraftModel | None = None
         self._is_closed = False
@@ -384,7 +387,8 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
     n_ctx_train = model.n_ctx_train
     return ContextOptions(
         num_cells=stream_cells(spec, n_ctx_train) if has_streams else spec.pool_cells or n_ctx_train,
-        n_batch=spec.n_batch,
+        n_batch=(spec.n_batch or DEVICE_BATCH) if model.devices else spec.call_tokens,
+        n_ubatch=spec.call_tokens,
         num_sequences=num_sequences(spec.num_slots, layout),
         num_threads=spec.num_threads or num_physical_cores(),
         key_type=key_type,

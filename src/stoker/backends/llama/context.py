@@ -84,6 +84,7 @@ class ContextOptions:
     Attributes:
         num_cells: tokens all sequences may hold, or in streams each of them; rounded up to a multiple of 256.
         n_batch: tokens one step may carry.
+        n_ubatch: tokens of it that are computed at once, which the compute buffers are made for; 0: all.
         num_sequences: sequences that may exist at once, at most 256; 255 in streams or in order.
         num_threads: CPU threads of a step.
         key_type: element type of the cached keys; it decides that of the values.
@@ -97,6 +98,7 @@ class ContextOptions:
     n_batch: int
     num_sequences: int
     num_threads: int
+    n_ubatch: int = 0
     key_type: KeyType = KeyType.F16
     is_fused: bool = True
     keeps_order: bool = False
@@ -124,6 +126,7 @@ class LlamaContext:
         has_streams: each sequence has cells of its own.
         capacity: tokens that one sequence may hold.
         num_cells: tokens that all may hold together.
+        n_batch, n_ubatch: tokens of a step, and of those that are computed at once.
         with_initial_state: sequences that began from a state put there, and not from the model's own.
 
     Raises:
@@ -153,6 +156,7 @@ class LlamaContext:
         self.capacity: int = llama.llama_n_ctx_seq(handle)
         self.num_cells = self.capacity * (options.num_sequences if options.has_streams else 1)
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))
+        self.n_ubatch: int = min(self.n_batch, llama.llama_n_ubatch(handle))
         self.lengths = Lengths(options.num_sequences, model.vocabulary.n_vocab, self.n_batch)
         self.flash_attention = "on" if self.key_type.is_quantised else _flash_attention(lines)
         if not options.is_fused:
@@ -407,7 +411,8 @@ def _native_params(options: ContextOptions) -> object:
     params = llama.llama_context_default_params()
     # llama.cpp aborts the process where a batch cannot hold a token of every sequence, and it cuts a batch
     # to the context's size.
-    params.n_batch = params.n_ubatch = max(options.n_batch, options.num_natives)
+    params.n_batch = max(options.n_batch, options.num_natives)
+    params.n_ubatch = max(options.n_ubatch or options.n_batch, options.num_natives)
     params.n_ctx = options.num_native_cells
     params.n_seq_max = options.num_natives
     params.n_outputs_max_per_seq = 0  # prompt logprobs ask for a row a token

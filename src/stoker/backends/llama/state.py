@@ -256,7 +256,7 @@ class HiddenStates:
         """Computed once more from the first token, in a context made for it."""
         options = ContextOptions(
             num_cells=len(tokens),
-            n_batch=self._context.n_batch,
+            n_batch=self._context.n_ubatch,
             num_sequences=1,
             num_threads=self._context.num_threads,
             key_type=self._context.key_type,

@@ -179,7 +179,7 @@ class ModelSource:
             num_slots=slots_of(file.model_class, settings.slots),
             n_ctx=settings.ctx_size,
             num_cells=settings.kv_cells or 0,
-            n_batch=settings.n_batch,
+            n_batch=settings.n_batch or 0,
             num_threads=settings.threads,
             max_queue=settings.max_queue,
             policy=Policy(settings.policy),

@@ -309,6 +309,7 @@ def scheduler_limits(spec: ModelSpec, backend: Backend) -> SchedulerLimits:
         max_prompt_rows=max(1, PROMPT_ROWS_BYTES // (4 * limits.n_vocab)),
         can_trim=limits.can_trim,
         can_fork=limits.can_fork,
+        is_on_device=limits.is_async,
         cell_bytes=0 if is_recurrent else kv_bytes // limits.num_cells,
         state_bytes=kv_bytes // limits.num_sequences if is_recurrent else 0,
         park_bytes=spec.park_bytes,

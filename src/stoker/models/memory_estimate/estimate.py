@@ -203,7 +203,7 @@ class _Model:
         else:
             sequences = num_sequences(spec.num_slots)
             cells = _rounded(max(spec.pool_cells or self.header.n_ctx_train, sequences))
-        tokens = min(cells, max(spec.n_batch, sequences))
+        tokens = min(cells, max(spec.call_tokens, sequences))
         return _Shape(
             cells=cells,
             num_streams=sequences + 1 if has_streams else 1,
@@ -216,11 +216,11 @@ class _Model:
 
     def _encoder_shape(self, spec: ModelSpec) -> _Shape:
         """One context for whole texts: no cells, and a mask of every token by every other."""
-        tokens = max(self._text_tokens(spec), spec.n_batch)
+        tokens = max(self._text_tokens(spec), spec.call_tokens)
         return _Shape(
             cells=_rounded(tokens),
             window_cells=_rounded(tokens) if self.layers.window else 0,
-            num_sequences=min(MAX_TEXTS, spec.n_batch),
+            num_sequences=min(MAX_TEXTS, spec.call_tokens),
             num_tokens=tokens,
             num_rows=0,
             num_threads=spec.num_threads or os.cpu_count() or 1,

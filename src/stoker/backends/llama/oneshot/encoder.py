@@ -72,8 +72,8 @@ class LlamaEncoder:
         self._width: int = llama.llama_model_n_cls_out(model.handle) if is_reranker else self.n_embd
         self.num_threads = spec.num_threads or num_physical_cores()
         n_ctx = context_length_of(header, spec)
-        self._max_tokens = max(n_ctx, spec.n_batch)
-        self._num_texts = min(MAX_TEXTS, spec.n_batch)
+        self._max_tokens = max(n_ctx, spec.call_tokens)
+        self._num_texts = min(MAX_TEXTS, spec.call_tokens)
         self._batch = TokenBatch(self._max_tokens)
         identity = fingerprint(header.path)  # what may fail comes before the context, which would be left
         with capture_log() as lines:
@@ -244,7 +244,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, spec: ModelSpec) -> Cap
         n_ctx=context_length_of(header, spec),
         n_ctx_train=header.n_ctx_train,
         num_cells=0,
-        n_batch=spec.n_batch,
+        n_batch=spec.call_tokens,
         num_sequences=1,
         num_params=model.num_params,
         size_bytes=model.size_bytes,
