@@ -15,6 +15,7 @@ import pytest
 from stand_in import HOLD, delta
 
 from stoker.server.inbound import connections
+from stoker.server.inbound.writes import GatheredWrites
 
 BOUND = 16
 WORK = b'{"prompt": "a", "stream": true}'
@@ -275,13 +276,15 @@ async def test_a_slow_reader_is_not_given_up(monkeypatch):
         close = abort
 
     found = connections.Connection.__new__(connections.Connection)
-    found.loop, found.transport, found._stall = asyncio.get_running_loop(), Transport(), None
+    loop, transport = asyncio.get_running_loop(), Transport()
+    found.loop, found._stall = loop, None
+    found.transport = found._writes = GatheredWrites(transport, loop)
     monkeypatch.setattr(connections, "STALLED_S", 0.0)
     found._watch_stall(1000)
     for closed in (False, False, True):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert found.transport.closed or not closed
+        assert transport.closed or not closed
 
 
 def test_the_reserve_is_kept(monkeypatch):

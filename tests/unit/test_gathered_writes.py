@@ -15,6 +15,7 @@ class Recorder(asyncio.Transport):
         super().__init__()
         self.calls: list[Any] = []
         self.closes = False
+        self.num_unread = 7
 
     def write(self, data: Any) -> None:
         """Keep it."""
@@ -39,8 +40,8 @@ class Recorder(asyncio.Transport):
         return self.closes
 
     def get_write_buffer_size(self) -> int:
-        """Some."""
-        return 7
+        """As the test says."""
+        return self.num_unread
 
 
 def gathered() -> tuple[Recorder, GatheredWrites]:
@@ -69,6 +70,17 @@ async def test_an_end_comes_after_what_was_written() -> None:
         end(writes)
         await asyncio.sleep(0)
         assert recorder.calls == [b"last", name]
+
+
+async def test_a_client_that_reads_gets_the_last_bytes_of_a_connection_that_is_ended() -> None:
+    """S4, S11: one that does not is not waited for."""
+    for num_unread, end in ((0, "close"), (7, "abort")):
+        recorder, writes = gathered()
+        recorder.num_unread = num_unread
+        writes.write(b"last")
+        writes.end()
+        await asyncio.sleep(0)
+        assert recorder.calls == [b"last", end]
 
 
 async def test_nothing_is_written_to_a_connection_that_has_gone() -> None:

@@ -168,7 +168,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """A client has come; its request has to."""
-        super().connection_made(GatheredWrites(transport, self.loop))
+        self._writes = GatheredWrites(transport, self.loop)
+        super().connection_made(self._writes)
         self._arm(self._all.receive_timeout_s, self._on_late_head)
         self._all.enter(self)
 
@@ -266,10 +267,7 @@ class Connection(HttpToolsProtocol):
 
     def give_way(self) -> None:
         """Close at once, whatever is still to be written."""
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-        else:
-            self.transport.close()
+        self._writes.end()
 
     def _on_late_head(self) -> None:
         """The head did not come in time; who sent nothing of it needs no answer."""

@@ -72,6 +72,14 @@ class GatheredWrites(asyncio.Transport):
         self._gathered.clear()
         self._transport.abort()
 
+    def end(self) -> None:
+        """Close; at once where the client does not read what was sent before."""
+        self._flush()
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
+        else:
+            self._transport.close()
+
     def is_closing(self) -> bool:
         """As the transport."""
         return self._transport.is_closing()
