@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tiny_models
@@ -15,6 +16,7 @@ from stoker.backends.device import Device
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.smoke import smoke
+from stoker.backends.llama.smoke.first_decode import nonsense_in
 from stoker.backends.llama.smoke.smoke import SmokeSetting, try_in_child, verdict_for
 from stoker.errors import LoadCrashedError, ModelFileError, ModelLoadError
 from stoker.ipc.model import ModelSpec
@@ -267,3 +269,59 @@ def test_native_text_is_what_stands_before_the_dump_of_threads() -> None:
     assert native_text(b"") == ""
     assert len(native_text(b"x" * 9999)) == MAX_CHARS
     assert native_text(b"".join(b"%d\n" % n for n in range(20))).split(" | ")[0] == "12"
+
+
+def test_an_accelerator_is_tried_by_the_first_decode_of_the_engine(
+    model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: no second process holds the weights; that it went well is remembered, for the child too."""
+    monkeypatch.setattr(smoke, "accelerators", lambda: CARD)
+    spec = ModelSpec(id="m", path=str(model_path), n_ctx=256, num_threads=1)
+    with load(spec, cache_dir=tmp_path) as backend:
+        assert backend.length(0) == 0
+        assert remembered(tmp_path) == [
+            {"setting": "ok", "detail": "", "label": backend.capabilities.label, "has_crashed": False}
+        ]
+    assert verdict_for(model_path, tmp_path).setting is SmokeSetting.OK
+    assert trials == []
+
+
+def test_a_first_decode_without_numbers_asks_a_child_what_works(
+    model_path: Path, tmp_path: Path, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: the engine lives on, loads as the child found, and looks again."""
+    monkeypatch.setattr(smoke, "accelerators", lambda: CARD)
+    monkeypatch.setenv("STOKER_SMOKE_FAULT", "nan")
+    looked: list[str] = []
+
+    def first(backend: Any) -> str:
+        looked.append("" if looked else "logits that are not finite")
+        return looked[-1]
+
+    monkeypatch.setattr("stoker.backends.llama.backend.first_decode", first)
+    spec = ModelSpec(id="m", path=str(model_path), n_ctx=256, num_threads=1)
+    with load(spec, cache_dir=tmp_path) as backend:
+        assert backend.uses_extra_bufts is False
+    assert looked == ["logits that are not finite", ""]
+    assert trials == ["ok", "no_extra_bufts"]
+
+
+def test_a_model_that_gives_no_numbers_either_way_is_refused(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R9: nobody is served what is nonsense."""
+    monkeypatch.setattr(smoke, "accelerators", lambda: CARD)
+    monkeypatch.setattr("stoker.backends.llama.backend.first_decode", lambda _: "logits that are not finite")
+    with pytest.raises(ModelLoadError, match="not finite"):
+        load(ModelSpec(id="m", path=str(model_path), n_ctx=256, num_threads=1), cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_told(value: float) -> None:
+    """SPEC R9: of the batch, or of the token after it."""
+    assert nonsense_in(lambda _: np.zeros((1, 8), np.float32), 8) == ""
+
+    def wrong_at_last(plan: Any) -> Any:
+        return np.full((1, 8), value if len(plan.items[0].tokens) == 1 else 0.0, np.float32)
+
+    assert nonsense_in(wrong_at_last, 8) == "logits that are not finite after 1 tokens"

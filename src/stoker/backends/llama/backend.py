@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,14 +19,20 @@ from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.oneshot.scoring import ChoiceScoring, Scorer
-from stoker.backends.llama.smoke.smoke import tried_options
+from stoker.backends.llama.smoke.first_decode import first_decode
+from stoker.backends.llama.smoke.smoke import (
+    note_working,
+    tried_options,
+    try_in_child,
+    untried_options,
+)
 from stoker.backends.llama.state import HiddenStates, RecurrentStates, SequenceStates
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.llama.vision.vision import BLIND, VisionContext, open_vision
 from stoker.backends.protocol.backend import PLAIN, BatchPlan, Capabilities, Computed, Conditioning, PlanItem
 from stoker.backends.protocol.extensions import Extensions
 from stoker.backends.protocol.scoring import ScoringLane
-from stoker.errors import UnsupportedError
+from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.ipc.model import KVLayout, ModelClass
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
@@ -46,6 +53,8 @@ DEVICE_BATCH = 2048
 each step waits for the host once. They are computed by `ModelSpec.call_tokens`, so buffers stay as small."""
 LEFT_FREE_BYTES = 512 * 2**20
 """Memory of each accelerator that streams leave free."""
+log = logging.getLogger(__name__)
+
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
 
@@ -312,7 +321,7 @@ def load(
     cache_dir: Path | None = None,
     header: GgufHeader | None = None,
 ) -> LlamaBackend:
-    """Load a model file, after a smoke decode in a child process where none is remembered (SPEC R9, K1).
+    """Load a model file that was tried: by a child, or on an accelerator by its first decode (SPEC R9, K1).
 
     Args:
         spec: the file and the limits asked for.
@@ -332,7 +341,39 @@ def load(
             f"this build generates with decoder, recurrent and hybrid models only",
             model_class=str(header.model_class),
         )
-    return _put_together(spec, header, tried_options(spec, header, on_progress, cache_dir))
+    untried = untried_options(spec, header, on_progress, cache_dir)
+    options = untried or tried_options(spec, header, on_progress, cache_dir)
+    backend, nonsense = _decoded_first(spec, header, options, is_tried=untried is None)
+    if nonsense:
+        log.warning("%s: %s; a child process finds what works", header.path.name, nonsense)
+        try_in_child(spec, header, on_progress, cache_dir)
+        options = tried_options(spec, header, on_progress, cache_dir)
+        backend, nonsense = _decoded_first(spec, header, options, is_tried=False)
+    if nonsense:
+        raise ModelLoadError(f"{header.path.name} cannot be run here: {nonsense}", path=str(header.path))
+    if untried is not None and options is untried:
+        note_working(spec, header, backend.capabilities.label, cache_dir)
+    return backend
+
+
+def _decoded_first(
+    spec: ModelSpec, header: GgufHeader, options: ModelOptions, *, is_tried: bool
+) -> tuple[LlamaBackend, str]:
+    """The model, and what is wrong with its first logits, which close it; empty where nothing is.
+
+    A CPU that was tried decodes nothing: it has no kernels to warm.
+    """
+    backend = _put_together(spec, header, options)
+    if is_tried and backend.capabilities.computes_on_cpu:
+        return backend, ""
+    try:
+        nonsense = first_decode(backend)
+    except BaseException:
+        backend.close()
+        raise
+    if nonsense:
+        backend.close()
+    return backend, nonsense
 
 
 def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) -> LlamaBackend:

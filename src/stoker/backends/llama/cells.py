@@ -3,7 +3,7 @@
 A `Pool` shares cells between sequences. Where sums depend on it, an `OrderedPool` keeps the cells of each
 sequence in the order of its tokens (docs/adr/0019): before a step tokens are taken out as bytes and put back
 into free cells before them, which changes no bit. `Streams` keep sequences apart, so that mask and attention
-of a step do not grow with what others hold, and a state is one copy a layer (docs/adr/0024).
+of a step do not grow with what others hold, and a state is one copy a layer (docs/adr/0025).
 """
 
 from __future__ import annotations

@@ -135,15 +135,18 @@ def verdict_of(
     `on_wait` is called several times a second while a child tries; what it raises ends the trial.
     """
     file = cache_dir / VERDICT_FILE
-    key = _key(header, placement)
-    known = _read(file)
-    verdict = _decoded(known.get(_file_key(header, placement))) or _decoded(known.get(key))
-    if verdict is not None:
-        return verdict
+    if (known := _remembered(header, file, placement)) is not None:
+        return known
     verdict, is_lasting = _try_settings(header.path, placement, on_wait or _wait_on)
     if is_lasting:
-        _write(file, {**_read(file), key: asdict(verdict)})
+        _write(file, {**_read(file), _key(header, placement): asdict(verdict)})
     return verdict
+
+
+def _remembered(header: GgufHeader, file: Path, placement: PlacementSpec) -> SmokeVerdict | None:
+    known = _read(file)
+    of_file, of_kind = known.get(_file_key(header, placement)), known.get(_key(header, placement))
+    return _decoded(of_file) or _decoded(of_kind)
 
 
 def verdict_of_file(
@@ -348,6 +351,29 @@ def tried_options(
         if is_parted
         else 0.0,
     )
+
+
+def untried_options(
+    spec: ModelSpec, header: GgufHeader, on_progress: OnProgress | None, cache_dir: Path | None
+) -> ModelOptions | None:
+    """How to load a file whose first decode is the trial; None: it is tried already, or in a child.
+
+    That is one for accelerators of whose kind nothing is remembered (docs/adr/0025), but for one of which a
+    part stays in host memory, as a child measures its cost. `note_working` remembers that it went well.
+    """
+    placement, folder = spec.placement, _folder(cache_dir)
+    if not chosen_devices(placement, accelerators()) or is_shared_with_host(header, placement):
+        return None
+    if _remembered(header, folder / VERDICT_FILE, placement) is not None:
+        return None
+    return ModelOptions(path=header.path, placement=placement, on_progress=on_progress)
+
+
+def note_working(spec: ModelSpec, header: GgufHeader, label: str, cache_dir: Path | None) -> None:
+    """Remember that a file of this kind loads and computes with everything that there is."""
+    file = _folder(cache_dir) / VERDICT_FILE
+    verdict = SmokeVerdict(SmokeSetting.OK, "", label)
+    _write(file, {**_read(file), _key(header, spec.placement): asdict(verdict)})
 
 
 def is_shared_with_host(header: GgufHeader, placement: PlacementSpec) -> bool:

@@ -25,13 +25,13 @@ from stoker.backends.llama.binding import label
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.seq2seq import SourceReader
+from stoker.backends.llama.smoke.first_decode import BATCH_TOKENS, first_tokens, nonsense_in
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import InsufficientMemoryError, StokerError
 from stoker.ipc.model import PlacementSpec
 from stoker.native_crash import prepare_to_crash
 
-BATCH_TOKENS = 32
 NUM_TIMED = 8
 NUM_CELLS = 256
 
@@ -99,13 +99,11 @@ def _decode(model: LlamaModel, num_timed: int) -> tuple[str, float]:
         ),
     )
     try:
-        tokens = [index % model.vocabulary.n_vocab for index in range(BATCH_TOKENS + 1)]
+        tokens = first_tokens(model.vocabulary.n_vocab)
         if model.has_encoder:
             SourceReader(context).read(tokens[:-1])
-        for start, part in ((0, tokens[:-1]), (BATCH_TOKENS, tokens[-1:])):
-            rows = context.step(BatchPlan((PlanItem(0, start, part, 1),)))
-            if not bool((abs(rows) < float("inf")).all()):  # false for NaN as well
-                return f"logits that are not finite after {len(part)} tokens", 0.0
+        if nonsense := nonsense_in(context.step, model.vocabulary.n_vocab):
+            return nonsense, 0.0
         took_s = []
         for at in range(len(tokens), len(tokens) + num_timed):
             begun = time.perf_counter()
