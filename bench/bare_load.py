@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from bench.errors import BenchError
+from stoker.ipc.model import CALL_TOKENS
 from stoker.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _command(model: Path, shape: Shape) -> list[str]:
     num_threads = shape.num_threads or psutil.cpu_count(logical=False) or 1
     return [
         *(sys.executable, "-m", "bench.bare_load", "--model", str(model)),
-        *("--ctx-size", str(shape.ctx_size), "--n-batch", str(EngineSettings().n_batch)),
+        *("--ctx-size", str(shape.ctx_size), "--n-batch", str(EngineSettings().n_batch or CALL_TOKENS)),
         *("--slots", str(shape.num_slots), "--threads", str(num_threads)),
     ]
 

@@ -88,7 +88,7 @@ class CostlessEngine:
                     id=spec.id,
                     path=spec.path,
                     n_ctx=N_CTX,
-                    n_batch=spec.n_batch,
+                    n_batch=spec.call_tokens,
                     num_slots=spec.num_slots,
                     num_threads=1,
                     kv_type="f16",

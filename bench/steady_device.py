@@ -16,8 +16,8 @@ from stoker.backends import registry
 from stoker.backends.device import Device, DeviceMemory
 from stoker.backends.fake.vocabulary import FakeVocabulary
 from stoker.backends.llama.batch import NONE, TokenBatch, passes
-from stoker.backends.protocol.backend import Capabilities, Lengths
-from stoker.backends.protocol.extensions import NO_EXTENSIONS
+from stoker.backends.protocol.backend import Candidates, Capabilities, Lengths
+from stoker.backends.protocol.extensions import Extensions
 from stoker.ipc.model import ModelClass
 from stoker.models.memory_estimate.fit import Estimate
 from stoker.models.reader import ModelDescription
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stoker.backends.protocol.backend import BatchPlan, Rows
-    from stoker.backends.protocol.extensions import Extensions
     from stoker.ipc.model import ModelSpec
     from stoker.models.memory_estimate.fit import Estimator
     from stoker.models.reader import LoadContext
 
 SCHEME = "steady:"
+N_BATCH = 2048
+NUM_CANDIDATES = 64
 _PLENTY = DeviceMemory(2**40, 2**40)
 
 
@@ -41,6 +42,7 @@ class Lap:
 
     num_tokens: int
     num_rows: int
+    num_candidates: int = 0
     launched_s: float = 0.0
     launched_cpu_s: float = 0.0
     asked_s: float = 0.0
@@ -62,7 +64,10 @@ class _InFlight:
             while time.perf_counter() < self.lap.launched_s + self.device.step_s:
                 time.sleep(0)  # as a driver waits: the core stays awake, the lock is free
             self.lap.there_s, self.lap.there_cpu_s = time.perf_counter(), time.thread_time()
-        return self.device.logits[: self.lap.num_rows]
+        return self.device.logits[: self.lap.num_rows - self.lap.num_candidates]
+
+    def candidates(self) -> Candidates:
+        return self.device.best[: self.lap.num_candidates]
 
 
 class SteadyDevice:
@@ -70,15 +75,18 @@ class SteadyDevice:
 
     Attributes:
         laps: of every step so far.
-        logits: float32 (n_batch, n_vocab); each row has one clear maximum, a letter.
+        logits: float32 (num_sequences, n_vocab); each row has one clear maximum, a letter.
+        best: the largest of each row.
     """
 
     def __init__(self, spec: ModelSpec, n_vocab: int, step_s: float) -> None:
         self.step_s = step_s
         self.laps: list[Lap] = []
-        num_sequences = max(2 * spec.num_slots, spec.num_slots + 8)
+        num_sequences, n_batch = max(2 * spec.num_slots, spec.num_slots + 8), spec.n_batch or N_BATCH
         self.logits = np.zeros((num_sequences, n_vocab), np.float32)
         self.logits[range(num_sequences), [ord("a") + at % 26 for at in range(num_sequences)]] = 9.0
+        ids = np.tile(np.arange(NUM_CANDIDATES, dtype=np.int32) + ord("a"), (num_sequences, 1))
+        self.best = Candidates(ids, np.sort(np.random.default_rng(1).random(ids.shape, np.float32))[:, ::-1])
         self.vocabulary = FakeVocabulary()
         self.capabilities = Capabilities(
             model_class=ModelClass.DECODER,
@@ -89,7 +97,7 @@ class SteadyDevice:
             n_ctx=spec.most_tokens,
             n_ctx_train=spec.most_tokens,
             num_cells=spec.pool_cells,
-            n_batch=spec.n_batch,
+            n_batch=n_batch,
             num_sequences=num_sequences,
             num_params=0,
             size_bytes=0,
@@ -99,20 +107,26 @@ class SteadyDevice:
             can_fork=True,
             is_async=True,
         )
-        self._lengths = Lengths(num_sequences, n_vocab, spec.n_batch)
-        self._batch = TokenBatch(spec.n_batch)
+        self._lengths = Lengths(num_sequences, n_vocab, n_batch)
+        self._batch = TokenBatch(n_batch)
 
     def __repr__(self) -> str:
         return f"<SteadyDevice {len(self.laps)} steps of {self.step_s * 1e3:g} ms>"
 
     @property
     def extensions(self) -> Extensions:
-        """None."""
-        return NO_EXTENSIONS
+        """It gives candidates."""
+        return Extensions(draws=self)
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of a row."""
+        return NUM_CANDIDATES
 
     def launch(self, plan: BatchPlan) -> _InFlight:
         """What comes before a native call."""
-        lap = Lap(plan.num_tokens, plan.num_rows)
+        num_candidates = sum([item.num_logits for item in plan.items if item.takes_candidates])
+        lap = Lap(plan.num_tokens, plan.num_rows, num_candidates)
         self._lengths.check(plan)
         self._batch.fill(passes(plan, {}, NONE, range(len(plan.items)))[0].plan)
         self._lengths.advance(plan)

@@ -370,7 +370,7 @@ def test_own_time_is_the_turn_without_the_native_call() -> None:
 def test_the_time_before_a_launch_and_the_time_behind_it_are_apart() -> None:
     """B5: of steps that decode all rows and follow each other; prompts are not counted."""
     laps = [
-        Lap(64, 64, 1.0 * at, 0.5 * at, at + 0.4, 0.5 * at + 0.1, at + 0.9, 0.5 * at + 0.2)
+        Lap(64, 64, 64, 1.0 * at, 0.5 * at, at + 0.4, 0.5 * at + 0.1, at + 0.9, 0.5 * at + 0.2)
         for at in range(30)
     ]
     found = summarise_laps("greedy", 64, [Lap(500, 64), *laps])

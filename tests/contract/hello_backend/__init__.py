@@ -143,7 +143,7 @@ class HelloReader:
     def load(self, spec: ModelSpec, context: LoadContext) -> HelloBackend:
         """At once."""
         context.on_progress(1.0)
-        return HelloBackend(2 * spec.num_slots + 8, spec.n_batch, spec.pool_cells or NUM_CELLS)
+        return HelloBackend(2 * spec.num_slots + 8, spec.call_tokens, spec.pool_cells or NUM_CELLS)
 
     def try_out(self, context: LoadContext) -> None:
         """It has no native code."""
