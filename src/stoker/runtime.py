@@ -231,7 +231,7 @@ class Runtime:
                 OWNER/REPO[:FILE], which is downloaded first. Cancelled by all who asked, it is stopped.
             keep_alive: how long it stays after its last request, in seconds or as "5m"; None: as set, as for
                 the others.
-            ctx_size: tokens (cells) all its slots share.
+            ctx_size: tokens that one request may use; of a pool of cells all its slots share them.
             slots: sequences that run at once.
             reach: what a name that is not served may lead to; a caller that is not trusted gets less.
             fields: where it lies; names of before 0.2 warn.

@@ -111,6 +111,8 @@ class PlacementSettings(FrozenSettings):
         main_gpu: index among `device` of the one that holds all where nothing is split; None: the freest.
         cpu_moe: None: as many as have to; of models without experts this changes nothing.
         kv_type: quantised ones need flash attention; None: f16 on a device, bf16 keys on a CPU.
+        kv_layout: in a pool requests share `ctx_size` tokens; in streams each may use as many, whatever
+            others do, and steps of many requests are quicker.
         mmap: read the file as it is needed; else whole at once.
         kv_offload: cells and attention lie where the layers do; else in host memory.
     """
@@ -144,6 +146,9 @@ class PlacementSettings(FrozenSettings):
         None, "Element type of the cells.", shown="f16, on a CPU bf16 keys"
     )
     mmap: bool = setting(default=True, text="Read the file as it is needed.")
+    kv_layout: Literal["auto", "pool", "streams"] = setting(
+        "auto", "Cells in one pool, or each request its own; auto: its own where the device has room."
+    )
     kv_offload: bool = setting(default=True, text="Cells lie on the device.")
 
 
@@ -156,7 +161,8 @@ class EngineSettings(PlacementSettings):
     Attributes:
         placement: where single models lie, by their id; what one leaves open is as for all.
         models: names or GGUF paths; the first one is "default".
-        ctx_size: also the most one request may use; 0: the model's own. With `kv_cells` only that.
+        ctx_size: 0: the model's own. Where all slots share one pool of cells it has as many, unless
+            `kv_cells` says otherwise.
         threads: 0 picks the number of physical cores.
         kv_cells: one request may use no more than these either.
         max_queue: background gets half of it.
@@ -191,7 +197,11 @@ class EngineSettings(PlacementSettings):
     )
     slots: int = setting(8, "Requests that run at once.", ge=1, le=MAX_SLOTS)
     ctx_size: int = setting(
-        16384, "Tokens of context all slots share.", flags=("--ctx-size", "-c"), ge=0, lt=2**31
+        16384,
+        "Tokens that one request may use, or all in one pool of cells.",
+        flags=("--ctx-size", "-c"),
+        ge=0,
+        lt=2**31,
     )
     threads: Annotated[int, BeforeValidator(parse_threads)] = setting(
         0,

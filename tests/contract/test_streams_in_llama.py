@@ -21,7 +21,8 @@ from stoker.backends.llama.state import SequenceStates
 from stoker.backends.protocol.backend import BatchPlan, PlanItem, Rows
 from stoker.backends.stream_map import num_passes
 from stoker.errors import PoolFullError
-from stoker.ipc.model import KVLayout
+from stoker.ipc.model import KVLayout, ModelSpec
+from stoker.models.memory_estimate.estimate import estimator_of
 from tiny_models import TOKENS, quantised, write_llama
 
 NUM_CELLS, NUM_SEQUENCES, N_BATCH = 256, 6, 64
@@ -249,5 +250,8 @@ def test_what_a_request_may_use_is_the_capacity(
         found = backend.capabilities
         assert (found.kv_layout, found.n_ctx, found.num_sequences) == (KVLayout.STREAMS, 512, 5)
         assert found.num_cells == 512 * 5
+        spec = ModelSpec(id="m", path="", num_slots=4, n_ctx=512, n_batch=128, kv_layout=KVLayout.STREAMS)
+        told = estimator_of(tiny_decoder)(spec).lines["kv"]
+        assert backend.memory()["kv"] == pytest.approx(told, rel=0.02)  # the library tells hundredths of MiB
     with open_llama(tiny_decoder) as backend:
         assert backend.capabilities.kv_layout is KVLayout.POOL  # on a CPU

@@ -210,7 +210,8 @@ def _model_text(info: ModelInfo) -> str:
     parts = [info.id]
     if info.size_bytes:
         parts.append(size_text(info.size_bytes))
-    parts.append(f"{count_text(info.n_ctx, 'token')} of context")
+    whose = " for each request" if info.kv_layout == "streams" else ""
+    parts.append(f"{count_text(info.n_ctx, 'token')} of context{whose}")
     return ", ".join([*parts, *info.degraded])
 
 

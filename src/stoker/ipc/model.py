@@ -307,6 +307,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a model is and the limits that resulted (SPEC K7); before its first load what its header says.
 
     Attributes:
+        kv_layout: where the tokens of sequences lie, as in `KVLayout`; "pool" or "streams".
         degraded: what it got less of than was asked for, for want of memory (SPEC R2).
         pairing: with its projector (SPEC V1): "ready", "needs_projector", "broken"; empty: no vision model.
         pooling: how an encoder makes one vector of a text's tokens; empty: it is no encoder.
@@ -331,6 +332,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_slots: int
     num_threads: int
     kv_type: str
+    kv_layout: str = ""
     flash_attention: str = ""
     memory_bytes: dict[str, int] = {}
     chat_template: str | None = None

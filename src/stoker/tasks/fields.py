@@ -102,6 +102,7 @@ class LoadKeywords(FormerLoadKeywords, total=False):
     cpu_moe: int | None
     kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None
     kv_bits: Literal[4, 8, 16] | None
+    kv_layout: Literal["auto", "pool", "streams"]
     mmap: bool
     kv_offload: bool
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_native`
-import msgspec
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
@@ -36,7 +35,7 @@ from stoker.errors import ModelLoadError, UnsupportedError
 from stoker.ipc.model import KVLayout, ModelClass
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import read_header
-from stoker.models.memory_estimate.estimate import estimator, num_sequences, stream_cells
+from stoker.models.memory_estimate.estimate import num_sequences, stream_cells
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
 DEVICE_BATCH = 2048
 """Tokens of a step on a device where nothing was asked for: 41 ms of a 1.5B on an H100, where 512 take 10 and
 each step waits for the host once. They are computed by `ModelSpec.call_tokens`, so buffers stay as small."""
-LEFT_FREE_BYTES = 512 * 2**20
-"""Memory of each accelerator that streams leave free."""
 log = logging.getLogger(__name__)
 
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
@@ -382,7 +379,7 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
         model = LlamaModel(options)
         made.callback(model.close)
         adapters = Adapters(model, header, spec.adapters) if spec.adapters else None
-        context = _open_context(spec, model, header, adapters)
+        context = _open_context(spec, model, adapters)
         made.callback(context.close)
         vision_context = open_vision(spec, model, header, context.num_threads)
         if vision_context.vision:
@@ -409,11 +406,10 @@ def _add_drafter(backend: LlamaBackend, spec: ModelSpec, model: LlamaModel) -> N
         raise
 
 
-def _open_context(
-    spec: ModelSpec, model: LlamaModel, header: GgufHeader, adapters: Adapters | None
-) -> LlamaContext:
-    """In the layout of cells that is asked for, as far as the model and the accelerators allow."""
-    layout = _kv_layout(spec, model, header)
+def _open_context(spec: ModelSpec, model: LlamaModel, adapters: Adapters | None) -> LlamaContext:
+    """In the layout of cells that is asked for, "auto" being a pool; streams only of models that can."""
+    is_asked = spec.kv_layout is KVLayout.STREAMS and model.keeps_every_cell
+    layout = KVLayout.STREAMS if is_asked else KVLayout.POOL
     context = LlamaContext(model, _context_options(spec, model, layout), adapters)
     if context.has_streams and not context.has_plain_states:
         context.close()
@@ -437,19 +433,6 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         has_streams=has_streams,
         offloads_cells=spec.placement.kv_offload,
     )
-
-
-def _kv_layout(spec: ModelSpec, model: LlamaModel, header: GgufHeader) -> KVLayout:
-    """Streams where they are asked for, or fit what the accelerators have free beside the weights."""
-    if spec.kv_layout is KVLayout.POOL or not model.keeps_every_cell:
-        return KVLayout.POOL
-    if spec.kv_layout is KVLayout.STREAMS:
-        return KVLayout.STREAMS
-    in_streams = msgspec.structs.replace(spec, kv_layout=KVLayout.STREAMS)
-    lines = estimator(header)(in_streams).lines
-    found = [memory for device in model.devices if (memory := device.memory())]
-    free_bytes = sum(max(0, memory.free_bytes - LEFT_FREE_BYTES) for memory in found)
-    return KVLayout.STREAMS if lines["kv"] + lines["compute"] <= free_bytes else KVLayout.POOL
 
 
 def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:

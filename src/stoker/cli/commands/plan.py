@@ -175,6 +175,7 @@ def _as_record(found: _Plan) -> dict[str, object]:
         "n_ctx": found.estimate.n_ctx,
         "slots": found.spec.num_slots,
         "kv_type": found.spec.kv_type,
+        "kv_layout": found.estimate.kv_layout,
         "bytes": dict(found.estimate.lines),
         "total_bytes": found.estimate.total_bytes,
         "free_bytes": found.budget.free_bytes,
@@ -199,7 +200,8 @@ def _show(found: _Plan) -> None:
     ):
         table.add_row(name, size_text(size), style="dim")
     table.add_row("tier", found.tier, style="dim")
-    form = f"context {found.estimate.n_ctx}, slots {found.spec.num_slots}"
+    each = " each" if found.estimate.kv_layout == "streams" else ""
+    form = f"context {found.estimate.n_ctx}{each}, slots {found.spec.num_slots}"
     console.print(f"[bold]{escape(found.spec.id)}[/] {escape(form)}")
     console.print(table)
     colour = _COLOURS.get(found.fit, "red")

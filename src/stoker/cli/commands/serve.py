@@ -22,8 +22,8 @@ PANELS = {
     "Models": """models slots ctx_size kv_cells lora draft_model speculation keep_alive default_max_tokens
         chat_template rerank_output restore models_dir allow_downloads""",
     "Computing": "threads n_batch isolation watchdog_s heat_trace",
-    "Devices": """gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type mmap kv_offload
-        placement""",
+    "Devices": """gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
+        kv_offload placement""",
     "Memory": "memory_limit memory_margin park_bytes",
     "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",
     "Images": "mmproj image_roots allow_http_images max_images max_image_bytes max_image_pixels image_edge",

@@ -21,6 +21,7 @@ from stoker.errors import InvalidRequestError, StokerError
 from stoker.ipc.model import (
     AdapterSpec,
     CacheMode,
+    KVLayout,
     ModelClass,
     ModelInfo,
     ModelSpec,
@@ -224,9 +225,10 @@ def placed(spec: ModelSpec, changes: PlacementChanges) -> ModelSpec:
     """The spec with what was given of where it lies, by the names of `PlacementSettings`."""
     given = dict(changes)
     kv_type = given.pop("kv_type", spec.kv_type) or ""
+    kv_layout = KVLayout(given.pop("kv_layout", spec.kv_layout))
     if mode := given.get("split_mode"):
         given["split_mode"] = SplitMode(mode)
-    return replace(spec, kv_type=kv_type, placement=replace(spec.placement, **given))
+    return replace(spec, kv_type=kv_type, kv_layout=kv_layout, placement=replace(spec.placement, **given))
 
 
 def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:

@@ -141,6 +141,7 @@ class _Model:
         return Estimate(
             lines={name: size for name, size in lines.items() if size},
             n_ctx=self._text_tokens(spec) if self._is_encoder else shape.cells,
+            kv_layout=KVLayout.STREAMS if shape.num_streams > 1 else KVLayout.POOL,
             smaller_kv_types=self._smaller_kv_types(spec),
             on_devices=on_devices,
             num_layers=self.parts.num_layers,
@@ -232,7 +233,7 @@ class _Model:
 
     def _layer_bytes(self, layer: Layer, shape: _Shape, kv_type: str) -> int:
         """Cells and states of one layer."""
-        cells = shape.window_cells if layer.is_windowed else shape.cells
+        cells = shape.window_cells if layer.is_windowed else shape.cells * shape.num_streams
         elements = (layer.key_width + layer.value_width) * cells
         state = layer.state_width * shape.num_sequences * _FLOAT_BYTES
         return math.ceil(elements * _element_bytes(kv_type)) + state

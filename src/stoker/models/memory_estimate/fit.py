@@ -14,7 +14,7 @@ from itertools import product
 import msgspec
 
 from stoker.errors import InsufficientMemoryError
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import KVLayout, ModelSpec
 from stoker.models.memory_estimate.placing import Placing, draft_placement, less_on_devices
 from stoker.wording import count_text, size_text
 
@@ -41,6 +41,7 @@ class Estimate:
     Attributes:
         lines: bytes by line of the ledger: weights, kv, compute, other.
         n_ctx: cells it gets; of use where the spec leaves that to the model. 0: not known.
+        kv_layout: what the cells of the spec are laid out as; "auto" counts as a pool.
         smaller_kv_types: what `kv_type` may be set to so that the same cells take less, largest first.
         on_devices: what of the lines lies on devices, by their ids, where the spec names such.
         num_layers: layers that a device may hold, the output counting as one; 0: not known.
@@ -49,6 +50,7 @@ class Estimate:
 
     lines: Mapping[str, int]
     n_ctx: int = 0
+    kv_layout: KVLayout = KVLayout.POOL
     smaller_kv_types: tuple[str, ...] = ()
     on_devices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     num_layers: int = 0
@@ -151,7 +153,8 @@ class FittedSpec:
 def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ctx: int = 0) -> FittedSpec:
     """How `spec` can be had within `budget`, with a context of `least_n_ctx` tokens or more.
 
-    On devices all layers come first, then with quantised cells, then, as far as its placement is "auto", with
+    On devices all layers come first, with cells in streams where the layout is "auto" and those fit, else in
+    a pool; then with quantised cells, then, as far as its placement is "auto", with
     experts in host memory, with fewer layers, and on the CPU. In host memory the context is made shorter,
     then cells are quantised (with as long a context as then fits), then there are fewer slots. Devices are
     named by their ids.
@@ -178,13 +181,27 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
 
 def _forms(spec: ModelSpec, asked: Estimate, placing: Placing, least_n_ctx: int) -> Iterator[ModelSpec]:
     """In the order of `weigh`."""
-    yield from placing.whole(spec)
+    tries_streams = _tries_streams(spec, placing)
+    for form in placing.whole(spec):
+        if tries_streams:
+            yield msgspec.structs.replace(form, kv_layout=KVLayout.STREAMS)
+        yield form
     if placing.has_devices(spec):
         for kv_type in () if spec.kv_type else asked.smaller_kv_types:
             yield from placing.whole(msgspec.structs.replace(spec, kv_type=kv_type))
         yield from placing.parted(spec)
     for smaller in smaller_forms(spec, asked, least_n_ctx):
         yield from placing.forms(smaller)
+
+
+def _tries_streams(spec: ModelSpec, placing: Placing) -> bool:
+    """Whether streams would serve it: all cells lie on devices, and nobody has said how many there are."""
+    is_open = spec.kv_layout is KVLayout.AUTO and not spec.num_cells and placing.has_devices(spec)
+    place = spec.placement
+    if not is_open or not place.kv_offload or isinstance(place.gpu_layers, int):
+        return False
+    in_streams = msgspec.structs.replace(spec, kv_layout=KVLayout.STREAMS)
+    return placing.estimate(in_streams).kv_layout is KVLayout.STREAMS
 
 
 def _too_large(spec: ModelSpec, placing: Placing, least_n_ctx: int) -> FittedSpec:

@@ -33,10 +33,10 @@ class LoadModelRequest(ModelRequest):
 
     Attributes:
         keep_alive: seconds, or such as `10m`, that it stays after its last request; negative: for good.
-        ctx_size: tokens that all its slots share.
+        ctx_size: tokens that one request may use; of a pool of cells all its slots share them.
         slots: requests that run on it at once.
-        gpu_layers, device, split_mode, tensor_split, main_gpu, cpu_moe, kv_type, mmap, kv_offload: where it
-            lies, as the settings of the same names.
+        gpu_layers, device, split_mode, tensor_split, main_gpu, cpu_moe, kv_type, kv_layout, mmap, kv_offload:
+            where it lies, as the settings of the same names.
         kv_bits: 4, 8 or 16: the same as kv_type q4_0, q8_0 and what the device takes by itself.
     """
 
@@ -55,6 +55,7 @@ class LoadModelRequest(ModelRequest):
     cpu_moe: Annotated[int, Field(ge=0, le=MAX_LAYERS)] | None = None
     kv_type: Literal["f16", "bf16", "q8_0", "q4_0"] | None = None
     kv_bits: Literal[4, 8, 16] | None = None
+    kv_layout: Literal["auto", "pool", "streams"] | None = None
     mmap: bool | None = None
     kv_offload: bool | None = None
 
