@@ -239,7 +239,12 @@ class EngineSettings(PlacementSettings):
     memory_limit: Bytes | None = setting(
         None, "Bytes, or such as 4GiB.", shown="what the machine has", metavar="SIZE"
     )
-    memory_margin: Size = size_setting(512 * 2**20, "Free memory that loading has to leave; 0: none.")
+    memory_margin: Size = size_setting(
+        512 * 2**20, "Free memory that loading has to leave, on each device too; 0: none."
+    )
+    device_lease: bool = setting(
+        default=True, text="Hold accelerators for this program alone; else share them with any other."
+    )
     keep_alive: Annotated[float | None, BeforeValidator(parse_keep_alive)] = setting(
         None,
         "How long a model stays after its last request: 30s, 10m, -1.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from gguf_files import TinyModel
 from typer.testing import CliRunner
 
+from stoker.backends.device import Device, DeviceMemory
+from stoker.backends.llama import binding
 from stoker.cli.commands import plan
 from stoker.cli.main import app
 from stoker.ipc.model import ModelSpec
@@ -136,6 +139,63 @@ def test_a_projector_is_planned_with_its_model(model: Path, machine: Any, tmp_pa
     assert "another model's" in output
 
 
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that has the build find accelerators of 80 GiB, with so much free on each."""
+
+    def set_free(*free_bytes: int) -> None:
+        found = tuple(
+            Device("H100", "CUDA", f"CUDA{at}", index=at, read=partial(DeviceMemory, free, 80 * 2**30))
+            for at, free in enumerate(free_bytes)
+        )
+        monkeypatch.setattr(binding, "accelerators", lambda: found)
+
+    return set_free
+
+
+def test_a_card_that_others_have_filled_is_left_aside(model: Path, machine: Any, cards: Any) -> None:
+    """SPEC M9, R2: each device has its own budget; what lies where is told for each."""
+    machine(6 * 2**30, 8 * 2**30)
+    cards(600 * MIB, 40 * 2**30)
+    code, found = record(model, "--ctx", str(N_CTX))
+    assert (code, found["verdict"]) == (0, "fits")
+    first, second = found["devices"]
+    assert (first["id"], first["bytes"], first["free_bytes"]) == ("CUDA0", {}, 600 * MIB)
+    assert (first["margin_bytes"], first["limit_bytes"]) == (512 * MIB, 80 * 2**30)
+    assert second["bytes"]["kv"] == found["bytes"]["kv"]
+    assert second["total_bytes"] == sum(second["bytes"].values()) < found["total_bytes"]
+    header, *rows = run(model, "--ctx", str(N_CTX))[1].splitlines()[1:]
+    assert header.split() == ["machine", "CUDA0", "CUDA1"]
+    assert next(row for row in rows if row.startswith("kv")).split() == ["kv", "32", "MiB"]
+    assert [row.split()[0] for row in rows if row.startswith(("total", "free"))] == ["total", "free"]
+
+
+def test_what_no_card_can_hold_whole_is_planned_with_fewer_layers(
+    model: Path, machine: Any, cards: Any
+) -> None:
+    """SPEC M9, R11: and refused, with exit code 1, where all of them were asked for."""
+    machine(6 * 2**30, 8 * 2**30)
+    whole = record(model, "--ctx", str(N_CTX))[1]["total_bytes"]
+    cards(512 * MIB + whole // 2)
+    code, output = run(model, "--ctx", str(N_CTX))
+    assert code == 0
+    assert "layers on CUDA0, the others on the CPU" in output
+    cards(513 * MIB)
+    code, output = run(model, "--ctx", str(N_CTX), "--gpu-layers", "all")
+    assert (code, "insufficient" in output, "of CUDA0 at the least" in output) == (1, True, True)
+
+
+def test_a_plan_without_devices_asks_no_library_for_them(model: Path, machine: Any, cards: Any) -> None:
+    """SPEC M9: all in the machine's memory; a device that is not there is an error of the caller."""
+    machine(6 * 2**30, 8 * 2**30)
+    cards(40 * 2**30)
+    assert record(model, "--device", "none")[1]["devices"] == []
+    assert record(model, "--gpu-layers", "0")[1]["devices"] == []
+    code, output = run(model, "--device", "CUDA7")
+    assert code == 2
+    assert "there is no 'CUDA7' here; there are 0 CUDA0 (H100), none" in output
+
+
 def test_the_tiers_own_limit_counts(model: Path, machine: Any) -> None:
     """SPEC M2, M5: a machine of 2 GiB gives models 1.5 GB."""
     machine(2**30, 2 * 2**30)
@@ -152,11 +212,11 @@ def test_a_broken_file_is_not_a_model_that_does_not_fit(tmp_path: Path) -> None:
     assert output.startswith("stoker: ")
 
 
-def test_no_native_library_is_loaded(model: Path) -> None:
+def test_no_native_library_is_loaded_where_no_device_is_asked_for(model: Path) -> None:
     """SPEC R2: without loading; also nothing that takes long to import."""
     code = (
         "import sys\nfrom stoker.cli.commands import plan\n"
-        f"plan.plan(model={str(model)!r}, as_json=True)\n"
+        f"plan.plan(model={str(model)!r}, device=['none'], as_json=True)\n"
         "print([name for name in ('llama_cpp', 'numpy', 'fastapi') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -103,7 +103,7 @@ def test_doctor_shows_each_accelerator_with_who_has_its_memory():
     finding = doctor._device(CARD, measured, "process 7 (model qwen)")
     assert finding.level == "ok"
     assert finding.text == (
-        "CUDA0 CUDA NVIDIA H100: 20 GiB of 80 GiB free, 55 °C, 120 W, python (process 7) has 40 GiB;"
+        "CUDA0 NVIDIA H100: 20 GiB of 80 GiB free, 55 °C, 120 W, python (process 7) has 40 GiB;"
         " process 7 (model qwen) holds it"
     )
     full = doctor._device(CARD, replace(measured, free_bytes=GIB // 2), "")
@@ -116,7 +116,7 @@ def test_doctor_shows_each_accelerator_with_who_has_its_memory():
 def test_doctor_says_where_a_devices_memory_is_the_machines():
     """SPEC M9: an integrated device counts once; of one that says nothing nothing is known."""
     unified = replace(CARD, is_integrated=True)
-    assert doctor._device(unified, None, "").text == "CUDA0 CUDA NVIDIA H100: uses the machine's memory"
+    assert doctor._device(unified, None, "").text == "CUDA0 NVIDIA H100: uses the machine's memory"
     assert doctor._device(CARD, None, "").text.endswith("does not tell of its memory")
 
 

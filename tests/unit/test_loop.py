@@ -315,7 +315,8 @@ def test_a_device_is_leased_measured_and_named(tmp_path):
         "device_busy",
         f"process {os.getpid()} (model m) holds the device Fake Card",
     )
-    (seen,) = second.loop._status().devices
+    cpu, seen = second.loop._status().devices
+    assert (cpu.id, cpu.is_used, cpu.total) == ("CPU", True, 0)
     assert (seen.is_used, seen.held_by) == (False, f"process {os.getpid()} (model m)")
     for engine in (first, second):
         engine.inbox.put(Shutdown())
@@ -324,6 +325,20 @@ def test_a_device_is_leased_measured_and_named(tmp_path):
     assert third.of(ModelState)[-1].error is None
     third.inbox.put(Shutdown())
     third.loop.run()
+
+
+def test_two_engines_share_a_device_where_the_settings_say_so(tmp_path):
+    """SPEC R6: each sees what the other holds; no lock is there."""
+    settings = EngineSettings(isolation="thread", cache_dir=tmp_path, device_lease=False)
+    first, second = (Engine("fake:device=Shared", settings=settings) for _ in range(2))
+    assert [engine.of(ModelState)[-1].state for engine in (first, second)] == ["ready", "ready"]
+    (shown,) = first.loop._status().devices
+    assert (shown.own, shown.others, shown.held_by) == (shown.others, shown.own, "")
+    assert shown.own > 0
+    assert not (tmp_path / "devices").exists()
+    for engine in (first, second):
+        engine.inbox.put(Shutdown())
+        engine.loop.run()
 
 
 def test_shutdown_without_time_cancels_and_says_goodbye(engine):

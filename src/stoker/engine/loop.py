@@ -109,7 +109,8 @@ class EngineLoop:
         self._inbox = inbox
         self._publish = publish
         cache_dir = Path(config.cache_dir)
-        self._devices = HeldDevices(cache_dir / "devices", config.memory_margin)
+        leases = cache_dir / "devices" if config.device_lease else None
+        self._devices = HeldDevices(leases, config.memory_margin)
         self._sources = _sources(config, self._devices)
         self._monitor: MemoryMonitor | None = None
         self._take_sample = take_sample or (lambda: measure(self._sources))

@@ -21,6 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_disk_bytes: int
     memory_limit: int | None
     memory_margin: int
+    device_lease: bool
     max_prepare_s: float
     watchdog_s: float
     heat_trace: str | None

@@ -141,7 +141,7 @@ def _device(device: Device, sample: DeviceSample | None, holder: str) -> Finding
     """Its own memory and who has it, its heat and power."""
     if sample is None:
         kind = "uses the machine's memory" if device.is_integrated else "does not tell of its memory"
-        return Finding("device", Level.OK, f"{device.id} {device.label}: {kind}")
+        return Finding("device", Level.OK, f"{device.id} {device.name}: {kind}")
     parts = [f"{size_text(sample.free_bytes)} of {size_text(sample.total_bytes)} free"]
     parts += [f"{sample.heat.celsius:.0f} °C"] if sample.heat.celsius is not None else []
     parts += [f"{sample.power_w:.0f} W"] if sample.power_w is not None else []
@@ -150,7 +150,7 @@ def _device(device: Device, sample: DeviceSample | None, holder: str) -> Finding
         for each in sample.processes
         if each.used_bytes
     ]
-    text = f"{device.id} {device.label}: {', '.join(parts)}"
+    text = f"{device.id} {device.name}: {', '.join(parts)}"
     text += f"; {holder} holds it" if holder else ""
     if sample.free_bytes < sample.margin_bytes:
         return Finding(

@@ -1,7 +1,8 @@
 """`stoker plan`: whether a model would fit this machine, and in what form, without loading it (SPEC R2).
 
 Owns how the answer is shown and the exit code, NO where it cannot be loaded. The estimate is
-`models.memory_estimate.estimate`'s, the fit `models.memory_estimate.fit`'s. No native library is touched.
+`models.memory_estimate.estimate`'s, the fit `models.memory_estimate.fit`'s. Nothing is computed; a native
+library is asked for its devices.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from stoker.cli.options import AsJson, Config, engine_settings, models_that_begi
 from stoker.wording import size_text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stoker.backends.device import Device
     from stoker.ipc.model import ModelSpec, ProjectorSpec
-    from stoker.models.memory_estimate.fit import Estimate, MemoryBudget
+    from stoker.models.memory_estimate.fit import DeviceBudget, Estimate, MemoryBudget
     from stoker.models.store import ModelFile
     from stoker.settings import EngineSettings
 
@@ -81,6 +85,14 @@ def plan(
     mmproj: Annotated[
         Path | None, typer.Option("--mmproj", help="Projector that is loaded with it. [none]", metavar="FILE")
     ] = None,
+    gpu_layers: Annotated[
+        str | None,
+        typer.Option("--gpu-layers", help="Layers on devices. [auto]", metavar="auto|all|N"),
+    ] = None,
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", help="Devices to plan for, or none. [all]", metavar="NAME|none"),
+    ] = None,
     as_json: AsJson = False,
     config: Config = None,
 ) -> None:
@@ -90,6 +102,8 @@ def plan(
         "slots": slots,
         "memory_limit": limit,
         "memory_margin": margin,
+        "gpu_layers": gpu_layers,
+        "device": tuple(device) if device else None,
     }
     found = _plan(engine_settings(config, **flags), model, mmproj)
     if as_json:
@@ -105,20 +119,26 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     from stoker.errors import InsufficientMemoryError
     from stoker.machine.limits import effective_limit, read_limits, tier_of
     from stoker.models.memory_estimate.fit import MemoryBudget, smallest, weigh
+    from stoker.models.memory_estimate.placing import Placing
+    from stoker.models.placement import chosen_devices, with_device_ids
 
     spec = _spec(settings, model, mmproj)
+    reader = open_model(spec.path)
+    there = reader.devices() if spec.placement.has_devices else ()
+    devices, spec = chosen_devices(spec.placement, there), with_device_ids(spec, there)
     profile = read_limits(settings.memory_limit)
     budget = MemoryBudget(
         free_bytes=profile.available_bytes,
         limit_bytes=effective_limit(profile),
         margin_bytes=settings.memory_margin,
+        devices=tuple(_device_budgets(devices, settings.memory_margin)),
     )
     tier = str(tier_of(profile.effective_bytes))
-    estimate = open_model(spec.path).estimator()
+    estimate = reader.estimator()
     try:
         fitted = weigh(spec, estimate, budget)
     except InsufficientMemoryError as error:
-        fitted = smallest(spec, estimate)
+        fitted = smallest(spec, estimate, placing=Placing(estimate, budget))
         fit, reason = INSUFFICIENT, error.message
     else:
         fit = str(fitted.fit)
@@ -134,8 +154,24 @@ def _plan(settings: EngineSettings, model: str | None, mmproj: Path | None) -> _
     )
 
 
+def _device_budgets(devices: tuple[Device, ...], margin_bytes: int) -> Iterator[DeviceBudget]:
+    """What is free now in the own memory of each, as an engine measures it."""
+    from stoker.backends.device import HeldDevices
+    from stoker.models.memory_estimate.fit import DeviceBudget
+
+    held = HeldDevices(None, margin_bytes)
+    held.know(devices)
+    for sample in held.samples():
+        yield DeviceBudget(
+            id=sample.id,
+            free_bytes=sample.free_bytes,
+            limit_bytes=sample.total_bytes,
+            margin_bytes=margin_bytes,
+        )
+
+
 def _why_too_large(least: Estimate, budget: MemoryBudget) -> str:
-    needed = f"it needs {size_text(least.total_bytes)} at the least"
+    needed = f"it needs {size_text(least.host_bytes(budget.devices))} at the least"
     if budget.most_bytes:
         return f"{needed}; a model may take {size_text(budget.most_bytes)} here"
     limit, margin = size_text(budget.limit_bytes), size_text(budget.margin_bytes)
@@ -182,30 +218,66 @@ def _as_record(found: _Plan) -> dict[str, object]:
         "margin_bytes": found.budget.margin_bytes,
         "limit_bytes": found.budget.limit_bytes,
         "tier": found.tier,
+        "layers": found.spec.placement.gpu_layers if found.estimate.on_devices else 0,
+        "devices": [_device_record(each, found) for each in found.budget.devices],
+    }
+
+
+def _device_record(device: DeviceBudget, found: _Plan) -> dict[str, object]:
+    held = found.estimate.on_devices.get(device.id, {})
+    return {
+        "id": device.id,
+        "bytes": {line: size for line, size in held.items() if size},
+        "total_bytes": found.estimate.device_bytes(device.id),
+        "free_bytes": device.free_bytes,
+        "margin_bytes": device.margin_bytes,
+        "limit_bytes": device.limit_bytes,
     }
 
 
 def _show(found: _Plan) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, size in found.estimate.lines.items():
-        table.add_row(name, size_text(size))
-    table.add_row("total", size_text(found.estimate.total_bytes), style="bold", end_section=True)
-    for name, size in (
-        ("free", found.budget.free_bytes),
-        ("margin", found.budget.margin_bytes),
-        ("limit", found.budget.limit_bytes),
-    ):
-        table.add_row(name, size_text(size), style="dim")
-    table.add_row("tier", found.tier, style="dim")
     each = " each" if found.estimate.kv_layout == "streams" else ""
-    form = f"context {found.estimate.n_ctx}{each}, slots {found.spec.num_slots}"
+    form = f"context {found.estimate.n_ctx}{each}, slots {found.spec.num_slots}{_layers(found)}"
     console.print(f"[bold]{escape(found.spec.id)}[/] {escape(form)}")
-    console.print(table)
+    console.print(_table(found))
     colour = _COLOURS.get(found.fit, "red")
     console.print(f"[{colour}]{found.fit}[/]: {escape(found.reason)}")
     lead = "->" if found.can_load else "even with"
     for phrase in found.degraded:
         console.print(f"  {lead} {escape(phrase)}")
+
+
+def _layers(found: _Plan) -> str:
+    """How many layers would lie on which devices, where there are any."""
+    placement, num_layers = found.spec.placement, found.estimate.num_layers
+    if not found.estimate.on_devices:
+        return ""
+    return f", {placement.gpu_layers} of {num_layers} layers on {' and '.join(placement.device)}"
+
+
+def _table(found: _Plan) -> Table:
+    """A column of the machine's memory, and one of each device that has its own."""
+    estimate, budget = found.estimate, found.budget
+    table = Table(box=None, show_header=bool(budget.devices), pad_edge=False, header_style="dim")
+    table.add_column()
+    for name in ("machine", *(each.id for each in budget.devices)):
+        table.add_column(escape(name), justify="right")
+    parts = [estimate.on_devices.get(each.id, {}) for each in budget.devices]
+    for line, size in estimate.lines.items():
+        held = [part.get(line, 0) for part in parts]
+        table.add_row(line, *(size_text(each) if each else "" for each in (size - sum(held), *held)))
+    totals = (estimate.device_bytes(each.id) for each in budget.devices)
+    table.add_row(
+        "total", *_sizes(estimate.host_bytes(budget.devices), *totals), style="bold", end_section=True
+    )
+    memories: tuple[MemoryBudget | DeviceBudget, ...] = (budget, *budget.devices)
+    table.add_row("free", *_sizes(*(each.free_bytes for each in memories)), style="dim")
+    table.add_row("margin", *_sizes(*(each.margin_bytes for each in memories)), style="dim")
+    table.add_row("limit", *_sizes(*(each.limit_bytes for each in memories)), style="dim")
+    table.add_row("tier", found.tier, style="dim")
+    return table
+
+
+def _sizes(*sizes: int) -> Iterator[str]:
+    return map(size_text, sizes)

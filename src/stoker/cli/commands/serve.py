@@ -23,7 +23,7 @@ PANELS = {
         chat_template rerank_output restore models_dir allow_downloads""",
     "Computing": "threads n_batch isolation watchdog_s heat_trace",
     "Devices": """gpu_layers device split_mode tensor_split main_gpu cpu_moe kv_type kv_layout mmap
-        kv_offload placement""",
+        kv_offload placement device_lease""",
     "Memory": "memory_limit memory_margin park_bytes",
     "Cache": "cache_mode cache_ram_bytes cache_disk_bytes cache_dir states_dir",
     "Images": "mmproj image_roots allow_http_images max_images max_image_bytes max_image_pixels image_edge",

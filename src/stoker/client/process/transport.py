@@ -492,6 +492,7 @@ def config_of(settings: EngineSettings) -> EngineConfig:
         cache_disk_bytes=settings.cache_disk_bytes,
         memory_limit=settings.memory_limit,
         memory_margin=settings.memory_margin,
+        device_lease=settings.device_lease,
         max_prepare_s=settings.max_prepare_s,
         watchdog_s=settings.watchdog_s,
         heat_trace=str(settings.heat_trace) if settings.heat_trace else None,
