@@ -23,6 +23,7 @@ from stoker.machine import limits
 from stoker.machine.limits import MemoryLimits
 from stoker.models.gguf.header import read_header
 from stoker.models.memory_estimate.estimate import estimator_of
+from stoker.wording import size_text
 from tiny_projector import write_projector
 
 MIB = 2**20
@@ -166,7 +167,10 @@ def test_a_card_that_others_have_filled_is_left_aside(model: Path, machine: Any,
     assert second["total_bytes"] == sum(second["bytes"].values()) < found["total_bytes"]
     header, *rows = run(model, "--ctx", str(N_CTX))[1].splitlines()[1:]
     assert header.split() == ["machine", "CUDA0", "CUDA1"]
-    assert next(row for row in rows if row.startswith("kv")).split() == ["kv", "32", "MiB"]
+    assert next(row for row in rows if row.startswith("kv")).split() == [
+        "kv",
+        *size_text(second["bytes"]["kv"]).split(),
+    ]
     assert [row.split()[0] for row in rows if row.startswith(("total", "free"))] == ["total", "free"]
 
 
