@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -53,7 +54,9 @@ def parse_device_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--prompt-words", type=int, default=4000, metavar="N", help="of each of 8 prompts (default 4000)")
     add("--repeat", type=int, default=1, metavar="N", help="rounds; the table shows medians (default 1)")
     add("--budget", type=float, default=600.0, metavar="SECONDS", help="begin nothing more after (600)")
-    add("--stoker-flag", action="append", default=[], metavar="FLAG", help="of stoker serve; repeat for more")
+    add(
+        "--stoker-flags", default="", metavar="FLAGS", help='of stoker serve: --stoker-flags="--n-batch 2048"'
+    )
     add("--json", type=Path, metavar="FILE", help="append each line as it is measured")
     add("--show", type=Path, action="append", metavar="FILE", help="measure nothing; the table of these")
     options = parser.parse_args(arguments)
@@ -107,7 +110,7 @@ def order_of(options: argparse.Namespace) -> Order:
         shape=DeviceShape(options.slots, options.ctx_slot),
         only=options.only,
         servers=options.servers,
-        stoker_flags=tuple(options.stoker_flag),
+        stoker_flags=tuple(shlex.split(options.stoker_flags)),
         repeat=options.repeat,
         budget_s=options.budget,
     )
