@@ -21,6 +21,7 @@ from stoker.cli.exits import ExitCode
 from stoker.cli.options import AsJson, Config, engine_settings
 from stoker.cli.tables import new_console, print_line
 from stoker.errors import MachineSetupError, StokerError
+from stoker.ipc.model import ModelClass
 from stoker.machine.cores import look_at_cores, threads_that_fit
 from stoker.machine.limits import DEFAULTS, effective_limit, read_limits, tier_of
 from stoker.machine.monitor import Sources, measure
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stoker.backends.device import Device
+    from stoker.backends.llama.smoke.compare import Likeness
     from stoker.machine.cores import CoreUse
     from stoker.machine.limits import MemoryLimits, TierDefaults
     from stoker.machine.monitor import DeviceSample, Sample
@@ -105,6 +107,7 @@ def examine(settings: EngineSettings) -> list[Finding]:
         _cache_dir(settings.cache_dir),
         *_models(found, settings),
         *_smoke(usable, settings),
+        *_proofs(usable),
     ]
 
 
@@ -317,6 +320,39 @@ def _smoke(usable: list[ModelFile], settings: EngineSettings) -> Iterator[Findin
         case SmokeSetting.NO_EXTRA_BUFTS:
             text = f"{model.id} decodes only without repacked weights, which is slower: {verdict.detail}"
             yield Finding("smoke", Level.WARNING, text, f"for full speed {REBUILD}")
+        case SmokeSetting.NO_OFFLOAD | SmokeSetting.PLAIN:
+            text = f"{model.id} decodes on the CPU only, not on the accelerator: {verdict.detail}"
+            yield Finding("smoke", Level.WARNING, text, f"look for a newer driver, or {REBUILD}")
         case SmokeSetting.BROKEN:
             text = f"{model.id} does not decode: {verdict.detail}"
             yield Finding("smoke", Level.BROKEN, text, f"try another model; if none works, {REBUILD}")
+
+
+def _proofs(usable: list[ModelFile]) -> Iterator[Finding]:
+    """Each accelerator computes the smallest model that generates; are its tokens the CPU's?"""
+    try:
+        from stoker.backends.llama import binding
+        from stoker.backends.llama.smoke.compare import compared
+    except (ImportError, OSError, RuntimeError):
+        return  # said by the build's finding
+    generating = [model for model in usable if model.header and model.model_class is ModelClass.DECODER]
+    if not generating:
+        return
+    model = min(generating, key=lambda each: each.header.size_bytes if each.header else 0)
+    for device in binding.accelerators():
+        try:
+            yield _proof(device, model.id, compared(Path(model.path), device.id))
+        except StokerError as error:
+            yield Finding("proof", Level.BROKEN, error.message, f"use --device none, or {REBUILD}")
+
+
+def _proof(device: Device, model: str, found: Likeness) -> Finding:
+    """Whether a device's logits are the CPU's but for the noise of another order of adding up."""
+    text = (
+        f"{device.id} {device.label}: {found.num_same} of {found.num_tokens} tokens of {model} are the CPU's,"
+        f" logits are off by {found.off:.1%} of their spread (up to {found.MOST_OFF:.0%} is rounding)"
+    )
+    if found.is_float_noise:
+        return Finding("proof", Level.OK, text)
+    remedy = f"it computes something else: use --device none; look for a newer driver, or {REBUILD}"
+    return Finding("proof", Level.BROKEN, text, remedy)
