@@ -70,6 +70,8 @@ class _Model:
     layers: list[Shapes]
     outer: Shapes = field(default_factory=dict)
     has_word_pieces: bool = False
+    num_tokens: int = 0  # as many as `TOKENS`
+    broken_token: int | None = None
 
 
 RWKV_WIDTH = 64  # one head: the native kernel takes steps of 64 numbers
@@ -146,7 +148,20 @@ def write_lfm2(path: Path, seed: int = 7) -> Path:
 
 def write_llama(path: Path, seed: int = 7, *, is_tied: bool = False, context: int = CONTEXT_LENGTH) -> Path:
     """A plain decoder of two layers, weights in f32; tied: its embeddings are its output matrix."""
-    keys = {
+    outer: Shapes = {} if is_tied else {"output.weight": (len(TOKENS), WIDTH)}
+    return _write(path, _Model("llama", _llama_keys(context), [_NORM | _ATTENTION | _FFN] * 2, outer), seed)
+
+
+def write_wide_llama(path: Path, num_tokens: int, broken_token: int | None = None) -> Path:
+    """The same with more tokens than `TOKENS`; the logit of `broken_token` is never a number."""
+    outer: Shapes = {"output.weight": (num_tokens, WIDTH)}
+    layers = [_NORM | _ATTENTION | _FFN] * 2
+    model = _Model("llama", _llama_keys(CONTEXT_LENGTH), layers, outer, False, num_tokens, broken_token)
+    return _write(path, model, seed=7)
+
+
+def _llama_keys(context: int) -> dict[str, Any]:
+    return {
         "context_length": context,
         "attention.head_count": HEADS,
         "attention.head_count_kv": SHARED_HEADS,
@@ -154,8 +169,6 @@ def write_llama(path: Path, seed: int = 7, *, is_tied: bool = False, context: in
         "rope.dimension_count": HEAD_WIDTH,
         "rope.freq_base": 10_000.0,
     }
-    outer: Shapes = {} if is_tied else {"output.weight": (len(TOKENS), WIDTH)}
-    return _write(path, _Model("llama", keys, [_NORM | _ATTENTION | _FFN] * 2, outer), seed)
 
 
 def write_crashing_llama(path: Path) -> Path:
@@ -341,7 +354,7 @@ def _rwkv7_layer() -> Shapes:
 
 
 def _write(path: Path, model: _Model, seed: int) -> Path:
-    architecture, layers = model.architecture, model.layers
+    architecture, layers, num_tokens = model.architecture, model.layers, model.num_tokens or len(TOKENS)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"tiny {architecture} {seed}")
@@ -354,8 +367,8 @@ def _write(path: Path, model: _Model, seed: int) -> Path:
     elif architecture == "t5":
         _add_t5_pieces(writer)
     else:
-        _add_vocabulary(writer)
-    shapes = {"token_embd.weight": (len(TOKENS), WIDTH), "output_norm.weight": (WIDTH,)}
+        _add_vocabulary(writer, num_tokens)
+    shapes = {"token_embd.weight": (num_tokens, WIDTH), "output_norm.weight": (WIDTH,)}
     if architecture in {"lfm2", "bert", "t5"}:  # its last norm is the one of the embeddings, or of a layer
         del shapes["output_norm.weight"]
     shapes |= model.outer
@@ -366,6 +379,8 @@ def _write(path: Path, model: _Model, seed: int) -> Path:
         weights = _weights(random, name, shape)
         if architecture == "t5" and name == "output.weight":
             weights /= 4  # else one token is likeliest whatever was read
+        if name == "output.weight" and model.broken_token is not None:
+            weights[model.broken_token] = np.nan
         writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -389,12 +404,13 @@ def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
     return values / 4
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    normal = len(TOKENS) - len(_SPECIAL) - 256
+def _add_vocabulary(writer: gguf.GGUFWriter, num_tokens: int) -> None:
+    tokens = [*TOKENS, *(f"▁more{index}" for index in range(len(TOKENS), num_tokens))]
+    normal = len(tokens) - len(_SPECIAL) - 256
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(TOKENS)
-    writer.add_token_scores([-float(index) for index in range(len(TOKENS))])
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(index) for index in range(len(tokens))])
     writer.add_token_types([_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256, *[_NORMAL] * normal])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import llama_cpp  # noqa: F401 - before numpy: see `stoker.engine.process.load_native`
+import msgspec
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
@@ -142,6 +143,7 @@ class LlamaBackend:
             threads=self,
             compaction=self._context,
             scratch=self,
+            draws=self._context.draws,
             devices=self if self._model.devices else None,
         )
 
@@ -159,24 +161,26 @@ class LlamaBackend:
         counts = [self._num_scored(item) for item in plan.items] if self._asked else []
         if not any(counts):
             return self._context.launch(plan)
-        return Computed(self._step_and_score(plan, counts))
+        return self._step_and_score(plan, counts)
 
-    def _step_and_score(self, plan: BatchPlan, counts: list[int]) -> Rows:
+    def _step_and_score(self, plan: BatchPlan, counts: list[int]) -> Computed:
         """A step of which the scorer gives the rows of whole prompts, `counts` of each item."""
         scores = [
             self._scored(item) if count else None for item, count in zip(plan.items, counts, strict=True)
         ]
         served = tuple(
-            PlanItem(item.seq, item.start, item.tokens, item.num_logits - count)
+            msgspec.structs.replace(item, num_logits=item.num_logits - count)
             for item, count in zip(plan.items, counts, strict=True)
         )
-        found = self._context.step(BatchPlan(served))
-        rows, at = [], 0
+        in_flight = self._context.launch(BatchPlan(served))
+        found, rows, at = in_flight.rows(), [], 0
         for item, score in zip(served, scores, strict=True):
+            if item.takes_candidates:
+                continue
             rows += [] if score is None else [score]
             rows.append(found[at : at + item.num_logits])
             at += item.num_logits
-        return np.concatenate(rows)
+        return Computed(np.concatenate(rows), in_flight.candidates())
 
     def _num_scored(self, item: PlanItem) -> int:
         """Of how many of its first tokens the scorer gives the rows.
@@ -432,6 +436,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         keeps_order=keeps_order and not has_streams,
         has_streams=has_streams,
         offloads_cells=spec.placement.kv_offload,
+        draws=bool(model.devices) and spec.placement.gpu_layers != 0,  # where the output matrix lies
     )
 
 

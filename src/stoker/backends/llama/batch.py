@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from stoker.backends.llama.binding import llama
-from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.backends.protocol.backend import BatchPlan, Candidates, Computed, PlanItem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -145,7 +146,11 @@ class Pass:
 
 
 def passes(
-    plan: BatchPlan, adapters: Mapping[int, AdapterSet], current: AdapterSet, order: Sequence[int]
+    plan: BatchPlan,
+    adapters: Mapping[int, AdapterSet],
+    current: AdapterSet,
+    order: Sequence[int],
+    max_rows: int | None = None,
 ) -> list[Pass]:
     """The plan by adapter sets: that of the last call first, as changing it costs, and each set once.
 
@@ -154,8 +159,10 @@ def passes(
         adapters: the set of each sequence that has one.
         current: what the context computed with last.
         order: places of the plan's items, in the order in which a pass has them; a range: as they are.
+        max_rows: rows that one call may compute, where they are bounded.
     """
-    is_plain = current == NONE and not adapters and isinstance(order, range)
+    is_bounded = max_rows is not None and plan.num_rows > max_rows
+    is_plain = current == NONE and not adapters and isinstance(order, range) and not is_bounded
     if is_plain and all(item.tokens[0] >= 0 for item in plan.items):
         return [Pass(NONE, False, plan, tuple(range(plan.num_rows)))]
     groups: dict[tuple[AdapterSet, bool], list[tuple[int, PlanItem]]] = {}
@@ -168,7 +175,73 @@ def passes(
     def rank(kind: tuple[AdapterSet, bool]) -> tuple[bool, AdapterSet]:
         return kind[0] != current, kind[0]
 
-    return [_pass(*each, groups[each]) for each in sorted(groups, key=rank)]
+    cut = [_pass(*each, groups[each]) for each in sorted(groups, key=rank)]
+    if max_rows is None or not is_bounded:
+        return cut
+    return [part for each in cut for part in _bounded(each, max_rows)]
+
+
+def _bounded(whole: Pass, max_rows: int) -> Iterator[Pass]:
+    """The same items in passes of so many rows; those of one item may need several."""
+    items: list[PlanItem] = []
+    first = num_rows = 0
+    for item in whole.plan.items:
+        for part in _parts(item, max_rows):
+            if num_rows + part.num_logits > max_rows:
+                rows = whole.rows[first : first + num_rows]
+                yield Pass(whole.adapters, whole.is_pictured, BatchPlan(tuple(items)), rows)
+                items, first, num_rows = [], first + num_rows, 0
+            items.append(part)
+            num_rows += part.num_logits
+    yield Pass(whole.adapters, whole.is_pictured, BatchPlan(tuple(items)), whole.rows[first:])
+
+
+def _parts(item: PlanItem, max_rows: int) -> Iterator[PlanItem]:
+    """An item of more rows as several: all before the last are full, so no call has two of them."""
+    num_plain = len(item.tokens) - item.num_logits
+    begin = 0
+    for end in range(num_plain + max_rows, len(item.tokens), max_rows):
+        yield msgspec.structs.replace(
+            item, start=item.start + begin, tokens=item.tokens[begin:end], num_logits=max_rows
+        )
+        begin = end
+    num_left = item.num_logits if begin == 0 else len(item.tokens) - begin
+    yield msgspec.structs.replace(
+        item, start=item.start + begin, tokens=item.tokens[begin:], num_logits=num_left
+    )
+
+
+class PartRows:
+    """The rows and candidates of a plan, put together from those of its passes.
+
+    Attributes:
+        rows, best: as those of `InFlight`; what is not put there yet is anything.
+    """
+
+    def __init__(self, plan: BatchPlan, n_vocab: int, num_candidates: int) -> None:
+        counts = [item.num_logits for item in plan.items]
+        self._takes = np.repeat([item.takes_candidates for item in plan.items], counts)
+        self._places = np.where(self._takes, np.cumsum(self._takes), np.cumsum(~self._takes)) - 1
+        num_best = int(self._takes.sum())
+        self.rows = np.empty((len(self._takes) - num_best, n_vocab), np.float32)
+        shape = num_best, num_candidates
+        self.best = Candidates(np.empty(shape, np.int32), np.empty(shape, np.float32))
+
+    def __repr__(self) -> str:
+        return f"<PartRows {len(self.rows)} whole, {len(self.best)} of candidates>"
+
+    def put(self, each: Pass, rows: Rows, best: Candidates) -> None:
+        """What a pass computed."""
+        own = np.array(each.rows, np.intp)
+        takes = self._takes[own]
+        self.rows[self._places[own[~takes]]] = rows
+        if len(best):
+            self.best.ids[self._places[own[takes]]] = best.ids
+            self.best.logits[self._places[own[takes]]] = best.logits
+
+    def computed(self) -> Computed:
+        """All of them."""
+        return Computed(self.rows, self.best)
 
 
 def _pass(adapters: AdapterSet, is_pictured: bool, group: list[tuple[int, PlanItem]]) -> Pass:  # noqa: FBT001

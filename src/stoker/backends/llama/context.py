@@ -7,17 +7,27 @@ a saved sequence.
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, partial
-from typing import TYPE_CHECKING, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from stoker.backends.llama.batch import NONE, AdapterSet, EmbeddingBatch, Pass, TokenBatch, passes
+from stoker.backends.llama.batch import (
+    NONE,
+    AdapterSet,
+    EmbeddingBatch,
+    PartRows,
+    Pass,
+    TokenBatch,
+    passes,
+)
 from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama
 from stoker.backends.llama.cells import OrderedPool, Pool, Streams
+from stoker.backends.llama.draws import open_draws
 from stoker.backends.protocol.backend import (
     NO_CANDIDATES,
     BatchPlan,
@@ -40,6 +50,8 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import InFlight, Placed, Rows
 
     Bytes = npt.NDArray[np.uint8]
+
+_log = logging.getLogger(__name__)
 
 CELL_ROUNDING = 256
 """The library rounds the cells of a pool, and of each stream, up to a multiple of this."""
@@ -92,6 +104,7 @@ class ContextOptions:
         keeps_order: the cells of a sequence always lie in the order of its tokens; in streams they do.
         has_streams: each sequence has cells of its own, instead of one pool for all.
         offloads_cells: cells lie on the devices of their layers, else in host memory.
+        draws: the largest logits of rows are found in the graph, see `draws`.
     """
 
     num_cells: int
@@ -102,6 +115,7 @@ class ContextOptions:
     key_type: KeyType = KeyType.F16
     is_fused: bool = True
     keeps_order: bool = False
+    draws: bool = False
     has_streams: bool = False
     offloads_cells: bool = True
 
@@ -128,6 +142,7 @@ class LlamaContext:
         num_cells: tokens that all may hold together.
         n_batch, n_ubatch: tokens of a step, and of those that are computed at once.
         with_initial_state: sequences that began from a state put there, and not from the model's own.
+        draws: finds the largest logits of rows; None: rows are read whole.
 
     Raises:
         ModelLoadError: llama.cpp could not make it, e.g. for want of memory.
@@ -143,8 +158,12 @@ class LlamaContext:
         self.num_sequences = options.num_sequences
         self.num_threads = options.num_threads
         self.key_type = options.key_type
+        params, n_vocab = _native_params(options), model.vocabulary.n_vocab
+        self._samplers = self.draws = open_draws(params.n_seq_max, n_vocab) if options.draws else None
+        if self.draws is not None:
+            self.draws.attach_to(params)
         with capture_log() as lines:
-            handle = llama.llama_init_from_model(model.handle, _native_params(options))
+            handle = llama.llama_init_from_model(model.handle, params)
         if handle is None:
             raise ModelLoadError(
                 f"llama.cpp could not make a context of {options.num_cells} cells for {model.path.name}: "
@@ -170,6 +189,11 @@ class LlamaContext:
         self._n_vocab = model.vocabulary.n_vocab
         self._rows = np.empty((0, self._n_vocab), np.float32)
         self._rows_address = 0
+        try:
+            self._try_draws()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def has_plain_states(self) -> bool:
@@ -201,14 +225,14 @@ class LlamaContext:
         """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
         self._check_pictures(plan)
-        cut = passes(plan, self._sets, self._current, self._cells.prepare(plan))
+        most = None if self.draws is None else self.draws.max_rows
+        cut = passes(plan, self._sets, self._current, self._cells.prepare(plan), most)
         if len(cut) > 1:
-            return Computed(self._step_in_passes(plan, cut))
+            return self._step_in_passes(plan, cut)
         self._compute(cut[0])
         self.lengths.advance(plan)
-        if cut[0].is_in_order:
-            return _Decoding(partial(self._logits, plan.num_rows))
-        return _Decoding(cache(partial(self._sorted_logits, cut[0])))
+        collect = self._collect if cut[0].is_in_order else partial(self._collect_in_order, plan)
+        return _Decoding(partial(collect, cut[0]))
 
     def _check_pictures(self, plan: BatchPlan) -> None:
         """Before anything is computed: not every model can take a pass back."""
@@ -216,9 +240,26 @@ class LlamaContext:
             if item.tokens[0] < 0:
                 embeddings_of(item, self._pictures.get(item.seq, ()))
 
-    def _step_in_passes(self, plan: BatchPlan, cut: list[Pass]) -> Rows:
+    def _try_draws(self) -> None:
+        """Go on without draws where their candidates are wrong, of two tokens of the last sequence."""
+        if self.draws is None:
+            return
+        seq, reason = self.num_sequences - 1, "what the device found are not the largest"
+        try:
+            with self.draws.probing():
+                self.step(BatchPlan((PlanItem(seq, 0, (0, 1), 2, takes_candidates=True),)))
+                is_right = self.draws.is_right(self._handle, 2)
+            self.drop(seq)
+        except StepFailedError as error:
+            is_right, reason = False, error.message
+        if not is_right:
+            _log.warning("rows of logits are read whole: %s", reason)
+            self.draws.detach_from(self._handle)
+            self.draws = None
+
+    def _step_in_passes(self, plan: BatchPlan, cut: list[Pass]) -> Computed:
         """One native call after the other; where one fails, those before it are taken back."""
-        rows = np.empty((plan.num_rows, self._n_vocab), np.float32)
+        parts = self._parts(plan)
         for number, each in enumerate(cut):
             try:
                 self._compute(each)
@@ -226,17 +267,20 @@ class LlamaContext:
                 for done in cut[:number]:
                     self._take_back(done.plan)
                 raise
-            rows[list(each.rows)] = self._logits(each.plan.num_rows)
+            parts.put(each, *self._collect(each))
         self.lengths.advance(plan)
-        return rows
+        return parts.computed()
 
     def _compute(self, each: Pass) -> None:
         """One native call; one that fails has changed nothing."""
         if each.adapters != self._current and self.adapters:
             self.adapters.apply(self.handle, each.adapters)
             self._current = each.adapters
+        draws = self.draws
+        if draws is not None:
+            draws.prepare(self._handle, each.plan.items, self._cells.natives)
         code = llama.llama_decode(self.handle, self._laid_out(each))
-        if code != 0:
+        if code != 0 or (draws is not None and draws.error is not None):
             self._undo(each.plan, code)
         self._cells.computed(each.plan)
 
@@ -359,7 +403,29 @@ class LlamaContext:
         if self.handle is not None:
             llama.llama_free(self.handle)
             self.handle = None
+            if self._samplers is not None:
+                self._samplers.close()
             self._rows = np.empty((0, self._n_vocab), np.float32)
+
+    @property
+    def _handle(self) -> int:
+        assert self.handle is not None, "used after close"
+        return self.handle
+
+    def _collect(self, each: Pass) -> tuple[Rows, Candidates]:
+        """Wait for the last native call, that of a pass; its rows and candidates, in the pass's order."""
+        if self.draws is None:
+            return self._logits(len(each.rows)), NO_CANDIDATES
+        return self.draws.collect(self._handle, each.plan.items)
+
+    def _collect_in_order(self, plan: BatchPlan, each: Pass) -> tuple[Rows, Candidates]:
+        """Likewise, as copies, in the order of the plan that the pass was made of."""
+        parts = self._parts(plan)
+        parts.put(each, *self._collect(each))
+        return parts.rows, parts.best
+
+    def _parts(self, plan: BatchPlan) -> PartRows:
+        return PartRows(plan, self._n_vocab, 0 if self.draws is None else self.draws.num_candidates)
 
     def _logits(self, num_rows: int) -> Rows:
         """A view of the library's own rows, in the order of the batch; made anew only if it moved."""
@@ -372,15 +438,13 @@ class LlamaContext:
             self._rows_address = address
         return self._rows
 
-    def _sorted_logits(self, each: Pass) -> Rows:
-        """A copy of the library's rows, in the order of the plan that the pass was made of."""
-        rows = np.empty((len(each.rows), self._n_vocab), np.float32)
-        rows[list(each.rows)] = self._logits(len(each.rows))
-        return rows
-
     def _undo(self, plan: BatchPlan, code: int) -> NoReturn:
         """Take every sequence back to where it was and raise what the return code means."""
         self._take_back(plan)
+        if self.draws is not None:
+            self.draws.failed()
+            if self.draws.error is not None:
+                raise StepFailedError(f"a graph could not be built: {self.draws.error!r}")
         if code == _NO_CELLS:
             raise PoolFullError(
                 f"no cells for {plan.num_tokens} more tokens among {self.num_cells}",
@@ -399,15 +463,24 @@ class LlamaContext:
             self._cells.remove(item.seq, item.start + self._first_position if is_begun else 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Decoding:
     """A native call whose rows were not asked for: asking waits for the device."""
 
-    rows: Callable[[], Rows]
-    candidates: Callable[[], Candidates] = lambda: NO_CANDIDATES
+    collect: Callable[[], tuple[Rows, Candidates]]
+    found: tuple[Rows, Candidates] | None = None
+
+    def rows(self) -> Rows:
+        if self.found is None:
+            self.found = self.collect()
+        return self.found[0]
+
+    def candidates(self) -> Candidates:
+        assert self.found is not None, "not waited for"
+        return self.found[1]
 
 
-def _native_params(options: ContextOptions) -> object:
+def _native_params(options: ContextOptions) -> Any:
     params = llama.llama_context_default_params()
     # llama.cpp aborts the process where a batch cannot hold a token of every sequence, and it cuts a batch
     # to the context's size.

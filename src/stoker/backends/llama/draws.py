@@ -1,0 +1,387 @@
+"""The largest logits of each row, found in the graph of the step, so that rows stay on the device (SPEC B6).
+
+llama.cpp lets a sampler of a sequence add operations to the graph of each step and copies what these leave of
+a row to the host. `DeviceDraws` is such a sampler for every sequence. It sorts the rows of the whole step at
+once, in pieces of which only the best go on to the next level, as no device sorts a vocabulary quickly, and
+each sequence takes its row of the result: logits, ids, and the sum of the whole row, which a NaN anywhere in
+it makes a NaN. A sequence that needs its whole row keeps that.
+
+The choice is built into the graph, and the library builds none where it thinks that the last one will do: by
+sequences and numbers of tokens. Where a sequence changes its choice meanwhile its sampler is changed for
+another one, which makes the library begin anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stoker.backends.llama.binding import llama
+from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
+from stoker.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from stoker.backends.llama.batch import Natives
+    from stoker.backends.protocol.backend import PlanItem, Rows
+
+NUM_CANDIDATES = 64
+PIECE = 1024
+"""Logits that are sorted at a time: what one block of threads of a GPU sorts."""
+WIDTH = 2 * NUM_CANDIDATES + 1
+"""Numbers of a row's result: logits, ids, sum."""
+MIN_VOCAB = 2 * WIDTH
+"""A smaller vocabulary's rows are hardly longer than their candidates."""
+
+_F32, _DESCENDING = 0, 1  # enum ggml_type, ggml_sort_order
+_NUM_SOURCES = 10
+
+_log = logging.getLogger(__name__)
+
+
+class _Tensor(ctypes.Structure):
+    """The head of ggml_tensor, as far as it is read here; `_is_layout_known` checks it."""
+
+
+_Tensor._fields_ = [
+    ("type", ctypes.c_int),
+    ("buffer", ctypes.c_void_p),
+    ("ne", ctypes.c_int64 * 4),
+    ("nb", ctypes.c_size_t * 4),
+    ("op", ctypes.c_int),
+    ("op_params", ctypes.c_int32 * 16),
+    ("flags", ctypes.c_int32),
+    ("src", ctypes.POINTER(_Tensor) * _NUM_SOURCES),
+    ("view_src", ctypes.POINTER(_Tensor)),
+    ("view_offs", ctypes.c_size_t),
+]
+
+
+class _InitParams(ctypes.Structure):
+    """ggml_init_params."""
+
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+class _Ggml:
+    """The functions of ggml that put operations into a graph: tensors are addresses."""
+
+    def __init__(self) -> None:
+        tensor, count, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_float
+        self.reshape_2d = self._function("ggml_reshape_2d", tensor, count, count)
+        self.reshape_3d = self._function("ggml_reshape_3d", tensor, *[count] * 3)
+        self.reshape_4d = self._function("ggml_reshape_4d", tensor, *[count] * 4)
+        self.view_1d = self._function("ggml_view_1d", tensor, count, size)
+        self.view_3d = self._function("ggml_view_3d", tensor, *[count] * 3, *[size] * 3)
+        self.argsort = self._function("ggml_argsort", tensor, ctypes.c_int)
+        self.get_rows = self._function("ggml_get_rows", tensor, tensor)
+        self.arange = self._function("ggml_arange", real, real, real)
+        self.scale_bias = self._function("ggml_scale_bias", tensor, real, real)
+        self.repeat_4d = self._function("ggml_repeat_4d", tensor, *[count] * 4)
+        self.concat = self._function("ggml_concat", tensor, tensor, ctypes.c_int)
+        self.cast = self._function("ggml_cast", tensor, ctypes.c_int)
+        self.add = self._function("ggml_add", tensor, tensor)
+        self.cont = self._function("ggml_cont", tensor)
+        self.pad = self._function("ggml_pad", tensor, *[ctypes.c_int] * 4)
+        self.sum_rows = self._function("ggml_sum_rows", tensor)
+        self.new_tensor_2d = self._function("ggml_new_tensor_2d", ctypes.c_int, count, count)
+
+    @staticmethod
+    def _function(name: str, *kinds: Any) -> Callable[..., int]:
+        function = getattr(llama._lib, name)  # noqa: SLF001 - the bindings declare nothing of ggml
+        function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *kinds]
+        return function  # type: ignore[no-any-return]
+
+
+@cache
+def _ggml() -> _Ggml:
+    return _Ggml()
+
+
+def _is_layout_known() -> bool:
+    """Whether a tensor of this library has its fields where `_Tensor` looks for them."""
+    init, free = llama._lib.ggml_init, llama._lib.ggml_free  # noqa: SLF001 - see `_Ggml`
+    init.restype, init.argtypes, free.argtypes = ctypes.c_void_p, [_InitParams], [ctypes.c_void_p]
+    context = init(_InitParams(2**16, None, True))
+    try:
+        rows = _ggml().new_tensor_2d(context, _F32, 7, 5)
+        padded = _ggml().pad(context, rows, 0, 1, 0, 0)
+        view = _Tensor.from_address(_ggml().view_1d(context, padded, 7, 3 * 28))
+        source = view.view_src.contents
+        return (
+            (ctypes.addressof(source), view.view_offs) == (padded, 84)
+            and (tuple(source.ne), tuple(source.nb)) == ((7, 6, 1, 1), (4, 28, 168, 168))
+            and ctypes.addressof(source.src[0].contents) == rows
+            and not source.view_src
+        )
+    finally:
+        free(context)
+
+
+def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
+    """Adds what finds the best of rows; the address of a tensor of `WIDTH` numbers a row.
+
+    Args:
+        context: the graph's ggml_context.
+        logits: address of a contiguous tensor, float32.
+        num_vocab: its first dimension.
+        num_rows: its second.
+    """
+    make, count = _ggml(), NUM_CANDIDATES
+    found, ids, width, num_pieces = logits, 0, PIECE, -(-num_vocab // PIECE)
+    if num_pieces * count > PIECE:  # the next level is whole pieces too
+        num_pieces = -(-num_pieces * count // PIECE) * (PIECE // count)
+    if missing := num_pieces * PIECE - num_vocab:
+        nothing = make.scale_bias(context, make.arange(context, 0, missing, 1), 0, -math.inf)
+        found = make.concat(context, found, make.repeat_4d(context, nothing, missing, num_rows, 1, 1), 0)
+    while True:
+        pieces = make.reshape_3d(context, found, width, num_pieces, num_rows)
+        order = make.argsort(context, pieces, _DESCENDING)
+        best = make.view_3d(context, order, count, num_pieces, num_rows, 4 * width, 4 * width * num_pieces, 0)
+        shape = (1, width, num_pieces, num_rows)
+        found = make.get_rows(context, make.reshape_4d(context, pieces, *shape), best)
+        if ids:
+            ids = make.get_rows(context, make.reshape_4d(context, ids, *shape), best)
+        else:
+            first = make.reshape_3d(
+                context, make.arange(context, 0, num_pieces * PIECE, PIECE), 1, num_pieces, 1
+            )
+            ids = make.add(context, make.cast(context, best, _F32), first)
+        if num_pieces == 1:
+            break
+        width = min(num_pieces * count, PIECE)
+        num_pieces = num_pieces * count // width
+    pair = [make.reshape_2d(context, each, count, num_rows) for each in (found, ids)]
+    return make.concat(context, make.concat(context, *pair, 0), make.sum_rows(context, logits), 0)
+
+
+class DeviceDraws:
+    """The samplers of one native context. Made before it, attached by its parameters, closed after it.
+
+    Args:
+        num_sequences: of the context.
+        num_vocab: logits of a row.
+
+    Attributes:
+        num_candidates: as in `Draws`.
+        max_rows: rows that a native call may compute.
+        error: why a graph could not be built.
+    """
+
+    def __init__(self, num_sequences: int, num_vocab: int) -> None:
+        self.num_candidates = NUM_CANDIDATES
+        self.max_rows = num_sequences
+        self._num_vocab = num_vocab
+        self._whole = {num_sequences - 1}  # the first graphs, by which buffers are sized, hold both kinds
+        self._is_probing = False
+        self._last: tuple[Sequence[int], Sequence[PlanItem]] = (), ()
+        self._last_whole: set[int] = set()
+        self._views: dict[int, int] = {}
+        self._table = 0
+        self._is_unsure = False
+        self._is_fresh = True
+        self.error: Exception | None = None
+        self._interface = llama.llama_sampler_i(
+            name=llama.llama_sampler_i_name(lambda _sampler: b"best"),
+            apply=llama.llama_sampler_i_apply(lambda _sampler, _candidates: None),
+            backend_init=llama.llama_sampler_i_backend_init(lambda _sampler, _type, _count: True),
+            backend_apply=llama.llama_sampler_i_backend_apply(self._apply),
+        )
+        self._resetting = llama.llama_sampler_i.from_buffer_copy(self._interface)
+        self._resetting.backend_reset = llama.llama_sampler_i_backend_reset(self._begin_graph)
+        self._chains = [self._new_chain(seq) for seq in range(num_sequences)]
+        self._replaced: list[int] = []
+        self._configs = (llama.llama_sampler_seq_config * num_sequences)()
+
+    def __repr__(self) -> str:
+        return f"<DeviceDraws of {len(self._chains)} sequences, whole rows for {sorted(self._whole)}>"
+
+    def attach_to(self, params: Any) -> None:
+        """Have a context that is made of these parameters use the samplers."""
+        for seq, chain in enumerate(self._chains):
+            self._configs[seq].seq_id, self._configs[seq].sampler = seq, chain
+        params.samplers, params.n_samplers = self._configs, len(self._configs)
+        params.n_outputs_max = params.n_outputs_max_per_seq = self.max_rows
+
+    def detach_from(self, handle: int) -> None:
+        """Have the context compute without them."""
+        for seq in range(len(self._chains)):
+            llama.llama_set_sampler(handle, seq, None)
+
+    def prepare(self, handle: int, items: Sequence[PlanItem], natives: Natives) -> None:
+        """Before a native call that computes these items; `natives`: the library's numbers of sequences."""
+        seqs = [natives[item.seq] for item in items]
+        pairs = zip(seqs, items, strict=True)
+        whole = {seq for seq, item in pairs if item.num_logits and not item.takes_candidates}
+        _free(self._replaced)  # no graph knows them any more
+        self._replaced = []
+        if self._is_unsure or (whole != self._last_whole and self._is_changed(seqs, items, whole)):
+            self._begin_anew(handle, seqs[0])
+        self._is_fresh = self._is_unsure or whole != self._last_whole
+        self._last, self._whole, self._is_unsure = (seqs, items), whole, False
+        self._last_whole = whole
+
+    def _is_changed(self, seqs: Sequence[int], items: Sequence[PlanItem], whole: set[int]) -> bool:
+        """Whether the last graph may be used for a sequence whose choice it does not hold.
+
+        It is not used where one that decoded begins a prompt: the library sees that.
+        """
+        changed = whole ^ self._last_whole
+        last = zip(*self._last, strict=True)
+        before = {seq: len(item.tokens) for seq, item in last if seq in changed}
+        return any(
+            seq in before and not before[seq] == 1 < len(item.tokens)
+            for seq, item in zip(seqs, items, strict=True)
+            if item.num_logits
+        )
+
+    def _begin_anew(self, handle: int, seq: int) -> None:
+        """Have the next graph built: by another sampler of one sequence, which leaves no graph behind."""
+        self._replaced = [self._chains[seq]]
+        self._chains[seq] = self._new_chain(seq)
+        if not llama.llama_set_sampler(handle, seq, _pointer(self._chains[seq])):
+            raise EngineError(f"llama.cpp did not take the sampler of sequence {seq}")
+
+    def failed(self) -> None:
+        """The call failed: which graph it has left is not known."""
+        self._is_unsure = True
+
+    def collect(self, handle: int, items: Sequence[PlanItem]) -> tuple[Rows, Candidates]:
+        """Wait for the call; whole rows and candidates of its items, valid until the next one."""
+        num_rows = sum([item.num_logits for item in items])
+        if not num_rows:
+            llama.llama_synchronize(handle)
+            return np.empty((0, self._num_vocab), np.float32), NO_CANDIDATES
+        pointer = llama.llama_get_sampled_logits_ith(handle, -num_rows)
+        rows = np.ctypeslib.as_array(pointer, (num_rows, self._num_vocab))
+        if self._is_fresh:
+            self._check_counts(handle, items, num_rows)
+        if not self._last_whole:
+            return rows[:0], _candidates(rows[:, :WIDTH])
+        takes = np.repeat([item.takes_candidates for item in items], [item.num_logits for item in items])
+        if not takes.any():
+            return rows, NO_CANDIDATES
+        return rows[~takes], _candidates(rows[takes, :WIDTH])
+
+    def _check_counts(self, handle: int, items: Sequence[PlanItem], num_rows: int) -> None:
+        """Assert that the graph was built for these choices."""
+        expected = [
+            WIDTH if each.takes_candidates else self._num_vocab
+            for each in items
+            for _ in range(each.num_logits)
+        ]
+        found = [llama.llama_get_sampled_logits_count_ith(handle, row) for row in range(-num_rows, 0)]
+        assert found == expected, f"{self!r}: rows of {found} numbers"
+        self._is_fresh = False
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Graphs that are built meanwhile leave the whole row beside the candidates."""
+        self._is_probing = True
+        try:
+            yield
+        finally:
+            self._is_probing = False
+
+    def is_right(self, handle: int, num_rows: int) -> bool:
+        """Whether the candidates that a probe left are the largest of the rows it left beside them."""
+        shape = (num_rows, self._num_vocab)
+        whole = np.ctypeslib.as_array(llama.llama_get_sampled_probs_ith(handle, -num_rows), shape)
+        found = np.ctypeslib.as_array(llama.llama_get_sampled_logits_ith(handle, -num_rows), shape)
+        best = _candidates(found[:, :WIDTH])
+        is_broken = np.isnan(whole).any(axis=1)
+        if not np.array_equal(is_broken, np.isnan(best.logits[:, 0])) or (best.ids >= self._num_vocab).any():
+            return False
+        best, whole = best[np.flatnonzero(~is_broken)], whole[~is_broken]
+        expected = np.sort(whole, axis=1)[:, : -NUM_CANDIDATES - 1 : -1]
+        has_own = np.array_equal(np.take_along_axis(whole, best.ids, axis=1), best.logits)
+        is_distinct = all(len(set(row)) == NUM_CANDIDATES for row in best.ids.tolist())
+        return has_own and is_distinct and np.array_equal(best.logits, expected)
+
+    def close(self) -> None:
+        """Free the samplers; idempotent."""
+        chains, self._chains, self._replaced = self._chains + self._replaced, [], []
+        _free(chains)
+
+    def _new_chain(self, seq: int) -> int:
+        interface = self._interface if seq else self._resetting  # one of them tells when a graph begins
+        chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        sampler = llama.llama_sampler_init(ctypes.byref(interface), ctypes.c_void_p(seq + 1))
+        llama.llama_sampler_chain_add(chain, sampler)
+        return ctypes.cast(chain, ctypes.c_void_p).value or 0
+
+    def _begin_graph(self, _sampler: object) -> None:
+        self._views.clear()
+        self._table = 0
+
+    def _apply(self, sampler: Any, context: int, _graph: int, data: Any) -> None:
+        """Called by the library for each row of each sequence, once a graph."""
+        try:
+            self._choose(sampler.contents.ctx - 1, context, data.contents)
+        except Exception as error:  # noqa: BLE001 - raised again once native code has returned
+            self.error = error
+
+    def _choose(self, seq: int, context: int, row: Any) -> None:
+        view = _Tensor.from_address(row.logits)
+        if not view.view_src:  # it counts the operations that a sampler may add
+            logits = _ggml().reshape_2d(context, row.logits, view.ne[0], 1)
+            row.logits = _best_of(context, logits, view.ne[0], 1)
+            return
+        rows = view.view_src.contents  # those of the step and one more, which is padding
+        num_rows = rows.ne[1] - 1
+        if num_rows == 0:
+            row.logits = None
+            return
+        if seq in self._whole:
+            return
+        if self._is_probing:
+            row.probs = row.logits
+        at = view.view_offs // rows.nb[1]
+        if at not in self._views:
+            if not self._table:
+                source = _contiguous(context, rows.src[0].contents)
+                self._table = _best_of(context, source, rows.ne[0], num_rows)
+            self._views[at] = _ggml().view_1d(context, self._table, WIDTH, 4 * WIDTH * at)
+        row.logits = self._views[at]
+
+
+def _pointer(chain: int) -> Any:
+    return ctypes.cast(chain, llama.llama_sampler_p_ctypes)
+
+
+def _free(chains: Sequence[int]) -> None:
+    for chain in chains:
+        llama.llama_sampler_free(_pointer(chain))
+
+
+def _contiguous(context: int, tensor: _Tensor) -> int:
+    address = ctypes.addressof(tensor)
+    return address if tensor.nb[1] == 4 * tensor.ne[0] else _ggml().cont(context, address)
+
+
+def _candidates(found: Rows) -> Candidates:
+    """What the graph left of some rows, float32 (num_rows, WIDTH)."""
+    logits = found[:, :NUM_CANDIDATES].copy()
+    logits[np.isnan(found[:, -1]), 0] = np.nan
+    return Candidates(found[:, NUM_CANDIDATES:-1].astype(np.int32), logits)
+
+
+def open_draws(num_sequences: int, num_vocab: int) -> DeviceDraws | None:
+    """The samplers of a context that is to be made; None where rows are short or the library is another."""
+    if num_vocab < MIN_VOCAB:
+        return None
+    try:
+        if _is_layout_known():
+            return DeviceDraws(num_sequences, num_vocab)
+    except AttributeError as error:  # a function is missing
+        _log.warning("rows of logits are read whole: %s", error)
+    else:
+        _log.warning("rows of logits are read whole: tensors of this llama.cpp are not known")
+    return None

@@ -1,0 +1,264 @@
+"""The largest logits of rows by llama.cpp's own graph, against the whole rows, on the CPU's build."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from stoker.backends.llama import draws
+from stoker.backends.llama.backend import LlamaBackend
+from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.cache.prefix_cache import CacheLimits, PrefixCache
+from stoker.engine.jobs.prepare import prepare
+from stoker.engine.jobs.table import JobTable
+from stoker.engine.runners.slots import SlotRunner
+from stoker.engine.threads.timer import StepTimer, Stopwatch
+from stoker.errors import StepFailedError
+from stoker.ipc.commands import Submit
+from stoker.ipc.constraint import Constraint, ConstraintKind
+from stoker.ipc.events import Delta, Failed
+from stoker.ipc.model import ModelSpec
+from stoker.ipc.request import GenerateRequest, Sampling
+from stoker.machine.ledger import Ledger
+from stoker.models.gguf.header import read_header
+from tiny_models import TOKENS, write_wide_llama
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from conftest import TinyModel
+    from stoker.backends.protocol.backend import Candidates, Rows
+
+    WriteVocabulary = Callable[..., Path]
+
+OPTIONS = ContextOptions(num_cells=512, n_batch=64, num_sequences=8, num_threads=1, draws=True)
+WAYS = {"pool": OPTIONS, "streams": dataclasses.replace(OPTIONS, has_streams=True)}
+
+
+@pytest.fixture(scope="module")
+def write_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> WriteVocabulary:
+    """A function that writes a decoder with so many tokens, one of them broken or none."""
+
+    def write(num_tokens: int, broken_token: int | None = None) -> Path:
+        path = tmp_path_factory.mktemp("vocabulary") / "model.gguf"
+        return write_wide_llama(path, num_tokens, broken_token)
+
+    return write
+
+
+@contextmanager
+def opened(path: Path, options: ContextOptions = OPTIONS) -> Iterator[LlamaContext]:
+    """A context of a model file."""
+    model = LlamaModel(ModelOptions(path=path))
+    context = LlamaContext(model, options)
+    try:
+        yield context
+    finally:
+        context.close()
+        model.close()
+
+
+def launched(context: LlamaContext, *items: PlanItem) -> tuple[Rows, Candidates]:
+    """Rows and candidates of a step, as copies."""
+    in_flight = context.launch(BatchPlan(items))
+    rows, best = in_flight.rows().copy(), in_flight.candidates()
+    return rows, best
+
+
+def assert_best_of(rows: Rows, best: Candidates) -> None:
+    """The candidates are the largest of these rows, largest first, with the ids that have them."""
+    assert best.ids.shape == best.logits.shape == (len(rows), draws.NUM_CANDIDATES)
+    np.testing.assert_array_equal(best.logits, -np.sort(-rows, axis=1)[:, : draws.NUM_CANDIDATES])
+    np.testing.assert_array_equal(np.take_along_axis(rows, best.ids, axis=1), best.logits)
+    assert all(len(set(ids)) == draws.NUM_CANDIDATES for ids in best.ids.tolist())
+
+
+def both_ways(context: LlamaContext, *items: PlanItem) -> tuple[Rows, Candidates]:
+    """The whole rows of a step, and the candidates of the same step computed again."""
+    rows, _ = launched(context, *items)
+    for item in items:
+        context.trim(item.seq, item.start)
+    taking = [PlanItem(each.seq, each.start, each.tokens, each.num_logits, True) for each in items]
+    return rows, launched(context, *taking)[1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_vocab", [300, 1024, 1025, 5000, 16384, 40000])
+def test_the_graph_finds_the_largest_of_any_vocabulary(
+    write_vocabulary: WriteVocabulary, num_vocab: int, way: str
+) -> None:
+    """B6: one piece, whole pieces, pieces with a rest, two levels and three."""
+    with opened(write_vocabulary(num_vocab), WAYS[way]) as context:
+        assert context.draws is not None
+        items = [PlanItem(seq, 0, range(3 + seq, 8 + seq), 1) for seq in range(5)]
+        rows, best = both_ways(context, *items)
+        assert rows.shape == (5, num_vocab)
+        assert_best_of(rows, best)
+        more = [PlanItem(seq, 5, (40 + seq,), 1) for seq in range(5)]
+        assert_best_of(*both_ways(context, *more))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_sequence_gets_what_its_item_asks_for(tiny_decoder: Path, way: str) -> None:
+    """B6: whole rows and candidates in one step, in every mix, though the shape of the step stays."""
+    with opened(tiny_decoder, WAYS[way]) as context, opened(tiny_decoder, WAYS[way]) as other:
+        for number in range(12):
+            takes = [bool(number * 5 >> seq & 1) for seq in range(3)]
+            items = [PlanItem(seq, number, (50 + number + seq,), 1, take) for seq, take in enumerate(takes)]
+            expected, _ = launched(other, *(PlanItem(each.seq, each.start, each.tokens, 1) for each in items))
+            rows, best = launched(context, *items)
+            np.testing.assert_array_equal(rows, expected[[not take for take in takes]])
+            if any(takes):
+                assert_best_of(expected[takes], best)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_and_decode_rows_share_a_step(tiny_decoder: Path, way: str) -> None:
+    """B6: several native batches in one call keep each row with its sequence; prompts of different length."""
+    with opened(tiny_decoder, WAYS[way]) as context:
+        for seq in (0, 2, 5):
+            launched(context, PlanItem(seq, 0, range(30, 33 + seq), 0))
+        items = [
+            PlanItem(5, 8, (70,), 1),
+            PlanItem(1, 0, range(30, 50), 1),
+            PlanItem(0, 3, (71,), 1),
+            PlanItem(3, 0, range(40, 47), 0),
+            PlanItem(2, 5, (72, 73, 74), 3),
+        ]
+        assert_best_of(*both_ways(context, *items))
+
+
+def test_more_rows_than_a_call_may_compute_come_in_several(tiny_decoder: Path) -> None:
+    """B6: the library aborts the process where rows exceed what was reserved; none is asked for too many."""
+    plain = dataclasses.replace(OPTIONS, draws=False)
+    with opened(tiny_decoder) as context, opened(tiny_decoder, plain) as other:
+        assert context.draws is not None
+        assert context.draws.max_rows < 30
+        items = (
+            PlanItem(0, 0, range(20, 60), 30),
+            PlanItem(1, 0, (9,), 1),
+            PlanItem(2, 0, range(10, 20), 10),
+        )
+        expected, _ = launched(other, *items)
+        rows, _ = launched(context, *items)
+        np.testing.assert_allclose(rows, expected, atol=0.05)
+        assert [context.lengths[seq] for seq in range(3)] == [40, 1, 10]
+        for seq in range(3):
+            context.drop(seq)
+        rows, best = both_ways(context, *items)
+        assert_best_of(rows, best)
+
+
+def test_a_row_with_a_nan_says_so(write_vocabulary: WriteVocabulary) -> None:
+    """B6, Q12: a sort may put it anywhere, also outside of what is left."""
+    with opened(write_vocabulary(5000, broken_token=4321)) as context:
+        rows, best = both_ways(context, PlanItem(0, 0, (5, 6, 7), 1), PlanItem(1, 0, (8,), 1))
+        assert np.isnan(rows[:, 4321]).all()
+        assert np.isnan(best.logits[:, 0]).all()
+
+
+def test_a_short_vocabulary_is_read_whole(tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6: rows that are hardly longer than their candidates stay rows."""
+    assert draws.WIDTH < draws.MIN_VOCAB <= len(TOKENS)
+    monkeypatch.setattr(draws, "MIN_VOCAB", len(TOKENS) + 1)
+    with opened(tiny_decoder) as context:
+        assert context.draws is None
+        rows, _ = launched(context, PlanItem(0, 0, (5,), 1))
+        assert rows.shape == (1, len(TOKENS))
+
+
+def test_a_device_that_finds_others_than_the_largest_gives_rows(
+    tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B6: tried at load against the whole rows of the same graph; then everything goes on without."""
+    monkeypatch.setattr(draws, "_DESCENDING", 0)
+    with caplog.at_level(logging.WARNING), opened(tiny_decoder) as context:
+        assert context.draws is None
+        assert "not the largest" in caplog.text
+        rows, _ = launched(context, PlanItem(0, 0, (5,), 1), PlanItem(1, 0, (6, 7), 1))
+    with opened(tiny_decoder, dataclasses.replace(OPTIONS, draws=False)) as plain:
+        expected, _ = launched(plain, PlanItem(0, 0, (5,), 1), PlanItem(1, 0, (6, 7), 1))
+        np.testing.assert_array_equal(rows, expected)
+
+
+def test_a_graph_that_cannot_be_built_fails_its_step(
+    tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B6, Q12: the error of a callback is the step's, and nothing has changed; at load it costs the draws."""
+    with opened(tiny_decoder) as context:
+        launched(context, PlanItem(0, 0, (5, 6), 1))
+
+        def broken(*_: object) -> int:
+            raise OverflowError("no room")
+
+        monkeypatch.setattr(draws, "_best_of", broken)
+        with pytest.raises(StepFailedError, match="no room"):
+            context.launch(BatchPlan((PlanItem(0, 2, (7,), 1, True), PlanItem(1, 0, (7,), 1, True))))
+        assert [context.lengths[seq] for seq in (0, 1)] == [2, 0]
+    with caplog.at_level(logging.WARNING), opened(tiny_decoder) as other:
+        assert other.draws is None
+        assert "no room" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["rwkv7", "lfm2", "gemma3"])
+def test_models_that_cannot_go_back_give_candidates_too(tiny_model: TinyModel, name: str) -> None:
+    """B6, K1: recurrent, hybrid, and with a sliding window; their rows come in the order of the plan."""
+    with opened(tiny_model(name)) as context, opened(tiny_model(name)) as other:
+        texts = (range(30, 41), range(50, 53), range(60, 76))
+        items = [PlanItem(seq, 0, text, 1) for seq, text in zip((3, 0, 1), texts, strict=True)]
+        taking = [PlanItem(each.seq, 0, each.tokens, 1, True) for each in items]
+        assert_best_of(launched(other, *items)[0], launched(context, *taking)[1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_draws_the_same_ids_from_candidates_and_from_rows(tiny_decoder: Path, way: str) -> None:
+    """B6: greedy, sampled, banned, constrained and with log probabilities, in the same steps."""
+    requests = {
+        "greedy": {"sampling": Sampling(temperature=0.0)},
+        "sampled": {"sampling": Sampling(seed=3), "n": 2},
+        "banned": {"sampling": Sampling(seed=4, logit_bias={70: -100.0}), "ignore_eos": True},
+        "wide": {"sampling": Sampling(seed=5, top_k=0)},
+        "logprobs": {"sampling": Sampling(seed=6), "logprobs": 2},
+        "prompt": {"sampling": Sampling(seed=7), "prompt_logprobs": 1, "echo": True},
+        "constrained": {"constraint": Constraint(kind=ConstraintKind.REGEX, source="[a-f]{12}")},
+    }
+    found = [
+        answered(tiny_decoder, dataclasses.replace(WAYS[way], draws=each), requests) for each in (True, False)
+    ]
+    assert found[0] == found[1]
+    assert all(len(tokens) >= 12 for tokens in found[0].values())
+
+
+def answered(
+    path: Path, options: ContextOptions, requests: dict[str, dict[str, Any]]
+) -> dict[tuple[str, int], list[int]]:
+    """The token ids of each request's choices, all asked at once."""
+    model = LlamaModel(ModelOptions(path=path))
+    with LlamaBackend(model, LlamaContext(model, options), read_header(path)) as backend:
+        assert (backend.extensions.draws is not None) == options.draws
+        jobs, timer = JobTable(), StepTimer(Stopwatch(60.0))
+        spec = ModelSpec(id="m", path=str(path), num_slots=6)
+        runner = SlotRunner(spec, backend, timer, PrefixCache(CacheLimits(), Ledger()), jobs)
+        for name, fields in requests.items():
+            known = {"prompt": f"say {name}", "model": "m", "max_tokens": 20, "sampling": Sampling(seed=1)}
+            request = GenerateRequest(**(known | fields))
+            runner.accept(prepare(Submit(request_id=name, request=request), runner.prep, 0.0), 0.0)
+        found: dict[tuple[str, int], list[int]] = {}
+        while runner.has_work:
+            runner.schedule(timer.now())
+            runner.step(timer.now())
+            for event in jobs.events:
+                assert not isinstance(event, Failed), event
+                if isinstance(event, Delta):
+                    found.setdefault((event.request_id, event.index), []).extend(event.token_ids)
+            jobs.events.clear()
+        runner.close()
+        return found
