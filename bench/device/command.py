@@ -144,6 +144,8 @@ def main(arguments: Sequence[str]) -> int:
         console.print(f"{fact}: {value}", markup=False)
     for model in lines.models:
         console.print(table_of(lines, model))
+    for doubt in lines.doubts():
+        console.print(f"to be doubted: {doubt}", style="bold yellow", markup=False)
     for what in left_out:
         console.print(f"left out for want of time: {what}", markup=False)
     for error_text in lines.errors():

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+BUSY_CLIENT = 0.6
+"""Of one core: from here on a client may be what is slow."""
+
+
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One row of one server in one round, or why there is none.
 
@@ -88,6 +92,14 @@ class Lines:
             if (line.model, line.server, line.row) == (model, server, row) and name in line.values
         ]
         return median(found) if found else None
+
+    def doubts(self) -> list[str]:
+        """Rows in which the client may be what was measured, a sentence each."""
+        return [
+            f"{one.model} {one.server} {one.row}: the client took {one.client_busy:.2f} of a core"
+            for one in self._lines
+            if one.client_busy > BUSY_CLIENT
+        ]
 
     def errors(self) -> list[str]:
         """What could not be measured, a sentence each."""

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +46,9 @@ FEW_SLOTS = 8
 """Of the server whose slots are all taken by background streams."""
 PAIR_STREAMS = 32
 WARM_TOKENS = 8
+START_LIMIT_S = 90.0
+ROW_LIMIT_S = 120.0
+"""Time on a card is dear: a server that hangs costs no more than this."""
 TWO_DEVICES = frozenset({"split", "pair"})
 """Rows for two cards, measured only where they are named."""
 READ_BYTES = 64 * 2**20
@@ -186,7 +189,9 @@ class DeviceSession:
         shape = Shape(self.order.shape.num_slots, self.order.shape.num_cells, None)
         process = ServerProcess(turn.server, shape, turn.folder, self.order.programs.environment)
         began_s = time.perf_counter()
-        async with process:
+        async with AsyncExitStack() as stack:
+            async with limited(START_LIMIT_S, f"{turn.label} was not ready"):
+                await stack.enter_async_context(process)
             self._keep(turn.line(start_row, values={"ready_s": time.perf_counter() - began_s}))
             client = Client(process.client.url)
             served = Served(client.url, tuple(await client.models()), process.pid, f"{turn.round_}")
@@ -200,7 +205,8 @@ class DeviceSession:
         process = psutil.Process()
         began_s, cpu_s = time.perf_counter(), sum(process.cpu_times()[:2])
         try:
-            values = dict(await row.run(served))
+            async with limited(ROW_LIMIT_S, f"{row.name} did not come to its end"):
+                values = dict(await row.run(served))
         except (BenchError, OSError) as error:
             self._keep(turn.line(row.name, error=str(error)))
             return
@@ -240,6 +246,16 @@ class _Turn:
             error=error,
             client_busy=client_busy,
         )
+
+
+@asynccontextmanager
+async def limited(limit_s: float, complaint: str) -> AsyncIterator[None]:
+    """Raises BenchError where the block takes longer than `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise BenchError(f"{complaint} within {limit_s:g} s") from None
 
 
 async def _warm_up(served: Served, num_streams: int) -> None:

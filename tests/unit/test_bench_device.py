@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 from pathlib import Path
@@ -22,7 +23,7 @@ from bench.device.contestants import (
 )
 from bench.device.lines import Line, Lines
 from bench.device.rows import Served, rows_of_few, steady
-from bench.device.session import _on_each
+from bench.device.session import _on_each, limited
 from bench.device.table import Judged, judged
 from bench.errors import BenchError
 from bench.peers import Shape
@@ -218,6 +219,21 @@ def test_a_run_whose_time_is_up_says_what_it_left_out(
     shown = " ".join(capsys.readouterr().out.split())
     for what in ("any.gguf: limit", "any.gguf: llama-server, single-greedy", "any.gguf: stoker, interactive"):
         assert f"left out for want of time: {what}" in shown
+
+
+async def test_what_hangs_costs_no_more_than_its_limit() -> None:
+    """O4: it is an error with a sentence, as any other."""
+    with pytest.raises(BenchError, match=r"fan8 did not come to its end within 0 s"):
+        async with limited(0, "fan8 did not come to its end"):
+            await asyncio.Event().wait()
+
+
+def test_a_busy_client_makes_a_row_doubtful() -> None:
+    """O4: what is slow there may be the client."""
+    lines = Lines()
+    lines.add(Line(model="m", server=STOKER, row="fan64-greedy", client_busy=0.95))
+    lines.add(Line(model="m", server=STOKER, row="fan8-greedy", client_busy=0.3))
+    assert lines.doubts() == ["m stoker fan64-greedy: the client took 0.95 of a core"]
 
 
 async def test_an_engine_that_nobody_tells_of_is_not_killed() -> None:
