@@ -241,6 +241,7 @@ class Machine:
             system_available_bytes=told,
             heat=HeatReading(level=self.heat),
             is_os_event=is_os_event,
+            devices=self.loop._devices.samples() if self.loop else (),
         )
 
     def feel(self, level=None, *, is_os_event=False):
@@ -369,6 +370,7 @@ class Machine:
         self.residency.free_departed()
         self.loop._runners.close(self.loop._workers.preparations.uses)
         self.loop._timer.close()
+        self.loop._devices.close()
 
     # ------------------------------------------------------------ what was told
 

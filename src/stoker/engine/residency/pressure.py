@@ -76,6 +76,7 @@ class PressureHandler:
         self._meter = PressureMeter()
         self._ladder = Ladder()
         self._reading: PressureReading | None = None
+        self._is_card_short = False  # and not the machine: what lies in its memory may stay
         self._heat = HeatReading()
 
     def __repr__(self) -> str:
@@ -112,12 +113,13 @@ class PressureHandler:
     def _repeat(self, now: float) -> None:
         """What was in use when its rung was taken may go now."""
         if self._ladder.is_taken(Rung.DROP_SNAPSHOTS):
-            self._store.hold(now)
+            self._drop_snapshots(now)
         if self._is_short and self._ladder.is_taken(Rung.UNLOAD_IDLE):
             self._residency.unload_idle(now)
 
     def _note_pressure(self, sample: Sample) -> None:
         before, self._reading = self._reading, self._meter.update(sample)
+        self._is_card_short = self._reading.source in {device.id for device in sample.devices}
         if before is None or before.level is not self._reading.level:
             reading = self._reading
             if before is not None or reading.level is not Pressure.NORMAL:
@@ -164,7 +166,7 @@ class PressureHandler:
             case Rung.TRIM_ALLOCATOR:
                 malloc.trim()
             case Rung.DROP_SNAPSHOTS:
-                return self._store.hold(now)
+                return self._drop_snapshots(now)
             case Rung.DROP_IDLE_CELLS:
                 for runner in self._runners:
                     runner.drop_idle(now)
@@ -176,6 +178,10 @@ class PressureHandler:
             case Rung.LOWER_LIMITS | Rung.PAUSE_BACKGROUND:
                 pass  # the throttle follows what is taken
         return 0
+
+    def _drop_snapshots(self, now: float) -> int:
+        """They lie in the machine's memory: none goes where a card alone is short."""
+        return 0 if self._is_card_short else self._store.hold(now)
 
     def _undo(self, rung: Rung) -> int:
         """Allow again what it had taken away."""
