@@ -175,3 +175,17 @@ def test_the_largest_are_those_of_a_full_sort(count):
         values[np.random.default_rng(seed).random(NUM_VOCAB) < 0.5 * (seed % 3)] = -np.inf
         expected = np.argsort(-values, kind="stable")[:count]
         np.testing.assert_array_equal(largest(values, count), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_by_itself_is_drawn_as_among_others(kind):
+    """B6: with ties at the top, with a ban of its best, and with a ban of what is not among its best."""
+    rows = np.round(_rows(30, seed=13) * 8.0) / np.float32(8.0)
+    found = _best(rows)
+    for bias in ("none", "best", "worst"):
+        for at, row in enumerate(rows):
+            token = {"best": int(row.argmax()), "worst": int(row.argmin())}.get(bias)
+            edits = [] if token is None else [LogitBias({token: -math.inf}, NUM_VOCAB)]
+            sampler = _sampler(kind, at, edits)
+            expected = sampler.draw(row.copy())
+            assert draw_together([sampler], found[at : at + 1], WORKSPACE) == [expected]

@@ -56,7 +56,7 @@ class LogitBias:
         num_vocab: ids lie below it.
 
     Attributes:
-        num_lowered: how many tokens it lowers; None: it raises some.
+        lowered: the tokens that it lowers; None: it raises some.
 
     Raises:
         InvalidRequestError: an id outside the vocabulary.
@@ -75,7 +75,7 @@ class LogitBias:
         self._few = tuple(zip(biases, values, strict=True)) if len(biases) <= _FEW else ()
         self._ids = np.fromiter(biases.keys(), np.int64, len(biases))
         self._values = np.array(values, np.float32)
-        self.num_lowered = len(biases) if max(values, default=0.0) <= 0.0 else None
+        self.lowered = frozenset(biases) if max(values, default=0.0) <= 0.0 else None
 
     def apply(self, row: Rows) -> None:
         """Add the biases."""
@@ -98,13 +98,13 @@ class EarlyEndBan:
     """Forbids the tokens that end a generation until `min_tokens` were drawn.
 
     Attributes:
-        num_lowered: how many tokens it lowers at most.
+        lowered: the tokens that it may lower.
     """
 
     def __init__(self, eog_tokens: Sequence[int], min_tokens: int) -> None:
         self._ids = np.array(eog_tokens, np.int64)
         self._num_left = min_tokens
-        self.num_lowered = len(eog_tokens)
+        self.lowered = frozenset(eog_tokens)
 
     def apply(self, row: Rows) -> None:
         """Forbid them while tokens are missing."""

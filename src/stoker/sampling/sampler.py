@@ -129,6 +129,15 @@ class PlainDraw(NamedTuple):
     u: float
 
 
+def _lowered(edits: Sequence[LogitEdit]) -> frozenset[int] | None:
+    found: frozenset[int] = frozenset()
+    for edit in edits:
+        if not isinstance(edit, LoweringEdit) or edit.lowered is None:
+            return None
+        found |= edit.lowered
+    return found
+
+
 class Sampler:
     """Sampler state of one choice: the edits' memory, mirostat's bound and the number of tokens drawn.
 
@@ -137,6 +146,9 @@ class Sampler:
         index: which choice of its request; it draws with seed + index.
         edits: what changes the logits first, in this order; a grammar's mask comes last.
         workspace: buffers of the model.
+
+    Attributes:
+        lowered: the tokens that its edits may lower; None: they may do something else.
 
     Raises:
         InvalidRequestError: no seed.
@@ -149,6 +161,7 @@ class Sampler:
         self._sampling = sampling
         self._seed = (sampling.seed or 0) + index
         self._edits = tuple(edits)
+        self.lowered = _lowered(self._edits)
         self._num_drawn = 0
         self._mirostat = Mirostat(sampling) if Mirostat.can_act(sampling) else None
         self._xtc = Xtc(sampling) if Xtc.can_act(sampling) else None
@@ -165,6 +178,7 @@ class Sampler:
     def add_edit(self, edit: LogitEdit) -> None:
         """One more, after those there are."""
         self._edits = (*self._edits, edit)
+        self.lowered = _lowered(self._edits)
 
     @property
     def edits_logits(self) -> bool:
@@ -182,11 +196,7 @@ class Sampler:
         if self._mirostat is not None or (self._truncation is not None and self._truncation.needs_row):
             return None
         num_needed = 1 if self._truncation is None else self._truncation.top_k
-        for edit in self._edits:
-            if not isinstance(edit, LoweringEdit) or edit.num_lowered is None:
-                return None
-            num_needed += edit.num_lowered
-        return num_needed
+        return None if self.lowered is None else num_needed + len(self.lowered)
 
     @property
     def plain_draw(self) -> PlainDraw | None:

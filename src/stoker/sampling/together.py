@@ -6,6 +6,7 @@ chains, and the same sums decide. Only the work around them is done for all rows
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,36 @@ def draw_together(
     Returns:
         Tokens; for a row from which none can be drawn the error of `Sampler.draw`.
     """
+    tokens = _clearly_best(samplers, found)
+    left = [at for at, token in enumerate(tokens) if token is None]
+    if left:
+        rest = [samplers[at] for at in left]
+        for at, token in zip(left, _drawn_from(rest, found[np.array(left)], workspace), strict=True):
+            tokens[at] = token
+    return [token for token in tokens if token is not None]
+
+
+def _clearly_best(samplers: Sequence[Sampler], found: Candidates) -> list[int | StokerError | None]:
+    """The best of each row that is drawn greedily, alone at the top and not lowered; None: look closer."""
+    if found.logits.shape[1] == 1:
+        return [None] * len(samplers)
+    ids, tops = found.ids[:, 0].tolist(), found.logits[:, :2].tolist()
+    return [
+        token
+        if sampler.is_greedy and second < best < math.inf and token not in (sampler.lowered or ())
+        else None
+        for sampler, token, (best, second) in zip(samplers, ids, tops, strict=True)
+    ]
+
+
+def _drawn_from(
+    samplers: Sequence[Sampler], found: Candidates, workspace: Workspace
+) -> list[int | StokerError]:
+    """As `draw_together`, with edits, ties and chances."""
+    if len(samplers) == 1 and _is_as_found(
+        samplers[0], found
+    ):  # one by itself is quicker than as one of many
+        return [_drawn_alone(samplers[0], found)]
     found = _edited(samplers, found)
     tokens: list[int | StokerError] = found.ids[:, 0].tolist()
     plain: list[tuple[int, PlainDraw]] = []
@@ -39,10 +70,7 @@ def draw_together(
         if is_finite and (draw := sampler.plain_draw) is not None:
             plain.append((at, draw))
             continue
-        try:
-            tokens[at] = sampler.draw_best(found.ids[at], found.logits[at])
-        except StokerError as error:
-            tokens[at] = error
+        tokens[at] = _drawn_alone(sampler, found[at : at + 1])
     if plain:
         rows = [at for at, _ in plain]
         drawn = _drawn([draw for _, draw in plain], found[np.array(rows)], workspace)
@@ -51,9 +79,28 @@ def draw_together(
     return tokens
 
 
+def _is_as_found(sampler: Sampler, found: Candidates) -> bool:
+    """Whether a row's candidates are in order, and its sampler's edits act on none of them."""
+    logits = found.logits[0]
+    return bool((logits[1:] != logits[:-1]).all()) and (sampler.lowered or frozenset()).isdisjoint(
+        found.ids[0].tolist()
+    )
+
+
+def _drawn_alone(sampler: Sampler, found: Candidates) -> int | StokerError:
+    try:
+        return sampler.draw_best(found.ids[0], found.logits[0])
+    except StokerError as error:
+        return error
+
+
 def _edited(samplers: Sequence[Sampler], found: Candidates) -> Candidates:
-    """The best after each sampler's edits, in order."""
-    is_edited = np.array([sampler.edits_logits for sampler in samplers])
+    """The best after each sampler's edits, in order; edits whose tokens are not among them change nothing."""
+    is_edited = np.zeros(len(samplers), np.bool_)
+    lowered = {token for sampler in samplers if sampler.edits_logits for token in sampler.lowered or ()}
+    if lowered:
+        has_lowered = np.isin(found.ids, list(lowered)).any(axis=1)
+        is_edited = has_lowered & np.array([sampler.edits_logits for sampler in samplers])
     if is_edited.any():
         found = Candidates(found.ids, found.logits.copy())
         for at in np.flatnonzero(is_edited).tolist():

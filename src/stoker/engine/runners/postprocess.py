@@ -72,14 +72,16 @@ class Postprocess:
     def draw(self, plan: StepPlan, in_flight: InFlight) -> None:
         """Take what the step computed to the requests it was computed for."""
         candidates = in_flight.candidates()
-        found = _shared_out(plan, in_flight.rows(), candidates)
         drawn = self._draw_together(plan, candidates) if len(candidates) else {}
-        # Those to embed come last: their last state may take a step, and the rows end there.
-        for part, own in sorted(found, key=lambda each: each[0].sequence.is_to_embed):
+        found = _shared_out(plan, in_flight.rows(), candidates, drawn)
+        if any(part.sequence.is_to_embed for part in plan.parts):
+            # They come last: their last state may take a step, and the rows end there.
+            found.sort(key=lambda each: each[0].sequence.is_to_embed)
+        for part, own in found:
             job = self._jobs.get(part.sequence.key.request_id)
             if job is not None and part.sequence.is_running:
                 try:
-                    self._digest(job, part, drawn.get(part.item.seq, own))
+                    self._digest(job, part, own)
                 except StokerError as error:
                     self._jobs.fail(job, error, self._timer.now())
 
@@ -234,14 +236,18 @@ class Postprocess:
 
 
 def _shared_out(
-    plan: StepPlan, rows: Rows, candidates: Candidates
-) -> list[tuple[Planned, Rows | Candidates]]:
-    """The parts of a step, each with its own rows, or candidates where it takes those."""
-    found: list[tuple[Planned, Rows | Candidates]] = []
+    plan: StepPlan, rows: Rows, candidates: Candidates, drawn: dict[int, int | StokerError]
+) -> list[tuple[Planned, _Own]]:
+    """The parts of a step, each with its token where that was drawn, else its rows or candidates."""
+    found: list[tuple[Planned, _Own]] = []
     row = candidate = 0
     for part in plan.parts:
-        count = part.item.num_logits
-        if part.item.takes_candidates:
+        item = part.item
+        count = item.num_logits
+        if item.seq in drawn:
+            found.append((part, drawn[item.seq]))
+            candidate += count
+        elif item.takes_candidates:
             found.append((part, candidates[candidate : candidate + count]))
             candidate += count
         else:
