@@ -28,7 +28,7 @@ def order(name, others, **more):
 
 
 def test_a_card_that_others_fill_is_pressure_and_gives_way(make, clock, others):
-    """SPEC M3, M4: its source is named, idle models go, what is stored in the machine's memory stays."""
+    """SPEC M3, M4, M9: its source is named, idle models go, what is stored in the machine's memory stays."""
     machine = make(limit_mib=4000, margin_mib=100)
     machine.have("a", order=order("filled", others))
     machine.feel()
