@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from nvml_stand_in import NvmlStandIn
-from stoker.machine.nvml import CardProcess, CardReading, Nvml
+from stoker.machine.nvml import FRESH_S, CardProcess, CardReading, Nvml
 from stoker.machine.thermal import Heat, HeatReading, card_heat
 
 BUS = "0000:c1:00.0"
@@ -40,6 +40,17 @@ def test_what_a_driver_does_not_tell_is_left_open():
     assert Nvml(nvml).read(BUS) == CardReading(celsius=40)
     nvml.cards[BUS] = {"in_parts": 0, "memory": (30, 80)}
     assert Nvml(nvml).read(BUS) == CardReading(free_bytes=30, total_bytes=80)
+
+
+def test_a_driver_is_asked_at_most_about_once_a_second():
+    """SPEC M8, M9: whoever reads a status does not wait for it; each sample of the monitor is new."""
+    nvml, now_s = NvmlStandIn(), [0.0]
+    driver = Nvml(nvml, clock=lambda: now_s[0])
+    found = []
+    for now_s[0], celsius in ((0.0, 40), (FRESH_S - 0.01, 41), (1.0, 42)):
+        nvml.cards[BUS] = {"celsius": celsius}
+        found.append(driver.read(BUS).celsius)
+    assert found == [40, 40, 42]
 
 
 def test_without_a_driver_or_a_card_there_is_no_answer(caplog):

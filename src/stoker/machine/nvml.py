@@ -7,13 +7,16 @@ it: most machines have none. The library is loaded with the first question.
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+FRESH_S = 0.9
+"""Less than the time between two samples of the monitor, so that each of those is new."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,14 +51,17 @@ class CardReading:
 
 
 class Nvml:
-    """NVML, opened with the first question.
+    """NVML, opened with the first question; may be asked from any thread.
 
     Args:
         library: a stand-in for the module `pynvml`; None: that, if it is installed.
+        clock: seconds on a monotonic clock.
     """
 
-    def __init__(self, library: Any | None = None) -> None:
+    def __init__(self, library: Any | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._given = library
+        self._clock = clock
+        self._last: dict[str, tuple[float, CardReading | None]] = {}
 
     def __repr__(self) -> str:
         opened = self.__dict__.get("_library", "not asked")
@@ -76,7 +82,18 @@ class Nvml:
         return library
 
     def read(self, bus_id: str) -> CardReading | None:
-        """The card at a PCI address such as "0000:c1:00.0"; None: NVML is not there, or knows none there."""
+        """The card at a PCI address such as "0000:c1:00.0"; None: NVML is not there, or knows none there.
+
+        An answer is given again for `FRESH_S`: a driver may take milliseconds for one.
+        """
+        now_s = self._clock()
+        at_s, reading = self._last.get(bus_id, (-math.inf, None))
+        if now_s - at_s >= FRESH_S:
+            reading = self._read(bus_id)
+            self._last[bus_id] = now_s, reading
+        return reading
+
+    def _read(self, bus_id: str) -> CardReading | None:
         library = self._library if bus_id else None
         handle = library and self._ask(library.nvmlDeviceGetHandleByPciBusId, bus_id.encode())
         if library is None or handle is None:
