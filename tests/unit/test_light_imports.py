@@ -18,6 +18,7 @@ import stoker.engine.loop, stoker.backends.llama.backend
 """
 WORKER = "import stoker.client.worker.jobs"
 FRONT = {"fastapi", "starlette", "uvicorn", "httpx", "pydantic", "pydantic_settings", "typer", "rich"}
+COMMAND = {"pydantic", "pydantic_settings", "typer", "rich"}
 
 
 def loaded_by(program: str) -> set[str]:
@@ -33,8 +34,13 @@ def loaded_by(program: str) -> set[str]:
         (ENGINE, FRONT | {"PIL", "jinja2", "jsonschema", "asyncio", "diskcache"}),
         (WORKER, FRONT | {"PIL", "numpy", "psutil"}),
         ("import stoker", FRONT | {"PIL", "numpy", "msgspec"}),
+        ("import stoker.cli.main", FRONT - COMMAND | {"PIL", "jinja2", "jsonschema", "numpy"}),
+        (
+            "import stoker.runtime, stoker.server.serve",
+            {"fastapi", "uvicorn", "httpx", "jsonschema", "numpy"},
+        ),
     ],
-    ids=["engine", "worker", "library"],
+    ids=["engine", "worker", "library", "command", "server until models load"],
 )
 def test_a_process_imports_nothing_that_it_does_not_need(program: str, needs_not: set[str]) -> None:
     """L10: settings, HTTP, images and templates are the client's; the library loads what is used of it."""

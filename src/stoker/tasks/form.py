@@ -11,11 +11,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypedDict, get_origin
 
-from jsonschema import exceptions, validators
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUndefinedAnnotation
-from referencing import Registry
-from referencing.exceptions import Unresolvable
 from typing_extensions import TypeVar
 
 from stoker.errors import InvalidRequestError
@@ -138,6 +135,10 @@ def strict_schema(schema: Any) -> Any:
 
 
 def _reader_by_json_schema(schema: JsonSchema) -> Callable[[str], Any]:
+    from jsonschema import exceptions, validators  # noqa: PLC0415 - a server starts sooner without
+    from referencing import Registry  # noqa: PLC0415 - likewise
+    from referencing.exceptions import Unresolvable  # noqa: PLC0415 - likewise
+
     kind = validators.validator_for(schema, default=validators.validator_for({"$schema": _DRAFT}))
     try:
         kind.check_schema(schema)

@@ -79,6 +79,9 @@ class BoundedFile:
                 f"{path}: cannot be read: {error.strerror or error}", path=str(path)
             ) from error
         self.size = mode.st_size
+        self._last: tuple[int, int, int, list[bytes]] | None = (
+            None  # begin, number and end of strings, and they
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -159,29 +162,47 @@ class BoundedFile:
         return GgufArray(TYPE_NAMES[gguf_type], length, offset, values)
 
     def strings(self, length: int, what: str) -> list[bytes]:
-        """The next `length` length-prefixed strings as bytes, checked to be UTF-8."""
-        found: list[bytes] = []
-        window, start = b"", 0
-        for _ in range(length):
-            if start + _LENGTH.size > len(window):
-                window, start = self._refill(window, start, _LENGTH.size, what), 0
-            (size,) = _LENGTH.unpack_from(window, start)
-            if size > MAX_STRING_BYTES:
-                raise self.broken(
-                    f"a string of {what} claims {size} bytes, at most {MAX_STRING_BYTES} are taken"
-                )
-            end = start + _LENGTH.size + size
-            if end > len(window):
-                window, start = self._refill(window, start, end - start, what), 0
-                end = _LENGTH.size + size
-            found.append(window[start + _LENGTH.size : end])
-            start = end
-        self.seek(self.position - (len(window) - start))
+        """The next `length` length-prefixed strings as bytes, checked to be UTF-8.
+
+        Those read last are remembered: a vocabulary is walked over and then looked at.
+        """
+        if self._last is not None and self._last[:2] == (self.position, length):
+            _, _, end, found = self._last
+            self.seek(end)
+            return found
+        begin, found = self.position, self._read_strings(length, what)
         try:
             b"\0".join(found).decode()
         except UnicodeDecodeError as error:
             raise self.broken(f"{what} holds a string that is not UTF-8 ({error.reason})") from None
+        if len(found) > MAX_VALUES_KEPT:
+            self._last = (begin, length, self.position, found)
         return found
+
+    def _read_strings(self, length: int, what: str) -> list[bytes]:
+        found: list[bytes] = []
+        append, unpack, head = found.append, _LENGTH.unpack_from, _LENGTH.size
+        window, start, have = b"", 0, 0
+        for _ in range(length):  # a quarter of a million times for a large vocabulary
+            first = start + head
+            if first > have:
+                window, start = self._refill(window, start, head, what), 0
+                first, have = head, len(window)
+            end = first + unpack(window, start)[0]
+            if end > have:
+                self._check_string(end - first, what)
+                window, start = self._refill(window, start, end - start, what), 0
+                first, end, have = head, head + end - first, len(window)
+            append(window[first:end])
+            start = end
+        self.seek(self.position - (have - start))
+        return found
+
+    def _check_string(self, size: int, what: str) -> None:
+        """Of one that is not in memory yet; what is there is shorter than any bound."""
+        if size > MAX_STRING_BYTES:
+            text = f"a string of {what} claims {size} bytes, at most {MAX_STRING_BYTES} are taken"
+            raise self.broken(text)
 
     def _refill(self, window: bytes, start: int, num_bytes: int, what: str) -> bytes:
         rest = window[start:]

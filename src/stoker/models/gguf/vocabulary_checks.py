@@ -82,7 +82,7 @@ def _read_words(file: BoundedFile, tokens: GgufArray) -> set[bytes]:
     # The native library keys tokens by their C strings and asserts that all differ; empty ones get a name.
     file.seek(tokens.offset)
     words = [
-        raw.split(b"\0", 1)[0] or f"[EMPTY_{index}]".encode()
+        raw if raw and 0 not in raw else raw.split(b"\0", 1)[0] or f"[EMPTY_{index}]".encode()
         for index, raw in enumerate(file.strings(tokens.length, _PREFIX + "tokens"))
     ]
     distinct = set(words)
