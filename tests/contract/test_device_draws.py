@@ -24,10 +24,11 @@ from stoker.errors import StepFailedError
 from stoker.ipc.commands import Submit
 from stoker.ipc.constraint import Constraint, ConstraintKind
 from stoker.ipc.events import Delta, Failed
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import ModelSpec, PlacementSpec
 from stoker.ipc.request import GenerateRequest, Sampling
 from stoker.machine.ledger import Ledger
 from stoker.models.gguf.header import read_header
+from stoker.models.memory_estimate.estimate import estimator_of, num_sequences
 from tiny_models import TOKENS, write_wide_llama
 
 if TYPE_CHECKING:
@@ -262,3 +263,20 @@ def answered(
             jobs.events.clear()
         runner.close()
         return found
+
+
+@pytest.mark.parametrize("num_vocab", [5000, 40000])
+def test_the_estimate_counts_what_finding_the_largest_takes(
+    write_vocabulary: WriteVocabulary, num_vocab: int
+) -> None:
+    """B6, M1: rows sorted in pieces where the output matrix lies, and four numbers a token on the host."""
+    path = write_vocabulary(num_vocab)
+    placement = PlacementSpec(device=("card",), gpu_layers="all")
+    spec = ModelSpec(id="m", path=str(path), num_slots=60, n_ctx=512, n_batch=64, placement=placement)
+    estimate = estimator_of(path)(spec)
+    options = dataclasses.replace(OPTIONS, num_sequences=num_sequences(60))
+    with opened(path, options) as context:
+        taken = context.memory()["compute"]
+    assert taken <= estimate.lines["compute"] <= 1.25 * taken
+    rows = 4 * num_vocab * options.num_sequences
+    assert 3 * rows < estimate.on_devices["card"]["compute"] < 4.5 * rows

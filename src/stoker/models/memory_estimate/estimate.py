@@ -50,6 +50,9 @@ _REPACKED_ROWS = 8
 _MATRIX_DIMS = 2
 
 _FRAGMENTS = 1.06  # of a compute buffer, lost between tensors
+_SORTED_AT_ONCE, _PIECES_TOGETHER = 1024, 16  # how a device finds the largest logits: `backends.llama.draws`
+_SORTED_COPIES = 3  # rows, rows in pieces and their order
+_DRAWN_OUTPUTS = 4  # beside each logit the library then has room for a probability and two ids
 _STATE_COPIES = 2.5  # of all recurrent states of one layer, in a step
 _LIBRARY_BYTES = 8 * 2**20  # code, tables and threads
 _BYTES_A_TENSOR = 10 * 2**10  # in the graphs that are kept
@@ -160,8 +163,11 @@ class _Model:
             held[device if spec.placement.kv_offload else HOST]["kv"] += size
         for device, part in held.items():
             part["compute"] = self._layer_compute(shape) if device in where[:-1] else 0
-        held[where[-1]]["compute"] = max(held[where[-1]]["compute"], self._logits_compute(shape))
-        held[HOST]["compute"] = max(held[HOST]["compute"], self._inputs(shape)) + self._output_bytes(shape)
+        last_bytes, output_bytes = self._logits_compute(shape), self._output_bytes(shape)
+        if where[-1] != HOST and not self._is_encoder and not self._reads_sources:
+            last_bytes, output_bytes = self._draws_compute(shape), _DRAWN_OUTPUTS * output_bytes
+        held[where[-1]]["compute"] = max(held[where[-1]]["compute"], last_bytes)
+        held[HOST]["compute"] = max(held[HOST]["compute"], self._inputs(shape)) + output_bytes
         extra = next(device for device in where if device)
         for line in ("adapters", "projector"):
             held[extra][line] = lines[line]
@@ -282,6 +288,15 @@ class _Model:
         return int(
             _FRAGMENTS * (logits + 2 * shape.num_rounded * self.header.embedding_length * _FLOAT_BYTES)
         )
+
+    def _draws_compute(self, shape: _Shape) -> int:
+        """The last rows of logits where a device finds the largest: one a sequence, sorted in pieces."""
+        pieces = math.ceil(self.widths.vocabulary / _SORTED_AT_ONCE)
+        if pieces > _PIECES_TOGETHER:
+            pieces = math.ceil(pieces / _PIECES_TOGETHER) * _PIECES_TOGETHER
+        rows = _SORTED_COPIES * pieces * _SORTED_AT_ONCE * (shape.num_sequences + 1)
+        embeddings = 2 * shape.num_rounded * self.header.embedding_length
+        return int(_FRAGMENTS * (rows + embeddings) * _FLOAT_BYTES)
 
     @property
     def _has_attention(self) -> bool:
