@@ -102,5 +102,10 @@ class Lines:
         ]
 
     def errors(self) -> list[str]:
-        """What could not be measured, a sentence each."""
-        return [f"{one.model} {one.server} {one.row}: {one.error}" for one in self._lines if one.error]
+        """What could not be measured, a sentence each: of what a program said, how it begins and ends."""
+        found = []
+        for line in self._lines:
+            if said := line.error.strip().splitlines():
+                text = said[0] if len(said) == 1 else f"{said[0]} ... {said[-1]}"
+                found.append(f"{line.model} {line.server} {line.row}: {text}")
+        return found
