@@ -19,7 +19,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
-from bench.device.contestants import SERVERS, DeviceShape, Programs
+from bench.device.contestants import SERVERS, STOKER, DeviceShape, Programs
 from bench.device.lines import Lines
 from bench.device.rows import Sizes, crowd_name
 from bench.device.session import TWO_DEVICES, DeviceSession, Order
@@ -119,6 +119,8 @@ def order_of(options: argparse.Namespace) -> Order:
 async def _measure(order: Order, lines: Lines, console: Console) -> list[str]:
     cancel_on_sigterm()
     session = DeviceSession(order, lines, console)
+    if order.servers - {STOKER} and (missing := order.programs.missing):
+        session.left_out.append(f"all that takes {', '.join(missing)}; --peer-dir names the folder")
     try:
         await session.run()
     except asyncio.CancelledError:
@@ -147,7 +149,7 @@ def main(arguments: Sequence[str]) -> int:
     for doubt in lines.doubts():
         console.print(f"to be doubted: {doubt}", style="bold yellow", markup=False)
     for what in left_out:
-        console.print(f"left out for want of time: {what}", markup=False)
+        console.print(f"left out: {what}", markup=False)
     for error_text in lines.errors():
         console.print(f"could not be measured: {error_text}", style="bold red", markup=False)
     return 1 if lines.errors() or left_out else 0

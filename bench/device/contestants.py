@@ -55,6 +55,13 @@ class Programs:
         )
         return cls(server, bench, batched, {"LD_LIBRARY_PATH": str(folder.absolute())})
 
+    @property
+    def missing(self) -> list[str]:
+        """Names of those that there are none of."""
+        names = {"llama-server": self.server, "llama-bench": self.bench}
+        names["llama-batched-bench"] = self.batched_bench
+        return [name for name, path in names.items() if path is None]
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceShape:

@@ -88,7 +88,7 @@ class DeviceSession:
     """Runs an order.
 
     Attributes:
-        left_out: what there was no time for.
+        left_out: what is not measured, and why.
     """
 
     order: Order
@@ -159,7 +159,7 @@ class DeviceSession:
 
     async def _limits(self, model: Path, round_: int) -> None:
         if self._is_late:
-            self.left_out.append(f"{model.name}: {LIMIT}")
+            self._leave_out(f"{model.name}: {LIMIT}")
             return
         self.console.print(f"{model.name}: {LIMIT} ...", markup=False)
         try:
@@ -173,7 +173,7 @@ class DeviceSession:
     async def _turn(self, turn: _Turn, rows: Sequence[Row], start_row: str) -> None:
         """Start a server, run its rows, stop it; `start_row` is how long the start took."""
         if self._is_late:
-            self.left_out.append(f"{turn.model.name}: {turn.label}, {', '.join(row.name for row in rows)}")
+            self._leave_out(f"{turn.model.name}: {turn.label}, {', '.join(row.name for row in rows)}")
             return
         self.console.print(f"{turn.model.name}: {turn.label} ...", markup=False)
         try:
@@ -200,7 +200,7 @@ class DeviceSession:
 
     async def _row(self, row: Row, turn: _Turn, served: Served) -> None:
         if self._is_late:
-            self.left_out.append(f"{turn.model.name}: {turn.label}, {row.name}")
+            self._leave_out(f"{turn.model.name}: {turn.label}, {row.name}")
             return
         process = psutil.Process()
         began_s, cpu_s = time.perf_counter(), sum(process.cpu_times()[:2])
@@ -212,6 +212,9 @@ class DeviceSession:
             return
         busy = (sum(process.cpu_times()[:2]) - cpu_s) / (time.perf_counter() - began_s)
         self._keep(turn.line(row.name, values=values, client_busy=busy))
+
+    def _leave_out(self, what: str) -> None:
+        self.left_out.append(f"{what}, for want of time")
 
     def _keep(self, line: Line) -> None:
         self.lines.add(line)
