@@ -134,7 +134,9 @@ def test_a_refusal_says_for_which_models_a_device_is_held(tmp_path):
         lease.note("CUDA-0000:c1:00.0", "CUDA NVIDIA H100", ["qwen"])
         with pytest.raises(DeviceBusyError) as caught:
             DeviceLease(["CUDA-0000:c1:00.0"], tmp_path)
-    assert caught.value.message == f"process {os.getpid()} (model qwen) holds the device CUDA NVIDIA H100"
+    held, _, remedy = caught.value.message.partition("; ")
+    assert held == f"process {os.getpid()} (model qwen) holds the device CUDA NVIDIA H100"
+    assert "--no-device-lease" in remedy
     assert caught.value.details == {"device": "CUDA NVIDIA H100", "pid": os.getpid(), "models": ["qwen"]}
 
 

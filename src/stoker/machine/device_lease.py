@@ -21,6 +21,7 @@ import psutil
 from stoker.errors import DeviceBusyError, MachineSetupError
 from stoker.private import make_folder
 
+_REMEDY = "name another with --device, or share it with --no-device-lease"
 _MAX_NOTE_BYTES = 64 * 2**10
 _TICK_S = 1.0
 """Start times of processes and times of files may differ by so much in how they are counted."""
@@ -153,6 +154,6 @@ def _busy(name: str, text: bytes) -> DeviceBusyError:
     """Who holds it, as the holder wrote into its file."""
     note = _read(text)
     if note is None:
-        return DeviceBusyError(f"another process holds the device {name}", device=name)
-    message = f"{note.holder} holds the device {note.device}"
+        return DeviceBusyError(f"another process holds the device {name}; {_REMEDY}", device=name)
+    message = f"{note.holder} holds the device {note.device}; {_REMEDY}"
     return DeviceBusyError(message, device=note.device, pid=note.pid, models=note.models)
