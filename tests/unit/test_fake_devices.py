@@ -6,7 +6,7 @@ from stoker.backends.device import CPU, DeviceMemory
 from stoker.backends.fake.backend import FakeBackend, FakeFaults, load
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.backends.registry import open_model
-from stoker.errors import ModelFileError, ModelLoadError
+from stoker.errors import InsufficientMemoryError, ModelFileError
 from stoker.ipc.model import ModelSpec
 
 MIB = 2**20
@@ -44,7 +44,9 @@ def test_a_model_takes_its_part_of_each_card_and_gives_it_back():
 def test_a_card_that_has_not_enough_refuses_the_load_and_keeps_nothing():
     """SPEC B4: the second of two is too small, so the first is free again."""
     path = "fake:device=small-a+small-b,device_mib=100+10,weights_mib=64"
-    with pytest.raises(ModelLoadError, match=r"small-b is out of memory: 32\.\d MiB asked for, 10 MiB free"):
+    with pytest.raises(
+        InsufficientMemoryError, match=r"small-b is out of memory: 32\.\d MiB asked for, 10 MiB free"
+    ):
         load(spec_of(path))
     assert open_model(path).devices()[0].memory().free_bytes == 100 * MIB
 

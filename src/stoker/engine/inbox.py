@@ -20,6 +20,7 @@ from stoker.engine.jobs.prepare import PrepContext
 from stoker.errors import StokerError
 from stoker.ipc.commands import Command
 from stoker.ipc.events import Reply
+from stoker.ipc.model import ModelSpec
 from stoker.machine.monitor import Sample
 from stoker.models.memory_estimate.fit import Estimator
 
@@ -64,11 +65,13 @@ class Sized:
     Attributes:
         estimator: what it would take.
         fingerprint: of the file.
+        spec: how it is to be loaded, with the ids of the devices that there are.
     """
 
     load: LoadStop
     estimator: Estimator
     fingerprint: str
+    spec: ModelSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

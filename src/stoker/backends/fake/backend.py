@@ -13,15 +13,14 @@ import os
 import struct
 import time
 import zlib
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stoker.backends.cell_map import CellMap
-from stoker.backends.fake.devices import NO_DEVICES, FakeDevices
-from stoker.backends.fake.devices import ORDERS as DEVICE_ORDERS
+from stoker.backends.fake.devices import NUM_LAYERS
+from stoker.backends.fake.faults import FakeFaults
 from stoker.backends.fake.history import (
     GOLDEN,
     MIX_1,
@@ -57,7 +56,7 @@ from stoker.errors import (
     StepFailedError,
     UnsupportedError,
 )
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import ANYWHERE, ModelClass
 from stoker.models.memory_estimate.fit import Estimate
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
 
     from stoker.backends.protocol.backend import Buffer, InFlight, Placed, Rows
     from stoker.backends.protocol.extensions import Drafter
-    from stoker.ipc.model import AdapterSpec, ModelSpec
+    from stoker.ipc.model import AdapterSpec, ModelSpec, PlacementSpec
     from stoker.ipc.usage import Tensor
     from stoker.models.memory_estimate.fit import Estimator
 
@@ -76,77 +75,6 @@ _CERTAIN = 1000.0
 """The logit of a token beside which no other is drawn."""
 MOVED_TOKENS = 16
 """Tokens that are moved at a time: few, so that tests see stretches cut."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeFaults:
-    """Failures to order, and the class of model.
-
-    Attributes:
-        is_async: a step is computed when its rows are asked for, and nothing else may be called before.
-        draws: it gives the largest logits of a row in place of the row.
-        recurrent: it cannot go back or share, and begins from initial states, as a recurrent model.
-        bad_sequences: a step that holds one of these raises StepFailedError.
-        bad_tokens: a step that holds one of these tokens raises StepFailedError.
-        abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
-        step_delay_s: seconds every step, and every slice of an image, takes; of an asynchronous model from
-            the launch on, whatever is done meanwhile.
-        token_delay_s: seconds that each token of a step adds to that.
-        eog_period: about one position in so many wants to end the text; 0: none does.
-        load_s: seconds a load takes.
-        load_aborts: a load aborts the process before it says how far it is, with a word on stderr.
-        load_fails: a load ends with ModelLoadError.
-        vision: slices that encoding an image takes; 0: it takes no images.
-        script: file of the answers that it gives word for word; see `script`.
-        weights_mib, cell_kib: what it claims to take: weights, and a cell.
-        devices: what it is as if computed on, and takes memory of.
-    """
-
-    bad_sequences: frozenset[int] = frozenset()
-    bad_tokens: frozenset[int] = frozenset()
-    abort_tokens: frozenset[int] = frozenset()
-    step_delay_s: float = 0.0
-    token_delay_s: float = 0.0
-    eog_period: int = 256
-    is_async: bool = False
-    draws: bool = False
-    recurrent: bool = False
-    load_s: float = 0.0
-    load_fails: bool = False
-    load_aborts: bool = False
-    vision: int = 0
-    script: str = ""
-    weights_mib: int = 0
-    cell_kib: float = 1 / 128
-    devices: FakeDevices = NO_DEVICES
-
-    @classmethod
-    def parse(cls, text: str) -> FakeFaults:
-        """Faults written as "abort_tokens=7+9,step_delay_s=0.01". Raises ModelFileError."""
-        orders = dict(part.partition("=")[::2] for part in text.split(",")) if text else {}
-        faults: dict[str, Any] = {"devices": FakeDevices.parse(orders)}
-        for name, value in orders.items():
-            try:
-                match name:
-                    case "id":
-                        pass  # under which it is served
-                    case _ if name in DEVICE_ORDERS:
-                        pass  # parsed above
-                    case "step_delay_s" | "token_delay_s" | "load_s" | "cell_kib":
-                        faults[name] = float(value)
-                    case "script":
-                        faults[name] = value
-                    case "eog_period" | "weights_mib" | "vision":
-                        faults[name] = int(value)
-                    case "recurrent" | "is_async" | "draws" | "load_fails" | "load_aborts":
-                        faults[name] = bool(int(value))
-                    case "bad_sequences" | "bad_tokens" | "abort_tokens":
-                        faults[name] = frozenset(int(number) for number in value.split("+"))
-                    case _:
-                        raise ModelFileError(f"the fake backend knows no fault {name!r}")
-            except ValueError as error:
-                raise ModelFileError(f"{value!r} is no value for the fault {name!r}") from error
-        return cls(**faults)
 
 
 def _bias() -> Rows:
@@ -212,6 +140,7 @@ class FakeBackend:
         n_batch: tokens one step may carry.
         faults: failures to order.
         adapters: what its sequences may be adapted by: names and paths are enough.
+        placement: which of the ordered devices it lies on.
     """
 
     def __init__(  # noqa: PLR0913 - a stand-in with a knob for each limit
@@ -223,13 +152,14 @@ class FakeBackend:
         n_batch: int = 512,
         faults: FakeFaults | None = None,
         adapters: Sequence[AdapterSpec] = (),
+        placement: PlacementSpec = ANYWHERE,
     ) -> None:
         self.faults = faults or FakeFaults()
         self.num_threads = 1
         self.num_steps = 0
         self._script = FakeScript.read(self.faults.script) if self.faults.script else None
         self._vocabulary = FakeVocabulary(self._script.chat_template) if self._script else FakeVocabulary()
-        found = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults)
+        found = _capabilities(num_sequences, num_cells, n_ctx or num_cells, n_batch, self.faults, placement)
         fingerprints = tuple((spec.name, _digest(spec.path)) for spec in adapters)
         self._capabilities = dataclasses.replace(found, adapters=fingerprints)
         self._lengths = Lengths(num_sequences, N_VOCAB, n_batch)
@@ -244,7 +174,7 @@ class FakeBackend:
         self._draws = _FakeDraws() if self.faults.draws else None
         self._in_flight: _FakeInFlight | None = None
         self._is_closed = False
-        self._by_device = self.faults.devices.share(self.memory())
+        self._by_device = self.faults.devices.share(self.memory(), placement)
         self.faults.devices.take(self, self._by_device)
 
     def __repr__(self) -> str:
@@ -458,7 +388,7 @@ class FakeBackend:
         return _sizes(self.faults, self._capabilities.num_cells, self._capabilities.n_batch)
 
     def memory_by_device(self) -> dict[str, dict[str, int]]:
-        """All of it, in equal parts on the devices that were there at the load; see `OnDevices`."""
+        """What lies on each device that was there at the load; see `OnDevices`."""
         return self._by_device
 
     def set_threads(self, num_threads: int) -> None:
@@ -519,6 +449,7 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
         n_batch=spec.call_tokens,
         faults=faults,
         adapters=spec.adapters,
+        placement=spec.placement,
     )
 
 
@@ -528,7 +459,10 @@ def estimator(path: str) -> Estimator:
 
     def estimate(spec: ModelSpec) -> Estimate:
         num_cells = spec.pool_cells or _NUM_CELLS
-        return Estimate(lines=_sizes(faults, num_cells, spec.call_tokens), n_ctx=num_cells)
+        lines = _sizes(faults, num_cells, spec.call_tokens)
+        is_placed = spec.placement.gpu_layers != "auto"
+        on_devices = faults.devices.share(lines, spec.placement) if is_placed else {}
+        return Estimate(lines=lines, n_ctx=num_cells, on_devices=on_devices, num_layers=NUM_LAYERS)
 
     return estimate
 
@@ -571,15 +505,20 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _capabilities(
-    num_sequences: int, num_cells: int, n_ctx: int, n_batch: int, faults: FakeFaults
+def _capabilities(  # noqa: PLR0913, PLR0917 - likewise
+    num_sequences: int,
+    num_cells: int,
+    n_ctx: int,
+    n_batch: int,
+    faults: FakeFaults,
+    placement: PlacementSpec,
 ) -> Capabilities:
     is_recurrent, kind = faults.recurrent, f"fake {faults.recurrent} {faults.eog_period} {faults.script}"
     return Capabilities(
         model_class=ModelClass.RECURRENT if is_recurrent else ModelClass.DECODER,
         architecture="fake",
         description="deterministic stand-in",
-        label=f"fake · {faults.devices.label}",
+        label=f"fake · {faults.devices.label(placement)}",
         n_vocab=N_VOCAB,
         n_ctx=min(n_ctx, num_cells),
         n_ctx_train=n_ctx,

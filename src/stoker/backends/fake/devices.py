@@ -10,19 +10,29 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from stoker.backends.device import CPU, Device, DeviceMemory
-from stoker.errors import ModelFileError, ModelLoadError
+from stoker.errors import InsufficientMemoryError, ModelFileError
+from stoker.ipc.model import ANYWHERE, NO_DEVICE
+from stoker.models.memory_estimate.shares import places
+from stoker.models.placement import chosen_devices
 from stoker.wording import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from stoker.ipc.model import PlacementSpec
 
 ORDERS = frozenset({"device", "device_mib", "others_mib", "others"})
 _DEFAULT_MIB = 1024
+NUM_LAYERS = 9
+"""Of a fake model, as a placement counts them."""
 _MIB = 2**20
 _GONE = "gone"
 
@@ -87,10 +97,13 @@ class FakeDevices:
             orders.get("others", ""),
         )
 
-    @property
-    def label(self) -> str:
+    def label(self, placement: PlacementSpec = ANYWHERE) -> str:
         """What computes, for people."""
-        return " + ".join(self.names) or CPU.label
+        return " + ".join(device.name for device in self.used(placement)) or CPU.label
+
+    def used(self, placement: PlacementSpec) -> tuple[Device, ...]:
+        """The cards that a model so placed lies on. Raises InvalidRequestError for one that is not there."""
+        return chosen_devices(placement, self.cards())
 
     def devices(self) -> tuple[Device, ...]:
         """Those that are there, or the CPU."""
@@ -108,16 +121,19 @@ class FakeDevices:
         """Have `owner` hold these bytes by card and line.
 
         Raises:
-            ModelLoadError: a card has not so much, or is gone; nothing is held then.
+            InsufficientMemoryError: a card has not so much; nothing is held then.
         """
         for device in self.cards():
             wanted, memory = sum(lines.get(device.id, {}).values()), device.memory()
             free_bytes = memory.free_bytes if memory else 0
             if wanted > free_bytes:
                 self.release(owner)
-                raise ModelLoadError(
+                raise InsufficientMemoryError(
                     f"the fake card {device.name} is out of memory: {size_text(wanted)} asked for,"
-                    f" {size_text(free_bytes)} free"
+                    f" {size_text(free_bytes)} free",
+                    needed=wanted,
+                    free=free_bytes,
+                    device=device.id,
                 )
             card_of(device.name).hold(owner, wanted)
 
@@ -126,12 +142,21 @@ class FakeDevices:
         for name in self.names:
             card_of(name).hold(owner, 0)
 
-    def share(self, lines: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """These lines, in equal parts on the cards that are there."""
-        cards = self.cards()
+    def share(
+        self, lines: Mapping[str, int], placement: PlacementSpec = ANYWHERE
+    ) -> dict[str, dict[str, int]]:
+        """What of these lines is on each card: in equal parts where `placement` is "auto", else by layers."""
+        cards = self.used(placement)
+        parts = [1 / len(cards) for _ in cards]
+        if placement.gpu_layers != "auto":
+            ids = tuple(device.id for device in cards)
+            where = places(replace(placement, device=ids or (NO_DEVICE,)), NUM_LAYERS)
+            parts = [where.count(device) / NUM_LAYERS for device in ids]
+        shares = {name: _dealt(size_bytes, parts) for name, size_bytes in lines.items()}
         return {
-            device.id: {name: _part(size_bytes, at, len(cards)) for name, size_bytes in lines.items()}
+            device.id: {name: shares[name][at] for name in lines}
             for at, device in enumerate(cards)
+            if parts[at]
         }
 
     def _memory(self, index: int) -> DeviceMemory | None:
@@ -164,6 +189,7 @@ def _numbers(text: str, names: tuple[str, ...], default: int) -> tuple[int, ...]
     return tuple(map(int, parts))
 
 
-def _part(size_bytes: int, at: int, count: int) -> int:
-    """The part `at` of `count`; the parts add up to the whole."""
-    return size_bytes * (at + 1) // count - size_bytes * at // count
+def _dealt(size_bytes: int, parts: Sequence[float]) -> list[int]:
+    """Those fractions of it, which add up exactly."""
+    ends = [round(size_bytes * end) for end in accumulate(parts)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stoker.backends.fake.backend import FakeFaults
+from stoker.backends.fake.devices import NUM_LAYERS
+from stoker.backends.fake.faults import FakeFaults
 from stoker.backends.fake.history import FakeHistory, hidden_of
 from stoker.backends.fake.vocabulary import N_VOCAB, FakeVocabulary
 from stoker.backends.protocol.backend import Capabilities
 from stoker.backends.protocol.encoding import check_texts
 from stoker.backends.protocol.extensions import Extensions
 from stoker.errors import ModelFileError, ModelLoadError, StepFailedError
-from stoker.ipc.model import ModelClass, Pooling
+from stoker.ipc.model import ANYWHERE, ModelClass, Pooling
 from stoker.models.memory_estimate.fit import Estimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stoker.backends.protocol.backend import Rows
-    from stoker.ipc.model import ModelSpec
+    from stoker.ipc.model import ModelSpec, PlacementSpec
     from stoker.models.memory_estimate.fit import Estimator
 
 N_EMBD = 8
@@ -44,7 +45,13 @@ class FakeEncoder:
     """
 
     def __init__(
-        self, *, n_ctx: int = N_CTX_TRAIN, n_batch: int = 512, pooling: str = "mean", faults: FakeFaults
+        self,
+        *,
+        n_ctx: int = N_CTX_TRAIN,
+        n_batch: int = 512,
+        pooling: str = "mean",
+        faults: FakeFaults,
+        placement: PlacementSpec = ANYWHERE,
     ) -> None:
         self.pooling = pooling
         self.n_embd = N_EMBD
@@ -53,8 +60,8 @@ class FakeEncoder:
         self.calls: list[int] = []
         self.is_closed = False
         self._vocabulary = FakeVocabulary()
-        self._capabilities = _capabilities(n_ctx, n_batch, faults.devices.label)
-        self._by_device = faults.devices.share(self.memory())
+        self._capabilities = _capabilities(n_ctx, n_batch, faults.devices.label(placement))
+        self._by_device = faults.devices.share(self.memory(), placement)
         faults.devices.take(self, self._by_device)
 
     def __repr__(self) -> str:
@@ -92,7 +99,7 @@ class FakeEncoder:
         return _sizes(self.faults, self._capabilities.n_batch)
 
     def memory_by_device(self) -> dict[str, dict[str, int]]:
-        """All of it, in equal parts on the devices that were there at the load; see `OnDevices`."""
+        """What lies on each device that was there at the load; see `OnDevices`."""
         return self._by_device
 
     def set_threads(self, num_threads: int) -> None:
@@ -140,7 +147,9 @@ def load(spec: ModelSpec, on_progress: Callable[[float], None] | None = None) ->
         raise ModelLoadError("a load that fails was ordered")
     tell(1.0)
     n_ctx = min(spec.n_ctx or N_CTX_TRAIN, N_CTX_TRAIN)
-    return FakeEncoder(n_ctx=n_ctx, n_batch=spec.call_tokens, pooling=pooling, faults=faults)
+    return FakeEncoder(
+        n_ctx=n_ctx, n_batch=spec.call_tokens, pooling=pooling, faults=faults, placement=spec.placement
+    )
 
 
 def estimator(path: str) -> Estimator:
@@ -149,7 +158,10 @@ def estimator(path: str) -> Estimator:
 
     def estimate(spec: ModelSpec) -> Estimate:
         n_ctx = min(spec.n_ctx or N_CTX_TRAIN, N_CTX_TRAIN)
-        return Estimate(lines=_sizes(faults, spec.call_tokens), n_ctx=n_ctx)
+        lines = _sizes(faults, spec.call_tokens)
+        is_placed = spec.placement.gpu_layers != "auto"
+        on_devices = faults.devices.share(lines, spec.placement) if is_placed else {}
+        return Estimate(lines=lines, n_ctx=n_ctx, on_devices=on_devices, num_layers=NUM_LAYERS)
 
     return estimate
 

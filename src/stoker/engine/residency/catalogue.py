@@ -9,7 +9,7 @@ measures so. How much a model takes is the memory estimate's, measuring, loading
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,11 @@ import msgspec
 from stoker.backends.protocol.encoding import Encoder
 from stoker.errors import InsufficientMemoryError, ModelNotFoundError, ModelTooLargeError
 from stoker.ipc.model import MODEL_MOVES, STORY_LENGTH, ModelInfo, ModelLife, is_move
-from stoker.models.memory_estimate.fit import Fit, MemoryBudget, weigh
+from stoker.models.memory_estimate.fit import DeviceBudget, Fit, MemoryBudget, weigh
 from stoker.wording import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.residency.loading import Load
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from stoker.errors import ErrorInfo
     from stoker.ipc.model import ModelSpec
     from stoker.machine.ledger import Ledger
-    from stoker.machine.monitor import Sample
+    from stoker.machine.monitor import DeviceSample, Sample
     from stoker.models.memory_estimate.fit import FittedSpec
 
-
+OnDevicesLines = Mapping[str, Mapping[str, int]]
+"""Bytes by id of a device and line."""
 SWAP_AFTER_S = 1.0
 """How long requests wait for a model before a busy one has to go for it."""
 STAY_S = 2.0
@@ -57,6 +58,7 @@ class ServedModel:
         loaded_s: when it was loaded; how long that took.
         has_served: a request ran on it since it was loaded.
         size: what it takes by line; of one that is not loaded what it would, empty: not known.
+        on_devices: what of that lies on devices, by their ids.
         degraded: what it was given less of than was asked for.
         stage, fraction: how far a load has come.
         reason: why it is not ready; error: with which it failed last.
@@ -74,6 +76,7 @@ class ServedModel:
     load_took_s: float = 0.0
     has_served: bool = False
     size: Mapping[str, int] = field(default_factory=dict)
+    on_devices: OnDevicesLines = field(default_factory=dict)
     degraded: tuple[str, ...] = ()
     stage: str = ""
     fraction: float = 0.0
@@ -88,6 +91,15 @@ class ServedModel:
     def size_bytes(self) -> int:
         """All lines together."""
         return sum(self.size.values())
+
+    def device_bytes(self, device: str) -> int:
+        """What it holds of the device of that id."""
+        return sum(self.on_devices.get(device, {}).values())
+
+    @property
+    def host_bytes(self) -> int:
+        """What it holds of the machine's memory."""
+        return self.size_bytes - sum(map(self.device_bytes, self.on_devices))
 
     @property
     def is_in_memory(self) -> bool:
@@ -204,10 +216,36 @@ RETRY_AFTER_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryShare:
-    """What other models could give, in bytes: idle ones at once, busy ones when their requests have ended."""
+    """What other models could give: idle ones at once, busy ones when their requests have ended."""
 
-    idle_bytes: int
-    busy_bytes: int
+    models: tuple[ServedModel, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the machine's memory."""
+        return sum(served.host_bytes for served in self.models)
+
+    def device_bytes(self, device: str) -> int:
+        """Of a device."""
+        return sum(served.device_bytes(device) for served in self.models)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """What a load waits for: bytes of the machine's memory (0 or less: none), and of devices by their ids."""
+
+    host_bytes: int
+    devices: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it may begin."""
+        return self.host_bytes <= 0 and not self.devices
+
+    def is_eased_by(self, served: ServedModel) -> bool:
+        """Whether a model holds some of it."""
+        is_host = self.host_bytes > 0 and served.host_bytes > 0
+        return is_host or any(served.device_bytes(device) for device in self.devices)
 
 
 class Placement:
@@ -232,8 +270,8 @@ class Placement:
     def __repr__(self) -> str:
         return f"<Placement {self._ledger!r} margin {self._margin_bytes}>"
 
-    def weigh(self, load: Load, share: MemoryShare) -> tuple[FittedSpec, int]:
-        """How it can be had, and how many bytes are missing for that now (0 or less: none).
+    def weigh(self, load: Load, share: MemoryShare) -> tuple[FittedSpec, Missing]:
+        """How it can be had, and what is missing for that now.
 
         It is cut down only if it would not fit as asked once everything else has gone that may.
 
@@ -246,19 +284,21 @@ class Placement:
         if self._own_bytes is None:
             self._own_bytes = sample.footprint_bytes
         free_bytes = self._free_bytes(sample)
-        evictable_bytes = self._cache.ram_bytes + share.idle_bytes + share.busy_bytes
+        evictable_bytes = self._cache.ram_bytes + share.host_bytes
         budget = MemoryBudget(
             free_bytes=free_bytes + evictable_bytes,
             limit_bytes=max(0, sample.limit_bytes - self._own_bytes),
             margin_bytes=self._margin_bytes,
+            devices=tuple(_device_budget(device, load, share) for device in sample.devices),
         )
         try:
             fitted = weigh(
-                _with_context(load.spec, load.least_n_ctx), load.estimator, budget, load.least_n_ctx
+                _with_context(load.wanted, load.least_n_ctx), load.estimator, budget, load.least_n_ctx
             )
         except InsufficientMemoryError as error:
             raise self._insufficient(error, free_bytes, evictable_bytes) from None
-        needed_bytes = fitted.estimate.total_bytes
+        if fitted.fit is Fit.TOO_LARGE:
+            raise self._too_large(load, fitted, sample, budget, free_bytes)
         if fitted.fit is Fit.DEGRADED and not load.served.may_evict:
             raise InsufficientMemoryError(  # it is loaded whole as soon as a request needs it
                 f"{load.spec.id} does not fit whole beside what is loaded",
@@ -267,22 +307,28 @@ class Placement:
                 margin=self._margin_bytes,
                 evictable=evictable_bytes,
             )
-        if fitted.fit is Fit.TOO_LARGE:
-            raise ModelTooLargeError(
-                f"{load.spec.id} needs {size_text(needed_bytes)} at the least; of the"
-                f" {size_text(sample.limit_bytes)} that may be used here Stoker itself takes"
-                f" {size_text(self._own_bytes)}, and {size_text(self._margin_bytes)} have to stay free",
-                needed=needed_bytes,
-                limit=budget.limit_bytes,
-                margin=self._margin_bytes,
-                free=free_bytes,
-                evictable=evictable_bytes,
-            )
-        return fitted, needed_bytes + self._margin_bytes - free_bytes
+        return fitted, _missing(fitted, budget, free_bytes)
+
+    def _too_large(
+        self, load: Load, fitted: FittedSpec, sample: Sample, budget: MemoryBudget, free_bytes: int
+    ) -> ModelTooLargeError:
+        needed_bytes = fitted.estimate.host_bytes(budget.devices)
+        return ModelTooLargeError(
+            f"{load.spec.id} needs {size_text(needed_bytes)} at the least; of the"
+            f" {size_text(sample.limit_bytes)} that may be used here Stoker itself takes"
+            f" {size_text(self._own_bytes or 0)}, and {size_text(self._margin_bytes)} have to stay free",
+            needed=needed_bytes,
+            limit=budget.limit_bytes,
+            margin=self._margin_bytes,
+            free=free_bytes,
+            evictable=budget.free_bytes - free_bytes,
+        )
 
     def _insufficient(
         self, error: InsufficientMemoryError, free_bytes: int, evictable_bytes: int
     ) -> InsufficientMemoryError:
+        if "device" in error.details:
+            return InsufficientMemoryError(error.message, retry_after_s=RETRY_AFTER_S, **error.details)
         return InsufficientMemoryError(
             f"{error.message}; {size_text(evictable_bytes)} of that by eviction",
             retry_after_s=RETRY_AFTER_S,
@@ -298,19 +344,52 @@ class Placement:
         """Drop stored prefixes, saved ones first; returns the bytes that freed."""
         return self._cache.shed(missing_bytes, now)
 
-    def settle(self, fitted: FittedSpec, runner: ModelRunner) -> Mapping[str, int]:
-        """It is in memory: what it takes by line, entered in the ledger."""
+    def settle(self, fitted: FittedSpec, runner: ModelRunner) -> tuple[Mapping[str, int], OnDevicesLines]:
+        """It is in memory: what it takes by line, and what of that on devices, entered in the ledger."""
         lines = dict(fitted.estimate.lines) | runner.backend.memory()
-        for line, size_bytes in lines.items():
-            self._ledger.add(line, size_bytes)
+        devices = runner.backend.extensions.devices
+        on_devices = {} if devices is None else devices.memory_by_device()
+        self._enter(lines, on_devices, 1)
         self._cache.model_back(runner.prep.fingerprint)
-        return lines
+        return lines, on_devices
 
-    def release(self, lines: Mapping[str, int], fingerprint: str) -> None:
+    def release(self, lines: Mapping[str, int], on_devices: OnDevicesLines, fingerprint: str) -> None:
         """It is gone; what is stored of it goes to disk, where there is one (SPEC C7)."""
         self._cache.model_gone(fingerprint)
+        self._enter(lines, on_devices, -1)
+
+    def _enter(self, lines: Mapping[str, int], on_devices: OnDevicesLines, sign: int) -> None:
         for line, size_bytes in lines.items():
-            self._ledger.add(line, -size_bytes)
+            elsewhere = sum(held.get(line, 0) for held in on_devices.values())
+            self._ledger.add(line, sign * max(0, size_bytes - elsewhere))
+        for device, held in on_devices.items():
+            for line, size_bytes in held.items():
+                self._ledger.add(line, sign * size_bytes, device)
+
+
+def _device_budget(device: DeviceSample, load: Load, share: MemoryShare) -> DeviceBudget:
+    """What there is of a device; less where the load has failed for want of memory there."""
+    evictable_bytes = share.device_bytes(device.id)
+    most_bytes = load.most_bytes.get(device.id, device.total_bytes) + device.margin_bytes
+    return DeviceBudget(
+        id=device.id,
+        free_bytes=device.free_bytes + evictable_bytes,
+        limit_bytes=min(device.total_bytes, most_bytes),
+        margin_bytes=device.margin_bytes,
+        evictable_bytes=evictable_bytes,
+    )
+
+
+def _missing(fitted: FittedSpec, budget: MemoryBudget, free_bytes: int) -> Missing:
+    needed = fitted.estimate
+    short = {
+        each.id: missing_bytes
+        for each in budget.devices
+        if (held := needed.device_bytes(each.id))
+        and (missing_bytes := held + each.margin_bytes - each.vacant_bytes) > 0
+    }
+    host_bytes = needed.host_bytes(budget.devices) + budget.margin_bytes - free_bytes
+    return Missing(host_bytes=host_bytes, devices=short)
 
 
 def _with_context(spec: ModelSpec, least_n_ctx: int) -> ModelSpec:

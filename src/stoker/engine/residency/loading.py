@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from stoker.engine.inbox import LoadStop
     from stoker.engine.residency.catalogue import ServedModel
+    from stoker.errors import InsufficientMemoryError
     from stoker.ipc.model import ModelSpec
     from stoker.models.memory_estimate.fit import Estimator, FittedSpec
 
@@ -25,10 +26,12 @@ class Load:
         begun_s: when it was begun.
         is_reload: the model is in memory already and stays until the new one is (SPEC L5).
         estimator, fingerprint: what the file says; None before it was looked at.
+        looked_at: the spec with the ids of the devices that there are; None: likewise.
         fitted: how it is loaded; None while it waits for room.
         look_s: when to look for room again.
         least_n_ctx: tokens of context that requests need which have begun on the model.
         stage: what it is at: header, waiting (for room) or weights.
+        most_bytes: what it may take of devices at most, by their ids, where it has failed to take more.
     """
 
     served: ServedModel
@@ -42,9 +45,27 @@ class Load:
     look_s: float = 0.0
     least_n_ctx: int = 0
     stage: str = ""
+    looked_at: ModelSpec | None = None
+    most_bytes: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<Load {self.spec.id} {self.stage} {self.served.fraction:.0%}>"
+
+    @property
+    def wanted(self) -> ModelSpec:
+        """How it is to be loaded, with ids of devices as soon as they are known."""
+        return self.looked_at or self.spec
+
+    def learn(self, error: InsufficientMemoryError) -> bool:
+        """Loading has shown that a device has less room than was thought; returns whether to try again.
+
+        Each time it may take an eighth less there, or as much less as was missing.
+        """
+        device = error.details.get("device", "")
+        tried_bytes = self.fitted.estimate.device_bytes(device) if self.fitted is not None else 0
+        missing_bytes = error.details.get("needed", 0) - error.details.get("free", 0)
+        self.most_bytes[device] = max(0, min(tried_bytes * 7 // 8, tried_bytes - missing_bytes))
+        return tried_bytes > 0
 
     @property
     def waits_for_room(self) -> bool:

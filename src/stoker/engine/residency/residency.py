@@ -16,6 +16,8 @@ from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.residency.catalogue import (
     Catalogue,
     MemoryShare,
+    Missing,
+    OnDevicesLines,
     Placement,
     ServedModel,
     Swaps,
@@ -25,7 +27,7 @@ from stoker.engine.residency.loading import Load
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.status import model_status
-from stoker.errors import ModelInUseError, StokerError
+from stoker.errors import InsufficientMemoryError, ModelInUseError, StokerError
 from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel
 from stoker.ipc.events import ModelState, Reply
 from stoker.ipc.model import ModelLife
@@ -94,7 +96,7 @@ class Residency:
         self._load: Load | None = None
         self._retry_s: dict[str, float] = {}
         self._swaps = Swaps()
-        self._departed: list[tuple[ModelRunner, Mapping[str, int]]] = []
+        self._departed: list[tuple[ModelRunner, Mapping[str, int], OnDevicesLines]] = []
         self.refusal: StokerError | None = None
         self.is_barred = False
 
@@ -304,8 +306,8 @@ class Residency:
                 post.backend.close()
             return
         match post:
-            case Sized(_, estimator, fingerprint):
-                load.estimator, load.fingerprint = estimator, fingerprint
+            case Sized(_, estimator, fingerprint, spec):
+                load.estimator, load.fingerprint, load.looked_at = estimator, fingerprint, spec
                 if load.is_reload and self._is_the_same(load):
                     self._load = None
                     self._keep(load.served, None)
@@ -316,6 +318,10 @@ class Residency:
                 self._tell(load.served)
             case Loaded(_, _, backend):
                 self._take_in(load, backend, now)
+            case LoadFailed(_, InsufficientMemoryError() as error) if load.learn(error):
+                log.warning("%s is tried with less: %s", load.spec.id, error)
+                load.fitted = None
+                self._place(load, now)
             case LoadFailed(_, error):
                 log.warning("%s could not be loaded: %s", load.spec.id, error)
                 self._refuse(load.served, error, now)
@@ -335,23 +341,18 @@ class Residency:
     def _place(self, load: Load, now: float) -> None:
         """Start it if it fits; else free memory, wait for some, or refuse it."""
         others = [s for s in self._catalogue.in_memory() if s is not load.served and not s.is_pinned]
-        idle = [s for s in others if not self._leases(s)]
-        busy = [s for s in others if self._leases(s)]
-        share = MemoryShare(
-            idle_bytes=sum(s.size_bytes for s in idle) if load.served.may_evict else 0,
-            busy_bytes=sum(s.size_bytes for s in busy) if load.served.may_evict else 0,
-        )
+        share = MemoryShare(models=tuple(others) if load.served.may_evict else ())
         load.look_s = now + LOOK_AGAIN_S
         load.least_n_ctx = self._least_context(load)
         if load.is_reload and (error := self._conflict(load.spec, load.spec.most_tokens)):
             self._refuse(load.served, error, now)
             return
         try:
-            fitted, missing_bytes = self._placement.weigh(load, share)
+            fitted, missing = self._placement.weigh(load, share)
         except StokerError as error:
             self._refuse(load.served, error, now)
             return
-        if missing_bytes <= 0:
+        if missing.is_nothing:
             load.fitted = fitted
             self._call_off(load.spec.id)
             self._come_to(load, "weights")
@@ -361,15 +362,22 @@ class Residency:
             self._come_to(load, "waiting")
         if self._departed:
             return  # what they give back is not free yet
-        if self._placement.shed(missing_bytes, now):
+        if missing.host_bytes > 0 and self._placement.shed(missing.host_bytes, now):
             load.look_s = now
-        elif not load.served.may_evict:
-            return  # what is stored is in use for now
-        elif idle:
-            self._unload(idle[0], f"gives way to {load.spec.id}", now)
+        elif load.served.may_evict:  # else what is stored is in use for now
+            self._make_room(load, missing, others, now)
+
+    def _make_room(self, load: Load, missing: Missing, others: list[ServedModel], now: float) -> None:
+        """Have a model go that holds some of what is missing: an idle one at once, else a busy one."""
+        helpful = [s for s in others if missing.is_eased_by(s)]
+        idle = [s for s in helpful if not self._leases(s)]
+        busy = [s for s in helpful if self._leases(s)]
+        why = f"gives way to {load.spec.id}"
+        if idle:
+            self._unload(idle[0], why, now)
             load.look_s = now
         elif going := self._swaps.choose(self._disturbable(busy, load, now), load.spec.id, load.begun_s, now):
-            self._make_yield(going, f"gives way to {load.spec.id}", now)
+            self._make_yield(going, why, now)
 
     def _least_context(self, load: Load) -> int:
         """Tokens of context that requests need which have begun on the model: it comes back with no less."""
@@ -410,7 +418,7 @@ class Residency:
         self._runners.add(runner)
         if not load.is_reload:
             served.move(ModelLife.READY)
-        served.size = self._placement.settle(fitted, runner)
+        served.size, served.on_devices = self._placement.settle(fitted, runner)
         served.degraded = runner.degraded
         served.used_s = served.loaded_s = now
         served.load_took_s, served.error = now - load.begun_s, None
@@ -516,18 +524,18 @@ class Residency:
             return
         while runner.has_unstored:
             runner.rest(now)
-        self._departed.append((runner, served.size))
+        self._departed.append((runner, served.size, served.on_devices))
         self.free_departed()
 
     def free_departed(self) -> None:
         """Give back the memory of models that have gone, once no worker reads their vocabulary any more."""
         departed, self._departed = self._departed, []
-        for runner, size in departed:
+        for runner, size, on_devices in departed:
             if self._workers.preparations.uses(runner.prep):
-                self._departed.append((runner, size))
+                self._departed.append((runner, size, on_devices))
                 continue
             runner.close()
-            self._placement.release(size, runner.prep.fingerprint)
+            self._placement.release(size, on_devices, runner.prep.fingerprint)
 
     def close(self) -> None:
         """The engine ends: a load that goes on ends with it."""

@@ -32,6 +32,7 @@ from stoker.ipc.commands import CountTokens, Detokenize, Submit, TextQuestion, T
 from stoker.ipc.events import Reply
 from stoker.ipc.model import ModelSpec
 from stoker.models.memory_estimate.fit import with_draft
+from stoker.models.placement import with_device_ids
 from stoker.models.reader import LoadContext
 
 TOLD_EVERY = 0.02
@@ -87,11 +88,12 @@ class Workers:
 
         def answer() -> Sized:
             model = self._models.open(spec.path)
-            self._devices.know(model.devices())
+            there = model.devices()
+            self._devices.know(there)
             found = model.estimator()
             if spec.draft_path and spec.speculation.uses_model:
                 found = with_draft(found, self._models.open(spec.draft_path).estimator())
-            return Sized(load, found, model.fingerprint)
+            return Sized(load, found, model.fingerprint, with_device_ids(spec, there))
 
         self._post(self._sizer, answer, lambda error: LoadFailed(load, error))
 

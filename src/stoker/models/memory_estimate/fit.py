@@ -226,7 +226,7 @@ def _no_room_on(
     device: DeviceBudget, spec: ModelSpec, least: FittedSpec, placing: Placing
 ) -> InsufficientMemoryError:
     """A device cannot hold what it was asked to hold: what it could, and the flag for that."""
-    needed, free = least.estimate.device_bytes(device.id), max(0, device.free_bytes)
+    needed, free = least.estimate.device_bytes(device.id), max(0, min(device.free_bytes, device.limit_bytes))
     layers, num_layers = placing.most_layers(least.spec), least.estimate.num_layers
     would_fit = f"{layers} of {num_layers} layers would fit: --gpu-layers {layers}, or auto"
     return InsufficientMemoryError(

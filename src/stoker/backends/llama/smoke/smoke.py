@@ -47,6 +47,8 @@ TRIAL_TIMEOUT_S = 300.0
 ASK_EVERY_S = 0.1
 VERDICT_FILE = "smoke.json"
 MAX_DETAIL_CHARS = 500
+NUM_TIMED = 8
+"""Tokens whose time is measured."""
 MAX_FILE_VERDICTS = 64
 """Files that are remembered by themselves; past this the oldest is forgotten."""
 _FILE_KEY = "file:"
@@ -198,12 +200,18 @@ def _try_settings(
 
 
 def _run_trial(
-    path: Path, setting: SmokeSetting, on_wait: Callable[[], None], placement: PlacementSpec = ANYWHERE
+    path: Path,
+    setting: SmokeSetting,
+    on_wait: Callable[[], None],
+    placement: PlacementSpec = ANYWHERE,
+    num_timed: int = 0,
 ) -> _Outcome:
     command = [sys.executable, "-P", "-m", "stoker.backends.llama.smoke.trial", str(path)]
     command += ["--extra-bufts", _on_off(setting.uses_extra_bufts), "--offload", _on_off(setting.offloads)]
     if placement != ANYWHERE:
         command += ["--placement", msgspec.json.encode(placement).decode()]
+    if num_timed:
+        command += ["--timed", str(num_timed)]
     try:
         done = _run(command, on_wait)
     except subprocess.TimeoutExpired:
@@ -395,7 +403,7 @@ def _token_seconds(
     match _read(file).get(key):
         case {"token_s": float(known)}:
             return known
-    found = _run_trial(header.path, setting, on_wait, placement)
+    found = _run_trial(header.path, setting, on_wait, placement, NUM_TIMED)
     if found.shortage is not None:
         raise error_from_info(found.shortage)
     if found.is_ok:

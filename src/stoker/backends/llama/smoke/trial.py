@@ -3,7 +3,7 @@
     python -m stoker.backends.llama.smoke.trial MODEL.gguf --extra-bufts on|off --offload on|off
 
 prints one line of JSON: `outcome` (ok, refused, wrong), `detail`, `label`, `shortage` where memory was short,
-`token_s` where a placement is tried. A crash says the rest by its signal. The variable STOKER_SMOKE_FAULT
+`token_s` where it was measured. A crash says the rest by its signal. The variable STOKER_SMOKE_FAULT
 makes it fail on purpose, for tests: "segv" and "nan" with repacked weights, "segv-offload" where an
 accelerator may be used, "segv-always" in any case, "hang" for good.
 """
@@ -32,7 +32,6 @@ from stoker.errors import InsufficientMemoryError, StokerError
 from stoker.ipc.model import PlacementSpec
 from stoker.native_crash import prepare_to_crash
 
-NUM_TIMED = 8
 NUM_CELLS = 256
 
 
@@ -42,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path)
     parser.add_argument("--extra-bufts", choices=("on", "off"), default="on")
     parser.add_argument("--offload", choices=("on", "off"), default="on")
-    parser.add_argument("--placement", help="a PlacementSpec as JSON")
+    parser.add_argument("--placement", default="{}", help="a PlacementSpec as JSON")
+    parser.add_argument("--timed", type=int, default=0, help="tokens to measure")
     options = parser.parse_args(arguments)
     prepare_to_crash()
     fault = os.environ.get("STOKER_SMOKE_FAULT", "")
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
                 path=options.path,
                 use_extra_bufts=options.extra_bufts == "on",
                 offloads=options.offload == "on",
-                placement=msgspec.json.decode(options.placement or "{}", type=PlacementSpec),
+                placement=msgspec.json.decode(options.placement, type=PlacementSpec),
             )
         )
     except InsufficientMemoryError as error:
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _say("refused", error.message, "")
     token_s = 0.0
     try:
-        detail, token_s = _decode(model, NUM_TIMED if options.placement else 0)
+        detail, token_s = _decode(model, options.timed)
     except InsufficientMemoryError as error:
         return _say("refused", error.message, "", shortage=error)
     except StokerError as error:

@@ -1,0 +1,120 @@
+"""Models on accelerators, seen from outside: a loop on a machine with fake cards."""
+
+import pytest
+
+from memory_stand_in import MIB
+from stoker.backends.fake.devices import FakeDevices
+from stoker.errors import InsufficientMemoryError
+from stoker.ipc.events import ModelState
+from stoker.ipc.model import PlacementSpec
+
+TWO = "eog_period=0,weights_mib=300,device={0}-1+{0}-2,device_mib=500+500"
+ONE = "eog_period=0,weights_mib=300,device={0}-1,device_mib={1}"
+
+
+def held(machine, model):
+    """MiB that it has of each card."""
+    backend = machine.loop._runners.find(model).backend
+    found = backend.extensions.devices.memory_by_device()
+    return {card: sum(lines.values()) // MIB for card, lines in found.items()}
+
+
+def refusal(machine, model):
+    """Why it could not be loaded."""
+    machine.until(lambda: machine.state(model) == "failed")
+    return [event.error for event in machine.of(ModelState) if event.model == model and event.error][-1]
+
+
+def test_the_second_model_goes_to_the_other_card(make):
+    """SPEC R11: each lies whole on one; host memory is not asked for what a card holds."""
+    machine = make(limit_mib=400, device_lease=False)
+    machine.have("a", order=TWO.format("other"))
+    machine.have("b", order=TWO.format("other"))
+    assert [held(machine, model) for model in "ab"] == [{"other-1": 300}, {"other-2": 300}]
+    assert machine.info("b").label == "fake · other-2"
+    assert machine.info("b").degraded == []
+    assert machine.ledger.get("weights", 0) == 0
+    lines = machine.loop._store.ledger.device_lines()
+    assert lines["other-1"]["weights"] == lines["other-2"]["weights"] == 300 * MIB
+
+
+def test_an_idle_model_goes_for_the_card_that_it_holds_and_no_other(make):
+    """SPEC R3, R11: the longest unused of those that hold something of it."""
+    machine = make(device_lease=False)
+    machine.have("old", order="eog_period=0,weights_mib=10")
+    machine.have("a", order=TWO.format("idle"))
+    machine.have("b", order=TWO.format("idle"))
+    machine.have("c", order=TWO.format("idle"))
+    assert [machine.state(model) for model in ("old", "a", "b", "c")] == ["ready", "absent", "ready", "ready"]
+    assert held(machine, "c") == {"idle-1": 300}
+    machine.submit("r", "b")
+    machine.run("r")
+
+
+def test_a_card_that_is_too_small_holds_fewer_layers_and_the_model_says_so(make):
+    """SPEC R2, R11: the rest in host memory, counted there."""
+    machine = make(device_lease=False)
+    machine.have("a", order=ONE.format("small", 200))
+    degraded = machine.info("a").degraded
+    assert len(degraded) == 1
+    assert degraded[0].endswith("of 9 layers on small-1, the others on the CPU")
+    assert 150 < held(machine, "a")["small-1"] <= 200
+    on_card = machine.loop._store.ledger.device_lines()["small-1"]["weights"]
+    assert machine.ledger["weights"] + on_card == 300 * MIB
+
+
+def test_what_was_asked_of_a_card_is_refused_with_numbers(make):
+    """SPEC R1, R11: needed, free, which device, what would fit and the flag for it; others run on."""
+    machine = make(device_lease=False)
+    machine.have("fine", order="eog_period=0")
+    whole = PlacementSpec(gpu_layers="all")
+    machine.load(machine.know("a", ONE.format("asked", 200), placement=whole))
+    error = refusal(machine, "a")
+    assert error.code == "insufficient_memory"
+    assert error.details["device"] == "asked-1"
+    assert error.details["free"] == 200 * MIB < error.details["needed"]
+    layers = error.details["layers"]
+    assert f"{layers} of 9 layers would fit: --gpu-layers {layers}, or auto" in error.message
+    machine.have("b", order=ONE.format("asked", 200), placement=PlacementSpec(gpu_layers=layers))
+    assert machine.state("fine") == "ready"
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(make):
+    """SPEC R11: at the load, as only the engine knows devices."""
+    machine = make(device_lease=False)
+    machine.load(machine.know("a", ONE.format("known", 200), placement=PlacementSpec(device=("CUDA9",))))
+    error = refusal(machine, "a")
+    assert (error.code, error.param, error.details) == ("invalid_request", "device", {"devices": ["known-1"]})
+
+
+def test_a_load_that_fails_for_want_of_memory_is_tried_with_less(make, monkeypatch):
+    """SPEC R11: an estimate may be too small; what others took meanwhile is not known before."""
+    machine = make(device_lease=False)
+    take, tries = FakeDevices.take, []
+
+    def taken(self, owner, lines):
+        tries.append(sum(lines.get("tight-1", {}).values()) // MIB)
+        if tries[-1] > 150:
+            raise InsufficientMemoryError("cudaMalloc failed", needed=MIB, free=0, device="tight-1")
+        take(self, owner, lines)
+
+    monkeypatch.setattr(FakeDevices, "take", taken)
+    machine.have("a", order=ONE.format("tight", 500))
+    assert tries[0] >= 300
+    assert tries[-1] <= 150
+    assert "layers on tight-1" in machine.info("a").degraded[0]
+
+
+@pytest.mark.parametrize("kind", ["all", 4])
+def test_tries_with_less_end(make, monkeypatch, kind):
+    """SPEC R11: what was asked for is not made less; in the end it is refused."""
+    machine = make(device_lease=False)
+
+    def refused(self, owner, lines):
+        if lines:
+            raise InsufficientMemoryError("cudaMalloc failed", needed=MIB, free=0, device="never-1")
+
+    monkeypatch.setattr(FakeDevices, "take", refused)
+    machine.load(machine.know("a", ONE.format("never", 1000), placement=PlacementSpec(gpu_layers=kind)))
+    error = refusal(machine, "a")
+    assert (error.code, error.details["device"]) == ("insufficient_memory", "never-1")
