@@ -22,7 +22,7 @@ from llama_cpp import llama_cpp as llama
 from stoker.backends.device import CPU, Device, DeviceMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "LIBRARY_DIR",
@@ -162,14 +162,24 @@ def buffer_bytes(lines: Iterable[LogLine], found: Iterable[Device]) -> dict[str,
         found: the devices that its buffers are named after; all other buffers, and those of devices without
             memory of their own, are under the empty id.
     """
-    ids = [device.id for device in found if not device.is_integrated]
+    own = [device for device in found if not device.is_integrated]
     sizes: dict[str, dict[str, int]] = {}
     for line in lines:
         if buffer := _BUFFER.search(line.text):
-            owner = next((id_ for id_ in ids if buffer[1] == id_ or buffer[1].startswith(f"{id_}_")), "")
-            held, name = sizes.setdefault(owner, {}), _BUFFER_LINES[buffer[2]]
-            held[name] = held.get(name, 0) + int(float(buffer[3]) * 2**20)
+            owners, name = _owners(buffer[1], own) or [""], _BUFFER_LINES[buffer[2]]
+            size_bytes = int(float(buffer[3]) * 2**20)
+            for owner in owners:
+                held = sizes.setdefault(owner, {})
+                held[name] = held.get(name, 0) + size_bytes // len(owners)
     return sizes
+
+
+def _owners(buffer: str, devices: Sequence[Device]) -> list[str]:
+    """Ids of the devices that hold a buffer of that name; rows of a matrix lie on all of a kind."""
+    for device in devices:
+        if buffer == device.id or buffer.startswith(f"{device.id}_"):
+            return [device.id]
+    return [device.id for device in devices if buffer == f"{device.kind}_Split"]
 
 
 def sum_by_device(*parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
