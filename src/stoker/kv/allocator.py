@@ -63,7 +63,7 @@ class KVAllocator:
         running = self.slots.running
         if not running:
             return True
-        idle = [slot for slot in self.slots.slots if slot.sequence is None]
+        idle = [slot for slot in self.slots.slots if slot.sequence is None and (slot.kept or slot.parked)]
         kept = sum(self.cells.exclusive(slot.id) for slot in idle)
         promised = self.cells.used - kept + sum(s.num_pending for s in running)
         is_shared = placement.entry is None and self.slots[placement.source].sequence is not None
