@@ -92,11 +92,11 @@ def both_ways(context: LlamaContext, *items: PlanItem) -> tuple[Rows, Candidates
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_vocab", [300, 1024, 1025, 5000, 16384, 40000])
+@pytest.mark.parametrize("num_vocab", [300, 1025, 2048, 2049, 5000, 32768, 40001])
 def test_the_graph_finds_the_largest_of_any_vocabulary(
     write_vocabulary: WriteVocabulary, num_vocab: int, way: str
 ) -> None:
-    """B6: one piece, whole pieces, pieces with a rest, two levels and three."""
+    """B6: one piece, two, whole blocks and a rest, maxima of one level, and of two."""
     with opened(write_vocabulary(num_vocab), WAYS[way]) as context:
         assert context.draws is not None
         items = [PlanItem(seq, 0, range(3 + seq, 8 + seq), 1) for seq in range(5)]
@@ -265,11 +265,11 @@ def answered(
         return found
 
 
-@pytest.mark.parametrize("num_vocab", [5000, 40000])
+@pytest.mark.parametrize("num_vocab", [4999, 40000])
 def test_the_estimate_counts_what_finding_the_largest_takes(
     write_vocabulary: WriteVocabulary, num_vocab: int
 ) -> None:
-    """B6, M1: rows sorted in pieces where the output matrix lies, and four numbers a token on the host."""
+    """B6, M1: rows and a copy where the output matrix lies, and four numbers a token on the host."""
     path = write_vocabulary(num_vocab)
     placement = PlacementSpec(device=("card",), gpu_layers="all")
     spec = ModelSpec(id="m", path=str(path), num_slots=60, n_ctx=512, n_batch=64, placement=placement)
@@ -279,4 +279,4 @@ def test_the_estimate_counts_what_finding_the_largest_takes(
         taken = context.memory()["compute"]
     assert taken <= estimate.lines["compute"] <= 1.25 * taken
     rows = 4 * num_vocab * options.num_sequences
-    assert 3 * rows < estimate.on_devices["card"]["compute"] < 4.5 * rows
+    assert 2 * rows < estimate.on_devices["card"]["compute"] < 3.5 * rows

@@ -1,10 +1,9 @@
 """The largest logits of each row, found in the graph of the step, so that rows stay on the device (SPEC B6).
 
 llama.cpp lets a sampler of a sequence add operations to the graph of each step and copies what these leave of
-a row to the host. `DeviceDraws` is such a sampler for every sequence. It sorts the rows of the whole step at
-once, in pieces of which only the best go on to the next level, as no device sorts a vocabulary quickly, and
-each sequence takes its row of the result: logits, ids, and the sum of the whole row, which a NaN anywhere in
-it makes a NaN. A sequence that needs its whole row keeps that.
+a row to the host. `DeviceDraws` is such a sampler for every sequence. It finds the best of all rows of the
+step at once, sorting as little as it can, and each sequence takes its row of the result: logits, ids, and the
+sum of the whole row, which a NaN anywhere in it makes a NaN. A sequence that needs its whole row keeps that.
 
 The choice is built into the graph, and the library builds none where it thinks that the last one will do: by
 sequences and numbers of tokens. Where a sequence changes its choice meanwhile its sampler is changed for
@@ -33,14 +32,18 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import PlanItem, Rows
 
 NUM_CANDIDATES = 64
+BLOCK = 32
+"""Logits of which only the largest is looked at first."""
 PIECE = 1024
 """Logits that are sorted at a time: what one block of threads of a GPU sorts."""
 WIDTH = 2 * NUM_CANDIDATES + 1
 """Numbers of a row's result: logits, ids, sum."""
 MIN_VOCAB = 2 * WIDTH
 """A smaller vocabulary's rows are hardly longer than their candidates."""
+MAX_VOCAB = BLOCK * PIECE * PIECE // NUM_CANDIDATES
+"""The blocks of a larger one would need more than two levels of sorting."""
 
-_F32, _DESCENDING = 0, 1  # enum ggml_type, ggml_sort_order
+_F32, _I32, _DESCENDING, _MAX = 0, 26, 1, 0  # enum ggml_type, ggml_sort_order, ggml_op_pool
 _NUM_SOURCES = 10
 
 _log = logging.getLogger(__name__)
@@ -87,6 +90,8 @@ class _Ggml:
         self.repeat_4d = self._function("ggml_repeat_4d", tensor, *[count] * 4)
         self.concat = self._function("ggml_concat", tensor, tensor, ctypes.c_int)
         self.cast = self._function("ggml_cast", tensor, ctypes.c_int)
+        pool_sizes = [ctypes.c_int] * 5
+        self.pool_2d = self._function("ggml_pool_2d", tensor, *pool_sizes, real, real)
         self.add = self._function("ggml_add", tensor, tensor)
         self.cont = self._function("ggml_cont", tensor)
         self.pad = self._function("ggml_pad", tensor, *[ctypes.c_int] * 4)
@@ -128,6 +133,9 @@ def _is_layout_known() -> bool:
 def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
     """Adds what finds the best of rows; the address of a tensor of `WIDTH` numbers a row.
 
+    The best of a row are among the blocks with the largest maxima, as many as there are best: only those
+    blocks are sorted.
+
     Args:
         context: the graph's ggml_context.
         logits: address of a contiguous tensor, float32.
@@ -135,31 +143,64 @@ def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
         num_rows: its second.
     """
     make, count = _ggml(), NUM_CANDIDATES
-    found, ids, width, num_pieces = logits, 0, PIECE, -(-num_vocab // PIECE)
-    if num_pieces * count > PIECE:  # the next level is whole pieces too
-        num_pieces = -(-num_pieces * count // PIECE) * (PIECE // count)
-    if missing := num_pieces * PIECE - num_vocab:
-        nothing = make.scale_bias(context, make.arange(context, 0, missing, 1), 0, -math.inf)
-        found = make.concat(context, found, make.repeat_4d(context, nothing, missing, num_rows, 1, 1), 0)
-    while True:
-        pieces = make.reshape_3d(context, found, width, num_pieces, num_rows)
-        order = make.argsort(context, pieces, _DESCENDING)
-        best = make.view_3d(context, order, count, num_pieces, num_rows, 4 * width, 4 * width * num_pieces, 0)
-        shape = (1, width, num_pieces, num_rows)
-        found = make.get_rows(context, make.reshape_4d(context, pieces, *shape), best)
+    num_blocks = -(-num_vocab // BLOCK)
+    if num_blocks <= count:
+        best = _sorted_best(context, (logits, 0), num_vocab, num_rows)
+    else:
+        padded = _padded(context, logits, num_blocks * BLOCK - num_vocab, num_rows)
+        peaks = make.pool_2d(context, padded, _MAX, BLOCK, 1, BLOCK, 1, 0, 0)
+        _, chosen = _sorted_best(context, (peaks, 0), num_blocks, num_rows)
+        blocks = make.get_rows(
+            context,
+            make.reshape_3d(context, padded, BLOCK, num_blocks, num_rows),
+            make.cast(context, chosen, _I32),
+        )
+        first = make.reshape_3d(context, make.scale_bias(context, chosen, BLOCK, 0), 1, count, num_rows)
+        first = make.repeat_4d(context, first, BLOCK, count, num_rows, 1)
+        ids = make.add(context, first, make.arange(context, 0, BLOCK, 1))
+        flat = [make.reshape_2d(context, each, BLOCK * count, num_rows) for each in (blocks, ids)]
+        best = _sorted_best(context, (flat[0], flat[1]), BLOCK * count, num_rows)
+    return make.concat(context, make.concat(context, *best, 0), make.sum_rows(context, logits), 0)
+
+
+def _sorted_best(context: int, given: tuple[int, int], num: int, num_rows: int) -> tuple[int, int]:
+    """Adds a sort of rows of `num` in pieces, and one of the best of the pieces.
+
+    Args:
+        context: as `_best_of`.
+        given: addresses of tensors (num, num_rows), float32: values, and their ids; 0: their places.
+        num: their first dimension.
+        num_rows: their second.
+
+    Returns:
+        Addresses of the best `NUM_CANDIDATES` of each row, the largest first, and of their ids.
+    """
+    make, count, (found, ids) = _ggml(), NUM_CANDIDATES, given
+    width = min(num, PIECE)
+    num_pieces = -(-num // width)
+    found = _padded(context, found, num_pieces * width - num, num_rows)
+    levels = [(width, num_pieces)] + [(num_pieces * count, 1)] * (num_pieces > 1)
+    for wide, pieces in levels:
+        in_pieces = make.reshape_3d(context, found, wide, pieces, num_rows)
+        order = make.argsort(context, in_pieces, _DESCENDING)
+        best = make.view_3d(context, order, count, pieces, num_rows, 4 * wide, 4 * wide * pieces, 0)
+        shape = (1, wide, pieces, num_rows)
+        found = make.get_rows(context, make.reshape_4d(context, found, *shape), best)
         if ids:
             ids = make.get_rows(context, make.reshape_4d(context, ids, *shape), best)
         else:
-            first = make.reshape_3d(
-                context, make.arange(context, 0, num_pieces * PIECE, PIECE), 1, num_pieces, 1
-            )
+            first = make.reshape_3d(context, make.arange(context, 0, pieces * wide, wide), 1, pieces, 1)
             ids = make.add(context, make.cast(context, best, _F32), first)
-        if num_pieces == 1:
-            break
-        width = min(num_pieces * count, PIECE)
-        num_pieces = num_pieces * count // width
-    pair = [make.reshape_2d(context, each, count, num_rows) for each in (found, ids)]
-    return make.concat(context, make.concat(context, *pair, 0), make.sum_rows(context, logits), 0)
+    return make.reshape_2d(context, found, count, num_rows), make.reshape_2d(context, ids, count, num_rows)
+
+
+def _padded(context: int, rows: int, missing: int, num_rows: int) -> int:
+    """Rows with so many logits more, of -inf."""
+    if not missing:
+        return rows
+    make = _ggml()
+    nothing = make.scale_bias(context, make.arange(context, 0, missing, 1), 0, -math.inf)
+    return make.concat(context, rows, make.repeat_4d(context, nothing, missing, num_rows, 1, 1), 0)
 
 
 class DeviceDraws:
@@ -374,8 +415,8 @@ def _candidates(found: Rows) -> Candidates:
 
 
 def open_draws(num_sequences: int, num_vocab: int) -> DeviceDraws | None:
-    """The samplers of a context that is to be made; None where rows are short or the library is another."""
-    if num_vocab < MIN_VOCAB:
+    """The samplers of a context that is to be made; None: its rows are read whole."""
+    if not MIN_VOCAB <= num_vocab <= MAX_VOCAB:
         return None
     try:
         if _is_layout_known():

@@ -50,8 +50,7 @@ _REPACKED_ROWS = 8
 _MATRIX_DIMS = 2
 
 _FRAGMENTS = 1.06  # of a compute buffer, lost between tensors
-_SORTED_AT_ONCE, _PIECES_TOGETHER = 1024, 16  # how a device finds the largest logits: `backends.llama.draws`
-_SORTED_COPIES = 3  # rows, rows in pieces and their order
+_BLOCK = 32  # logits of which a device looks at the largest first: `backends.llama.draws`
 _DRAWN_OUTPUTS = 4  # beside each logit the library then has room for a probability and two ids
 _STATE_COPIES = 2.5  # of all recurrent states of one layer, in a step
 _LIBRARY_BYTES = 8 * 2**20  # code, tables and threads
@@ -290,11 +289,10 @@ class _Model:
         )
 
     def _draws_compute(self, shape: _Shape) -> int:
-        """The last rows of logits where a device finds the largest: one a sequence, sorted in pieces."""
-        pieces = math.ceil(self.widths.vocabulary / _SORTED_AT_ONCE)
-        if pieces > _PIECES_TOGETHER:
-            pieces = math.ceil(pieces / _PIECES_TOGETHER) * _PIECES_TOGETHER
-        rows = _SORTED_COPIES * pieces * _SORTED_AT_ONCE * (shape.num_sequences + 1)
+        """The last rows of logits where a device finds the largest: one a sequence, and a copy."""
+        vocabulary = self.widths.vocabulary
+        copies = 2 + (vocabulary % _BLOCK > 0)  # one more where the last block is filled up
+        rows = copies * vocabulary * (shape.num_sequences + 1)
         embeddings = 2 * shape.num_rounded * self.header.embedding_length
         return int(_FRAGMENTS * (rows + embeddings) * _FLOAT_BYTES)
 
