@@ -308,6 +308,7 @@ def test_a_device_is_leased_measured_and_named(tmp_path):
     assert (sample.own_bytes, sample.other_bytes) == (own, 0)
     assert (shown.id, shown.kind, shown.is_used) == ("Card", "Fake", True)
     assert (shown.total, shown.free, shown.own, shown.others) == (2**30, 2**30 - own, own, 0)
+    assert shown.lines == runner.backend.memory()
     second.inbox.put(LoadModel(ModelSpec(id="n", path="fake:device=Card")))
     second.until(lambda: second.of(ModelState)[-1].state == "failed")
     error = second.of(ModelState)[-1].error

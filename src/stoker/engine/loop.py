@@ -422,7 +422,7 @@ class EngineLoop:
             paused=[*waiting[SequenceState.PAUSED], *self._pending.paused_status()],
             num_threads=self._timer.num_threads,
             threads_reason=self._timer.reason,
-            devices=device_status(self._devices, sample.devices),
+            devices=device_status(self._devices, sample.devices, self._store.ledger.device_lines()),
             counters=counters,
             cache=self._store.cache.status(),
             models=self._residency.status(now),

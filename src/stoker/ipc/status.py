@@ -249,7 +249,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, kw_only=True):
         pressure: normal, warning or critical; empty: not measured yet.
         pressure_fraction, pressure_source: the worst source and its fraction.
         rungs: rungs of the ladder that are taken, in order.
-        lines: the ledger: bytes by purpose, of all models together.
+        lines: the ledger: bytes by purpose, of all models together, those on devices among them.
         heat: nominal, fair, serious or critical.
         thresholds: where levels begin, by source and level: fractions of the limit, percent of stall for
             `psi`, degrees Celsius for `heat` (fair begins so far below high).
@@ -283,6 +283,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
         others: what other programs and the driver hold of it; None: not known for the same reason.
         celsius, power_w: as its driver says; None: it does not.
         held_by: another Stoker that has the lease on it, for people; empty: none has.
+        lines: the ledger: bytes of it by purpose, of all models together.
     """
 
     id: str
@@ -297,6 +298,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     celsius: float | None = None
     power_w: float | None = None
     held_by: str = ""
+    lines: dict[str, int] = {}
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

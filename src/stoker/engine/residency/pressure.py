@@ -30,7 +30,7 @@ from stoker.machine.thermal import DEFAULT_CRITICAL_C, DEFAULT_HIGH_C, FAIR_BELO
 from stoker.scheduler.queue import Throttle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from stoker.backends.device import Device, HeldDevices
     from stoker.cache.store import PrefixStore
@@ -214,13 +214,24 @@ class PressureHandler:
         )
 
 
-def device_status(devices: HeldDevices, samples: Iterable[DeviceSample]) -> list[DeviceStatus]:
-    """Every device that is known, with its own memory as measured where it has some."""
+def device_status(
+    devices: HeldDevices, samples: Iterable[DeviceSample], lines: Mapping[str, Mapping[str, int]]
+) -> list[DeviceStatus]:
+    """Every device that is known, with its own memory as measured where it has some.
+
+    Args:
+        devices: the engine's.
+        samples: their memory now.
+        lines: the ledger's, by id of the device.
+    """
     measured = {sample.id: sample for sample in samples}
-    return [_measured(_described(device, devices), measured.get(device.id)) for device in devices.known]
+    return [
+        _measured(_described(device, devices, lines.get(device.id, {})), measured.get(device.id))
+        for device in devices.known
+    ]
 
 
-def _described(device: Device, devices: HeldDevices) -> DeviceStatus:
+def _described(device: Device, devices: HeldDevices, lines: Mapping[str, int]) -> DeviceStatus:
     return DeviceStatus(
         id=device.id,
         name=device.name,
@@ -228,6 +239,7 @@ def _described(device: Device, devices: HeldDevices) -> DeviceStatus:
         is_used=devices.is_taken(device),
         is_integrated=device.is_integrated,
         held_by=devices.holder(device),
+        lines=dict(lines),
     )
 
 
