@@ -45,11 +45,15 @@ class Against:
         """Whether the bar is reached; None: there is none, or nothing to hold against it."""
         return None if self.bar is None or self.ratio is None else self.ratio >= self.bar
 
-    def __str__(self) -> str:
-        if self.value is None:
+    @property
+    def ratio_text(self) -> str:
+        """The ratio with its bar, behind a space; empty: there is none."""
+        if self.ratio is None:
             return ""
-        ratio = "" if self.ratio is None else f" {self.ratio:.2f}"
-        return f"{number(self.value)}{ratio}{'' if self.bar is None else f'≥{self.bar:.3g}'}"
+        return f" {self.ratio:.2f}" + ("" if self.bar is None else f"≥{self.bar:.2g}")
+
+    def __str__(self) -> str:
+        return "" if self.value is None else number(self.value) + self.ratio_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Judged:
 
     Attributes:
         own: Stoker's value.
-        against: by the other's name.
+        against: by the other's name; STOKER: what it reaches elsewhere.
         own_bar: seconds that it may take; None: no bar of its own.
     """
 
@@ -79,7 +83,9 @@ class Judged:
     def cells(self) -> list[str]:
         """As the table shows it."""
         bar = "" if self.own_bar is None else f"≤{self.own_bar:g}"
+        elsewhere = self.against.get(STOKER)
         own = "" if self.own is None else number(self.own) + bar
+        own += elsewhere.ratio_text if elsewhere else ""
         others = [str(self.against.get(name, "")) for name in (PEER, PEER_ON_DEVICE, LIMIT)]
         return [self.title, own, *others, VERDICTS[self.is_good]]
 
@@ -105,7 +111,7 @@ def _crowds(lines: Lines, model: str) -> Iterator[Judged]:
         on_device_bar = 1.0 if group == "single" else 1.1
         bars = ((PEER, row, 1.0), (PEER_ON_DEVICE, row, on_device_bar), (LIMIT, group, limit_bars.get(group)))
         yield Judged(
-            f"{row}, tok/s",
+            row,
             own,
             {
                 server: _higher(own, lines.value(model, server, name, "tokens_per_s"), bar)
@@ -115,13 +121,13 @@ def _crowds(lines: Lines, model: str) -> Iterator[Judged]:
 
 
 def _delays(lines: Lines, model: str) -> Iterator[Judged]:
-    crowds = [row for row in lines.rows(model) if row.startswith("fan") and row.endswith("-greedy")]
-    largest = max(crowds, key=lambda row: int(row.removeprefix("fan").partition("-")[0]), default="")
+    largest = _largest_greedy(lines, model)
+    crowd = largest.partition("-")[0]
     shown = [
-        (largest, "first_p50_s", f"{largest}, first token p50, s", 1.0),
-        (largest, "first_p95_s", f"{largest}, first token p95, s", None),
-        ("prefill", "first_p95_s", "8 long prompts, first token p95, s", 1.0),
-        ("start", "ready_s", "ready after, s", 1 / START_BAR),
+        (largest, "first_p50_s", f"{crowd} p50, s", 1.0),
+        (largest, "first_p95_s", f"{crowd} p95, s", None),
+        ("prefill", "first_p95_s", "prefill p95, s", 1.0),
+        ("start", "ready_s", "start, s", 1 / START_BAR),
     ]
     for row, name, title, bar in shown:
         own = lines.value(model, STOKER, row, name)
@@ -135,24 +141,23 @@ def _delays(lines: Lines, model: str) -> Iterator[Judged]:
 def _own(lines: Lines, model: str) -> Iterator[Judged]:
     """What is held against Stoker itself, or a start."""
     yield Judged(
-        "interactive beside 8, first token p95, s",
+        "interactive, s",
         lines.value(model, STOKER, "interactive", "first_p95_s"),
         {},
         INTERACTIVE_BAR_S,
     )
     gap_s = lines.value(model, STOKER, "crash", "gap_s")
     start_s = lines.value(model, PEER, "start", "ready_s")
-    yield Judged("killed engine to next token, s", gap_s, {PEER: _lower(gap_s, start_s, 1 / CRASH_BAR)})
+    yield Judged("crash, s", gap_s, {PEER: _lower(gap_s, start_s, 1 / CRASH_BAR)})
     for title, row, other, name, bar in (
-        ("long contexts, tok/s (beside: short)", "long-greedy", None, "steady_tokens_per_s", LONG_BAR),
-        ("two cards, a model each, tok/s (one)", "pair-both", "pair-one", "tokens_per_s", PAIR_BAR),
-        ("split over two cards, single, tok/s", "split-single", "", "tokens_per_s", None),
-        ("split over two cards, fan8, tok/s", "split-fan8", "", "tokens_per_s", None),
+        ("long of short", "long-greedy", _largest_greedy(lines, model), "steady_tokens_per_s", LONG_BAR),
+        ("pair of one", "pair-both", "pair-one", "tokens_per_s", PAIR_BAR),
+        ("split single", "split-single", "", "tokens_per_s", None),
+        ("split fan8", "split-fan8", "", "tokens_per_s", None),
     ):
-        beside = _largest_greedy(lines, model) if other is None else other
         own = lines.value(model, STOKER, row, name)
-        compared = lines.value(model, STOKER, beside, name) if own is not None else None
-        yield Judged(title, own, {PEER: _higher(own, compared, bar)} if beside else {})
+        compared = lines.value(model, STOKER, other, name) if own is not None else None
+        yield Judged(title, own, {STOKER: _higher(own, compared, bar)})
 
 
 def _largest_greedy(lines: Lines, model: str) -> str:
@@ -169,12 +174,11 @@ def _lower(own: float | None, other: float | None, bar: float | None) -> Against
 
 
 def table_of(lines: Lines, model: str) -> Table:
-    """The table of one model, for the terminal."""
-    table = Table(
-        title=f"{model}: a ratio above 1 says that Stoker is better", box=None, title_justify="left"
-    )
-    for index, head in enumerate(("", "Stoker", PEER, PEER_ON_DEVICE, LIMIT, "")):
-        table.add_column(head, justify="right" if index else "left", no_wrap=index > 0)
+    """The table of one model, for a terminal of 80 columns."""
+    title = f"{model}: tokens a second, or s; a ratio above 1 is better"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, head in enumerate(("", STOKER, PEER, "own sampling", LIMIT, "")):
+        table.add_column(head, justify="right" if index else "left", no_wrap=True)
     for row in judged(lines, model):
         table.add_row(*row.cells, style=STYLES[row.is_good])
     return table

@@ -236,6 +236,35 @@ def change(contexts: tuple[LlamaContext, ...], moved: tuple[SequenceStates, ...]
                 context.drop(seq)
 
 
+@pytest.mark.parametrize("has_streams", [True, False])
+def test_what_a_copy_costs_is_found_without_changing_anything(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch, *, has_streams: bool
+) -> None:
+    """SPEC C16: in streams by bytes, in a device's pool by the time of a few tokens, for all of them."""
+    seconds = iter(range(100))
+    monkeypatch.setattr("stoker.backends.llama.cells.time.perf_counter", lambda: float(next(seconds)))
+    options = ContextOptions(
+        num_cells=2048,
+        n_batch=N_BATCH,
+        num_sequences=3,
+        num_threads=1,
+        is_off_host=True,
+        has_streams=has_streams,
+    )
+    context = LlamaContext(model, options)
+    states = SequenceStates(model, context, "tiny")
+    for seq in (0, 1, 0):
+        feed(context, (seq, [7] * N_BATCH))
+    before = bytes(states.export(0))
+    short_s, long_s = context.export_s(1), context.export_s(0)
+    assert long_s == pytest.approx(2 * short_s, rel=0.01)
+    assert long_s == pytest.approx(len(before) / 4e9 if has_streams else 128 / 32, rel=0.02)
+    assert context.export_s(2) == 0.0
+    assert bytes(states.export(0)) == before
+    assert context.lengths[0] == 2 * N_BATCH
+    context.close()
+
+
 def test_a_model_that_cannot_go_back_keeps_its_pool(
     open_llama: Callable[..., LlamaBackend], tiny_model: Callable[[str], Path]
 ) -> None:

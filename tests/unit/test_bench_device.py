@@ -22,7 +22,7 @@ from bench.device.contestants import (
     StokerOnDevice,
 )
 from bench.device.lines import Line, Lines
-from bench.device.rows import Served, rows_of_few, steady
+from bench.device.rows import ON_ITS_WAY_S, Served, rows_of_few, steady
 from bench.device.session import _on_each, limited
 from bench.device.table import Judged, judged
 from bench.errors import BenchError
@@ -106,10 +106,11 @@ def test_delays_are_better_when_they_are_less() -> None:
     )
     verdicts = {
         title: row_of(lines, title).is_good
-        for title in ("fan2-greedy, first token p50", "ready", "killed", "interactive", "long", "two cards")
+        for title in ("fan2 p50", "start", "crash", "interactive", "long", "pair")
     }
     assert list(verdicts.values()) == [False, True, False, True, False, True]
-    assert row_of(lines, "ready").cells == ["ready after, s", "2.5", "2 0.80≥0.769", "", "", "good"]
+    assert row_of(lines, "start").cells == ["start, s", "2.5", "2 0.80≥0.77", "", "", "good"]
+    assert row_of(lines, "pair").cells == ["pair of one", "191 1.91≥1.9", "", "", "", "good"]
 
 
 def test_values_are_medians_over_rounds_and_runs(tmp_path: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_run_measures_what_it_can_and_tells_the_rest(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, kept = write_llama(tmp_path / "tiny.gguf", context=1024), tmp_path / "lines.jsonl"
     asked = [*SMALL, "--model", str(model), "--peer-dir", str(peer_dir), "--json", str(kept)]
-    assert main([*asked, "--only", "single,fan2,start,limit"]) == 1
+    assert main([*asked, "--only", "single,fan2,start,limit,crash"]) == 1
     lines = Lines.read([kept])
     assert lines.value("tiny.gguf", LIMIT, "single", "tokens_per_s") == 410.5
     assert lines.value("tiny.gguf", LIMIT, "fan2", "tokens_per_s") == 2000.0
@@ -201,11 +202,14 @@ def test_a_run_measures_what_it_can_and_tells_the_rest(
     for row in ("single-greedy", "single-sampled", "fan2-greedy", "fan2-sampled"):
         assert lines.value("tiny.gguf", STOKER, row, "tokens_per_s")
     assert lines.value("tiny.gguf", STOKER, "start", "ready_s")
+    gap_s = lines.value("tiny.gguf", STOKER, "crash", "gap_s")
+    assert gap_s is not None
+    assert gap_s > ON_ITS_WAY_S
     shown = capsys.readouterr().out
     assert "could not be measured: tiny.gguf llama-server start" in shown
     assert main(["--device", "--show", str(kept)]) == 1
     again = capsys.readouterr().out
-    assert [line for line in again.splitlines() if line.startswith(" fan2-greedy, tok/s")]
+    assert [line for line in again.splitlines() if line.startswith("fan2-greedy ")]
 
 
 def test_a_run_whose_time_is_up_says_what_it_left_out(

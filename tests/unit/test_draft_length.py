@@ -161,3 +161,27 @@ def test_a_step_is_filled_up_to_where_a_further_row_costs_much(count):
 def test_a_rate_is_never_quite_sure():
     """SPEC D9: what never came true may, and what always did may not."""
     assert (Rate(0.0).value, Rate(0.5).value, Rate(1.0).value) == (0.01, 0.5, 0.99)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.0, 1.015), (0.3, 1.01), (0.97, 0.75)])
+def test_a_device_that_prepares_each_shape_anew_is_counted_with_both(share, most):
+    """SPEC D9, Q18: the step with guesses takes longer, and so does the plain one after it."""
+    cost, curve, random = StepCost(), CURVES["accelerator"], Random(5)
+    draft_length, odds = DraftLength(cost), Acceptance(0.75, 0.9)
+    cost.learn(1, step_s(curve, 1))
+    known, took_s, shape = 0, 0.0, 1
+    while known < 4000:
+        count = draft_length.num_worth(odds, 31)
+        drawn = next((at for at in range(count) if random.random() >= share), count)
+        this_s = step_s(curve, count + 1) + 0.006 * (count + 1 != shape)
+        if count:
+            draft_length.settle(count, drawn + 1, this_s)
+            odds.note(drawn, is_missed=drawn < count)
+        else:
+            if shape > 1:
+                draft_length.went_back(this_s)
+            draft_length.stepped()
+            odds.fade()
+        cost.learn(count + 1, this_s)
+        shape, known, took_s = count + 1, known + drawn + 1, took_s + this_s
+    assert took_s <= most * known * step_s(curve, 1)

@@ -13,6 +13,7 @@ from stoker.cache.entry import MIN_TOKENS, Entry, EntryState, Hit, Snapshot
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import CellPool, SchedulerLimits
+from stoker.kv.move_budget import ComputeTime, MoveBudget, unknown
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Schedule, Trim
 from stoker.kv.prefix_source import PrefixSource
 from stoker.kv.sequence import ParkForm, Sequence
@@ -31,12 +32,17 @@ STORABLE_CELLS = 256
 class KVAllocator:
     """Slots, cells and stored states of one model.
 
+    Args:
+        compute_s: seconds that computing so many tokens takes.
+
     Attributes:
+        moves: what copies of states may cost the turn; whoever carries out its operations asks.
         is_trim_due: cells were left behind since `trim` last looked at them.
     """
 
-    def __init__(self, limits: SchedulerLimits, cache: PrefixCache) -> None:
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, compute_s: ComputeTime = unknown) -> None:
         self.limits = limits
+        self.moves = MoveBudget(limits.target_step_s, compute_s)
         self.cache = cache
         self.prefix_source = PrefixSource(limits, cache)
         self.slots = SlotTable(limits)
@@ -57,7 +63,7 @@ class KVAllocator:
         running = self.slots.running
         if not running:
             return True
-        idle = [slot for slot in self.slots.slots if slot.sequence is None]
+        idle = [slot for slot in self.slots.slots if slot.sequence is None and (slot.kept or slot.parked)]
         kept = sum(self.cells.exclusive(slot.id) for slot in idle)
         promised = self.cells.used - kept + sum(s.num_pending for s in running)
         is_shared = placement.entry is None and self.slots[placement.source].sequence is not None
@@ -192,6 +198,7 @@ class KVAllocator:
     def begin_turn(self, now: float) -> list[KVOp]:
         """Set the time; returns what `take_late_ops` does."""
         self.prefix_source.now = now
+        self.moves.begin()
         return self.take_late_ops()
 
     def take_late_ops(self) -> list[KVOp]:
@@ -214,6 +221,7 @@ class KVAllocator:
 
         Attention walks over every cell up to the last one in use, so what is only kept costs each step
         something. In a turn that admits a sequence only what costs no time goes, the rest a turn later.
+        Streams of others cost a step nothing: they keep what they have until they are needed.
 
         Args:
             turn: takes the operations.
@@ -224,18 +232,32 @@ class KVAllocator:
             while self.evict_oldest(turn.ops):
                 pass
         elif turn.admitted:
-            self._drop_copied(turn)
+            self.moves.begin(0)  # an admission waits for no copy that it can do without
+            if not self.limits.has_streams:
+                self._drop_copied(turn)
+        elif self.limits.has_streams:
+            self._store_ahead(turn.ops)
         elif self.is_trim_due:
-            allowed = BUSY_CELLS if self.slots.has_cells_in_use else IDLE_CELLS
-            while self.num_surplus() > allowed and free_kept(turn):
-                pass
-            while self._num_storable() > STORABLE_CELLS and self.evict_oldest(turn.ops):
-                pass
-            self.is_trim_due = False
+            self._trim_surplus(turn, free_kept)
         for slot in self.slots.slots:
             owner = slot.last
             if slot.kept and owner and not (owner.shares and self.limits.cache_mode.keeps_cells):
                 self._empty(slot, turn.ops)
+
+    def _trim_surplus(self, turn: Schedule, free_kept: Callable[[Schedule], bool]) -> None:
+        allowed = BUSY_CELLS if self.slots.has_cells_in_use else IDLE_CELLS
+        while self.num_surplus() > allowed and free_kept(turn):
+            pass
+        while self._num_storable() > STORABLE_CELLS and self.evict_oldest(turn.ops):
+            pass
+        self.is_trim_due = False
+
+    def _store_ahead(self, ops: list[KVOp]) -> None:
+        """Store what one idle slot keeps while no slot is empty: the next to come need not wait for it."""
+        is_full = all(slot.kept for slot in self.slots.slots if slot.is_idle)
+        if is_full:
+            self.store_kept(ops)
+        self.is_trim_due = is_full and self.has_unstored
 
     def _drop_copied(self, turn: Schedule) -> None:
         """Free what idle slots keep and stored states stand for.

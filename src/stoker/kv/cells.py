@@ -130,6 +130,7 @@ class SchedulerLimits:
         n_batch: tokens a step may carry.
         max_prompt_rows: rows of logits one prompt may ask for in a step.
         is_on_device: steps are computed beside the loop, and cost more where their shape changes.
+        has_streams: each sequence has cells of its own, and those of others cost a step nothing.
         cell_bytes: what a token takes in a snapshot, about.
         state_bytes: what a snapshot takes besides; both 0: the backend exports no state.
         park_bytes: what snapshots of waiting sequences may take together.
@@ -145,6 +146,7 @@ class SchedulerLimits:
     max_prompt_rows: int = 64
     can_trim: bool = True
     can_fork: bool = True
+    has_streams: bool = False
     is_on_device: bool = False
     cell_bytes: int = 0
     state_bytes: int = 0

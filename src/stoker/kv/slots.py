@@ -170,6 +170,10 @@ class SlotTable:
         """The slot that holds the most of a sequence's tokens, and how many; None: none holds enough."""
         best: tuple[Slot, int] | None = None
         for slot in self.slots:
+            holder = slot.sequence or slot.parked
+            num_held = len(slot.kept) if holder is None else holder.num_computed
+            if num_held < (best[1] if best is not None else 1):
+                continue  # most slots: many that arrive at once are compared with all there are
             length = self._num_reusable(slot, sequence)
             if length and (best is None or (length, slot.is_idle) > (best[1], best[0].is_idle)):
                 best = slot, length
@@ -199,7 +203,7 @@ class SlotTable:
 
     def vacant(self) -> Slot | None:
         """The idle slot to start in from nothing: an empty one, else the one unused for longest."""
-        idle = [slot for slot in self.slots if slot.is_idle]
+        idle = [slot for slot in self.slots if slot.sequence is None and slot.parked is None]
         return min(idle, key=lambda slot: (bool(slot.kept), slot.last_used_s, slot.id), default=None)
 
     def place(self, source: tuple[Slot, int] | None) -> SlotPlacement | None:

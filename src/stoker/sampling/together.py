@@ -56,9 +56,8 @@ def _drawn_from(
     samplers: Sequence[Sampler], found: Candidates, workspace: Workspace
 ) -> list[int | StokerError]:
     """As `draw_together`, with edits, ties and chances."""
-    if len(samplers) == 1 and _is_as_found(
-        samplers[0], found
-    ):  # one by itself is quicker than as one of many
+    # one by itself is quicker than as one of many
+    if len(samplers) == 1 and _is_as_found(samplers[0], found):
         return [_drawn_alone(samplers[0], found)]
     found = _edited(samplers, found)
     tokens: list[int | StokerError] = found.ids[:, 0].tolist()

@@ -18,6 +18,7 @@ from stoker.ipc.request import FinishReason, Priority
 from stoker.kv.allocator import KVAllocator
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
+from stoker.kv.move_budget import IDLE_TARGETS
 from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
@@ -42,11 +43,11 @@ class Scheduler:
         self.queue = RequestQueue(limits.max_queue)
         self.paused: list[Sequence] = []
         self.throttle = Throttle()
-        self.allocator = KVAllocator(limits, cache)
+        self.cost = StepCost()
+        self.allocator = KVAllocator(limits, cache, self.cost.predict)
         self.slots, self.cells = self.allocator.slots, self.allocator.cells
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
-        self.cost = StepCost()
         kind = DeviceStepBudget if limits.is_on_device else StepBudget
         budget = kind(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
         self.eta = EtaEstimator(self.cost, budget, limits.num_slots)
@@ -115,6 +116,7 @@ class Scheduler:
             "num_retired_total": self.num_retired_total,
             "num_owed": sum(s.is_owed for s in (*self.queue, *running)),
             "num_owed_steps_total": self._aging.num_steps_total,
+            "num_copies_refused_total": self.allocator.moves.num_refused_total,
             **self.prefix_statistics.stats(),
         }
 
@@ -223,6 +225,7 @@ class Scheduler:
     def store_idle(self, now: float) -> Schedule:
         """With nothing to compute: store one prefix that is only in cells, if there is any (SPEC C6)."""
         turn = self._begin(now)
+        self.allocator.moves.begin(IDLE_TARGETS)
         self.allocator.store_kept(turn.ops)
         return turn
 

@@ -169,6 +169,12 @@ class DraftLength:
         """Count a plain step in which guesses were allowed."""
         self._pay(TRIAL_CREDIT)
 
+    def went_back(self, took_s: float) -> None:
+        """Count a plain step right after one with guesses, which a device prepares anew (SPEC Q18)."""
+        alone_s = self._cost.predict(1)
+        if alone_s is not None:
+            self._pay(min(0.0, 1.0 - took_s / alone_s))
+
     def _pay(self, won: float) -> None:
         self.credit = min(max(self.credit + won, MIN_CREDIT), MAX_CREDIT)
 
@@ -262,6 +268,7 @@ class Speculator:
         self._acceptance = tuple(Acceptance(*rates) for rates in (*REPEAT_ACCEPTANCE, MODEL_ACCEPTANCE))
         self._subject: Subject | None = None
         self._drafted_by: tuple[Acceptance, ...] = ()
+        self._has_drafted = False  # in the step before
         self._guessing_s = 0.0
         self._guess_s: float | None = None
         self.num_drafted_total = 0
@@ -363,6 +370,8 @@ class Speculator:
             return
         num_drafted = len(part.item.tokens) - 1
         if not num_drafted:
+            if self._has_drafted and self._scheduler.limits.is_on_device:
+                self._draft_length.went_back(took_s)
             self._pass(subject)
             self._observe(subject, part.item.start + 1)
         elif self._drafted_by:
@@ -372,6 +381,7 @@ class Speculator:
             self._settle(num_drafted, num_accepted, took_s + self._guessing_s)
             for acceptance in self._drafted_by:
                 acceptance.note(num_accepted, is_missed=num_accepted < num_drafted and not has_ended)
+        self._has_drafted = num_drafted > 0
         if subject.sequence.state is SequenceState.DONE:
             self._subject = None
 

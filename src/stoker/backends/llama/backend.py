@@ -135,6 +135,7 @@ class LlamaBackend:
         return Extensions(
             conditioner=self,
             states=self,
+            copy_times=self._context if self._context.is_off_host else None,
             recurrent=self if self._recurrent else None,
             hidden=self,
             scorer=self,
@@ -437,6 +438,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         has_streams=has_streams,
         offloads_cells=spec.placement.kv_offload,
         draws=bool(model.devices) and spec.placement.gpu_layers != 0,  # where the output matrix lies
+        is_off_host=bool(model.devices) and spec.placement.kv_offload and model.keeps_every_cell,
     )
 
 

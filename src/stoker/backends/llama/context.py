@@ -26,7 +26,7 @@ from stoker.backends.llama.batch import (
     passes,
 )
 from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama
-from stoker.backends.llama.cells import OrderedPool, Pool, Streams
+from stoker.backends.llama.cells import DevicePool, OrderedPool, Pool, Streams
 from stoker.backends.llama.draws import open_draws
 from stoker.backends.protocol.backend import (
     NO_CANDIDATES,
@@ -103,6 +103,7 @@ class ContextOptions:
         is_fused: attention may be one operation (flash attention), which rounds what it reads to f16.
         keeps_order: the cells of a sequence always lie in the order of its tokens; in streams they do.
         has_streams: each sequence has cells of its own, instead of one pool for all.
+        is_off_host: cells lie in a device's memory, and how long an export takes is found out before.
         offloads_cells: cells lie on the devices of their layers, else in host memory.
         draws: the largest logits of rows are found in the graph, see `draws`.
     """
@@ -118,11 +119,12 @@ class ContextOptions:
     draws: bool = False
     has_streams: bool = False
     offloads_cells: bool = True
+    is_off_host: bool = False
 
     @property
     def num_natives(self) -> int:
         """Sequences of the native context: one more to move others through, where any are moved."""
-        return self.num_sequences + (self.keeps_order or self.has_streams)
+        return self.num_sequences + (self.keeps_order or self.has_streams or self.is_off_host)
 
     @property
     def num_native_cells(self) -> int:
@@ -138,6 +140,7 @@ class LlamaContext:
     Attributes:
         adapters: what its sequences may be computed with; None: nothing.
         has_streams: each sequence has cells of its own.
+        is_off_host: reading a state takes time.
         capacity: tokens that one sequence may hold.
         num_cells: tokens that all may hold together.
         n_batch, n_ubatch: tokens of a step, and of those that are computed at once.
@@ -171,7 +174,7 @@ class LlamaContext:
                 num_cells=options.num_cells,
             )
         self.handle: int | None = handle
-        self.has_streams = options.has_streams
+        self.has_streams, self.is_off_host = options.has_streams, options.is_off_host
         self.capacity: int = llama.llama_n_ctx_seq(handle)
         self.num_cells = self.capacity * (options.num_sequences if options.has_streams else 1)
         self.n_batch: int = min(options.n_batch, llama.llama_n_batch(handle))
@@ -207,7 +210,7 @@ class LlamaContext:
         if options.keeps_order:
             cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)
-        return Pool(self.handle, options.num_sequences)
+        return (DevicePool if options.is_off_host else Pool)(self.handle, options.num_sequences)
 
     def __repr__(self) -> str:
         return f"<LlamaContext of {self._model!r}, {self.num_cells} cells, {self.lengths!r}>"
@@ -362,6 +365,10 @@ class LlamaContext:
         self._cells.remove(seq, 0)
         self.with_initial_state.discard(seq)
         self.lengths[seq] = 0
+
+    def export_s(self, seq: int) -> float:
+        """Seconds that reading the sequence's state takes, about."""
+        return self._cells.export_s(seq, self.lengths[seq]) if self.lengths[seq] else 0.0
 
     def read_state(self, seq: int, num_before: int = 0) -> Bytes:
         """llama.cpp's own bytes of a sequence in a pool, after `num_before` bytes for the caller."""

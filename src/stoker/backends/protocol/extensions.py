@@ -50,6 +50,14 @@ class StateTransfer(Protocol):
         ...
 
 
+class CopyTimes(Protocol):
+    """Where states are not in host memory, and copying one is worth a thought (SPEC C16)."""
+
+    def export_s(self, seq: int) -> float:
+        """Seconds that an export of the sequence would take, about."""
+        ...
+
+
 class RecurrentState(Protocol):
     """A recurrent model's state as the tensors that `Capabilities.state_layout` names."""
 
@@ -182,6 +190,7 @@ class Extensions:
 
     conditioner: Conditioner | None = None
     states: StateTransfer | None = None
+    copy_times: CopyTimes | None = None
     recurrent: RecurrentState | None = None
     hidden: LastHidden | None = None
     scorer: TextScorer | None = None

@@ -22,7 +22,7 @@ from stoker.errors import (
 from stoker.grammar.compiler import GrammarCompiler
 from stoker.grammar.tokenizer import GrammarTokenizer
 from stoker.ipc.events import Parked
-from stoker.ipc.model import ModelClass
+from stoker.ipc.model import KVLayout, ModelClass
 from stoker.ipc.request import FinishReason
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.sequence import ParkForm, SequenceState
@@ -310,6 +310,7 @@ def scheduler_limits(spec: ModelSpec, backend: Backend) -> SchedulerLimits:
         can_trim=limits.can_trim,
         can_fork=limits.can_fork,
         is_on_device=limits.is_async,
+        has_streams=limits.kv_layout is KVLayout.STREAMS,
         cell_bytes=0 if is_recurrent else kv_bytes // limits.num_cells,
         state_bytes=kv_bytes // limits.num_sequences if is_recurrent else 0,
         park_bytes=spec.park_bytes,

@@ -72,6 +72,11 @@ def _export(op: Export, backend: Backend, allocator: KVAllocator) -> None:
     if states is None or entry.state is not EntryState.PENDING:  # another op of this turn has failed
         allocator.not_exported(entry, op.sequence)
         return
+    copy_times = backend.extensions.copy_times
+    cost_s = copy_times.export_s(op.seq) if copy_times else 0.0
+    if not allocator.moves.take(cost_s, entry.num_tokens):
+        allocator.not_exported(entry, op.sequence)  # others would wait for longer than it is worth
+        return
     try:
         data = states.export_state(op.seq)
     except (StokerError, MemoryError) as error:

@@ -1,0 +1,151 @@
+"""What copies of states off a device may cost a turn; time is the backend's own, no clock is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stepping import Machine
+from stoker.backends.fake.backend import FakeBackend
+from stoker.cache.entry import EntryState
+from stoker.cache.prefix_cache import CacheLimits
+from stoker.kv.move_budget import IDLE_TARGETS, MoveBudget
+
+if TYPE_CHECKING:
+    from stoker.backends.protocol.backend import Buffer
+    from stoker.backends.protocol.extensions import Extensions
+
+TARGET_S = 0.05
+TOKEN_S = 0.0005  # as where cells lie apart on a device
+
+
+class CardBackend(FakeBackend):
+    """Its exports take time, which is added up."""
+
+    def __init__(self, token_s: float = TOKEN_S) -> None:
+        super().__init__(num_cells=4096, num_sequences=4, n_batch=512)
+        self.token_s = token_s
+        self.copied_s = 0.0
+
+    @property
+    def extensions(self) -> Extensions:
+        """With what they cost."""
+        return replace(super().extensions, copy_times=self)
+
+    def export_s(self, seq: int) -> float:
+        """So much a token."""
+        return self.token_s * self.length(seq)
+
+    def export_state(self, seq: int) -> Buffer:
+        """A copy off the card."""
+        self.copied_s += self.export_s(seq)
+        return super().export_state(seq)
+
+
+def machine_of(backend: FakeBackend, **limits: object) -> Machine:
+    """A scheduler over it, with two slots, that stores what ends."""
+    known = {"num_slots": 2, "is_on_device": True, "target_step_s": TARGET_S}
+    return Machine(backend, CacheLimits(ram_bytes=2**30), **known | limits)
+
+
+def run(machine: Machine, *prompts: list[int]) -> None:
+    """These requests, one after the other to their ends, and an idle turn after each."""
+    for prompt in prompts:
+        machine.enter_prompt(prompt)
+        while machine.scheduler.has_work:
+            machine.step()
+        machine.step()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Tokens that no other seed has."""
+    return [3 + (seed * 101 + at * 7) % 200 for at in range(length)]
+
+
+def test_a_turn_spends_its_target_and_no_more() -> None:
+    """SPEC C16: copies are made until the time is spent; the next turn has its own."""
+    budget = MoveBudget(TARGET_S)
+    budget.begin()
+    assert [budget.take(0.02, 100) for _ in range(4)] == [True, True, False, False]
+    assert budget.take(0.01, 100)
+    assert not budget.take(0.001, 100)
+    budget.begin()
+    assert budget.take(TARGET_S, 100)
+    assert budget.num_refused_total == 3
+
+
+def test_what_is_computed_as_quickly_is_not_copied() -> None:
+    """SPEC C16: it would have to be put back too."""
+    budget = MoveBudget(TARGET_S, lambda num_tokens: num_tokens * 20e-6)
+    budget.begin()
+    assert not budget.take(1000 * TOKEN_S / 20, 1000)
+    assert budget.take(1000 * 9e-6, 1000)
+
+
+def test_a_copy_that_costs_nothing_is_always_made() -> None:
+    """SPEC C16: on a CPU states lie in the memory they go to."""
+    budget = MoveBudget(TARGET_S, lambda num_tokens: num_tokens * 1e-9)
+    budget.begin(0)
+    assert all(budget.take(0.0, 10_000) for _ in range(100))
+    assert budget.num_refused_total == 0
+
+
+@pytest.mark.parametrize("length", [40, 300, 1600])
+def test_no_turn_copies_for_longer_than_it_may(length: int) -> None:
+    """SPEC C16: not one of 0.8 s before an admission either, whatever comes and is evicted."""
+    backend = CardBackend()
+    machine = machine_of(backend)
+    for number in range(8):
+        machine.enter_prompt(prompt(number, length))
+        while machine.scheduler.has_work:
+            before = backend.copied_s
+            machine.step()
+            assert backend.copied_s - before <= TARGET_S
+        before = backend.copied_s
+        machine.step()
+        assert backend.copied_s - before <= IDLE_TARGETS * TARGET_S
+
+
+def test_a_turn_that_admits_copies_nothing() -> None:
+    """SPEC C16: what the newcomer takes the place of goes without a copy, although one would be quick."""
+    backend = CardBackend(token_s=1e-6)
+    machine = machine_of(backend, num_slots=4)
+    for number in range(4):  # every sequence keeps something that was never stored
+        machine.enter_prompt(prompt(number, 64))
+    while machine.scheduler.has_work:
+        machine.step()
+    assert all(slot.kept for slot in machine.scheduler.slots.slots)
+    stored = backend.copied_s
+    newcomer = machine.enter_prompt(prompt(9, 64))
+    machine.step()
+    assert newcomer.is_running
+    assert backend.copied_s == stored
+
+
+def test_where_each_has_its_own_cells_the_next_to_come_finds_them_stored() -> None:
+    """SPEC C16, C15: what idle sequences keep stays while one is empty, then one a turn is stored."""
+    backend = CardBackend(token_s=1e-6)
+    machine = machine_of(backend, has_streams=True, num_cells=4 * 4096)
+    endless = machine.enter_prompt(prompt(0, 64), num_tokens=40)
+    for number in (1, 2, 3):
+        machine.enter_prompt(prompt(number, 64), num_tokens=2)
+    while not all(slot.kept or slot.sequence for slot in machine.scheduler.slots.slots):
+        assert backend.copied_s == 0.0
+        machine.step()
+    while endless.is_running:
+        machine.step()
+    slots = [slot for slot in machine.scheduler.slots.slots if slot.last is not endless]
+    assert all(slot.kept and slot.copy and slot.copy.state is EntryState.RAM for slot in slots)
+
+
+def test_a_state_that_is_not_copied_costs_its_sequence_time_and_no_token() -> None:
+    """SPEC C16, Q4: the same text, computed once more."""
+    dear, free = CardBackend(), CardBackend(token_s=0.0)
+    texts = []
+    for backend in (dear, free):
+        machine = machine_of(backend)
+        run(machine, prompt(1, 500), prompt(2, 500), prompt(3, 500), prompt(1, 500))
+        texts.append([sequence.tokens for sequence in machine.sequences])
+    assert texts[0] == texts[1]
