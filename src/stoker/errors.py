@@ -52,6 +52,7 @@ __all__ = [
     "ServerLostError",
     "StateNotFoundError",
     "StepFailedError",
+    "StepMemoryError",
     "StokerError",
     "TooHotError",
     "UnsupportedError",
@@ -303,6 +304,10 @@ class WorkerLostError(EngineError, code="worker_lost"):
 
 class StepFailedError(EngineError, code="step_failed"):
     """The native decode failed for this sequence alone."""
+
+
+class StepMemoryError(StepFailedError, code="step_out_of_memory", http_status=503):
+    """A device has no memory left to compute a step of one token: another program took it, or a model did."""
 
 
 class PoolFullError(EngineError, code="kv_pool_full", http_status=503):

@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.errors import (
     EngineError,
+    InsufficientMemoryError,
     ModelFileError,
     ModelLoadError,
     NotReadyError,
@@ -309,3 +311,12 @@ def test_the_backend_stays_within_its_share_of_a_step(
         smollm2.launch(BatchPlan(tuple(PlanItem(seq, start, [5], 1) for seq in range(8)))).rows()
     assert len(views) <= 1
     assert isinstance(smollm2, LlamaBackend)
+
+
+def test_a_context_that_the_machine_cannot_hold_is_no_native_text(smollm2_path: Path) -> None:
+    """SPEC R12: the library of this machine, asked for more cells than there is memory."""
+    with closing(LlamaModel(ModelOptions(path=smollm2_path, use_extra_bufts=False))) as model:
+        options = ContextOptions(num_cells=2**23, n_batch=32, num_sequences=1, num_threads=1)
+        with pytest.raises(InsufficientMemoryError, match="the machine's memory") as caught:
+            LlamaContext(model, options)
+    assert caught.value.details["needed"] > 2**36

@@ -3,8 +3,11 @@
 import pytest
 
 from memory_stand_in import MIB
+from stoker.backends.fake.backend import FakeBackend
 from stoker.backends.fake.devices import FakeDevices
-from stoker.errors import InsufficientMemoryError
+from stoker.backends.fake.faults import FakeFaults
+from stoker.backends.protocol.backend import BatchPlan, PlanItem
+from stoker.errors import InsufficientMemoryError, StepMemoryError
 from stoker.ipc.events import ModelState
 from stoker.ipc.model import PlacementSpec
 
@@ -118,3 +121,22 @@ def test_tries_with_less_end(make, monkeypatch, kind):
     machine.load(machine.know("a", ONE.format("never", 1000), placement=PlacementSpec(gpu_layers=kind)))
     error = refusal(machine, "a")
     assert (error.code, error.details["device"]) == ("insufficient_memory", "never-1")
+
+
+def test_a_step_that_its_device_has_no_memory_for_is_computed_in_parts(make):
+    """SPEC R12: halves of its sequences, then of its tokens; what was asked is answered all the same."""
+    machine, prompt = make(), "some text that is longer than the parts"
+    machine.have("a", order="eog_period=0,most_tokens=3")
+    for name in ("r", "s"):
+        machine.submit(name, "a", prompt=prompt)
+    machine.run("r", "s")
+    alone = make.alone(prompt=prompt).tokens
+    assert [machine.output(name).tokens for name in ("r", "s")] == [alone, alone]
+
+
+def test_a_step_without_memory_has_an_error_of_its_own():
+    """SPEC R12: an own code and status, so that it may be sent again; it changed nothing."""
+    backend = FakeBackend(num_sequences=1, faults=FakeFaults(most_tokens=1))
+    with pytest.raises(StepMemoryError) as caught:
+        backend.launch(BatchPlan((PlanItem(0, 0, [1, 2], 1),)))
+    assert (caught.value.code, caught.value.http_status, backend.length(0)) == ("step_out_of_memory", 503, 0)

@@ -240,6 +240,15 @@ class StepPlan(msgspec.Struct, frozen=True):
         """The step as it would have been."""
         return StepPlan(tuple(Planned(part.sequence, _item(part.sequence, 1)) for part in self.parts))
 
+    def shortened(self) -> StepPlan:
+        """The first half of each part's tokens."""
+        return StepPlan(
+            tuple(
+                Planned(part.sequence, _item(part.sequence, max(1, len(part.item.tokens) // 2)))
+                for part in self.parts
+            )
+        )
+
     def in_order(self, places: SequenceOf[int]) -> StepPlan:
         """The same step with its parts in this order."""
         return StepPlan(tuple(self.parts[place] for place in places))

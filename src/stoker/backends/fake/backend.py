@@ -54,6 +54,7 @@ from stoker.errors import (
     ModelFileError,
     ModelLoadError,
     StepFailedError,
+    StepMemoryError,
     UnsupportedError,
 )
 from stoker.ipc.model import ANYWHERE, ModelClass
@@ -236,6 +237,8 @@ class FakeBackend:
         self._assert_idle()
         self._lengths.check(plan)
         self._cells.check_free(plan.num_tokens)
+        if 0 < self.faults.most_tokens < plan.num_tokens:
+            raise StepMemoryError(f"{plan.num_tokens} tokens are more than the memory that was ordered")
         takes_s = self.faults.step_delay_s + plan.num_tokens * self.faults.token_delay_s
         if not self.faults.is_async:
             found = self._compute(plan)

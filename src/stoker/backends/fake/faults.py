@@ -19,6 +19,7 @@ class FakeFaults:
         draws: it gives the largest logits of a row in place of the row.
         recurrent: it cannot go back or share, and begins from initial states, as a recurrent model.
         bad_sequences: a step that holds one of these raises StepFailedError.
+        most_tokens: a step of more tokens raises StepMemoryError; 0: none does.
         bad_tokens: a step that holds one of these tokens raises StepFailedError.
         abort_tokens: a step that holds one of these tokens aborts the process, as native code would.
         step_delay_s: seconds every step, and every slice of an image, takes; of an asynchronous model from
@@ -35,6 +36,7 @@ class FakeFaults:
     """
 
     bad_sequences: frozenset[int] = frozenset()
+    most_tokens: int = 0
     bad_tokens: frozenset[int] = frozenset()
     abort_tokens: frozenset[int] = frozenset()
     step_delay_s: float = 0.0
@@ -68,7 +70,7 @@ class FakeFaults:
                         faults[name] = float(value)
                     case "script":
                         faults[name] = value
-                    case "eog_period" | "weights_mib" | "vision":
+                    case "eog_period" | "weights_mib" | "vision" | "most_tokens":
                         faults[name] = int(value)
                     case "recurrent" | "is_async" | "draws" | "load_fails" | "load_aborts":
                         faults[name] = bool(int(value))

@@ -10,8 +10,9 @@ import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama, sum_by_device
-from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
+from stoker.backends.llama.binding import buffer_bytes, capture_log, llama, sum_by_device
+from stoker.backends.llama.shortage import load_error
+from stoker.errors import StepFailedError, UnsupportedError
 from stoker.models.adapters import check_fits, read_adapter
 from stoker.models.fingerprint import fingerprint
 
@@ -80,10 +81,8 @@ def _load(model: LlamaModel, path: Path) -> tuple[int, dict[str, dict[str, int]]
     with capture_log() as lines:
         handle = llama.llama_adapter_lora_init(model.handle, str(path).encode())
     if not handle:
-        raise ModelLoadError(
-            f"llama.cpp refused the adapter {path.name} for {model.path.name}: {error_text(lines)}",
-            path=str(path),
-        )
+        what = f"the adapter {path.name} for {model.path.name}"
+        raise load_error(what, lines, model.devices, path=str(path))
     taken = buffer_bytes(lines, model.devices)
     taken.pop("", None)
     return int(ctypes.cast(handle, ctypes.c_void_p).value or 0), taken

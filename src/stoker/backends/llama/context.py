@@ -25,9 +25,10 @@ from stoker.backends.llama.batch import (
     TokenBatch,
     passes,
 )
-from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, llama
+from stoker.backends.llama.binding import buffer_bytes, capture_log, llama
 from stoker.backends.llama.cells import DevicePool, OrderedPool, Pool, Streams
 from stoker.backends.llama.draws import open_draws
+from stoker.backends.llama.shortage import load_error
 from stoker.backends.protocol.backend import (
     NO_CANDIDATES,
     BatchPlan,
@@ -37,7 +38,7 @@ from stoker.backends.protocol.backend import (
     PlanItem,
 )
 from stoker.backends.protocol.vision import embeddings_of
-from stoker.errors import ModelLoadError, PoolFullError, StepFailedError, UnsupportedError
+from stoker.errors import PoolFullError, StepFailedError, StepMemoryError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ _log = logging.getLogger(__name__)
 
 CELL_ROUNDING = 256
 """The library rounds the cells of a pool, and of each stream, up to a multiple of this."""
+_NO_MEMORY = -2  # llama_decode: a graph could not be given memory
 _NO_CELLS = 1  # llama_decode: could not find a KV slot for the batch
 _FLASH_ATTENTION_AUTO = -1
 _FLASH_ATTENTION_OFF = 0
@@ -148,7 +150,8 @@ class LlamaContext:
         draws: finds the largest logits of rows; None: rows are read whole.
 
     Raises:
-        ModelLoadError: llama.cpp could not make it, e.g. for want of memory.
+        InsufficientMemoryError: there is too little memory for it.
+        ModelLoadError: llama.cpp could not make it.
     """
 
     def __init__(self, model: LlamaModel, options: ContextOptions, adapters: Adapters | None = None) -> None:
@@ -168,11 +171,8 @@ class LlamaContext:
         with capture_log() as lines:
             handle = llama.llama_init_from_model(model.handle, params)
         if handle is None:
-            raise ModelLoadError(
-                f"llama.cpp could not make a context of {options.num_cells} cells for {model.path.name}: "
-                f"{error_text(lines)}",
-                num_cells=options.num_cells,
-            )
+            what = f"a context of {options.num_cells} cells for {model.path.name}"
+            raise load_error(what, lines, model.devices, num_cells=options.num_cells)
         self.handle: int | None = handle
         self.has_streams, self.is_off_host = options.has_streams, options.is_off_host
         self.capacity: int = llama.llama_n_ctx_seq(handle)
@@ -458,7 +458,8 @@ class LlamaContext:
                 num_tokens=plan.num_tokens,
                 num_cells=self.num_cells,
             )
-        raise StepFailedError(
+        kind = StepMemoryError if code == _NO_MEMORY else StepFailedError
+        raise kind(
             f"llama_decode returned {code} for {plan.num_tokens} tokens of {len(plan.items)} sequences",
             native_code=code,
         )

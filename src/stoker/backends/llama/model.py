@@ -13,13 +13,13 @@ from stoker.backends.llama.binding import (
     accelerators,
     buffer_bytes,
     capture_log,
-    error_text,
     llama,
     start,
 )
 from stoker.backends.llama.placement import NativePlacement
+from stoker.backends.llama.shortage import load_error
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
-from stoker.errors import ModelFileError, ModelLoadError, UnsupportedError
+from stoker.errors import ModelFileError, UnsupportedError
 from stoker.ipc.model import ANYWHERE, PlacementSpec
 from stoker.models.placement import chosen_devices
 
@@ -74,6 +74,7 @@ class LlamaModel:
 
     Raises:
         ModelFileError: there is no such file.
+        InsufficientMemoryError: there is too little memory for it.
         ModelLoadError: llama.cpp refused it; the message carries its own reason.
         UnsupportedError: it is no model that generates step by step.
     """
@@ -159,9 +160,7 @@ class LlamaModel:
             raise progress.error
         self._buffers = buffer_bytes(lines, self.devices)
         if handle is None:
-            raise ModelLoadError(
-                f"llama.cpp refused {options.path.name}: {error_text(lines)}", path=str(options.path)
-            )
+            raise load_error(options.path.name, lines, self.devices, path=str(options.path))
         return int(handle)
 
     def _refuse_foreign_kinds(self) -> None:

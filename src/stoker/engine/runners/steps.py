@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
 from stoker.engine.runners.postprocess import Postprocess
-from stoker.errors import ContextLengthError, InvalidRequestError, PoolFullError, StepFailedError, StokerError
+from stoker.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    PoolFullError,
+    StepFailedError,
+    StepMemoryError,
+    StokerError,
+)
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Trim
 from stoker.scheduler.plan import StepPlan
 
@@ -285,9 +292,15 @@ class StepRunner:
                 self._timer.in_flight = self.collect
 
     def _halve(self, plan: StepPlan, error: StepFailedError, now: float) -> None:
-        """A step failed: without its draft, or each half of it, up to the one sequence that is at fault."""
+        """A step failed: without its draft, or each half of it, up to the one sequence that is at fault.
+
+        Where memory was short, and one sequence is left, half of its tokens are computed; the others later.
+        """
         if plan.has_draft:
             self._launch(plan.without_draft(), now)
+            return
+        if isinstance(error, StepMemoryError) and len(plan.parts) == 1 and plan.num_tokens > 1:
+            self._launch(plan.shortened(), now)
             return
         if len(plan.parts) == 1:
             job = self._jobs.get(plan.parts[0].sequence.key.request_id)

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from stoker.backends.llama.batch import TokenBatch
-from stoker.backends.llama.binding import buffer_bytes, capture_log, error_text, label, llama, sum_by_device
+from stoker.backends.llama.binding import buffer_bytes, capture_log, label, llama, sum_by_device
 from stoker.backends.llama.model import LlamaModel
+from stoker.backends.llama.shortage import load_error
 from stoker.backends.llama.smoke.smoke import tried_options
 from stoker.backends.llama.threads import num_physical_cores
 from stoker.backends.protocol.backend import BatchPlan, Capabilities, PlanItem
 from stoker.backends.protocol.encoding import check_texts
 from stoker.backends.protocol.extensions import Extensions
-from stoker.errors import ModelLoadError, StepFailedError, UnsupportedError
+from stoker.errors import StepFailedError, UnsupportedError
 from stoker.ipc.model import ModelClass, Pooling
 from stoker.models.fingerprint import fingerprint
 from stoker.models.gguf.header import POOLINGS, read_header
@@ -79,11 +80,8 @@ class LlamaEncoder:
         with capture_log() as lines:
             self._handle: int | None = llama.llama_init_from_model(model.handle, self._native_params())
         if self._handle is None:
-            raise ModelLoadError(
-                f"llama.cpp could not make a context of {n_ctx} tokens for {model.path.name}: "
-                f"{error_text(lines)}",
-                n_ctx=n_ctx,
-            )
+            what = f"a context of {n_ctx} tokens for {model.path.name}"
+            raise load_error(what, lines, model.devices, n_ctx=n_ctx)
         self._buffers = buffer_bytes(lines, model.devices)
         self._most_outputs = 0
         self._capabilities = dataclasses.replace(

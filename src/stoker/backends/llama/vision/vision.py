@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from stoker.backends.llama.binding import capture_log, error_text, vision_library
+from stoker.backends.llama.shortage import load_error
 from stoker.backends.llama.vision.slices import SlicedEncode, SliceGate
-from stoker.errors import InvalidRequestError, ModelLoadError, StepFailedError, StokerError, UnsupportedError
+from stoker.errors import InvalidRequestError, StepFailedError, StokerError, UnsupportedError
 from stoker.ipc.model import Pairing
 from stoker.models.fingerprint import fingerprint
 from stoker.models.projector import pairing_of
@@ -198,11 +199,8 @@ class LlamaVision:
         with capture_log() as lines:
             handle = library.mtmd_init_from_file(str(self.path).encode(), self._model.handle, params)
         if handle is None:
-            raise ModelLoadError(
-                f"llama.cpp refused the projector {self.path.name} for {self._model.path.name}: "
-                f"{error_text(lines)}",
-                path=str(self.path),
-            )
+            what = f"the projector {self.path.name} for {self._model.path.name}"
+            raise load_error(what, lines, self._model.devices, path=str(self.path))
         found = (_COMPUTE.search(line.text) for line in lines)
         self._compute_bytes = sum(int(float(match[1]) * 2**20) for match in found if match)
         self._handle, self._opened_threads = handle, params.n_threads
