@@ -58,7 +58,7 @@ def budget(*free_mib: float, evictable_mib: float = 0, host_mib: float = 10_000)
     host = int(host_mib * MIB)
     devices = tuple(
         DeviceBudget(
-            id="AB"[at],
+            id="ABC"[at],
             free_bytes=int(mib * MIB),
             limit_bytes=1000 * MIB,
             margin_bytes=0,
@@ -92,6 +92,15 @@ def test_a_model_that_no_device_holds_alone_is_split_by_what_they_have_free() ->
     assert found.spec.placement.tensor_split == (120 * MIB, 90 * MIB)
     assert found.degraded == ()
     assert 0 < found.estimate.device_bytes("B") < found.estimate.device_bytes("A")
+
+
+def test_a_device_without_room_has_no_part_of_a_split_model() -> None:
+    """SPEC R11, R6: nor is it named, so that it is not leased for nothing."""
+    found = weigh(spec("A", "B", "C"), estimate, budget(120, 0, 90))
+    assert placed(found) == (NUM_LAYERS, ("A", "C"), SplitMode.LAYER, 0)
+    assert found.spec.placement.tensor_split == (120 * MIB, 90 * MIB)
+    found = weigh(spec("A", "B", split_mode=SplitMode.LAYER), estimate, budget(0, 500))
+    assert placed(found) == (NUM_LAYERS, ("B",), SplitMode.NONE, 0)
 
 
 def test_cells_are_quantised_before_anything_leaves_the_device() -> None:

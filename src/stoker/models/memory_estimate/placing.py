@@ -90,7 +90,7 @@ class Placing:
         return 0
 
     def _device_sets(self, asked: PlacementSpec) -> Iterator[PlacementSpec]:
-        """One device each, the one with most memory free first, then all with their parts."""
+        """One device each, the one with most memory free first, then all that have some with their parts."""
         rooms = {each.id: each for each in self.budget.devices}
         ids, mode = asked.device, asked.split_mode
         if mode in {None, SplitMode.NONE}:
@@ -98,10 +98,16 @@ class Placing:
             yield from map(partial(_alone, asked), sorted(alone, key=lambda each: -_vacant(rooms.get(each))))
         if mode is SplitMode.NONE or (mode is None and asked.main_gpu is not None):
             return
+        free = {each: float(_room(rooms.get(each))) for each in ids}
+        if not asked.tensor_split and any(
+            free.values()
+        ):  # one that others have filled is not leased for nothing
+            ids = tuple(each for each in ids if free[each])
         if len(ids) > 1:
-            free = tuple(float(_room(rooms.get(each))) for each in ids)
-            parts = asked.tensor_split or (free if any(free) else (1.0,) * len(ids))
-            yield replace(asked, split_mode=mode or SplitMode.LAYER, main_gpu=0, tensor_split=parts)
+            parts = asked.tensor_split or tuple(free[each] or 1.0 for each in ids)
+            yield replace(
+                asked, device=ids, split_mode=mode or SplitMode.LAYER, main_gpu=0, tensor_split=parts
+            )
         elif mode is not None:
             yield _alone(asked, ids[0])
 
