@@ -11,13 +11,16 @@ class NvmlStandIn:
 
     Attributes:
         cards: by address: memory (free, total), processes (pid, bytes, path), power_mw, celsius, slowdown_c,
-            shutdown_c, in_parts.
+            shutdown_c, in_parts; is_old: its driver lacks what the binding wants to ask of programs.
         num_opened: calls of nvmlInit.
         is_there: whether there is a driver.
     """
 
     class NVMLError(Exception):
         """As NVML's own."""
+
+    class NVMLLibraryMismatchError(Exception):
+        """As the binding's own, which is no NVMLError."""
 
     NVML_TEMPERATURE_GPU = 0
     NVML_TEMPERATURE_THRESHOLD_SLOWDOWN = "slowdown_c"
@@ -67,6 +70,8 @@ class NvmlStandIn:
 
     def nvmlDeviceGetComputeRunningProcesses(self, card):
         """Of whatever user may be seen."""
+        if card.get("is_old"):
+            raise self.NVMLLibraryMismatchError("Unversioned function called and the pyNVML version is newer")
         return [
             SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size, _ in self._field(card, "processes")
         ]

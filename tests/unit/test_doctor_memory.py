@@ -107,6 +107,9 @@ def test_doctor_shows_each_accelerator_with_who_has_its_memory():
         " process 7 (model qwen) holds it"
     )
     full = doctor._device(CARD, replace(measured, free_bytes=GIB // 2), "")
+    hot = doctor._device(CARD, replace(measured, heat=HeatReading(Heat.CRITICAL, "CUDA0", 95.0)), "")
+    assert (hot.level, "; its heat is critical" in hot.text) == ("warning", True)
+    assert hot.remedy.startswith("let it cool")
     assert (full.level, full.remedy) == (
         "warning",
         "no model fits beside what is on it; close other programs",

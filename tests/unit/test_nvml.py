@@ -40,6 +40,8 @@ def test_what_a_driver_does_not_tell_is_left_open():
     assert Nvml(nvml).read(BUS) == CardReading(celsius=40)
     nvml.cards[BUS] = {"in_parts": 0, "memory": (30, 80)}
     assert Nvml(nvml).read(BUS) == CardReading(free_bytes=30, total_bytes=80)
+    nvml.cards[BUS] = {"power_mw": 1000, "is_old": True, "processes": [(7, 5, "x")]}
+    assert Nvml(nvml).read(BUS) == CardReading(power_w=1.0)
 
 
 def test_a_driver_is_asked_at_most_about_once_a_second():

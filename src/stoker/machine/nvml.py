@@ -133,6 +133,6 @@ class Nvml:
         """The answer; None where this card, driver or user gets none."""
         try:
             return function(*args)
-        except self._library.NVMLError as error:
+        except Exception as error:  # noqa: BLE001 - one for an old driver is not of NVML's own kind
             _log.debug("%s: %s", getattr(function, "__name__", function), error)
             return None

@@ -51,6 +51,7 @@ WHEN_OTHERS_COMPUTE = (
     "the threads of a step wait for each other, so one core shared with another program slows all of them; "
     "then fewer threads are used, within a second, until the cores are free again"
 )
+_LET_COOL = "let it cool: until then background work waits and no model is loaded"
 REBUILD = "rebuild it: make rebuild"
 
 
@@ -155,6 +156,8 @@ def _device(device: Device, sample: DeviceSample | None, holder: str) -> Finding
     ]
     text = f"{device.id} {device.name}: {', '.join(parts)}"
     text += f"; {holder} holds it" if holder else ""
+    if sample.heat.level.rank >= Heat.SERIOUS.rank:
+        return Finding("device", Level.WARNING, f"{text}; its heat is {sample.heat.level}", _LET_COOL)
     if sample.free_bytes < sample.margin_bytes:
         return Finding(
             "device", Level.WARNING, text, "no model fits beside what is on it; close other programs"
@@ -269,8 +272,7 @@ def _heat(settings: EngineSettings) -> Finding:
     text = f"{reading.level}: {reading.sensor}{shown}"
     if reading.level.rank < Heat.SERIOUS.rank:
         return Finding("heat", Level.OK, text)
-    remedy = "let it cool: until then background work waits and no model is loaded"
-    return Finding("heat", Level.WARNING, text, remedy)
+    return Finding("heat", Level.WARNING, text, _LET_COOL)
 
 
 def _cache_dir(folder: Path) -> Finding:
