@@ -7,9 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stoker.ipc.model import KVLayout, ModelSpec, PlacementSpec
+from stoker.cli import serve_screen
+from stoker.ipc.model import KVLayout, ModelInfo, ModelSpec, PlacementSpec
 from stoker.models.memory_estimate.estimate import estimator_of, num_sequences, stream_cells
 from stoker.models.memory_estimate.fit import DeviceBudget, Fit, FittedSpec, MemoryBudget, weigh
+from stoker.settings import EngineSettings
 from tiny_models import TINY, write_llama
 
 AMPLE = 2**40
@@ -83,6 +85,13 @@ def test_streams_that_are_asked_for_get_a_shorter_context_where_memory_is_short(
     assert found.degraded
 
 
+def test_no_cells_are_made_for_more_than_the_model_reads(decoder: Path) -> None:
+    """SPEC C15: a context that it was not trained on is no request's."""
+    asked = weighed(spec_of(decoder, n_ctx=16 * N_CTX))
+    assert (asked.estimate.kv_layout, asked.estimate.n_ctx) == (KVLayout.STREAMS, N_CTX)
+    assert asked.estimate.lines["kv"] == weighed(spec_of(decoder)).estimate.lines["kv"]
+
+
 @pytest.mark.parametrize("name", ["mamba", "jamba", "gemma3"])
 def test_models_that_cannot_go_back_have_a_pool(tmp_path: Path, name: str) -> None:
     """SPEC C15: whatever is asked for; the estimate counts what they get."""
@@ -97,3 +106,13 @@ def test_cells_that_were_counted_are_dealt_out(decoder: Path) -> None:
     forced = spec_of(decoder, kv_layout=KVLayout.STREAMS, num_cells=18 * 512)
     assert stream_cells(forced, N_CTX) == 512
     assert estimator_of(decoder)(forced).n_ctx == 512
+
+
+@pytest.mark.parametrize(
+    ("layout", "shown"),
+    [("streams", "each with all of a model's context"), ("pool", "sharing 16,384 tokens")],
+)
+def test_the_start_of_a_server_says_what_a_slot_has(layout: str, shown: str) -> None:
+    """SPEC C15, T12: a context of its own, or a share of the pool."""
+    info = msgspec.structs.replace(ModelInfo.bare(ModelSpec(id="m", path="")), kv_layout=layout)
+    assert serve_screen._context(EngineSettings(), [info]) == shown

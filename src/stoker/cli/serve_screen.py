@@ -26,7 +26,7 @@ from stoker.server.serve import Screen
 from stoker.wording import count_text, duration_text, size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from stoker.ipc.events import ModelState
     from stoker.ipc.model import ModelInfo
@@ -198,7 +198,7 @@ def facts_of(service: Service, engine: EngineSettings, server: ServerSettings) -
     facts = [("OpenAI API", f"{url}/v1"), ("Anthropic API", url), ("status", f"{url}/v1/runtime")]
     facts.append(("metrics", f"{url}/metrics"))
     facts += [("model" if at == 0 else "", _model_text(info)) for at, info in enumerate(models)]
-    facts.append(("slots", f"{engine.slots}, sharing {_context(engine)}"))
+    facts.append(("slots", f"{engine.slots}, {_context(engine, models)}"))
     facts.append(("keys", _keys_text(host, server)))
     facts.append(("cache", _cache_text(engine)))
     if models:
@@ -210,14 +210,17 @@ def _model_text(info: ModelInfo) -> str:
     parts = [info.id]
     if info.size_bytes:
         parts.append(size_text(info.size_bytes))
-    whose = " for each request" if info.kv_layout == "streams" else ""
+    whose = " each" if info.kv_layout == "streams" else ""
     parts.append(f"{count_text(info.n_ctx, 'token')} of context{whose}")
     return ", ".join([*parts, *info.degraded])
 
 
-def _context(engine: EngineSettings) -> str:
+def _context(engine: EngineSettings, models: Iterable[ModelInfo]) -> str:
+    if any(info.kv_layout == "streams" for info in models):
+        return "each with all of a model's context"
     num_tokens = engine.kv_cells or engine.ctx_size
-    return count_text(num_tokens, "token") if num_tokens else "the model's own context"
+    shared = count_text(num_tokens, "token") if num_tokens else "the model's own context"
+    return f"sharing {shared}"
 
 
 def _keys_text(address: str, server: ServerSettings) -> str:
