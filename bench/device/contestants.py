@@ -1,6 +1,6 @@
 """The servers on an accelerator, told the same: slots, and the context that each slot has.
 
-llama-server divides its context by its slots; Stoker is told the context of a request and the cells of all.
+llama-server divides its context by its slots; Stoker is told the context of a request.
 All layers are on the device, flash attention is as each has it by itself.
 """
 
@@ -91,12 +91,11 @@ class StokerOnDevice:
     label: ClassVar[str] = STOKER
 
     def command(self, _shape: Shape, port: int) -> list[str]:
-        """As for a CPU, with every model, and as many cells as its slots can fill."""
+        """As for a CPU, with every model; the context is that of a request."""
         alike = Shape(self.shape.num_slots, self.shape.ctx_slot, None)
         return [
             *StokerServer(cache_dir=self.cache_dir).command(alike, port),
             *(word for model in self.models for word in ("--model", str(model))),
-            *("--kv-cells", str(self.shape.num_cells)),
             *self.flags,
         ]
 

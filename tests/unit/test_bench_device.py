@@ -158,8 +158,8 @@ def test_every_server_is_told_the_same_slots_and_context() -> None:
     assert (peer[peer.index("-np") + 1], peer[peer.index("-c") + 1]) == ("64", str(64 * 4352))
     assert peer[-1] == "--backend-sampling"
     own = StokerOnDevice((Path("a"), Path("b")), SHAPE, Path("c"), ("--x",)).command(alike, 1)
-    told = {flag: own[own.index(flag) + 1] for flag in ("--slots", "--ctx-size", "--kv-cells")}
-    assert told == {"--slots": "64", "--ctx-size": "4352", "--kv-cells": str(64 * 4352)}
+    told = {flag: own[own.index(flag) + 1] for flag in ("--slots", "--ctx-size")}
+    assert told == {"--slots": "64", "--ctx-size": "4352"}
     assert own.count("--model") == 2
     assert _on_each([Path("x/first.gguf"), Path("x/second.gguf")]) == (
         *("--placement", "first:device=0"),

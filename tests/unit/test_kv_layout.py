@@ -76,6 +76,19 @@ def test_a_pool_stays_where_streams_would_not_help(decoder: Path, changes: dict[
     assert weighed(spec_of(decoder, **changes)).estimate.kv_layout is KVLayout.POOL
 
 
+def test_many_slots_have_shorter_streams_before_they_share_a_pool(decoder: Path) -> None:
+    """SPEC R2, C15: four shares of the pool each, two, or one, which is told; few slots share as before."""
+    wide = spec_of(decoder, n_ctx=SLOTS * 4096)
+    for share in (4, 2, 1):
+        shorter = msgspec.structs.replace(wide, kv_layout=KVLayout.STREAMS, n_ctx=share * 4096)
+        found = weighed(wide, estimator_of(decoder)(shorter).device_bytes("CUDA0"))
+        assert (found.spec.kv_layout, found.spec.n_ctx) == (KVLayout.STREAMS, share * 4096)
+        assert found.degraded == (f"context {share * 4096} instead of {SLOTS * 4096}",)
+    few = msgspec.structs.replace(wide, num_slots=SLOTS - 1)
+    least = estimator_of(decoder)(msgspec.structs.replace(few, kv_layout=KVLayout.POOL))
+    assert weighed(few, least.device_bytes("CUDA0")).spec.kv_layout is not KVLayout.STREAMS
+
+
 def test_streams_that_are_asked_for_get_a_shorter_context_where_memory_is_short(decoder: Path) -> None:
     """SPEC R2, C15: and say so."""
     asked = spec_of(decoder, kv_layout=KVLayout.STREAMS)

@@ -21,6 +21,10 @@ from stoker.wording import count_text, size_text
 SMALLEST_N_CTX = 2048
 DRAFT_BATCH = 64
 """Tokens that a draft model computes at a time."""
+MANY_SLOTS = 16
+"""From here on a step of all slots costs so much more in a pool that shorter streams are the better form."""
+_SHARES = (4, 2, 1)
+"""Such streams, by a slot's share of the pool that was asked for."""
 _SLOTS = (4, 2, 1)
 _TIGHT_FRACTION = 10  # less than a tenth of the limit left over counts as tight
 
@@ -153,11 +157,11 @@ class FittedSpec:
 def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ctx: int = 0) -> FittedSpec:
     """How `spec` can be had within `budget`, with a context of `least_n_ctx` tokens or more.
 
-    On devices all layers come first, with cells in streams where the layout is "auto" and those fit, else in
-    a pool; then with quantised cells, then, as far as its placement is "auto", with
-    experts in host memory, with fewer layers, and on the CPU. In host memory the context is made shorter,
-    then cells are quantised (with as long a context as then fits), then there are fewer slots. Devices are
-    named by their ids.
+    On devices all layers come first, with cells in streams where the layout is "auto" and those fit, with
+    many slots also shorter ones, else in a pool; then with quantised cells, then, as far as its placement is
+    "auto", with experts in host memory, with fewer layers, and on the CPU. In host memory the context is made
+    shorter, then cells are quantised (with as long a context as then fits), then there are fewer slots.
+    Devices are named by their ids.
 
     Raises:
         InsufficientMemoryError: it would fit the machine, but not now, or a device cannot hold what was asked
@@ -181,10 +185,10 @@ def weigh(spec: ModelSpec, estimate: Estimator, budget: MemoryBudget, least_n_ct
 
 def _forms(spec: ModelSpec, asked: Estimate, placing: Placing, least_n_ctx: int) -> Iterator[ModelSpec]:
     """In the order of `weigh`."""
-    tries_streams = _tries_streams(spec, placing)
+    streams = tuple(_streams(spec, asked, least_n_ctx)) if _tries_streams(spec, placing) else ()
     for form in placing.whole(spec):
-        if tries_streams:
-            yield msgspec.structs.replace(form, kv_layout=KVLayout.STREAMS)
+        for changes in streams:
+            yield msgspec.structs.replace(form, kv_layout=KVLayout.STREAMS, **changes)
         yield form
     if placing.has_devices(spec):
         for kv_type in () if spec.kv_type else asked.smaller_kv_types:
@@ -192,6 +196,18 @@ def _forms(spec: ModelSpec, asked: Estimate, placing: Placing, least_n_ctx: int)
         yield from placing.parted(spec)
     for smaller in smaller_forms(spec, asked, least_n_ctx):
         yield from placing.forms(smaller)
+
+
+def _streams(spec: ModelSpec, asked: Estimate, least_n_ctx: int) -> Iterator[dict[str, int]]:
+    """How streams differ from what was asked for: as long, then by a slot's share of the pool; never less."""
+    yield {}
+    cells = spec.pool_cells or asked.n_ctx
+    if spec.num_slots < MANY_SLOTS:
+        return
+    for share in _SHARES:
+        n_ctx = cells // spec.num_slots * share
+        if max(SMALLEST_N_CTX, least_n_ctx) <= n_ctx < cells:
+            yield {"n_ctx": n_ctx}
 
 
 def _tries_streams(spec: ModelSpec, placing: Placing) -> bool:
