@@ -72,6 +72,12 @@ class ServerThread:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(START_S)
 
+    def wait_ended(self) -> None:
+        """Until it has ended by itself; raises what ended it."""
+        self.is_stopped = True
+        self._ended.result(START_S)
+        self._thread.join(START_S)
+
     def stop(self) -> None:
         """Shut down; raises what ended the service, if anything did."""
         self.is_stopped = True
