@@ -18,6 +18,7 @@ from stoker.ipc.events import Delta, Finished
 from stoker.ipc.usage import TokenLogprob
 
 FAKE = "fake:eog_period=0,step_delay_s=0.01"
+DEVICE = f"{FAKE},is_async=1,draws=1"
 ABORTING = "fake:eog_period=0,step_delay_s=0.01,abort_tokens=7"
 CLOSE_CALL = 0.05
 """SPEC E1: a first difference is allowed where the two best logits are this near."""
@@ -162,6 +163,16 @@ async def test_streams_of_an_engine_in_trouble_equal_undisturbed_ones(trouble: T
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
     assert [answer.num_ends for answer in answers] == [1, 1, 1, 1]
     assert {reason for answer in answers for reason in answer.reasons} == {FinishReason.LENGTH}
+
+
+async def test_a_killed_engine_whose_device_finds_candidates_goes_on_with_the_ids_of_whole_rows() -> None:
+    """B6, L3: some take candidates and some whole rows; a replay draws from either what it drew before."""
+    sampled = GenerateRequest(prompt="a fifth stream", max_tokens=32, sampling=Sampling(seed=14))
+    requests = [*mixed(max_tokens=32), sampled]
+    expected = await run(FAKE, requests, UNDISTURBED)
+    answers = await run(DEVICE, requests, Troubled(kill_once, 1))
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert [answer.num_ends for answer in answers] == [1] * 5
 
 
 async def test_a_request_that_crashes_the_engine_fails_alone() -> None:

@@ -289,9 +289,10 @@ def test_what_touches_a_sequence_waits_for_its_step(what, draws):
     assert (bench.answers()["a"] == "request_timeout") == (what == "deadline")
 
 
-def test_a_token_comes_before_the_news_that_its_sequence_was_parked():
-    """SPEC Q3: the turn that parks background has drawn a token of it, which is delivered first."""
-    bench = Bench(is_async=True, eog_period=0, num_slots=1)
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_token_comes_before_the_news_that_its_sequence_was_parked(draws):
+    """SPEC Q3, B6: the turn that parks background has drawn a token of it, which is delivered first."""
+    bench = Bench(is_async=True, draws=draws, eog_period=0, num_slots=1)
     bench.submit("job", priority=Priority.BACKGROUND)
     while len(bench.answers().get(("job", 0), [[]])[0]) < 5:
         bench.turn()
@@ -303,6 +304,10 @@ def test_a_token_comes_before_the_news_that_its_sequence_was_parked():
     job = next(s for s in bench.runner.scheduler.queue if s.key.request_id == "job")
     assert sum(len(event.token_ids) for event in before) == job.num_generated
     bench.finish()
+    alone = Bench(is_async=False, eog_period=0)
+    alone.submit("job")
+    alone.finish()
+    assert bench.answers()["job", 0] == alone.answers()["job", 0]
     assert len(bench.answers()["job", 0][0]) == 60
 
 
