@@ -66,13 +66,13 @@ def test_streams_take_the_cells_of_every_sequence(decoder: Path) -> None:
         {"placement": PlacementSpec(device=())},
         {"placement": PlacementSpec(device=("CUDA0",), gpu_layers=1)},
         {"placement": PlacementSpec(device=("CUDA0",), kv_offload=False)},
-        {"num_cells": 8192},
+        {"num_cells": SLOTS * N_CTX // 2},
         {"kv_layout": KVLayout.POOL},
     ],
-    ids=["on a CPU", "some layers on it", "cells on it", "cells that were counted", "asked for"],
+    ids=["on a CPU", "some layers on it", "cells on it", "fewer cells than slots may use", "asked for"],
 )
 def test_a_pool_stays_where_streams_would_not_help(decoder: Path, changes: dict[str, object]) -> None:
-    """SPEC C15: host memory is short, and who says how many cells there are says that they are shared."""
+    """SPEC C15: host memory is short, and who says that there are fewer cells says that they are shared."""
     assert weighed(spec_of(decoder, **changes)).estimate.kv_layout is KVLayout.POOL
 
 
@@ -114,9 +114,14 @@ def test_models_that_cannot_go_back_have_a_pool(tmp_path: Path, name: str) -> No
     assert asked == pool
 
 
+def test_as_many_cells_as_the_slots_may_use_are_streams(decoder: Path) -> None:
+    """SPEC C15: who counts them so wants every slot to have its context."""
+    assert weighed(spec_of(decoder, num_cells=SLOTS * N_CTX)).estimate.kv_layout is KVLayout.STREAMS
+
+
 def test_cells_that_were_counted_are_dealt_out(decoder: Path) -> None:
-    """SPEC C15: where streams are forced they are so many in all."""
-    forced = spec_of(decoder, kv_layout=KVLayout.STREAMS, num_cells=18 * 512)
+    """SPEC C15: where streams are forced the slots have so many in all."""
+    forced = spec_of(decoder, kv_layout=KVLayout.STREAMS, num_cells=SLOTS * 512)
     assert stream_cells(forced, N_CTX) == 512
     assert estimator_of(decoder)(forced).n_ctx == 512
 

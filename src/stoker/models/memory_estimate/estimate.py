@@ -77,11 +77,14 @@ def num_sequences(num_slots: int, layout: KVLayout = KVLayout.POOL) -> int:
 
 
 def stream_cells(spec: ModelSpec, n_ctx_train: int) -> int:
-    """Tokens that each sequence has cells for in streams: those of a request, or its share of what is set."""
+    """Tokens that each sequence has cells for in streams: those of a request, or a slot's share of those set.
+
+    Spare sequences come on top of that.
+    """
     n_ctx = min(filter(None, (spec.n_ctx, n_ctx_train)))
     if not spec.num_cells:
         return n_ctx
-    return min(n_ctx, max(1, spec.num_cells // num_sequences(spec.num_slots, KVLayout.STREAMS)))
+    return min(n_ctx, max(1, spec.num_cells // spec.num_slots))
 
 
 def estimator(header: GgufHeader) -> Estimator:

@@ -211,13 +211,18 @@ def _streams(spec: ModelSpec, asked: Estimate, least_n_ctx: int) -> Iterator[dic
 
 
 def _tries_streams(spec: ModelSpec, placing: Placing) -> bool:
-    """Whether streams would serve it: all cells lie on devices, and nobody has said how many there are."""
-    is_open = spec.kv_layout is KVLayout.AUTO and not spec.num_cells and placing.has_devices(spec)
+    """Whether streams would serve it: all cells lie on devices, and every request would have its context.
+
+    It would not where `num_cells` says that the slots are to share fewer.
+    """
     place = spec.placement
+    is_open = spec.kv_layout is KVLayout.AUTO and placing.has_devices(spec)
     if not is_open or not place.kv_offload or isinstance(place.gpu_layers, int):
         return False
     in_streams = msgspec.structs.replace(spec, kv_layout=KVLayout.STREAMS)
-    return placing.estimate(in_streams).kv_layout is KVLayout.STREAMS
+    found = placing.estimate(in_streams)
+    whole = placing.estimate(msgspec.structs.replace(in_streams, num_cells=0))
+    return found.kv_layout is KVLayout.STREAMS and found.n_ctx == whole.n_ctx
 
 
 def _too_large(spec: ModelSpec, placing: Placing, least_n_ctx: int) -> FittedSpec:
