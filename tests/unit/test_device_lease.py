@@ -1,5 +1,6 @@
 """One process at a time on an accelerator."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -138,6 +139,18 @@ def test_a_refusal_says_for_which_models_a_device_is_held(tmp_path):
     assert held == f"process {os.getpid()} (model qwen) holds the device CUDA NVIDIA H100"
     assert "--no-device-lease" in remedy
     assert caught.value.details == {"device": "CUDA NVIDIA H100", "pid": os.getpid(), "models": ["qwen"]}
+
+
+def test_a_full_disk_costs_the_note_and_not_the_lease(tmp_path, monkeypatch, caplog):
+    """SPEC R6: the device is held, and another process is refused without a name."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with DeviceLease(["CUDA0"], tmp_path), pytest.raises(DeviceBusyError, match="another process holds"):
+        DeviceLease(["CUDA0"], tmp_path)
+    assert "No space left" in caplog.text
 
 
 def test_a_file_that_says_nothing_of_its_holder_is_a_refusal_too(tmp_path, holder):

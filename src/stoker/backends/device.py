@@ -118,9 +118,9 @@ class HeldDevices:
         self.know(wanted)
         fresh = [device for device in wanted if device not in self._taken]
         locks = [device.lock for device in fresh if device.lock]
-        if locks and self._folder is not None:
-            self._leases.append(DeviceLease(locks, self._folder))
-        self._taken = (*self._taken, *fresh)
+        lease = DeviceLease(locks, self._folder) if locks and self._folder is not None else None
+        self._taken = (*self._taken, *fresh)  # before the lease: the loop's thread looks its devices up
+        self._leases += [lease] if lease else []
         self._note({device.id: [*self._models_on(device.id), model] for device in wanted if model})
 
     def hold(self, held: Mapping[str, Mapping[str, int]] | None) -> None:

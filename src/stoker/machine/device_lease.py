@@ -7,6 +7,7 @@ are, and which a model needs, is the backends' to know.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import warnings
@@ -21,6 +22,7 @@ import psutil
 from stoker.errors import DeviceBusyError, MachineSetupError
 from stoker.private import make_folder
 
+_log = logging.getLogger(__name__)
 _REMEDY = "name another with --device, or share it with --no-device-lease"
 _MAX_NOTE_BYTES = 64 * 2**10
 _TICK_S = 1.0
@@ -94,12 +96,14 @@ class DeviceLease:
     def note(self, name: str, device: str, models: Sequence[str]) -> None:
         """Write down what the device is called and which models it is held for, for those who ask who has it.
 
-        Raises:
-            OSError: the file cannot be written.
+        A disk that is full costs them the answer, and not the lease.
         """
         text = msgspec.json.encode(LeaseNote(pid=os.getpid(), device=device, models=list(models)))
-        os.pwrite(self._files[name], text, 0)
-        os.truncate(self._files[name], len(text))
+        try:
+            os.pwrite(self._files[name], text, 0)
+            os.truncate(self._files[name], len(text))
+        except OSError as error:
+            _log.warning("who holds %s cannot be written down: %s", device, error.strerror)
 
     def close(self) -> None:
         """Let others have the devices; nothing happens the second time."""
