@@ -23,7 +23,7 @@ import msgspec
 from stoker.client.dispatcher import Dispatcher
 from stoker.client.event_bus import EventBus
 from stoker.client.models.registry import ModelRegistry
-from stoker.client.process.exit import EngineExit, OomCounter
+from stoker.client.process.exit import DeviceLosses, EngineExit, OomCounter
 from stoker.client.process.instance import Backoff, EngineInstance, check_period_s
 from stoker.client.process.lifecycle import EngineState, Lifecycle, Suspension
 from stoker.client.process.transport import DescriptorReserve, NewTransport, ProcessTransport, Transport
@@ -94,6 +94,7 @@ class EngineSupervisor:
         self.num_restarts = 0
         self._suspension = Suspension()
         self._backoff = Backoff()
+        self._losses = DeviceLosses()
         self._oom = OomCounter()
         self._instance: EngineInstance | None = None
         self._num_failed_starts = 0
@@ -346,6 +347,7 @@ class EngineSupervisor:
         if self._is_failing:
             log.warning("engine %d has come up after %d failed starts", instance.pid, self._num_failed_starts)
         self._num_failed_starts = 0
+        self._losses.tell(instance.send)
         for known in self.registry.known():
             instance.send(known)
         await instance.load_due(self.registry, skips_suspects=self._has_served)
@@ -369,6 +371,7 @@ class EngineSupervisor:
 
     def _take_exit(self, instance: EngineInstance, ended: EngineExit, delay_s: float) -> None:
         """Charge, report and answer for an exit that was not asked for."""
+        ended = self._losses.note(ended)
         self.num_restarts += 1
         self._last_exit = ended.reason
         if not instance.is_up and ended.is_blamable:
@@ -490,6 +493,7 @@ class EngineSupervisor:
         if self._suspension.is_wanted:  # earlier failures say nothing of now
             self._num_failed_starts = 0
             self._backoff.reset()
+            self._losses.forgive()
         self._suspension.wake()
         await self._suspension.until(
             lambda: (

@@ -66,12 +66,14 @@ class Sized:
         estimator: what it would take.
         fingerprint: of the file.
         spec: how it is to be loaded, with the ids of the devices that there are.
+        missing: devices that were lost and are not used.
     """
 
     load: LoadStop
     estimator: Estimator
     fingerprint: str
     spec: ModelSpec | None = None
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from stoker.ipc.commands import (
     GetStatus,
     KnowModel,
     LoadModel,
+    LostDevices,
     Pause,
     PinModel,
     Resume,
@@ -290,7 +291,7 @@ class EngineLoop:
         match item:
             case Submit() | Cancel() | Pause() | Resume() | Prepared() | PrepareFailed():
                 self._request(item)
-            case KnowModel() | LoadModel() | UnloadModel() | PinModel():
+            case KnowModel() | LoadModel() | UnloadModel() | PinModel() | LostDevices():
                 self._residency.command(item, self._clock.now())
             case Sized() | LoadMoved() | Loaded() | LoadFailed():
                 self._residency.post(item, self._clock.now())

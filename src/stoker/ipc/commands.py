@@ -61,6 +61,12 @@ class Suspend(msgspec.Struct, frozen=True, tag=True):
     save_s: float
 
 
+class LostDevices(msgspec.Struct, frozen=True, tag=True):
+    """Devices that have ended engines, by id, and how often; sent before any load (SPEC R13)."""
+
+    times: dict[str, int]
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run a request. After a restart `generated` and `mirostat_mu` carry what was delivered of each choice.
 
@@ -154,6 +160,7 @@ Command = (
     | LoadModel
     | UnloadModel
     | PinModel
+    | LostDevices
     | Submit
     | Cancel
     | Pause

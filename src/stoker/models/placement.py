@@ -16,7 +16,7 @@ from stoker.ipc.model import NO_DEVICE, SplitMode
 from stoker.wording import count_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from stoker.backends.device import Device
     from stoker.ipc.model import ModelSpec, PlacementSpec
@@ -45,10 +45,15 @@ def chosen_devices(placement: PlacementSpec, devices: Sequence[Device]) -> tuple
     return found
 
 
-def with_device_ids(spec: ModelSpec, devices: Sequence[Device]) -> ModelSpec:
-    """The spec with its devices by their ids; raises as `chosen_devices`."""
-    ids = tuple(device.id for device in chosen_devices(spec.placement, devices))
-    return replace(spec, placement=replace(spec.placement, device=ids or (NO_DEVICE,)))
+def with_device_ids(spec: ModelSpec, devices: Sequence[Device], lost: Collection[str] = ()) -> ModelSpec:
+    """The spec with its devices by their ids; raises as `chosen_devices`, but not for what was lost."""
+    left = tuple(name for name in spec.placement.device if name not in lost)
+    is_changed = left != spec.placement.device
+    placement = replace(spec.placement, device=left or (NO_DEVICE,)) if is_changed else spec.placement
+    if lost:  # which were of them
+        placement = replace(placement, tensor_split=(), main_gpu=None)
+    ids = tuple(device.id for device in chosen_devices(placement, devices))
+    return replace(spec, placement=replace(placement, device=ids or (NO_DEVICE,)))
 
 
 def _named(name: str, there: Sequence[Device]) -> Device:

@@ -237,6 +237,7 @@ class FakeBackend:
         self._assert_idle()
         self._lengths.check(plan)
         self._cells.check_free(plan.num_tokens)
+        self.faults.devices.meet_loss(self._by_device)
         if 0 < self.faults.most_tokens < plan.num_tokens:
             raise StepMemoryError(f"{plan.num_tokens} tokens are more than the memory that was ordered")
         takes_s = self.faults.step_delay_s + plan.num_tokens * self.faults.token_delay_s

@@ -7,6 +7,7 @@ what another program holds of them. "others=FILE" is read anew at each look inst
 
 from __future__ import annotations
 
+import os
 import weakref
 from dataclasses import dataclass
 from functools import cache, partial
@@ -141,6 +142,16 @@ class FakeDevices:
         """Give back what `owner` holds; idempotent."""
         for name in self.names:
             card_of(name).hold(owner, 0)
+
+    def meet_loss(self, lines: Mapping[str, object]) -> None:
+        """Abort the process, as native code does, where one of these cards is no longer there."""
+        there = {device.id for device in self.cards()}
+        for name in lines:
+            if name not in there:
+                os.write(
+                    2, f"Fake error: the card is gone\n  current device: {name}, in function step\n".encode()
+                )
+                os.abort()
 
     def share(
         self, lines: Mapping[str, int], placement: PlacementSpec = ANYWHERE

@@ -7,16 +7,25 @@ in `models.registry`.
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker.ipc.commands import LostDevices
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stoker.client.process.transport import ExitReport
 
 SENT_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 OOM_KILL = "oom_kill"
+MAX_UNCHARGED = 4
+"""Losses of one device past which the work is charged: leaving it out has not helped."""
+_DEVICE_ERROR = re.compile(r"\b([A-Za-z]+) error: ([^|]*)\|[^|]*current device: (\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,7 @@ class EngineExit:
         was_killed: by the watchdog, or by the kernel for want of memory.
         said: its last lines, for errors that quote native code; may be empty.
         besides: work that may have caused it, other than requests: loads and questions.
+        lost_device: id of the device whose end it was; empty: of none.
     """
 
     reason: str
@@ -36,6 +46,7 @@ class EngineExit:
     was_killed: bool = False
     said: str = ""
     besides: tuple[str, ...] = ()
+    lost_device: str = ""
 
     def beside(self, *work: str) -> EngineExit:
         """The same, with further work that may have caused it."""
@@ -100,5 +111,51 @@ def judge(end: ExitReport, hang: str | None, oom: OomCounter) -> EngineExit:
         return EngineExit(f"killed: {hang}", is_blamable=True, was_killed=True, said=end.said)
     if end.status == -signal.SIGKILL and is_oom:
         return EngineExit("killed by the kernel for want of memory", is_blamable=True, was_killed=True)
+    if end.status < 0 and (device := lost_device(end.said)):
+        return EngineExit(
+            f"lost the device {device} ({end})", is_blamable=False, said=end.said, lost_device=device
+        )
     is_blamable = end.status > 0 or (end.status < 0 and -end.status not in SENT_FROM_OUTSIDE)
     return EngineExit(f"ended with {end}", is_blamable=is_blamable, said=end.said)
+
+
+def lost_device(said: str) -> str:
+    """Id of the device that native code could not go on with, by its last words; empty: it was none.
+
+    A device without memory is there, and the work may be at fault.
+    """
+    found = _DEVICE_ERROR.search(said)
+    if found is None or "out of memory" in found[2].lower():
+        return ""
+    return f"{found[1]}{found[3]}" if found[3].isdecimal() else found[3]
+
+
+class DeviceLosses:
+    """The devices that have ended engines since they were last forgiven.
+
+    The driver says whether a lost device is still there, so it is used again; one that is lost twice is left
+    out. Neither a request nor a load is charged, unless losses go on all the same.
+    """
+
+    def __init__(self) -> None:
+        self._times: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<DeviceLosses {dict(self._times)}>"
+
+    def note(self, end: EngineExit) -> EngineExit:
+        """Count an exit; returns it as it is to be charged."""
+        if not end.lost_device:
+            return end
+        self._times[end.lost_device] += 1
+        is_too_often = self._times[end.lost_device] > MAX_UNCHARGED
+        return replace(end, is_blamable=True) if is_too_often else end
+
+    def tell(self, send: Callable[[LostDevices], object]) -> None:
+        """Have an engine know them, if there are any."""
+        if self._times:
+            send(LostDevices(dict(self._times)))
+
+    def forgive(self) -> None:
+        """The machine has slept: a device may be back."""
+        self._times.clear()

@@ -26,6 +26,7 @@ class Load:
         begun_s: when it was begun.
         is_reload: the model is in memory already and stays until the new one is (SPEC L5).
         estimator, fingerprint: what the file says; None before it was looked at.
+        missing: devices that were lost and are not used.
         looked_at: the spec with the ids of the devices that there are; None: likewise.
         fitted: how it is loaded; None while it waits for room.
         look_s: when to look for room again.
@@ -46,6 +47,7 @@ class Load:
     least_n_ctx: int = 0
     stage: str = ""
     looked_at: ModelSpec | None = None
+    missing: tuple[str, ...] = ()
     most_bytes: dict[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -55,6 +57,12 @@ class Load:
     def wanted(self) -> ModelSpec:
         """How it is to be loaded, with ids of devices as soon as they are known."""
         return self.looked_at or self.spec
+
+    @property
+    def less(self) -> tuple[str, ...]:
+        """What the model gets less of than was asked for, for people."""
+        lost = tuple(f"without {device}, which was lost" for device in self.missing)
+        return (*(self.fitted.degraded if self.fitted else ()), *lost)
 
     def learn(self, error: InsufficientMemoryError) -> bool:
         """Loading has shown that a device has less room than was thought; returns whether to try again.

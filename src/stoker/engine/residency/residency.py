@@ -28,7 +28,7 @@ from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.status import model_status
 from stoker.errors import InsufficientMemoryError, ModelInUseError, StokerError
-from stoker.ipc.commands import KnowModel, LoadModel, PinModel, UnloadModel
+from stoker.ipc.commands import KnowModel, LoadModel, LostDevices, PinModel, UnloadModel
 from stoker.ipc.events import ModelState, Reply
 from stoker.ipc.model import ModelLife
 from stoker.wording import count_text
@@ -54,7 +54,7 @@ RETRY_S = 5.0
 LOOK_AGAIN_S = 0.25
 """How often a load that waits for memory looks again."""
 ASKED_TO = "asked to"  # a model is unloaded though no other needs its memory
-ModelCommand = KnowModel | LoadModel | UnloadModel | PinModel
+ModelCommand = KnowModel | LoadModel | UnloadModel | PinModel | LostDevices
 
 
 def _publish_later() -> None:
@@ -146,6 +146,8 @@ class Residency:
         match command:
             case KnowModel(spec, is_suspect):
                 self._catalogue.know(spec).is_suspect = is_suspect
+            case LostDevices(times):
+                self._workers.lost = times
             case LoadModel():
                 self._ask(command, now)
             case UnloadModel(model):
@@ -306,8 +308,9 @@ class Residency:
                 post.backend.close()
             return
         match post:
-            case Sized(_, estimator, fingerprint, spec):
-                load.estimator, load.fingerprint, load.looked_at = estimator, fingerprint, spec
+            case Sized(_, estimator, fingerprint, spec, missing):
+                load.estimator, load.fingerprint = estimator, fingerprint
+                load.looked_at, load.missing = spec, missing
                 if load.is_reload and self._is_the_same(load):
                     self._load = None
                     self._keep(load.served, None)
@@ -434,7 +437,7 @@ class Residency:
             runner = OneShotRunner(spec, backend, timer, self._jobs)
         else:
             runner = SlotRunner(spec, backend, timer, cache, self._jobs)
-        runner.load, runner.degraded = load, fitted.degraded
+        runner.load, runner.degraded = load, load.less
         return runner
 
     def _refuse(self, served: ServedModel, error: StokerError, now: float) -> None:

@@ -6,7 +6,7 @@ becomes of them. How requests are prepared beside each other is `preparations`'.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from stoker.models.memory_estimate.fit import with_draft
 from stoker.models.placement import with_device_ids
 from stoker.models.reader import LoadContext
 
+MAX_LOSSES = 2
 TOLD_EVERY = 0.02
 """How much further a load has to come to be reported again: loaders report each of hundreds of tensors."""
 
@@ -47,6 +48,9 @@ class Workers:
         cache_dir: results of smoke decodes.
         devices: takes the lease of what a model is loaded on.
         max_prepare_s: how long preparing one request may take.
+
+    Attributes:
+        lost: devices that have ended engines, and how often: at MAX_LOSSES one is left out.
     """
 
     def __init__(self, inbox: Inbox, cache_dir: Path, devices: HeldDevices, max_prepare_s: float) -> None:
@@ -54,6 +58,7 @@ class Workers:
         self._cache_dir = cache_dir
         self._devices = devices
         self._models = OpenModels()
+        self.lost: Mapping[str, int] = {}
         self.preparations = Preparations(inbox, max_prepare_s)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
         self._sizer = ThreadPoolExecutor(1, thread_name_prefix="stoker-sizer")
@@ -88,12 +93,13 @@ class Workers:
 
         def answer() -> Sized:
             model = self._models.open(spec.path)
-            there = model.devices()
+            there = [each for each in model.devices() if self.lost.get(each.id, 0) < MAX_LOSSES]
             self._devices.know(there)
             found = model.estimator()
+            missing = tuple(sorted(self.lost.keys() - {each.id for each in there}))
             if spec.draft_path and spec.speculation.uses_model:
                 found = with_draft(found, self._models.open(spec.draft_path).estimator())
-            return Sized(load, found, model.fingerprint, with_device_ids(spec, there))
+            return Sized(load, found, model.fingerprint, with_device_ids(spec, there, missing), missing)
 
         self._post(self._sizer, answer, lambda error: LoadFailed(load, error))
 
