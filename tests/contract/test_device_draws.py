@@ -190,6 +190,18 @@ def test_a_device_that_finds_others_than_the_largest_gives_rows(
         np.testing.assert_array_equal(rows, expected)
 
 
+def test_without_draws_no_call_computes_more_rows_than_were_reserved_for_them(
+    tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B6: the context stays as it was made for them; the library would abort the process."""
+    monkeypatch.setattr(draws, "_DESCENDING", 0)
+    with opened(tiny_decoder) as context:
+        assert context.draws is None
+        rows, _ = launched(context, PlanItem(0, 0, range(20, 60), 30), PlanItem(1, 0, (9,), 1))
+        assert rows.shape == (31, len(TOKENS))
+        assert np.isfinite(rows).all()
+
+
 def test_a_graph_that_cannot_be_built_fails_its_step(
     tiny_decoder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,6 +216,9 @@ def test_a_graph_that_cannot_be_built_fails_its_step(
         with pytest.raises(StepFailedError, match="no room"):
             context.launch(BatchPlan((PlanItem(0, 2, (7,), 1, True), PlanItem(1, 0, (7,), 1, True))))
         assert [context.lengths[seq] for seq in (0, 1)] == [2, 0]
+        monkeypatch.undo()
+        assert_best_of(*both_ways(context, PlanItem(0, 2, (7,), 1), PlanItem(1, 0, (7,), 1)))
+        monkeypatch.setattr(draws, "_best_of", broken)
     with caplog.at_level(logging.WARNING), opened(tiny_decoder) as other:
         assert other.draws is None
         assert "no room" in caplog.text

@@ -166,8 +166,10 @@ class LlamaContext:
         self.key_type = options.key_type
         params, n_vocab = _native_params(options), model.vocabulary.n_vocab
         self._samplers = self.draws = open_draws(params.n_seq_max, n_vocab) if options.draws else None
+        self._max_rows: int | None = None
         if self.draws is not None:
             self.draws.attach_to(params)
+            self._max_rows = self.draws.max_rows
         with capture_log() as lines:
             handle = llama.llama_init_from_model(model.handle, params)
         if handle is None:
@@ -228,8 +230,7 @@ class LlamaContext:
         """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
         self._check_pictures(plan)
-        most = None if self.draws is None else self.draws.max_rows
-        cut = passes(plan, self._sets, self._current, self._cells.prepare(plan), most)
+        cut = passes(plan, self._sets, self._current, self._cells.prepare(plan), self._max_rows)
         if len(cut) > 1:
             return self._step_in_passes(plan, cut)
         self._compute(cut[0])

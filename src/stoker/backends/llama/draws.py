@@ -23,7 +23,7 @@ import numpy as np
 
 from stoker.backends.llama.binding import llama
 from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
-from stoker.errors import EngineError
+from stoker.errors import EngineError, StepFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -213,7 +213,7 @@ class DeviceDraws:
     Attributes:
         num_candidates: as in `Draws`.
         max_rows: rows that a native call may compute.
-        error: why a graph could not be built.
+        error: why a graph of the last call could not be built.
     """
 
     def __init__(self, num_sequences: int, num_vocab: int) -> None:
@@ -262,7 +262,7 @@ class DeviceDraws:
         pairs = zip(seqs, items, strict=True)
         whole = {seq for seq, item in pairs if item.num_logits and not item.takes_candidates}
         _free(self._replaced)  # no graph knows them any more
-        self._replaced = []
+        self._replaced, self.error = [], None
         if self._is_unsure or (whole != self._last_whole and self._is_changed(seqs, items, whole)):
             self._begin_anew(handle, seqs[0])
         self._is_fresh = self._is_unsure or whole != self._last_whole
@@ -295,12 +295,18 @@ class DeviceDraws:
         self._is_unsure = True
 
     def collect(self, handle: int, items: Sequence[PlanItem]) -> tuple[Rows, Candidates]:
-        """Wait for the call; whole rows and candidates of its items, valid until the next one."""
+        """Wait for the call; whole rows and candidates of its items, valid until the next one.
+
+        Raises:
+            StepFailedError: the context has not taken the samplers.
+        """
         num_rows = sum([item.num_logits for item in items])
         if not num_rows:
             llama.llama_synchronize(handle)
             return np.empty((0, self._num_vocab), np.float32), NO_CANDIDATES
         pointer = llama.llama_get_sampled_logits_ith(handle, -num_rows)
+        if not pointer:
+            raise StepFailedError("llama.cpp has taken no samplers")
         rows = np.ctypeslib.as_array(pointer, (num_rows, self._num_vocab))
         if self._is_fresh:
             self._check_counts(handle, items, num_rows)
