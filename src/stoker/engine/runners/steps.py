@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from stoker.cache.entry import EntryState
 from stoker.engine.runners.postprocess import Postprocess
+from stoker.engine.threads.timer import EVERYWHERE
 from stoker.errors import (
     ContextLengthError,
     InvalidRequestError,
@@ -183,6 +184,8 @@ class StepRunner:
         self._timed.is_cold = True
         self._compaction = backend.extensions.compaction
         self._overlaps = backend.capabilities.is_async
+        devices = backend.extensions.devices if self._overlaps else None
+        self._place = frozenset(devices.memory_by_device()) if devices else EVERYWHERE
         self._postprocess = Postprocess(backend, scheduler, jobs, timer, self._end_in_flight)
         self._launched: _Launched | None = None
         self._unlearned: _Launched | None = None
@@ -214,14 +217,14 @@ class StepRunner:
         step = self._launched
         if step is None or step.is_collected:
             return
-        self._timer.in_flight = None
+        self._timer.in_flight.pop(self._place, None)
         try:
             step.rows = step.in_flight.rows()
         except StepFailedError as error:
-            self._timer.abandon()
+            self._timer.abandon(self._place)
             step.error = error
             return
-        step.took_s = self._timer.stop(step.num_tokens)
+        step.took_s = self._timer.stop(step.num_tokens, self._place)
         self._unlearned = step
         if not self._overlaps:
             self._learn()
@@ -274,22 +277,22 @@ class StepRunner:
             plan = plan.in_order(order)
             batch = plan.batch()
         num_tokens = batch.num_tokens + self._num_unread(plan)
-        self._timer.begin(num_tokens)
+        self._timer.begin(num_tokens, self._place)
         try:
             in_flight = self._backend.launch(batch)
         except PoolFullError as error:
-            self._timer.abandon()
+            self._timer.abandon(self._place)
             if plan.has_draft:
                 self._launch(plan.without_draft(), now)
             else:
                 self._relieve(plan, error, now)
         except StepFailedError as error:
-            self._timer.abandon()
+            self._timer.abandon(self._place)
             self._halve(plan, error, now)
         else:
             self._launched = _Launched(plan, in_flight, num_tokens)
             if self._overlaps:
-                self._timer.in_flight = self.collect
+                self._timer.in_flight[self._place] = self.collect
 
     def _halve(self, plan: StepPlan, error: StepFailedError, now: float) -> None:
         """A step failed: without its draft, or each half of it, up to the one sequence that is at fault.

@@ -31,12 +31,18 @@ STALL_S = 1.0
 """A reading this late means that the process stood still: it was stopped, or the whole machine was."""
 
 
+Place = frozenset[str]
+"""Ids of the devices that a step computes on."""
+EVERYWHERE: Place = frozenset()
+"""The place of a step that may compute on anything: no other is under way beside it."""
+
+
 class Stopwatch:
-    """Times each native step. Time in which the process stood still does not count.
+    """Times native steps, one at a time in each place. Time in which the process stood still does not count.
 
     Attributes:
         num_steps: steps that succeeded.
-        busy_s: seconds spent in them.
+        busy_s: seconds spent in them; those of several devices add up.
     """
 
     def __init__(self, watchdog_s: float) -> None:
@@ -44,36 +50,36 @@ class Stopwatch:
         self.num_steps = 0
         self.busy_s = 0.0
         self._token_s: float | None = None
-        self._running: tuple[float, float] | None = None
+        self._running: dict[Place, tuple[float, float]] = {}
         self._read_s: float | None = None
-        self._stalled = (0.0, 0.0)  # the start of a step, and how long it has stood still
+        self._stalled: dict[float, float] = {}  # by the start of a step, how long it has stood still
 
     def __repr__(self) -> str:
         return f"<Stopwatch {self.num_steps} steps, {(self._token_s or 0.0) * 1000:.2f} ms a token at most>"
 
-    def begin(self, num_tokens: int) -> None:
+    def begin(self, num_tokens: int, place: Place = EVERYWHERE) -> None:
         """A native step over `num_tokens` starts."""
         predicted_s = UNMEASURED_STEP_S / SLACK if self._token_s is None else num_tokens * self._token_s
-        self._running = (self.now(), max(self.watchdog_s, SLACK * predicted_s))
+        self._running[place] = (self.now(), max(self.watchdog_s, SLACK * predicted_s))
 
-    def end(self, num_tokens: int) -> float:
+    def end(self, num_tokens: int, place: Place = EVERYWHERE) -> float:
         """It succeeded; its cost per token is remembered, large ones fade slowly.
 
         Returns:
             Seconds it took.
         """
-        assert self._running is not None, "a step ended that had not begun"
-        took_s = self._spent_s(self._running[0], self.now())
-        self._running = None
+        assert place in self._running, "a step ended that had not begun"
+        started_s, _ = self._running.pop(place)
+        took_s = self._spent_s(started_s, self.now())
         token_s = took_s / num_tokens
         self._token_s = max(token_s, 0.99 * (self._token_s or 0.0))
         self.num_steps += 1
         self.busy_s += took_s
         return took_s
 
-    def abandon(self) -> None:
+    def abandon(self, place: Place = EVERYWHERE) -> None:
         """It failed."""
-        self._running = None
+        self._running.pop(place, None)
 
     @staticmethod
     def now() -> float:
@@ -81,25 +87,22 @@ class Stopwatch:
         return time.monotonic()
 
     def read(self) -> tuple[float, float]:
-        """Seconds the running step has taken and may take; (0, watchdog_s) between steps.
+        """Seconds the running step has taken and may take, of several the latest one; else (0, watchdog_s).
 
         Called every READ_EVERY_S by one thread, or never.
         """
-        now, running = self.now(), self._running
-        if running is None:
-            self._read_s = now
-            return 0.0, self.watchdog_s
-        started_s, limit_s = running
-        spent_s = self._spent_s(started_s, now)
-        self._stalled = (started_s, now - started_s - spent_s)
+        now, running = self.now(), list(self._running.values())
+        spent = [(self._spent_s(started_s, now), limit_s) for started_s, limit_s in running]
+        self._stalled = {
+            started_s: now - started_s - spent_s
+            for (started_s, _), (spent_s, _) in zip(running, spent, strict=True)
+        }
         self._read_s = now
-        return spent_s, limit_s
+        return max(spent, key=lambda step: step[0] - step[1], default=(0.0, self.watchdog_s))
 
     def _spent_s(self, started_s: float, now: float) -> float:
         """How long a step has run: a reading that is overdue shows that the whole process has not."""
-        step_s, stalled_s = self._stalled
-        if step_s != started_s:
-            stalled_s = 0.0
+        stalled_s = self._stalled.get(started_s, 0.0)
         if self._read_s is not None and (late_s := now - self._read_s - READ_EVERY_S) > STALL_S:
             stalled_s += late_s
         return max(0.0, now - started_s - stalled_s)
@@ -123,11 +126,11 @@ class StepTimer:
     """Surrounds every native step of one engine.
 
     Attributes:
-        in_flight: waits for the step that a device computes; None: there is none. `begin` calls it.
+        in_flight: waits for the step that devices compute, by these; `begin` calls those in its way.
     """
 
     def __init__(self, clock: Stopwatch) -> None:
-        self.in_flight: Callable[[], None] | None = None
+        self.in_flight: dict[Place, Callable[[], None]] = {}
         self._clock = clock
         self._models: list[TimedModel] = []
         self._controller: ThreadController | None = None
@@ -187,17 +190,18 @@ class StepTimer:
 
     # ------------------------------------------------------------ steps
 
-    def begin(self, num_tokens: int) -> None:
-        """A native step over `num_tokens` starts; one in flight is waited for."""
-        self.collect()
+    def begin(self, num_tokens: int, place: Place = EVERYWHERE) -> None:
+        """A native step over `num_tokens` starts; those in flight on one of its devices are waited for."""
+        self.collect(place)
         if self._controller is not None:
             self._follow(self._controller.begin())
-        self._clock.begin(num_tokens)
+        self._clock.begin(num_tokens, place)
 
-    def collect(self) -> None:
-        """Wait for the step in flight, if there is one."""
-        if self.in_flight is not None:
-            self.in_flight()
+    def collect(self, place: Place = EVERYWHERE) -> None:
+        """Wait for the steps in flight on one of those devices."""
+        for other, wait in list(self.in_flight.items()):
+            if not (place and other) or place & other:
+                wait()
 
     def end(self, model: TimedModel, num_tokens: int) -> float:
         """It succeeded and is learned from; returns the seconds it took."""
@@ -205,9 +209,9 @@ class StepTimer:
         self.learn(model, num_tokens, took_s)
         return took_s
 
-    def stop(self, num_tokens: int) -> float:
+    def stop(self, num_tokens: int, place: Place = EVERYWHERE) -> float:
         """It succeeded; returns the seconds it took. `learn` may follow when there is time."""
-        return self._clock.end(num_tokens)
+        return self._clock.end(num_tokens, place)
 
     def learn(self, model: TimedModel, num_tokens: int, took_s: float) -> None:
         """A quiet machine's steps teach what steps cost, others only where nothing else is known."""
@@ -223,9 +227,9 @@ class StepTimer:
             model.cost.learn(num_tokens, took_s)
         self._follow(decision)
 
-    def abandon(self) -> None:
+    def abandon(self, place: Place = EVERYWHERE) -> None:
         """It failed: its time says nothing."""
-        self._clock.abandon()
+        self._clock.abandon(place)
         if self._controller is not None:
             self._controller.abandon()
 

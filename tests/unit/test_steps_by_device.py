@@ -1,0 +1,75 @@
+"""Models on devices of their own compute at the same time; on one device a step waits for the one before."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+from test_overlapping_steps import Bench
+
+from stoker.backends.fake.backend import FakeBackend, FakeFaults
+from stoker.engine.runners.slots import SlotRunner
+from stoker.engine.threads.timer import EVERYWHERE, StepTimer, Stopwatch
+from stoker.ipc.model import ModelSpec
+
+LEFT, RIGHT = frozenset({"left"}), frozenset({"right"})
+
+
+def on_cards(*cards: str) -> list[Bench]:
+    """A model on each of these cards, with one timer between them."""
+    timer, found = StepTimer(Stopwatch(60.0)), []
+    for card in cards:
+        one = Bench(is_async=True)
+        faults = FakeFaults.parse(f"is_async=1,eog_period=97{card and f',device={card}'}")
+        one.backend = FakeBackend(num_cells=1024, n_ctx=128, faults=faults)
+        one.timer = timer
+        spec = ModelSpec(id="m", path="fake:", num_slots=3)
+        one.runner = SlotRunner(spec, one.backend, timer, one.runner.scheduler.allocator.cache, one.jobs)
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cards", "most"), [(("left", "right"), 2), (("left", "left"), 1), (("", "left"), 1), (("", ""), 1)]
+)
+def test_as_many_steps_are_in_flight_as_there_are_devices(cards: tuple[str, str], most: int) -> None:
+    """Q20: and the answers are those of each model alone."""
+    alone = Bench(is_async=True)
+    alone.submit("a")
+    alone.finish()
+    both, in_flight = on_cards(*cards), []
+    for one in both:
+        one.submit("a")
+    while any(one.runner.has_work for one in both):
+        for one in both:
+            one.turn()
+            in_flight.append(len(one.timer.in_flight))
+    assert max(in_flight) == most
+    for one in both:
+        one.finish()
+        assert one.answers() == alone.answers()
+
+
+def test_the_step_that_is_latest_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q20, L3: whichever began last; each is timed by itself."""
+    clock = Stopwatch(10.0)
+    times = itertools.chain([0.0, 5.0, 6.0, 7.0, 7.5])
+    monkeypatch.setattr(clock, "now", lambda: next(times))
+    clock.begin(1, LEFT)
+    clock.begin(2, RIGHT)
+    spent_s, limit_s = clock.read()
+    assert (spent_s, limit_s) == (6.0, 60.0)
+    assert clock.end(1, LEFT) == 7.0
+    assert clock.end(2, RIGHT) == 2.5
+    assert clock.busy_s == 9.5
+
+
+def test_a_step_that_may_compute_anywhere_waits_for_all() -> None:
+    """Q20: an encoder, or a model that is computed by the CPU; and one over both devices."""
+    timer, waited = StepTimer(Stopwatch(10.0)), []
+    for place in (EVERYWHERE, LEFT | RIGHT):
+        for device in (LEFT, RIGHT):
+            timer.in_flight[device] = partial(waited.append, device)
+        timer.begin(1, place)
+    assert waited == [LEFT, RIGHT] * 2
