@@ -534,6 +534,7 @@ def _capabilities(  # noqa: PLR0913, PLR0917 - likewise
         kv_type="none",
         flash_attention="off",
         is_async=faults.is_async,
+        trial_token_s=faults.token_delay_s if placement.gpu_layers in range(1, NUM_LAYERS) else 0.0,
         can_trim=not is_recurrent,
         can_fork=not is_recurrent,
         fingerprint=_digest(kind),

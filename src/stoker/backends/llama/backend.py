@@ -474,6 +474,7 @@ def _capabilities(header: GgufHeader, model: LlamaModel, context: LlamaContext, 
         can_fork=model.keeps_every_cell,
         computes_on_cpu=not model.devices,
         is_async=bool(model.devices),
+        trial_token_s=model.token_s,
         adapters=tuple(context.adapters.fingerprints.items()) if context.adapters else (),
     )
 

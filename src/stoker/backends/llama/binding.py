@@ -10,6 +10,7 @@ import ctypes
 import logging
 import re
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.metadata import version
@@ -273,7 +274,9 @@ def label(used: tuple[Device, ...]) -> str:
         used: those of `accelerators` that are used.
     """
     if used:
-        return f"llama.cpp · {used[0].label}"
+        counts = Counter(device.label for device in used)
+        names = (f"{count} x {name}" if count > 1 else name for name, count in counts.items())
+        return f"llama.cpp · {' + '.join(names)}"
     info = llama.llama_print_system_info().decode(errors="replace")
     enabled = set(re.findall(r"(\w+) = 1", info))
     feature = next((name for name in _CPU_FEATURES if name in enabled), "")

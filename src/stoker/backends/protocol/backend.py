@@ -120,7 +120,8 @@ class Capabilities:
     (SPEC K5); it is empty where there is no such state. `decoder_start` is the token that the decoder of an
     encoder-decoder begins with; None: it is none. `adapters` are name and fingerprint of each LoRA adapter.
     `pairing` says how the model stands with its projector (SPEC V1), as in `ModelInfo`.
-    `is_async`: `launch` returns while the device still computes.
+    `is_async`: `launch` returns while the device still computes. `trial_token_s` is what a token took in a
+    trial of where it lies now; 0: that was not measured.
     """
 
     model_class: ModelClass
@@ -144,6 +145,7 @@ class Capabilities:
     pairing: str = ""
     computes_on_cpu: bool = False
     is_async: bool = False
+    trial_token_s: float = 0.0
     fingerprint: str = ""
     state_layout: tuple[tuple[str, tuple[int, ...]], ...] = ()
     decoder_start: int | None = None

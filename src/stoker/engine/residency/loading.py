@@ -58,11 +58,16 @@ class Load:
         """How it is to be loaded, with ids of devices as soon as they are known."""
         return self.looked_at or self.spec
 
-    @property
-    def less(self) -> tuple[str, ...]:
-        """What the model gets less of than was asked for, for people."""
-        lost = tuple(f"without {device}, which was lost" for device in self.missing)
-        return (*(self.fitted.degraded if self.fitted else ()), *lost)
+    def less(self, trial_token_s: float) -> tuple[str, ...]:
+        """What the model gets less of than was asked for, and what that costs, for people.
+
+        Args:
+            trial_token_s: what a token took in a trial; 0: not measured.
+        """
+        less = list(self.fitted.degraded) if self.fitted else []
+        if less and trial_token_s:
+            less.append(f"one request alone got {1 / trial_token_s:.3g} tokens/s in a trial")
+        return (*less, *(f"without {device}, which was lost" for device in self.missing))
 
     def learn(self, error: InsufficientMemoryError) -> bool:
         """Loading has shown that a device has less room than was thought; returns whether to try again.

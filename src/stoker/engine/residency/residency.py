@@ -437,7 +437,8 @@ class Residency:
             runner = OneShotRunner(spec, backend, timer, self._jobs)
         else:
             runner = SlotRunner(spec, backend, timer, cache, self._jobs)
-        runner.load, runner.degraded = load, load.less
+        runner.load = load
+        runner.degraded = load.less(backend.capabilities.trial_token_s)
         return runner
 
     def _refuse(self, served: ServedModel, error: StokerError, now: float) -> None:

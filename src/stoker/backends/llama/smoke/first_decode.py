@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.errors import InsufficientMemoryError, StokerError
+from stoker.errors import InsufficientMemoryError, StepMemoryError, StokerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,14 @@ def first_decode(backend: Backend) -> str:
         return nonsense_in(lambda plan: backend.launch(plan).rows(), found.n_vocab, num_batch)
     except InsufficientMemoryError:
         raise
+    except StepMemoryError as error:
+        raise InsufficientMemoryError(error.message, device=_first_device(backend)) from None
     except StokerError as error:
         return error.message
     finally:
         backend.drop(0)
+
+
+def _first_device(backend: Backend) -> str:
+    devices = backend.extensions.devices
+    return next(iter(devices.memory_by_device()), "") if devices else ""
