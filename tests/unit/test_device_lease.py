@@ -232,11 +232,26 @@ def test_each_device_is_measured_with_what_models_hold_of_it(tmp_path):
     held.hold({"m": {"b": 300}, "n": {"b": 50}})
     assert held.samples() == (
         DeviceSample(id="a", free_bytes=10, total_bytes=100, own_bytes=0, margin_bytes=5),
-        DeviceSample(id="b", free_bytes=20, total_bytes=400, own_bytes=350, margin_bytes=5),
+        DeviceSample(id="b", free_bytes=20, total_bytes=400, own_bytes=350, margin_bytes=5, left_bytes=20),
     )
     assert [sample.other_bytes for sample in held.samples()] == [90, 30]
     held.hold(None)
     assert [sample.other_bytes for sample in held.samples()] == [None, None]
+
+
+def test_what_a_load_leaves_is_remembered_until_the_next_one():
+    """SPEC M3: a model that goes makes no new mark, so that others' part stays told from it."""
+    free = [100]
+    device = Device("a", "Fake", id="a", read=lambda: DeviceMemory(free[0], 1000))
+    held = HeldDevices(None)
+    held.take((device,), "m")
+    found = []
+    for free[0], models in ((60, None), (40, {"m": {"a": 5}}), (30, {"m": {"a": 5}}), (20, {"n": {"a": 5}})):
+        held.hold(models)
+        found.append(held.samples()[0].left_bytes)
+    free[0] = 500
+    held.hold({})
+    assert [*found, held.samples()[0].left_bytes] == [None, 40, 40, 20, 20]
 
 
 def test_a_driver_tells_programs_apart_and_answers_for_cards_that_are_not_used(tmp_path):

@@ -29,10 +29,15 @@ def sample(at_s=0.0, **fields):
     return Sample(**{**rest, **fields})
 
 
-def card(free_bytes, own_bytes=50, margin_bytes=10):
+def card(free_bytes, own_bytes=50, margin_bytes=10, left_bytes=None):
     """An accelerator of a hundred bytes."""
     return DeviceSample(
-        id="CUDA0", free_bytes=free_bytes, total_bytes=100, own_bytes=own_bytes, margin_bytes=margin_bytes
+        id="CUDA0",
+        free_bytes=free_bytes,
+        total_bytes=100,
+        own_bytes=own_bytes,
+        margin_bytes=margin_bytes,
+        left_bytes=left_bytes,
     )
 
 
@@ -73,6 +78,10 @@ def test_the_worst_source_decides_and_is_named(fields, source, fraction):
         (card(0), 1.0),
         (card(1, margin_bytes=0), 0.65),
         (card(0, margin_bytes=0), 1.0),
+        (card(4, left_bytes=4), 0.65),  # so much was left by the load itself
+        (card(2, left_bytes=4), 0.85),
+        (card(9, left_bytes=40), 0.73),
+        (card(0, left_bytes=0), 1.0),
     ],
 )
 def test_what_others_take_of_a_card_is_pressure_once_the_margin_is_touched(device, fraction):

@@ -83,6 +83,7 @@ class HeldDevices:
         self._leases: list[DeviceLease] = []
         self._held: Mapping[str, Mapping[str, int]] = {}
         self._is_settled = True  # no model is half loaded or half freed
+        self._left_bytes: dict[str, int] = {}  # free once the last model was loaded there
 
     def __repr__(self) -> str:
         return f"<HeldDevices {', '.join(device.label for device in self._taken) or 'none'}>"
@@ -130,6 +131,9 @@ class HeldDevices:
         """
         self._is_settled = held is not None
         if held is not None:
+            fresh = [sizes for model, sizes in held.items() if model not in self._held]
+            for device_id in {each for sizes in fresh for each in sizes}:
+                self._left_bytes.pop(device_id, None)
             self._held = held
             self._note({device.id: self._models_on(device.id) for device in self._taken})
 
@@ -149,12 +153,16 @@ class HeldDevices:
         memory = self._memory(device, card)
         if memory is None:
             return None
+        own_bytes = self._own_bytes(device, card)
+        if own_bytes:
+            self._left_bytes.setdefault(device.id, memory.free_bytes)
         return DeviceSample(
             id=device.id,
             free_bytes=memory.free_bytes,
             total_bytes=memory.total_bytes,
-            own_bytes=self._own_bytes(device, card),
+            own_bytes=own_bytes,
             margin_bytes=self._margin_bytes,
+            left_bytes=self._left_bytes.get(device.id),
             heat=card_heat(device.id, card),
             power_w=card.power_w,
             processes=tuple(each for each in card.processes if each.pid != os.getpid()),

@@ -43,6 +43,7 @@ class DeviceSample:
         own_bytes: what models of this engine hold of it; None: one is half loaded or half freed, and what it
             has taken is not told from what others have.
         margin_bytes: how much of it a load has to leave.
+        left_bytes: how much was free once the last model was loaded: a library takes more than its buffers.
         heat: of its processor, as far as its driver tells.
         power_w: what it takes; None: not known.
         processes: others that compute on it, as far as its driver tells.
@@ -53,6 +54,7 @@ class DeviceSample:
     total_bytes: int
     own_bytes: int | None = 0
     margin_bytes: int = 0
+    left_bytes: int | None = None
     heat: HeatReading = field(default_factory=HeatReading)
     power_w: float | None = None
     processes: tuple[CardProcess, ...] = ()

@@ -125,14 +125,17 @@ def _part(size_bytes: int, of_bytes: int) -> float:
 def device_fraction(device: DeviceSample) -> float:
     """How short an accelerator's memory is, on the scale of the other fractions.
 
-    Models take theirs when they are loaded and leave the margin, so what they hold is no pressure. Others
-    are. While the margin is free it is their part of what models leave, less than `WARNING_FROM`. From there
-    on, linear to 1, it is the part of the margin that they have taken: a step needs some of it.
+    Models take theirs when they are loaded and leave the margin, or less where their library takes more than
+    its buffers: what they hold is no pressure. Others are. While the margin is free it is their part of what
+    models leave, less than `WARNING_FROM`. From there on, linear to 1, it is the part of the margin that they
+    have taken: a step needs some of it.
     """
     others = device.other_bytes or 0
     if others == 0:
         return 0.0
-    left = device.free_bytes / device.margin_bytes if device.margin_bytes else float(device.free_bytes > 0)
+    left_bytes = device.margin_bytes if device.left_bytes is None else device.left_bytes
+    margin_bytes = min(device.margin_bytes, left_bytes)
+    left = device.free_bytes / margin_bytes if margin_bytes else float(device.free_bytes > 0)
     if left < 1.0:
         return 1.0 - (1.0 - WARNING_FROM) * left
     return min(WARNING_FROM - HYSTERESIS, others / (others + device.free_bytes))
