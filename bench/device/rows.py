@@ -38,7 +38,8 @@ NUM_BACKGROUND = 8
 NUM_INTERACTIVE = 12
 FEW_TOKENS = 8
 LONG_TIMES = 3
-"""The prompts of a long crowd come one after the other: its streams write for so much longer."""
+"""Of a long crowd the prompts come one after the other, and two models get twice the requests: their streams
+write for so much longer, so that it is writing that is measured."""
 ENDLESS_TOKENS = 4000
 """Of a stream that is ended from here."""
 GOING_EVENTS = 32

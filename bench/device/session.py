@@ -28,7 +28,7 @@ from bench.device.contestants import (
 )
 from bench.device.limits import measure_limits
 from bench.device.lines import Line, Lines
-from bench.device.rows import Crowd, Served, crowd_name, long_crowd, rows_of_crowd, rows_of_few
+from bench.device.rows import LONG_TIMES, Crowd, Served, crowd_name, long_crowd, rows_of_crowd, rows_of_few
 from bench.errors import BenchError
 from bench.machine import describe_machine
 from bench.peers import ServerProcess, Shape
@@ -154,7 +154,7 @@ class DeviceSession:
             ("pair-both", copies, _on_each(copies)),
         ):
             server = StokerOnDevice(models, shape, cache, (*self.order.stoker_flags, *flags))
-            row = Crowd(name, PAIR_STREAMS, self.order.sizes.num_tokens)
+            row = Crowd(name, PAIR_STREAMS, self.order.sizes.num_tokens * LONG_TIMES)
             await self._turn(turn.by(server), [row], f"{name}-start")
 
     async def _limits(self, model: Path, round_: int) -> None:
