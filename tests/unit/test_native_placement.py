@@ -154,6 +154,8 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(asked: dict[s
 
 def test_a_machine_without_devices_says_so() -> None:
     """SPEC R11: what is asked for by name has to be there."""
-    with pytest.raises(InvalidRequestError, match="there is no 'CUDA0' here; there is none"):
+    with pytest.raises(
+        InvalidRequestError, match=r"there is no 'CUDA0' here; there is the CPU alone \(none\)"
+    ):
         chosen_devices(PlacementSpec(device=("CUDA0",)), (CPU,))
     assert chosen_devices(PlacementSpec(gpu_layers="all"), (CPU,)) == ()

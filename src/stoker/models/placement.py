@@ -71,5 +71,5 @@ def _named(name: str, there: Sequence[Device]) -> Device:
 
 def _refusal(param: str, what: str, there: Sequence[Device]) -> InvalidRequestError:
     known = [f"{at} {device.id} ({device.name})" for at, device in enumerate(there)]
-    text = f"{param}: {what}; there {'are' if known else 'is'} {', '.join([*known, NO_DEVICE])}"
-    return InvalidRequestError(text, param=param, devices=[device.id for device in there])
+    text = f"there are {', '.join([*known, NO_DEVICE])}" if known else f"there is the CPU alone ({NO_DEVICE})"
+    return InvalidRequestError(f"{param}: {what}; {text}", param=param, devices=[each.id for each in there])
