@@ -158,6 +158,7 @@ async def _serve(
         service: Service = module.Service(runtime, server_settings, listener)
     except BaseException:
         await start.close_runtime()
+        start.log.detach()
         raise
     switch = StopSwitch(service)
     loop = asyncio.get_running_loop()
