@@ -73,6 +73,8 @@ class StreamMap:
         self._free = set(range(num_sequences + 1))
         self._last: frozenset[int] = frozenset()  # streams of the last step
         self._seqs: frozenset[int] = frozenset()  # sequences of the last step
+        self._is_gathered = False  # these are consecutive, and no stream has changed hands since
+        self._in_order: list[int] = []  # sequences that were in the order of their streams, likewise
         self._num_wasted = 0  # passes that gaps have cost these since the last copies
 
     def __repr__(self) -> str:
@@ -85,6 +87,7 @@ class StreamMap:
             found = min(self._free, key=lambda free: (-self._num_neighbours(free), free))
             self._free.remove(found)
             self.streams[seq] = found
+            self._changed()
         return found
 
     def _num_neighbours(self, stream: int) -> int:
@@ -100,12 +103,20 @@ class StreamMap:
         stream = self.streams.pop(seq, None)
         if stream is not None:
             self._free.add(stream)
+            self._changed()
+
+    def _changed(self) -> None:
+        self._is_gathered, self._in_order = False, []
 
     def order(self, seqs: Iterable[int]) -> Sequence[int]:
         """The places of these sequences in the order of their streams; a range where they are in order."""
-        streams = [self.stream(seq) for seq in seqs]
-        places = range(len(streams))
+        asked = list(seqs)
+        places = range(len(asked))
+        if asked == self._in_order:
+            return places
+        streams = [self.stream(seq) for seq in asked]
         if all(map(lt, streams, streams[1:])):
+            self._in_order = asked
             return places
         return sorted(places, key=streams.__getitem__)
 
@@ -114,13 +125,16 @@ class StreamMap:
 
         Nothing as long as the passes that the gaps have cost are fewer than the copies.
         """
+        if self._is_gathered and counts.keys() == self._seqs:
+            return []
         seqs = frozenset(counts)
         if not (seqs <= self._seqs or self._seqs <= seqs):
             self._num_wasted = 0  # others take turns, and what pays for these may not for them
         self._seqs = seqs
         by_stream = {self.stream(seq): count for seq, count in counts.items()}
         self._last = frozenset(by_stream)
-        if len(_first_run(sorted(by_stream))) == len(by_stream):
+        self._is_gathered = len(_first_run(sorted(by_stream))) == len(by_stream)
+        if self._is_gathered:
             return []
         copies = self._gathered(self._last)
         places = {copy.src: copy.dst for copy in copies}
@@ -165,6 +179,7 @@ class StreamMap:
         self.streams[seq] = copy.dst
         self._free.remove(copy.dst)
         self._free.add(copy.src)
+        self._changed()
 
     def check(self) -> None:
         """Assert that every stream is free or one sequence's."""
