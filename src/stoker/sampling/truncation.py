@@ -99,10 +99,7 @@ class TruncationChain:
         if self.is_typical:
             near = logits >= logits[0] - np.float32(_TYPICAL_DEPTH)
             ids, logits = ids[near], logits[near]
-        found = Candidates(ids[np.newaxis], logits[np.newaxis])
-        sizes = self._workspace.truncate_rows([self.address], found, np.array([len(ids)]))
-        left = by_id(self._workspace.kept(found.logits.shape), sizes)
-        return left.ids[0], left.logits[0]
+        return self._workspace.truncate_best(self.address, ids, logits)
 
     def close(self) -> None:
         """Free the native chain; idempotent. Nothing may be applied afterwards."""
@@ -177,6 +174,7 @@ class Workspace:
         self._raw = np.empty(num_vocab, np.float32)
         self._candidates = np.zeros(num_vocab, _CANDIDATE)
         self._array = np.zeros(1, _ARRAY)
+        self._array_address = self._array.ctypes.data
         self._few = np.zeros(0, _CANDIDATE)
         self._arrays = np.zeros(0, _ARRAY)
 
@@ -199,14 +197,25 @@ class Workspace:
         Returns:
             Ids, ascending, and logits of the candidates that are left, at least one; copies.
         """
+        self._lay_out(ids, logits, is_in_order=False)
+        _apply(chain, self._array_address)
+        return self._left()
+
+    def truncate_best(self, chain: int, ids: TokenIds, logits: Rows) -> tuple[TokenIds, Rows]:
+        """As `truncate`, of candidates that are in order."""
+        self._lay_out(ids, logits, is_in_order=True)
+        _apply_to_few(chain, self._array_address)
+        return self._left()
+
+    def _lay_out(self, ids: TokenIds, logits: Rows, *, is_in_order: bool) -> None:
         count = len(ids)
         self._candidates["id"][:count] = ids
         self._candidates["logit"][:count] = logits
-        array = self._array
-        array[0] = self._candidates.ctypes.data, count, -1, False
-        _apply(chain, array.ctypes.data)
+        self._array[0] = self._candidates.ctypes.data, count, -1, is_in_order
+
+    def _left(self) -> tuple[TokenIds, Rows]:
         # Samplers may move `data` forward; none of ours does, and `size` is what they shorten.
-        left = self._candidates[: array["size"][0]]
+        left = self._candidates[: self._array["size"][0]]
         left = left[np.argsort(left["id"])]
         return left["id"], left["logit"]
 
