@@ -174,3 +174,18 @@ def test_a_device_is_not_thought_slow_before_a_slice_was_tried():
     while "prompt" not in device.first_s:
         device.step()
     assert len([step for step in device.steps if step.get("prompt")]) <= 4
+
+
+def test_a_slow_step_of_many_short_prompts_makes_no_small_slices_of_a_long_one():
+    """Q18: such a step is several calls; a slice costs no more a token than the quickest step did."""
+    device = warmed()
+    for num_tokens in (600, 1200, 2048):
+        for _ in range(100):
+            device.scheduler.cost.learn(num_tokens, 0.3)
+    device.enter("writer", 4, 1000)
+    device.step()
+    device.enter("prompt", 4096, 1)
+    while "prompt" not in device.first_s:
+        device.step()
+    slices = [step["prompt"] for step in device.steps if "prompt" in step]
+    assert len(slices) <= 7

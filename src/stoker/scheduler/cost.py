@@ -118,6 +118,11 @@ class StepCost:
             last = point
         return min(most, int(last.num_tokens * budget_s / last.took_s))
 
+    def tokens_at_best(self, budget_s: float, most: int) -> int:
+        """As `tokens_within`; more tokens cost no more each than those of the quickest size measured."""
+        best = max((point.num_tokens / point.took_s for point in self._points()), default=0.0)
+        return max(self.tokens_within(budget_s, most), min(most, int(best * budget_s)))
+
     def _points(self) -> list[_Point]:
         """The table in use, ascending in tokens and in time; of another number of threads if it has none."""
         if self._curve is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import Policy
-from stoker.scheduler.plan import MIN_BACKGROUND_TOKENS, StepBudget
+from stoker.scheduler.plan import BALANCED_TARGETS, MIN_BACKGROUND_TOKENS, MIN_PREFILL_TOKENS, StepBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
@@ -39,11 +39,14 @@ class DeviceStepBudget(StepBudget):
         num_left = self.n_batch - num_rows
         if self.policy is Policy.THROUGHPUT:
             return num_left
+        targets = ALONE_TARGETS
         if num_rows:
-            within = super().prefill(num_rows, num_prefilling)
-        else:
-            within = self._cost.tokens_within(ALONE_TARGETS * self.target_s, self.n_batch)
-        return min(num_left, max(within, num_prefilling, self._least()))
+            targets = max(
+                BALANCED_TARGETS if self.policy is Policy.BALANCED else 1.0, num_prefilling / num_rows
+            )
+        # a step of many short prompts costs several of one long one: it says little of those
+        within = self._cost.tokens_at_best(targets * self.target_s, self.n_batch) - num_rows
+        return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS, self._least()))
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work; alone one target's."""
