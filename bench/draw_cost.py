@@ -183,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", action="store_true", help="cells of its own for each sequence")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    if min(options.rows, options.steps, options.tokens) < 1:
+        parser.error("--rows, --steps and --tokens are at least 1")
     shape = Shape(options.rows, options.steps, options.tokens, options.streams)
     try:
         ways, num_equal = measure(options.model, shape)
