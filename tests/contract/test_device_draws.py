@@ -12,6 +12,8 @@ import pytest
 
 from stoker.backends.llama import draws
 from stoker.backends.llama.backend import LlamaBackend
+from stoker.backends.llama.binding import llama
+from stoker.backends.llama.cells import Streams
 from stoker.backends.llama.context import ContextOptions, LlamaContext
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
@@ -295,3 +297,53 @@ def test_the_estimate_counts_what_finding_the_largest_takes(
     assert taken <= estimate.lines["compute"] <= 1.25 * taken
     rows = 4 * num_vocab * options.num_sequences
     assert 2 * rows < estimate.on_devices["card"]["compute"] < 3.5 * rows
+
+
+def num_reused(context: LlamaContext) -> int:
+    """Steps for which the library took the graph of the step before."""
+    return int(llama.llama_perf_context(context.handle).n_reused)
+
+
+def test_rows_that_end_leave_the_shape_of_a_step_as_it_was(write_vocabulary: WriteVocabulary) -> None:
+    """SPEC C15, B6: others fill their places: the graph is used again, candidates and what is kept stay."""
+    path = write_vocabulary(700)
+    with opened(path, WAYS["streams"]) as context, opened(path, WAYS["streams"]) as other:
+        assert isinstance(other._cells, Streams)
+        other._cells.fills = False
+        for each in (context, other):
+            launched(each, *(PlanItem(seq, 0, (3, 4 + seq), 1, takes_candidates=True) for seq in range(8)))
+        running = list(range(8))
+        for start, ended in enumerate((None, 3, None, 7, None), start=2):
+            if ended is not None:
+                running.remove(ended)
+            before = num_reused(context)
+            plan = [PlanItem(seq, start, (5,), 1, takes_candidates=True) for seq in running]
+            (_, best), (_, expected) = launched(context, *plan), launched(other, *plan)
+            np.testing.assert_array_equal(best.ids[:, :1], expected.ids[:, :1])
+            np.testing.assert_allclose(best.logits, expected.logits, atol=1e-4)
+            if start > 2:
+                assert num_reused(context) == before + 1, f"a graph was built with {running}"
+        for each in (context, other):  # what ended goes on where it was, and a stream of nothing is empty
+            assert [each.lengths[seq] for seq in range(8)] == [7, 7, 7, 3, 7, 7, 7, 5]
+        (_, best), (_, expected) = (
+            launched(each, PlanItem(3, 3, (6,), 1, takes_candidates=True)) for each in (context, other)
+        )
+        np.testing.assert_allclose(best.logits, expected.logits, atol=1e-4)
+        context.drop(5)
+        rows = [PlanItem(seq, 7, (6,), 1, takes_candidates=True) for seq in (0, 1, 2, 4, 6)]
+        launched(context, *rows)
+        assert context.lengths[5] == 0
+        launched(context, PlanItem(5, 0, (3, 4), 1, takes_candidates=True))
+
+
+def test_a_stream_that_is_full_fills_no_place(write_vocabulary: WriteVocabulary) -> None:
+    """SPEC C15: the step is made without it."""
+    options = dataclasses.replace(WAYS["streams"], num_cells=256)
+    with opened(write_vocabulary(700), options) as context:
+        for begin in range(0, 256, 64):
+            launched(context, PlanItem(1, begin, [3] * 64, 0))
+        for start in range(2):
+            plan = [PlanItem(seq, start, (5,), 1, takes_candidates=True) for seq in (0, 2, 3)]
+            _, best = launched(context, *plan)
+            assert len(best) == 3
+        assert [context.lengths[seq] for seq in range(4)] == [2, 256, 2, 2]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 
-from stoker.backends.stream_map import MOST_COPIES, StreamMap, num_passes
+from stoker.backends.stream_map import MOST_COPIES, StreamMap, num_passes, span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 N_UBATCH = 512
 
@@ -162,3 +166,56 @@ def test_the_same_step_comes_to_one_pass() -> None:
         told = [native.step(running) for _ in range(10)]
         assert told[-1] == (0, 1)
         assert sum(copies for copies, _ in told) <= 2 * len(running)
+
+
+NO_SPAN = range(0)
+
+
+@pytest.mark.parametrize(
+    ("streams", "last", "expected"),
+    [
+        (range(64), NO_SPAN, range(64)),
+        ([*range(20), *range(21, 64)], range(64), range(64)),
+        (range(16, 64), range(64), range(64)),
+        (range(17, 64), range(64), range(17, 65)),
+        ([1, 2, 3, 5], NO_SPAN, range(1, 6)),
+        ([0, 4], NO_SPAN, NO_SPAN),
+        ([0], range(2), range(1)),
+        (range(7), NO_SPAN, range(8)),
+        (range(33), NO_SPAN, range(40)),
+        (range(66, 73), NO_SPAN, range(66, 73)),
+    ],
+    ids=[
+        "a crowd is its own",
+        "one that ended is filled",
+        "as long as three quarters go on",
+        "then it is smaller, in whole eights",
+        "a gap is filled",
+        "two far apart have none",
+        "one of two is alone",
+        "a newcomer finds a place",
+        "as long as it is not too many",
+        "and there are so many streams",
+    ],
+)
+def test_the_span_of_a_step(streams: Sequence[int], last: range, expected: range) -> None:
+    """SPEC C15: the last one while most of it is wanted, else one that is little wider than it has to be."""
+    assert span(list(streams), last, 73) == expected
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_span_holds_all_that_is_wanted_and_little_else(seed: int) -> None:
+    """SPEC C15: in any history of rows that come and go."""
+    random, last = Random(seed), NO_SPAN
+    for _ in range(30):
+        count = random.randint(1, 40)
+        first = random.randint(0, 40 - count)
+        streams = sorted(random.sample(range(first, 40), max(1, count - random.randint(0, 6))))
+        found = span(streams, last, 40)
+        if len(found):
+            assert set(streams) <= set(found)
+            assert 3 * len(found) <= 4 * len(streams)
+            assert found.stop <= 40
+        else:
+            assert 3 * (streams[-1] - streams[0] + 1) > 4 * len(streams)
+        last = found

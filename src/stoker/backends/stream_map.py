@@ -20,6 +20,35 @@ MOST_COPIES = 8
 """Streams that are copied before one step; the other gaps are closed before the next ones."""
 
 
+_ROUND = 8
+"""Rows of a step are computed in multiples of this where there are more, so that a newcomer finds a place."""
+
+
+def span(streams: Sequence[int], last: range, num_streams: int) -> range:
+    """Consecutive streams to compute a token of: one pass, and mostly the shape of the last step.
+
+    A graph for another number of rows is built and captured anew, which takes a device's library several
+    steps' time; a row in vain costs next to nothing. So the last span stays while three quarters of it are
+    wanted, and a new one has a third more than is wanted at the most.
+
+    Args:
+        streams: those that are wanted, ascending, at least one.
+        last: the span of the last step; empty: it had none.
+        num_streams: how many there are.
+
+    Returns:
+        The span; empty where these lie too far apart for one.
+    """
+    first, stop = streams[0], streams[-1] + 1
+    if last.start <= first and stop <= last.stop and 4 * len(streams) >= 3 * len(last):
+        return last
+    wide = first + max(stop - first, -(-len(streams) // _ROUND) * _ROUND)
+    for end in (min(wide, num_streams), stop):
+        if 3 * (end - first) <= 4 * len(streams):
+            return range(first, end)
+    return range(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Copy all of stream `src` to stream `dst`; `src` is free then."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +20,11 @@ from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import llama
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.backends.stream_map import StreamMap
+from stoker.backends.stream_map import StreamMap, span
 from stoker.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -41,6 +42,23 @@ _PROBED_TOKENS = 32  # 15 ms of 28 layers where each cell lies apart
 _BYTE_S = 1 / 4e9  # of a copy off a device, before one was measured
 _MEASURED_BYTES = 2**20
 _FOLLOW = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class FilledRows:
+    """A step of decode rows, filled up with rows of which nothing is kept.
+
+    Attributes:
+        plan: all rows, in the order of their streams.
+        natives: stream of each sequence of the plan, those included that only fill.
+        places: of the wanted rows among all, in the order in which they were asked for.
+        fill: stream and position of each row in vain.
+    """
+
+    plan: BatchPlan
+    natives: Mapping[int, int]
+    places: npt.NDArray[np.intp]
+    fill: Sequence[tuple[int, int]]
 
 
 class Pool:
@@ -74,6 +92,11 @@ class Pool:
     def prepare(self, plan: BatchPlan) -> Sequence[int]:
         """What a step of `plan` cannot do without; returns the places of its items in the library's order."""
         return range(len(plan.items))
+
+    def filled(self, plan: BatchPlan) -> FilledRows | None:
+        """A step of decode rows with rows between and after them, for its shape; None: it stays as it is."""
+        del plan
+        return None
 
     def computed(self, plan: BatchPlan) -> None:
         """A step of `plan` was computed."""
@@ -242,10 +265,16 @@ class Streams(Pool):
         handle: the context; it knows one sequence more than `num_sequences`.
         num_sequences: how many it has without that.
         n_ubatch: tokens that it computes at once.
+
+    Attributes:
+        fills: whether rows of which only candidates are wanted are filled up.
     """
 
     def __init__(self, handle: int, num_sequences: int, n_ubatch: int) -> None:
         super().__init__(handle, num_sequences)
+        self.fills = False
+        self._span = range(0)
+        self._capacity = int(llama.llama_n_ctx_seq(handle))
         self.map = StreamMap(num_sequences, n_ubatch)
         self.natives = self.map.streams
         self._num_streams = num_sequences + 1
@@ -263,7 +292,10 @@ class Streams(Pool):
         return bool(size == _STREAM_HEAD.size + self._num_streams * _COUNT_BYTES)
 
     def arrange(self, plan: BatchPlan) -> Sequence[int]:
-        """Close gaps between the streams of the plan's sequences, where that pays."""
+        """Close gaps between the streams of the plan's sequences, where that pays, unless rows fill them."""
+        order = self.prepare(plan)
+        if len(self._next_span(plan, order)):
+            return order
         for copy in self.map.close_gaps({item.seq: len(item.tokens) for item in plan.items}):
             self._copy(copy.src, copy.dst)
             self._remove(copy.src, copy.src, 0)
@@ -272,6 +304,41 @@ class Streams(Pool):
     def prepare(self, plan: BatchPlan) -> Sequence[int]:
         """Every sequence gets a stream."""
         return self.map.order(item.seq for item in plan.items)
+
+    def _next_span(self, plan: BatchPlan, order: Sequence[int]) -> range:
+        if not self.fills or not all(map(_is_drawn_row, plan.items)):
+            return range(0)
+        streams = [self.map.streams[plan.items[place].seq] for place in order]
+        return span(streams, self._span, self._num_streams)
+
+    def filled(self, plan: BatchPlan) -> FilledRows | None:
+        """See `Pool`; the span of this step is remembered for the next."""
+        order = self.prepare(plan)
+        self._span = self._next_span(plan, order)
+        if len(self._span) <= len(plan.items):
+            return None
+        streams = self.map.streams
+        wanted = {streams[item.seq]: item for item in plan.items}
+        owners = {stream: seq for seq, stream in streams.items()}
+        natives, items, fill = dict(streams), [], []
+        for stream in self._span:
+            if (item := wanted.get(stream)) is None:
+                start = llama.llama_memory_seq_pos_max(self._memory, stream) + 1
+                if start >= self._capacity:
+                    self._span = range(0)
+                    return None
+                seq = owners.get(stream, -1 - stream)  # a stream of no sequence
+                natives[seq] = stream
+                item = PlanItem(seq, start, (0,), 1, takes_candidates=True)
+                fill.append((stream, start))
+            items.append(item)
+        places = [streams[item.seq] - self._span.start for item in plan.items]
+        return FilledRows(BatchPlan(tuple(items)), natives, np.array(places, np.intp), fill)
+
+    def empty(self, filled: FilledRows) -> None:
+        """Forget what filled rows have left in their streams; the device may still compute them."""
+        for stream, start in filled.fill:
+            self._remove(stream, stream, start)
 
     def computed(self, plan: BatchPlan) -> None:
         """Whatever was to be copied was copied before."""
@@ -337,3 +404,7 @@ class Streams(Pool):
         head = np.frombuffer(_STREAM_HEAD.pack(magic, native, self._num_streams), np.uint8)
         others = np.zeros((self._num_streams - 1) * _COUNT_BYTES, np.uint8)
         return self._write(native, np.concatenate((head, payload[_STREAM_HEAD.size :], others)))
+
+
+def _is_drawn_row(item: PlanItem) -> bool:
+    return item.takes_candidates and item.num_logits == 1 == len(item.tokens)

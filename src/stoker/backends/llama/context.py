@@ -26,7 +26,7 @@ from stoker.backends.llama.batch import (
     passes,
 )
 from stoker.backends.llama.binding import buffer_bytes, capture_log, llama
-from stoker.backends.llama.cells import DevicePool, OrderedPool, Pool, Streams
+from stoker.backends.llama.cells import DevicePool, FilledRows, OrderedPool, Pool, Streams
 from stoker.backends.llama.draws import open_draws
 from stoker.backends.llama.shortage import load_error
 from stoker.backends.protocol.backend import (
@@ -230,6 +230,8 @@ class LlamaContext:
         """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
         self._check_pictures(plan)
+        if (filled := self._filled(plan)) is not None:
+            return self._launch_filled(plan, filled)
         cut = passes(plan, self._sets, self._current, self._cells.prepare(plan), self._max_rows)
         if len(cut) > 1:
             return self._step_in_passes(plan, cut)
@@ -237,6 +239,29 @@ class LlamaContext:
         self.lengths.advance(plan)
         collect = self._collect if cut[0].is_in_order else partial(self._collect_in_order, plan)
         return _Decoding(partial(collect, cut[0]))
+
+    def _filled(self, plan: BatchPlan) -> FilledRows | None:
+        return None if self._sets or self._current != NONE else self._cells.filled(plan)
+
+    def _launch_filled(self, plan: BatchPlan, filled: FilledRows) -> InFlight:
+        """One native call of more rows than the plan has."""
+        draws, cells = self.draws, self._cells
+        assert draws is not None, "rows were filled up that are read whole"
+        assert isinstance(cells, Streams), f"rows of {cells!r} were filled up"
+        draws.prepare(self._handle, filled.plan.items, filled.natives)
+        self._batch.fill(filled.plan, filled.natives)
+        code = llama.llama_decode(self.handle, self._batch.native)
+        cells.empty(filled)
+        if code != 0 or draws.error is not None:
+            self._undo(plan, code)
+        cells.computed(plan)
+        self.lengths.advance(plan)
+
+        def collect() -> tuple[Rows, Candidates]:
+            rows, best = draws.collect(self._handle, filled.plan.items)
+            return rows, best[filled.places]
+
+        return _Decoding(collect)
 
     def _check_pictures(self, plan: BatchPlan) -> None:
         """Before anything is computed: not every model can take a pass back."""
@@ -260,6 +285,8 @@ class LlamaContext:
             _log.warning("rows of logits are read whole: %s", reason)
             self.draws.detach_from(self._handle)
             self.draws = None
+        elif isinstance(self._cells, Streams):
+            self._cells.fills = True
 
     def _step_in_passes(self, plan: BatchPlan, cut: list[Pass]) -> Computed:
         """One native call after the other; where one fails, those before it are taken back."""
