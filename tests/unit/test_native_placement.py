@@ -14,8 +14,10 @@ from stoker.backends.llama import context, model, placement
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.binding import llama, start
 from stoker.backends.llama.model import LlamaModel, ModelOptions
+from stoker.backends.llama.smoke import smoke
 from stoker.errors import InvalidRequestError
 from stoker.ipc.model import ModelSpec, PlacementSpec, SplitMode
+from stoker.models.gguf.header import read_header
 from stoker.models.placement import chosen_devices, with_device_ids
 from tiny_models import write_llama
 
@@ -159,3 +161,25 @@ def test_a_machine_without_devices_says_so() -> None:
     ):
         chosen_devices(PlacementSpec(device=("CUDA0",)), (CPU,))
     assert chosen_devices(PlacementSpec(gpu_layers="all"), (CPU,)) == ()
+
+
+def test_what_a_placement_costs_is_measured_once_and_remembered(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC R11: where layers stay in host memory beside a device; for this file and placement."""
+    timed: list[int] = []
+
+    def tried(*given: Any) -> smoke._Outcome:
+        timed.append(given[4] if len(given) > 4 else 0)
+        return smoke._Outcome(is_ok=True, is_refusal=False, is_telling=True, detail="", token_s=0.02)
+
+    monkeypatch.setattr(smoke, "accelerators", lambda: CARDS)
+    monkeypatch.setattr(smoke, "_run_trial", tried)
+
+    def cost(count: int) -> float:
+        placement = PlacementSpec(device=("CUDA0",), gpu_layers=count)
+        spec = ModelSpec(id="m", path=str(path), placement=placement)
+        return smoke.tried_options(spec, read_header(path), None, tmp_path).token_s
+
+    assert [cost(2), cost(2), cost(1), cost(3)] == [0.02, 0.02, 0.02, 0.0]
+    assert timed == [0, smoke.NUM_TIMED, smoke.NUM_TIMED]
