@@ -76,8 +76,9 @@ def test_a_pool_stays_where_streams_would_not_help(decoder: Path, changes: dict[
     assert weighed(spec_of(decoder, **changes)).estimate.kv_layout is KVLayout.POOL
 
 
-def test_many_slots_have_shorter_streams_before_they_share_a_pool(decoder: Path) -> None:
+def test_many_slots_have_shorter_streams_before_they_share_a_pool(tmp_path: Path) -> None:
     """SPEC R2, C15: four shares of the pool each, two, or one, which is told; few slots share as before."""
+    decoder = write_llama(tmp_path / "wide.gguf", context=SLOTS * 4096)
     wide = spec_of(decoder, n_ctx=SLOTS * 4096)
     for share in (4, 2, 1):
         shorter = msgspec.structs.replace(wide, kv_layout=KVLayout.STREAMS, n_ctx=share * 4096)
