@@ -45,7 +45,7 @@ def context(model: LlamaModel) -> Iterator[LlamaContext]:
     context.close()
 
 
-def context_of(model: LlamaModel, *, has_streams: bool = True) -> LlamaContext:
+def context_of(model: LlamaModel, *, has_streams: bool = True, is_off_host: bool = False) -> LlamaContext:
     """A small context."""
     return LlamaContext(
         model,
@@ -56,6 +56,7 @@ def context_of(model: LlamaModel, *, has_streams: bool = True) -> LlamaContext:
             num_threads=1,
             has_streams=has_streams,
             n_ubatch=N_UBATCH,
+            is_off_host=is_off_host,
         ),
     )
 
@@ -263,6 +264,40 @@ def test_what_a_copy_costs_is_found_without_changing_anything(
     assert bytes(states.export(0)) == before
     assert context.lengths[0] == 2 * N_BATCH
     context.close()
+
+
+def test_prompts_of_several_lengths_are_computed_as_if_they_were_as_long_as_each_other(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC C17: rows are the same, now and later, in fewer native passes; nothing is left behind."""
+    monkeypatch.setenv("LLAMA_BATCH_DEBUG", "1")  # the library tells each part of a step
+    context, on_device = context_of(model), context_of(model, is_off_host=True)
+    lengths = (11, 16, 9, 13)
+    prompts = [(seq, TEXT[:length]) for seq, length in enumerate(lengths)]
+    first = feed(context, *prompts)
+    with native_lines() as lines:
+        padded = feed(on_device, *prompts)
+    foreseen = num_passes(dict.fromkeys(range(4), 16), N_UBATCH)
+    assert sum(b"added ubatch to split" in line for line in lines) == foreseen
+    assert foreseen < num_passes(dict(enumerate(lengths)), N_UBATCH)
+    assert np.abs(first - padded).max() < 1e-4
+    assert [on_device.lengths[seq] for seq in range(4)] == list(lengths)
+    for _ in range(2):
+        first, padded = (feed(each, *((seq, [7]) for seq in range(4))) for each in (context, on_device))
+        assert np.abs(first - padded).max() < 1e-4
+    for each in (context, on_device):
+        each.close()
+
+
+def test_a_stream_that_is_nearly_full_is_not_filled_beyond_its_end(model: LlamaModel) -> None:
+    """SPEC C17: its last tokens are computed, beside a longer prompt."""
+    on_device = context_of(model, is_off_host=True)
+    for _ in range(NUM_CELLS // N_BATCH - 1):
+        feed(on_device, (0, [41] * N_BATCH))
+    feed(on_device, (0, [41] * (N_BATCH - 6)))
+    feed(on_device, (0, [5] * 6), (1, TEXT[:8]))
+    assert [on_device.lengths[seq] for seq in (0, 1)] == [NUM_CELLS, 8]
+    on_device.close()
 
 
 def test_a_model_that_cannot_go_back_keeps_its_pool(

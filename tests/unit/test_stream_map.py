@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stoker.backends.stream_map import MOST_COPIES, StreamMap, num_passes, span
+from stoker.backends.stream_map import MOST_COPIES, StreamMap, evened, num_passes, span
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,6 +166,69 @@ def test_the_same_step_comes_to_one_pass() -> None:
         told = [native.step(running) for _ in range(10)]
         assert told[-1] == (0, 1)
         assert sum(copies for copies, _ in told) <= 2 * len(running)
+
+
+def test_sequences_that_begin_together_take_consecutive_streams() -> None:
+    """SPEC C17: beside those that run, and not in the gaps between them."""
+    native = Native(16)
+    native.step(dict.fromkeys(range(6), 1))
+    native.drop(1)
+    native.drop(3)
+    native.step({0: 1, 2: 1, 4: 1, 5: 1})
+    native.map.order([0, 2, 4, 5, 10, 11, 12, 13])
+    assert [native.map.stream(seq) for seq in range(10, 14)] == [6, 7, 8, 9]
+
+
+def test_where_no_free_streams_are_consecutive_newcomers_take_those_there_are() -> None:
+    """SPEC C17: gaps are closed later."""
+    native = Native(6)
+    native.step(dict.fromkeys(range(6), 1))
+    for seq in (0, 2, 4):
+        native.drop(seq)
+    native.map.order([7, 8, 9])
+    assert sorted(native.map.stream(seq) for seq in (7, 8, 9)) == [0, 2, 4]
+    native.map.check()
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([66, 84, 70], [84, 84, 84]),
+        ([66], [66]),
+        ([1, 1, 70, 84], [1, 1, 84, 84]),
+        ([70, 2000], [70, 2000]),
+        ([512, 512], [512, 512]),
+        ([60, 64, 400, 390], [64, 64, 400, 400]),
+    ],
+)
+def test_prompts_are_brought_to_lengths_of_few_passes(counts: list[int], expected: list[int]) -> None:
+    """SPEC C17: unless what is computed in vain costs more than the passes; a next token is one token."""
+    by_stream = dict(enumerate(counts))
+    found = evened(by_stream, dict.fromkeys(by_stream, 4096), N_UBATCH, 8192)
+    assert num_passes(found, N_UBATCH) == num_passes(dict(enumerate(expected)), N_UBATCH)
+    assert sum(found.values()) <= sum(expected) + 32
+    assert all(found[stream] >= count for stream, count in by_stream.items())
+
+
+def test_64_prompts_of_66_to_84_tokens_take_11_passes_and_not_one_each() -> None:
+    """SPEC C17: as many as prompts of 84 tokens."""
+    random = Random(1)
+    counts = {stream: random.randint(66, 84) for stream in range(64)}
+    assert num_passes(counts, N_UBATCH) > 50
+    assert num_passes(evened(counts, dict.fromkeys(counts, 4096), N_UBATCH, 8192), N_UBATCH) == 11
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_stream_is_brought_beyond_its_room_nor_the_step_beyond_its_own(seed: int) -> None:
+    """SPEC C17: and none comes out shorter."""
+    random = Random(seed)
+    counts = {stream: random.choice([1, random.randint(2, 300)]) for stream in range(random.randint(1, 20))}
+    rooms = {stream: count + random.randint(0, 40) for stream, count in counts.items()}
+    most = sum(counts.values()) + random.randint(0, 500)
+    found = evened(counts, rooms, N_UBATCH, most)
+    assert sum(found.values()) <= most
+    assert all(counts[stream] <= found[stream] <= rooms[stream] for stream in counts)
+    assert num_passes(found, N_UBATCH) <= num_passes(counts, N_UBATCH)
 
 
 NO_SPAN = range(0)

@@ -3,8 +3,11 @@
 A step is cheapest where its sequences lie in consecutive streams: llama.cpp computes the next token of
 consecutive streams in one forward pass, and cuts the step at every gap. So a sequence that begins takes a
 free stream beside those that run, and gaps are closed by copying streams, as soon as the passes that they
-have cost are as many as the copies. Pure bookkeeping: what lies in the streams, and how it is copied, is the
-backend's.
+have cost are as many as the copies. Sequences that begin together take consecutive streams. Pure bookkeeping:
+what lies in the streams, and how it is copied, is the backend's.
+
+A step of prompts of several lengths is cut where each of them ends. `evened` says how long they have to be
+for few passes: what is computed in vain costs less than the passes.
 """
 
 from __future__ import annotations
@@ -75,6 +78,40 @@ def num_passes(counts: Mapping[int, int], n_ubatch: int) -> int:
     return found
 
 
+PASS_TOKENS = 256
+"""Tokens that take about as long as one pass more: 5 to 8 ms for the graph of another shape, measured on an
+H100 that reads 50,000 tokens a second."""
+_UNITS = (16, 64, 256)
+
+
+def evened(counts: Mapping[int, int], rooms: Mapping[int, int], n_ubatch: int, most: int) -> dict[int, int]:
+    """Lengths for a step that is computed sooner, although it has more tokens.
+
+    Args:
+        counts: tokens of the step by stream.
+        rooms: tokens that each stream has room for.
+        n_ubatch: tokens of a pass.
+        most: tokens of a step.
+
+    Returns:
+        As many tokens as there are, or more, by stream; a single token stays one.
+    """
+    best, least = dict(counts), _cost(counts, n_ubatch)
+    for unit in (*_UNITS, max(counts.values())):
+        wanted = {
+            stream: count if count == 1 else max(count, min(-(-count // unit) * unit, rooms[stream]))
+            for stream, count in counts.items()
+        }
+        if sum(wanted.values()) <= most and (cost := _cost(wanted, n_ubatch)) < least:
+            best, least = wanted, cost
+    return best
+
+
+def _cost(counts: Mapping[int, int], n_ubatch: int) -> int:
+    """Of a step, in tokens."""
+    return sum(counts.values()) + PASS_TOKENS * num_passes(counts, n_ubatch)
+
+
 def _first_run(streams: Iterable[int]) -> list[int]:
     """The first of ascending streams, and those that follow it without a gap."""
     run: list[int] = []
@@ -119,6 +156,20 @@ class StreamMap:
             self._changed()
         return found
 
+    def _begin(self, seqs: Sequence[int]) -> None:
+        """Give sequences that have no stream consecutive ones, if there are so many free."""
+        starts = [
+            start for start in self._free if all(start + place in self._free for place in range(1, len(seqs)))
+        ]
+        if not starts:
+            return
+        width = len(seqs)
+        first = min(starts, key=lambda at: (-(at - 1 in self._last) - (at + width in self._last), at))
+        for stream, seq in enumerate(seqs, start=first):
+            self._free.remove(stream)
+            self.streams[seq] = stream
+        self._changed()
+
     def _num_neighbours(self, stream: int) -> int:
         return (stream - 1 in self._last) + (stream + 1 in self._last)
 
@@ -143,6 +194,9 @@ class StreamMap:
         places = range(len(asked))
         if asked == self._in_order:
             return places
+        newcomers = [seq for seq in asked if seq not in self.streams]
+        if len(newcomers) > 1:
+            self._begin(newcomers)
         streams = [self.stream(seq) for seq in asked]
         if all(map(lt, streams, streams[1:])):
             self._in_order = asked

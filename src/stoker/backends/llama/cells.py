@@ -20,7 +20,7 @@ from stoker.backends.cell_map import CellMap
 from stoker.backends.llama.batch import TokenBatch
 from stoker.backends.llama.binding import llama
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
-from stoker.backends.stream_map import StreamMap, span
+from stoker.backends.stream_map import StreamMap, evened, span
 from stoker.errors import EngineError
 
 if TYPE_CHECKING:
@@ -97,6 +97,11 @@ class Pool:
         """A step of decode rows with rows between and after them, for its shape; None: it stays as it is."""
         del plan
         return None
+
+    def padded(self, plan: BatchPlan, most: int) -> BatchPlan:
+        """The step with tokens after those of its items that `computed` forgets; at most so many in all."""
+        del most
+        return plan
 
     def computed(self, plan: BatchPlan) -> None:
         """A step of `plan` was computed."""
@@ -265,13 +270,16 @@ class Streams(Pool):
         handle: the context; it knows one sequence more than `num_sequences`.
         num_sequences: how many it has without that.
         n_ubatch: tokens that it computes at once.
+        pads: prompts of a step are brought to equal lengths, where a pass more costs much.
 
     Attributes:
         fills: whether rows of which only candidates are wanted are filled up.
     """
 
-    def __init__(self, handle: int, num_sequences: int, n_ubatch: int) -> None:
+    def __init__(self, handle: int, num_sequences: int, n_ubatch: int, *, pads: bool) -> None:
         super().__init__(handle, num_sequences)
+        self._pads, self._n_ubatch = pads, n_ubatch
+        self._padded: set[int] = set()  # sequences with tokens to forget once the step is computed
         self.fills = False
         self._span = range(0)
         self._capacity = int(llama.llama_n_ctx_seq(handle))
@@ -340,10 +348,29 @@ class Streams(Pool):
         for stream, start in filled.fill:
             self._remove(stream, stream, start)
 
+    def padded(self, plan: BatchPlan, most: int) -> BatchPlan:
+        """Prompts of lengths that make few passes."""
+        self._padded.clear()
+        if not self._pads or len(plan.items) == 1 or len(plan.items) == plan.num_tokens:
+            return plan
+        streams, items = self.map.streams, []
+        counts = {streams[item.seq]: len(item.tokens) for item in plan.items}
+        rooms = {streams[item.seq]: self._capacity - item.start for item in plan.items}
+        lengths = evened(counts, rooms, self._n_ubatch, most)
+        for item in plan.items:
+            items.append(item)
+            count = len(item.tokens)
+            if num_missing := lengths[streams[item.seq]] - count:
+                items.append(PlanItem(item.seq, item.start + count, (0,) * num_missing, 0))
+                self._padded.add(item.seq)
+        return BatchPlan(tuple(items))
+
     def computed(self, plan: BatchPlan) -> None:
-        """Whatever was to be copied was copied before."""
-        del plan
+        """Whatever was to be copied was copied before; padding goes, which the device may still compute."""
         self._to_copy.clear()
+        for item in plan.items if self._padded else ():
+            if item.seq in self._padded:
+                self._remove(self.map.streams[item.seq], item.seq, item.start + len(item.tokens))
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Give the empty sequence `dst` a copy of the first `length` tokens of `src`."""

@@ -105,7 +105,8 @@ class ContextOptions:
         is_fused: attention may be one operation (flash attention), which rounds what it reads to f16.
         keeps_order: the cells of a sequence always lie in the order of its tokens; in streams they do.
         has_streams: each sequence has cells of its own, instead of one pool for all.
-        is_off_host: cells lie in a device's memory, and how long an export takes is found out before.
+        is_off_host: cells lie in a device's memory: how long an export takes is found out before, and streams
+            of a step are brought to equal lengths.
         offloads_cells: cells lie on the devices of their layers, else in host memory.
         draws: the largest logits of rows are found in the graph, see `draws`.
     """
@@ -208,7 +209,7 @@ class LlamaContext:
     def _open_cells(self, options: ContextOptions) -> Pool:
         assert self.handle is not None, "a context without a handle"
         if options.has_streams:
-            return Streams(self.handle, options.num_sequences, self.n_ubatch)
+            return Streams(self.handle, options.num_sequences, self.n_ubatch, pads=options.is_off_host)
         if options.keeps_order:
             cell_bytes = -(-self.memory()["kv"] // self.num_cells)
             return OrderedPool(self.handle, options.num_sequences, self.num_cells, cell_bytes)
@@ -318,7 +319,7 @@ class LlamaContext:
     def _laid_out(self, each: Pass) -> object:
         """The pass as the native library takes it."""
         if not each.is_pictured:
-            self._batch.fill(each.plan, self._cells.natives)
+            self._batch.fill(self._cells.padded(each.plan, self.n_batch), self._cells.natives)
             return self._batch.native
         if self._embeddings is None:  # most contexts never need one
             self._embeddings = EmbeddingBatch(self.n_batch, self._model.n_embd, self._first_position)
