@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
+from threading import Event
 
 import pytest
 
 from smol_vocabulary import vocabulary as smol_vocabulary
+from stoker.backends.llama.text import vocabulary as vocabularies
 from stoker.backends.llama.text.cuts import MAX_RUN_CHARS
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
 from tiny_vocabularies import TINY_VOCABULARIES, byte_pairs, opened, write
@@ -88,6 +91,39 @@ def test_counting_ends_where_there_are_enough() -> None:
     assert 1000 < vocabulary.least_tokens(text, 1000) < vocabulary.least_tokens(text, 100_000)
 
 
+def test_long_texts_that_come_at_once_have_the_vocabulary_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SPEC Q21: threads that read it side by side took seconds: each kept the other from going on."""
+    vocabulary, read = opened(write(tmp_path / "v.gguf", byte_pairs())), vocabularies.attributes_of
+    num_asking, all_ask, readings = 4, Event(), list[int]()
+    asking = list[int]()
+
+    def slow(handle: int) -> list[int]:
+        readings.append(handle)
+        assert all_ask.wait(60), "nobody else asks"
+        return read(handle)
+
+    def ask(number: int) -> int:
+        asking.append(number)
+        if len(asking) == num_asking:
+            all_ask.set()
+        return vocabulary.least_tokens("the hello " * 1000, 2**30)
+
+    monkeypatch.setattr(vocabularies, "attributes_of", slow)
+    with ThreadPoolExecutor(num_asking) as pool:
+        counts = set(pool.map(ask, range(num_asking)))
+    assert (len(counts), len(readings)) == (1, 1)
+
+
+def test_short_texts_do_not_have_the_vocabulary_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SPEC Q21: nothing is cut in them, so the first request waits for nothing but its tokens."""
+    vocabulary = opened(write(tmp_path / "v.gguf", byte_pairs()))
+    monkeypatch.setattr(vocabularies, "attributes_of", lambda _: pytest.fail("read"))
+    tokens = vocabulary.tokenize("hello <|im_end|>", add_special=False, parse_special=True)
+    assert vocabulary.special_piece(tokens[-1]) == b"<|im_end|>"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_full_of_control_tokens_are_cut_and_read_as_the_whole(
     name: str, vocabulary_of: VocabularyOf
@@ -97,7 +133,7 @@ def test_texts_full_of_control_tokens_are_cut_and_read_as_the_whole(
     for _ in range(8):
         text = text_of(random, 3000)
         for add_special, parse_special in ((True, True), (False, True), (True, False)):
-            num_cut += len(vocabulary._cuts.pieces(text, parse_special=parse_special)) > 1
+            num_cut += len(vocabulary._cuts().pieces(text, parse_special=parse_special)) > 1
             whole = vocabulary._native_tokens(
                 text.encode(), add_special=add_special, parse_special=parse_special
             )
@@ -107,7 +143,7 @@ def test_texts_full_of_control_tokens_are_cut_and_read_as_the_whole(
 
 def test_many_control_tokens_are_looked_for_in_short_pieces() -> None:
     """The native search is quadratic in their number: 1.8 MB of them took 37 s."""
-    pieces = smol_vocabulary()._cuts.pieces("<|im_start|>" * 150_000, parse_special=True)
+    pieces = smol_vocabulary()._cuts().pieces("<|im_start|>" * 150_000, parse_special=True)
     assert max(map(len, pieces)) < 2 * 4096
     assert "".join(pieces) == "<|im_start|>" * 150_000
 
@@ -134,7 +170,7 @@ def test_a_text_without_long_runs_is_read_whole(vocabulary_of: VocabularyOf) -> 
     prose = "The quick brown fox jumps over the lazy dog, and that is it.\n" * 400
     dense = '{"a":[1,2,{"bc":"de"}],"f":true},' * 800 + "aB3dE6fG9h" * 2000
     for text in (prose, dense):
-        assert vocabulary._cuts.pieces(text, parse_special=True) == [text]
+        assert vocabulary._cuts().pieces(text, parse_special=True) == [text]
 
 
 # What `tokenizer.ggml.pre` may say of how a text is split into words, without other names of the same.

@@ -14,10 +14,11 @@ from stoker.engine.jobs.sources import (
     MAX_QUESTION_CHARS,
     QUICK_CHARS,
     SHIFTED_CONTEXTS,
+    USUAL_CHARS_PER_TOKEN,
 )
 from stoker.ipc.commands import Cancel, Detokenize, Submit, Tokenize
 from stoker.ipc.events import Failed, Finished, PrefillProgress, Queued, Reply
-from stoker.ipc.request import FinishReason, GenerateRequest, StateOutput
+from stoker.ipc.request import IMAGE_MARKER, FinishReason, GenerateRequest, StateOutput
 
 N_CTX = 2048
 LONG = "so long " * (N_CTX // 8 + QUICK_CHARS)  # more bytes than the context has tokens, and a long text
@@ -384,3 +385,28 @@ def test_what_is_in_doubt_is_tokenised(make, held):
     machine.run("r")
     assert machine.output("r").reasons == {0: FinishReason.LENGTH}
     assert held.asked == 1
+
+
+def test_what_may_fit_by_its_characters_is_tokenised_without_a_look(make, held, monkeypatch):
+    """SPEC Q21: it is refused with the number of its tokens, which are no more than eight contexts'."""
+    monkeypatch.setattr(FakeVocabulary, "least_tokens", lambda *_: pytest.fail("looked at"))
+    machine = make()
+    machine.have("a", n_ctx=QUICK_CHARS)
+    num_chars = USUAL_CHARS_PER_TOKEN * QUICK_CHARS
+    offer(machine, "r", "x" * num_chars)
+    machine.run("r")
+    error = machine.error("r")
+    assert (error.code, error.details) == (
+        "context_length_exceeded",
+        {"num_tokens": num_chars + 1, "n_ctx": QUICK_CHARS},
+    )
+    assert held.asked == 1
+
+
+def test_many_short_parts_of_a_text_are_looked_at_as_one(machine, held):
+    """SPEC Q21: what counts is the whole, whatever marks of images stand in it."""
+    part = "x" * (QUICK_CHARS - 1)
+    offer(machine, "r", IMAGE_MARKER.join([part] * (USUAL_CHARS_PER_TOKEN + 2)))
+    machine.run("r")
+    assert "at least" in machine.error("r").message
+    assert held.asked == 0

@@ -23,7 +23,7 @@ from llama_cpp import llama_cpp as llama
 from stoker.backends.device import CPU, Device, DeviceMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "LIBRARY_DIR",
@@ -34,6 +34,7 @@ __all__ = [
     "capture_log",
     "devices",
     "error_text",
+    "keeping_lock",
     "label",
     "llama",
     "native_device",
@@ -129,6 +130,17 @@ def start() -> None:
     """Start the native library; the second call does nothing."""
     llama.llama_log_set(_receive_native, None)
     llama.llama_backend_init()
+
+
+def keeping_lock(native: Any) -> Callable[..., Any]:
+    """The same native function, called without giving up the interpreter's lock.
+
+    For calls that are short and many: while another thread wants the lock, to give it up takes many times as
+    long as the call.
+    """
+    address = ctypes.cast(native, ctypes.c_void_p).value
+    assert address is not None, f"{native!r} is nowhere"
+    return ctypes.PYFUNCTYPE(native.restype, *native.argtypes)(address)
 
 
 @cache

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 QUICK_CHARS = 2**14
 """A shorter text is tokenised in some hundredths of a second: it is not looked at beforehand."""
+USUAL_CHARS_PER_TOKEN = 8
+"""Nor is a text that has no more characters for each token it may have: one that fits may be as long. The
+first look reads the whole vocabulary, which takes longer than to tokenise such a text."""
 MAX_CHARS_PER_TOKEN = 1024
 """Characters a token of the context may stand for; more are refused whatever they are. A vocabulary may merge
 any number of blanks or unknown characters into one token, so that no count of its tokens bounds a text."""
@@ -52,16 +55,16 @@ class TextBound:
 
     def check(self, texts: Iterable[str], vocabulary: Vocabulary) -> None:
         """Raises ContextLengthError where `texts` have more than `most` tokens together for sure."""
+        texts = list(texts)
+        num_chars = sum(map(len, texts))
         max_chars = max(QUICK_CHARS, self.most * MAX_CHARS_PER_TOKEN)
-        num_chars = num_least = 0
+        if num_chars > max_chars:
+            raise ContextLengthError.over_chars(self.what, num_chars, max_chars, self.n_ctx, param=self.param)
+        if num_chars <= max(QUICK_CHARS, self.most * USUAL_CHARS_PER_TOKEN):
+            return
+        num_least = 0
         for text in texts:
-            num_chars += len(text)
-            if num_chars > max_chars:
-                raise ContextLengthError.over_chars(
-                    self.what, num_chars, max_chars, self.n_ctx, param=self.param
-                )
-            if len(text) > QUICK_CHARS:
-                num_least += vocabulary.least_tokens(text, self.most)
+            num_least += vocabulary.least_tokens(text, self.most)
             if num_least > self.most:
                 raise ContextLengthError.over(
                     self.what, num_least, self.n_ctx, param=self.param, is_least=True

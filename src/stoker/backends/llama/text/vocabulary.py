@@ -10,16 +10,21 @@ read from llama.cpp's llama-vocab.cpp. Of a type that is not known here nothing 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cached_property
+from itertools import repeat
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from stoker.backends.llama.binding import llama
-from stoker.backends.llama.text.cuts import BLANK_RUNS, Runs, Special, TextCuts, runs_of
+from stoker.backends.llama.binding import keeping_lock, llama
+from stoker.backends.llama.text.cuts import BLANK_RUNS, MAX_RUN_CHARS, Runs, Special, TextCuts, runs_of
 from stoker.backends.llama.text.token_floor import Keeps, TokenFloor
 from stoker.errors import InvalidRequestError, ModelLoadError
+
+T = TypeVar("T")
 
 
 class _Type(IntEnum):
@@ -52,16 +57,21 @@ def _byte_letters() -> dict[int, int]:
 _BYTE_LETTERS = _byte_letters()
 
 
-def specials_of(handle: int, n_vocab: int) -> list[Special]:
-    """The tokens that are looked up in a text as they are spelled."""
+def attributes_of(handle: int) -> list[int]:
+    """The flags of every token."""
+    num_tokens = llama.llama_vocab_n_tokens(handle)
+    return list(map(keeping_lock(llama.llama_vocab_get_attr), repeat(handle), range(num_tokens)))
+
+
+def specials_of(handle: int, attributes: Sequence[int]) -> list[Special]:
+    """The tokens that are looked up in a text as they are spelled; `attributes` are those of all tokens."""
     found = []
-    for token in range(n_vocab):
-        attributes = llama.llama_vocab_get_attr(handle, token)
-        if attributes & (_UNKNOWN | _USER_DEFINED | _CONTROL):
-            text = _text(handle, token).decode(errors="replace")
+    for token, flags in enumerate(attributes):
+        if flags & (_UNKNOWN | _USER_DEFINED | _CONTROL):
+            text = llama.llama_vocab_get_text(handle, token).decode(errors="replace")
             if text:
-                is_control = bool(attributes & (_UNKNOWN | _CONTROL))
-                found.append(Special(text, is_control, bool(attributes & _STRIPS_LEFT)))
+                is_control = bool(flags & (_UNKNOWN | _CONTROL))
+                found.append(Special(text, is_control, bool(flags & _STRIPS_LEFT)))
     return found
 
 
@@ -74,20 +84,19 @@ def runs_in(model: int, handle: int) -> Runs:
     return () if is_stateful and runs == BLANK_RUNS else runs
 
 
-def floor_of(model: int, handle: int, piece_of: Callable[[int], bytes]) -> TokenFloor:
+def floor_of(model: int, attributes: Sequence[int], piece_of: Callable[[int], bytes]) -> TokenFloor:
     """The lower bound for its texts.
 
     Args:
         model: native handle.
-        handle: of the vocabulary.
+        attributes: of all tokens.
         piece_of: the bytes of a token, control tokens spelled out.
     """
-    tokens = range(llama.llama_vocab_n_tokens(handle))
-    attributes = [llama.llama_vocab_get_attr(handle, token) for token in tokens]
+    handle, tokens = llama.llama_model_get_vocab(model), range(len(attributes))
     keeps = Keeps.ALL
     if any(each & (_STRIPS_LEFT | _STRIPS_RIGHT) for each in attributes):
         keeps = Keeps.PRINTED
-    texts = [_text(handle, token) for token in tokens]
+    texts = list(map(keeping_lock(llama.llama_vocab_get_text), repeat(handle), tokens))
     kind, name = llama.llama_vocab_type(handle), _metadata(model, "tokenizer.ggml.model")
     found = TokenFloor([], Keeps.NOTHING)
     if kind == _Type.SPM:
@@ -105,7 +114,7 @@ def floor_of(model: int, handle: int, piece_of: Callable[[int], bytes]) -> Token
     return found
 
 
-def _floor_of_pairs(model: int, texts: list[bytes], attributes: list[int], keeps: Keeps) -> TokenFloor:
+def _floor_of_pairs(model: int, texts: list[bytes], attributes: Sequence[int], keeps: Keeps) -> TokenFloor:
     """Of a byte-pair vocabulary: a byte without a token of its own is dropped where it is in no other."""
     known = set(texts)
     if _metadata(model, "tokenizer.ggml.pre") in _RAW_BPE:
@@ -125,10 +134,6 @@ def _decoded(text: bytes, is_spelled: bool) -> bytes:  # noqa: FBT001 - a column
         return text
 
 
-def _text(handle: int, token: int) -> bytes:
-    return bytes(llama.llama_vocab_get_text(handle, token) or b"")
-
-
 def _metadata(model: int, key: str) -> str:
     """A text of the file's header; empty where it has none."""
     buffer = ctypes.create_string_buffer(_META_BYTES)
@@ -140,6 +145,24 @@ _NO_VOCABULARY = 0  # enum llama_vocab_type: LLAMA_VOCAB_TYPE_NONE
 _NO_TOKEN = -1
 _PIECE_BYTES = 256
 _MAX_TEXT_BYTES = 2**31 - 1
+
+
+class _Once(Generic[T]):
+    """What takes a while to make: the first thread that asks makes it, and others that ask wait for it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: list[T] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<_Once {self._made!r}>"
+
+    def __call__(self) -> T:
+        with self._lock:
+            if not self._made:
+                self._made.append(self._make())
+            return self._made[0]
 
 
 class LlamaVocabulary:
@@ -156,10 +179,12 @@ class LlamaVocabulary:
         self.n_vocab: int = llama.llama_vocab_n_tokens(self._handle)
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._special_pieces: list[bytes | None] = [None] * self.n_vocab
-        self._eog_tokens = tuple(
-            token for token in range(self.n_vocab) if llama.llama_vocab_is_eog(self._handle, token)
-        )
+        is_eog = keeping_lock(llama.llama_vocab_is_eog)
+        self._eog_tokens = tuple(token for token in range(self.n_vocab) if is_eog(self._handle, token))
         self._eog_set = frozenset(self._eog_tokens)
+        self._attributes = _Once(lambda: attributes_of(self._handle))
+        self._cuts = _Once(self._make_cuts)
+        self._floor = _Once(self._make_floor)
 
     def __repr__(self) -> str:
         return f"<LlamaVocabulary of {self.n_vocab} tokens>"
@@ -174,7 +199,8 @@ class LlamaVocabulary:
             raise InvalidRequestError(
                 f"the text has {len(data)} bytes, at most {_MAX_TEXT_BYTES} fit", param="prompt"
             )
-        pieces = self._cuts.pieces(text, parse_special=parse_special)
+        is_long = len(text) > MAX_RUN_CHARS
+        pieces = self._cuts().pieces(text, parse_special=parse_special) if is_long else [text]
         if len(pieces) == 1:
             return self._native_tokens(data, add_special=add_special, parse_special=parse_special)
         before, after = self._surrounding if add_special else ([], [])
@@ -190,7 +216,7 @@ class LlamaVocabulary:
 
     def least_tokens(self, text: str, enough: int) -> int:
         """Tokens that `text` has at the least, without tokenising it; exact no further than `enough`."""
-        return self._floor.least(text, enough)
+        return self._floor().least(text, enough)
 
     def _native_tokens(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         capacity = len(data) + 8  # a token is at least a byte; BOS and EOS come on top
@@ -211,13 +237,11 @@ class LlamaVocabulary:
             assert -count > capacity, f"the tokenizer asks for {-count} tokens of {capacity} that it has"
             capacity = -count  # an unusual vocabulary: what is needed
 
-    @cached_property
-    def _cuts(self) -> TextCuts:
-        return TextCuts(specials_of(self._handle, self.n_vocab), runs_in(self._model, self._handle))
+    def _make_cuts(self) -> TextCuts:
+        return TextCuts(specials_of(self._handle, self._attributes()), runs_in(self._model, self._handle))
 
-    @cached_property
-    def _floor(self) -> TokenFloor:
-        return floor_of(self._model, self._handle, self.special_piece)
+    def _make_floor(self) -> TokenFloor:
+        return floor_of(self._model, self._attributes(), self.special_piece)
 
     @cached_property
     def _surrounding(self) -> tuple[list[int], list[int]]:
