@@ -336,6 +336,25 @@ def test_rows_that_end_leave_the_shape_of_a_step_as_it_was(write_vocabulary: Wri
         launched(context, PlanItem(5, 0, (3, 4), 1, takes_candidates=True))
 
 
+def test_rows_come_back_in_the_order_in_which_they_were_asked_for(write_vocabulary: WriteVocabulary) -> None:
+    """SPEC C15, B6: whatever the order of their streams, and after steps of other kinds in between."""
+    with opened(write_vocabulary(700), WAYS["streams"]) as context:
+        for seq in range(5):
+            launched(context, PlanItem(seq, 0, (3, 4 + seq), 2, takes_candidates=True))
+        for order in ((3, 0, 4, 1, 2), (3, 0, 4, 1, 2), (0, 1, 2, 3, 4), (4, 2, 3), (4, 2, 3)):
+            lengths = {seq: context.lengths[seq] for seq in order}
+            items = [PlanItem(seq, lengths[seq], (50 + seq,), 1) for seq in order]
+            assert list(context.arrange(BatchPlan(tuple(items)))) == sorted(
+                range(len(order)), key=order.__getitem__
+            )
+            rows, best = both_ways(context, *items)
+            np.testing.assert_allclose(best.logits[:, 0], rows.max(axis=1), atol=1e-4)
+            np.testing.assert_array_equal(best.ids[:, 0], rows.argmax(axis=1))
+            taking = BatchPlan(tuple(PlanItem(seq, lengths[seq] + 1, (9,), 1, True) for seq in order))
+            assert list(context.arrange(taking)) == list(range(len(order)))
+            assert len(np.unique(rows.argmax(axis=1))) > 1, "rows that are alike tell nothing"
+
+
 def test_a_stream_that_is_full_fills_no_place(write_vocabulary: WriteVocabulary) -> None:
     """SPEC C15: the step is made without it."""
     options = dataclasses.replace(WAYS["streams"], num_cells=256)

@@ -155,6 +155,30 @@ def test_a_row_that_is_no_number_fails_alone():
         assert [each if isinstance(each, int) else type(each) for each in found] == expected
 
 
+@pytest.mark.parametrize("kind", ["greedy", "defaults", "xtc"])
+def test_a_row_that_is_no_number_fails_whatever_stands_beside_it(kind):
+    """B6, Q12: also where other candidates of it are equal or lowered, and are put in order again."""
+    rows = np.round(_rows(3, seed=11) * 8.0) / np.float32(8.0)
+    rows[1, 1700] = np.nan
+    banned = LogitBias({int(np.argsort(-rows[1])[5]): -math.inf}, NUM_VOCAB)
+    for edits in ([], [banned]):
+        found = draw_together([_sampler(kind, seed, edits) for seed in range(3)], _best(rows), WORKSPACE)
+        assert [type(each) for each in found] == [int, StepFailedError, int]
+
+
+def test_what_is_drawn_after_a_token_does_not_depend_on_how_that_was_drawn():
+    """D1: the uniform number is the token's own, for who has drawn those before and who has not."""
+    drawing, before = _sampler("hot", 5), []
+    for row in _rows(30, seed=17):
+        found, resumed = _best(row[np.newaxis]), _sampler("hot", 5)
+        for token in before:
+            resumed.accept(token)
+        before += draw_together([drawing], found, WORKSPACE)
+        assert before[-1:] == draw_together([resumed], found, WORKSPACE)
+        drawing.accept(before[-1])
+    assert len(set(before)) > 20, "a test of one token tells nothing"
+
+
 def test_forbidden_and_impossible_tokens_keep_their_place():
     """D1: where fewer than top_k tokens are possible, the draw is that of the native chain over them all."""
     row = np.full(NUM_VOCAB, -np.inf, np.float32)

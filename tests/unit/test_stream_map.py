@@ -231,6 +231,18 @@ def test_no_stream_is_brought_beyond_its_room_nor_the_step_beyond_its_own(seed: 
     assert num_passes(found, N_UBATCH) <= num_passes(counts, N_UBATCH)
 
 
+def test_a_newcomer_gets_a_stream_beside_those_of_the_last_step() -> None:
+    """SPEC C15: also where that step needed no gap closed; the rows in vain are where a newcomer is then."""
+    streams = StreamMap(12, N_UBATCH)
+    for seq in range(8):
+        streams.stream(seq)
+    for seq in (1, 2, 3, 6):
+        streams.forget(seq)
+    streams.ran([4, 5, 7])
+    assert [streams.stream(seq) for seq in (8, 9)] == [6, 3]
+    streams.check()
+
+
 NO_SPAN = range(0)
 
 

@@ -131,11 +131,13 @@ class StreamMap:
 
     Attributes:
         streams: that of each sequence which has one; read only.
+        num_changes: how often a stream has changed hands.
     """
 
     def __init__(self, num_sequences: int, n_ubatch: int) -> None:
         self._n_ubatch = n_ubatch
         self.streams: dict[int, int] = {}
+        self.num_changes = 0
         self._free = set(range(num_sequences + 1))
         self._last: frozenset[int] = frozenset()  # streams of the last step
         self._seqs: frozenset[int] = frozenset()  # sequences of the last step
@@ -185,7 +187,12 @@ class StreamMap:
             self._free.add(stream)
             self._changed()
 
+    def ran(self, seqs: Iterable[int]) -> None:
+        """A step of these sequences needed no gap closed; newcomers get streams beside theirs."""
+        self._last = frozenset(self.streams[seq] for seq in seqs)
+
     def _changed(self) -> None:
+        self.num_changes += 1
         self._is_gathered, self._in_order = False, []
 
     def order(self, seqs: Iterable[int]) -> Sequence[int]:

@@ -118,7 +118,7 @@ def pick_rows(weights: Probabilities, us: Probabilities) -> npt.NDArray[np.intp]
     totals = cumulative[:, -1:]
     indices: npt.NDArray[np.intp] = (cumulative <= us[:, np.newaxis] * totals).sum(axis=1)
     is_over = indices == weights.shape[1]  # u * total was rounded up to the total
-    return np.where(is_over, (cumulative < totals).sum(axis=1), indices)
+    return np.where(is_over, (cumulative < totals).sum(axis=1), indices) if is_over.any() else indices
 
 
 class PlainDraw(NamedTuple):
@@ -148,6 +148,7 @@ class Sampler:
         workspace: buffers of the model.
 
     Attributes:
+        is_greedy: it draws the best.
         lowered: the tokens that its edits may lower; None: they may do something else.
 
     Raises:
@@ -159,10 +160,12 @@ class Sampler:
     ) -> None:
         self._temperature = sampling.temperature
         self._sampling = sampling
+        self.is_greedy = sampling.temperature == 0.0
         self._seed = (sampling.seed or 0) + index
         self._edits = tuple(edits)
         self.lowered = _lowered(self._edits)
         self._num_drawn = 0
+        self._u: float | None = None  # of the next token, as soon as one was drawn
         self._mirostat = Mirostat(sampling) if Mirostat.can_act(sampling) else None
         self._xtc = Xtc(sampling) if Xtc.can_act(sampling) else None
         self._truncation: TruncationChain | None = None
@@ -186,11 +189,6 @@ class Sampler:
         return bool(self._edits)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether it draws the best."""
-        return self._temperature == 0.0
-
-    @property
     def num_needed(self) -> int | None:
         """How many of a row's largest logits tell what is drawn from it; None: all do."""
         if self._mirostat is not None or (self._truncation is not None and self._truncation.needs_row):
@@ -204,7 +202,7 @@ class Sampler:
         truncation = self._truncation
         if truncation is None or truncation.is_typical or self._xtc or self._sampling.dynatemp_range > 0.0:
             return None
-        return PlainDraw(truncation, self._temperature, self._uniform(Stream.TOKEN))
+        return PlainDraw(truncation, self._temperature, self._token_uniform())
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -229,7 +227,7 @@ class Sampler:
         if self._temperature == 0.0:
             return best
         if self._mirostat is not None:
-            return self._mirostat.draw(row, self._uniform(Stream.TOKEN))
+            return self._mirostat.draw(row, self._token_uniform())
         assert self._truncation is not None
         return self._draw_cut(*self._truncation.apply(row))
 
@@ -255,6 +253,8 @@ class Sampler:
     def accept(self, token: int) -> None:
         """Note that `token` is the next one of the generation."""
         self._num_drawn += 1
+        if self._u is not None:  # where a device computes, this is not waited for; the draw is
+            self._u = self._uniform(Stream.TOKEN)
         for edit in self._edits:
             edit.accept(token)
 
@@ -268,6 +268,11 @@ class Sampler:
         if self._truncation is not None:
             self._truncation.close()
 
+    def _token_uniform(self) -> float:
+        if self._u is None:
+            self._u = self._uniform(Stream.TOKEN)
+        return self._u
+
     def _uniform(self, stream: Stream) -> float:
         return uniform(self._seed, self._num_drawn, stream)
 
@@ -277,7 +282,7 @@ class Sampler:
             ids, logits = self._xtc.apply(ids, logits, self._uniform(Stream.XTC))
         temperature = dynamic_temperature(logits, self._sampling)
         chances = weights(logits[np.newaxis], np.array([temperature]))
-        return int(ids[pick(chances[0], self._uniform(Stream.TOKEN))])
+        return int(ids[pick(chances[0], self._token_uniform())])
 
     def _no_peak(self, peak: float) -> StokerError:
         if peak == -math.inf and self._edits:

@@ -10,11 +10,14 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from stoker.backends.protocol.backend import Candidates
 from stoker.errors import StokerError
 from stoker.sampling.sampler import PlainDraw, Sampler, pick_rows, weights
 from stoker.sampling.truncation import Workspace, by_id, in_order
+
+_FEW = 8  # tokens that are looked for one by one sooner than all at once
 
 
 def draw_together(
@@ -32,6 +35,8 @@ def draw_together(
     """
     tokens = _clearly_best(samplers, found)
     left = [at for at, token in enumerate(tokens) if token is None]
+    if len(left) == len(tokens):
+        return _drawn_from(samplers, found, workspace)
     if left:
         rest = [samplers[at] for at in left]
         for at, token in zip(left, _drawn_from(rest, found[np.array(left)], workspace), strict=True):
@@ -41,7 +46,7 @@ def draw_together(
 
 def _clearly_best(samplers: Sequence[Sampler], found: Candidates) -> list[int | StokerError | None]:
     """The best of each row that is drawn greedily, alone at the top and not lowered; None: look closer."""
-    if found.logits.shape[1] == 1:
+    if found.logits.shape[1] == 1 or not any(sampler.is_greedy for sampler in samplers):
         return [None] * len(samplers)
     ids, tops = found.ids[:, 0].tolist(), found.logits[:, :2].tolist()
     return [
@@ -72,7 +77,8 @@ def _drawn_from(
         tokens[at] = _drawn_alone(sampler, found[at : at + 1])
     if plain:
         rows = [at for at, _ in plain]
-        drawn = _drawn([draw for _, draw in plain], found[np.array(rows)], workspace)
+        own = found if len(rows) == len(samplers) else found[np.array(rows)]
+        drawn = _drawn([draw for _, draw in plain], own, workspace)
         for at, token in zip(rows, drawn, strict=True):
             tokens[at] = token
     return tokens
@@ -96,15 +102,26 @@ def _drawn_alone(sampler: Sampler, found: Candidates) -> int | StokerError:
 def _edited(samplers: Sequence[Sampler], found: Candidates) -> Candidates:
     """The best after each sampler's edits, in order; edits whose tokens are not among them change nothing."""
     is_edited = np.zeros(len(samplers), np.bool_)
-    lowered = {token for sampler in samplers if sampler.edits_logits for token in sampler.lowered or ()}
-    if lowered:
-        has_lowered = np.isin(found.ids, list(lowered)).any(axis=1)
-        is_edited = has_lowered & np.array([sampler.edits_logits for sampler in samplers])
+    if lowered := {sampler.lowered for sampler in samplers if sampler.lowered}:
+        has_lowered = _have_any(found.ids, frozenset().union(*lowered))
+        is_edited = has_lowered & np.array([bool(sampler.lowered) for sampler in samplers])
     if is_edited.any():
         found = Candidates(found.ids, found.logits.copy())
         for at in np.flatnonzero(is_edited).tolist():
             samplers[at].lower(found.ids[at], found.logits[at])
     return in_order(found, is_edited)
+
+
+def _have_any(ids: npt.NDArray[np.int32], tokens: frozenset[int]) -> npt.NDArray[np.bool_]:
+    """Whether any of the tokens is in each row."""
+    if len(tokens) > _FEW:
+        is_one = np.isin(ids, list(tokens))
+    else:
+        is_one = np.zeros(ids.shape, np.bool_)
+        for token in tokens:
+            is_one |= ids == token
+    found: npt.NDArray[np.bool_] = np.logical_or.reduce(is_one, axis=1)
+    return found
 
 
 def _drawn(draws: Sequence[PlainDraw], found: Candidates, workspace: Workspace) -> list[int]:
@@ -113,7 +130,7 @@ def _drawn(draws: Sequence[PlainDraw], found: Candidates, workspace: Workspace) 
     width = int(top_ks.max())
     found = Candidates(found.ids[:, :width], found.logits[:, :width])
     sizes = workspace.truncate_rows([draw.truncation.address for draw in draws], found, top_ks)
-    left = by_id(workspace.kept(found.ids.shape), sizes)
+    left = by_id(workspace.kept, sizes)
     chances = weights(left.logits, np.array([draw.temperature for draw in draws]))
     picked = pick_rows(chances, np.array([draw.u for draw in draws]))
     drawn: list[int] = left.ids[np.arange(len(draws)), picked].tolist()

@@ -31,7 +31,10 @@ _ARRAY = np.dtype(
 )
 # Further below the best logit than this, a float32 probability turns into 0 and typical_p's entropy into NaN.
 _TYPICAL_DEPTH = 70.0
-_NO_TOKEN = np.int32(2**31 - 1)
+_NO_TOKEN = 2**31 - 1
+_LOW = np.int64(2**32 - 1)  # the lower half of a key
+
+_NO_KEY = np.int64(_NO_TOKEN << 32 | int(np.float32(-np.inf).view(np.uint32)))  # of no candidate: see `by_id`
 
 _SAMPLER_APPLY = "llama_sampler_apply", llama_cpp._lib  # noqa: SLF001 - the bindings take objects, not addresses
 _apply = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(_SAMPLER_APPLY)
@@ -137,22 +140,41 @@ def in_order(found: Candidates, is_edited: npt.NDArray[np.bool_]) -> Candidates:
     is_loose = is_edited | (logits[:, 1:] == logits[:, :-1]).any(axis=1)
     if not is_loose.any():
         return found
-    loose = found[np.flatnonzero(is_loose)]
-    order = np.lexsort((loose.ids, -loose.logits), axis=-1)
+    if is_loose.all():
+        return _sorted(found)
     ids, logits = found.ids.copy(), logits.copy()
-    ids[is_loose] = np.take_along_axis(loose.ids, order, axis=1)
-    logits[is_loose] = np.take_along_axis(loose.logits, order, axis=1)
+    loose = _sorted(found[np.flatnonzero(is_loose)])
+    ids[is_loose], logits[is_loose] = loose.ids, loose.logits
     return Candidates(ids, logits)
+
+
+def _sorted(found: Candidates) -> Candidates:
+    """Each row by logit, a NaN first, then by id: as one number of both, which is sorted quickest."""
+    bits = (found.logits + np.float32(0.0)).view(np.int32)  # -0.0 is 0.0
+    keys = np.bitwise_not(_ranked(bits)).astype(np.int64)
+    keys <<= 32
+    keys |= found.ids
+    keys.sort(axis=1)
+    ids, bits = (keys & _LOW).astype(np.int32), _ranked(np.bitwise_not((keys >> 32).astype(np.int32)))
+    return Candidates(ids, bits.view(np.float32))
+
+
+def _ranked(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The bits of floats as integers that compare as the floats do; and back."""
+    return bits ^ ((bits >> 31) & np.int32(2**31 - 1))
 
 
 def by_id(found: Candidates, sizes: npt.NDArray[np.intp]) -> Candidates:
     """The first `sizes` candidates of each row by ascending id; behind them logits of -inf."""
     width = int(sizes.max())
     is_left = np.arange(width) < sizes[:, np.newaxis]
-    ids = np.where(is_left, found.ids[:, :width], _NO_TOKEN)
-    logits = np.where(is_left, found.logits[:, :width], np.float32(-np.inf))
-    order = np.argsort(ids, axis=1)
-    return Candidates(np.take_along_axis(ids, order, axis=1), np.take_along_axis(logits, order, axis=1))
+    keys = found.ids[:, :width].astype(np.int64)
+    keys <<= 32
+    keys |= np.ascontiguousarray(found.logits[:, :width]).view(np.uint32)
+    keys = np.where(is_left, keys, _NO_KEY)
+    keys.sort(axis=1)
+    logits = (keys & _LOW).astype(np.uint32).view(np.float32)
+    return Candidates((keys >> 32).astype(np.int32), logits)
 
 
 class Workspace:
@@ -175,8 +197,9 @@ class Workspace:
         self._candidates = np.zeros(num_vocab, _CANDIDATE)
         self._array = np.zeros(1, _ARRAY)
         self._array_address = self._array.ctypes.data
-        self._few = np.zeros(0, _CANDIDATE)
+        self._few = np.zeros((0, 0), _CANDIDATE)
         self._arrays = np.zeros(0, _ARRAY)
+        self._arrays_address = 0
 
     def __repr__(self) -> str:
         return f"Workspace(num_vocab={self.num_vocab})"
@@ -233,21 +256,25 @@ class Workspace:
             How many are left of each row, one at least.
         """
         num_rows, width = found.ids.shape
-        if num_rows * width > len(self._few):
-            self._few = np.zeros(num_rows * width, _CANDIDATE)
-        if num_rows > len(self._arrays):
-            self._arrays = np.zeros(num_rows, _ARRAY)
-        few, arrays = self._few[: num_rows * width].reshape(num_rows, width), self._arrays[:num_rows]
+        if self._few.shape != (num_rows, width):
+            self._make_room(num_rows, width)
+        few, arrays = self._few, self._arrays
         few["id"], few["logit"] = found.ids, found.logits
-        arrays["data"] = few.ctypes.data + few.strides[0] * np.arange(num_rows)
-        arrays["size"], arrays["selected"], arrays["sorted"] = counts, -1, True
-        address = arrays.ctypes.data
+        arrays["size"], arrays["selected"] = counts, -1
+        address = self._arrays_address
         for chain in chains:
             _apply_to_few(chain, address)
             address += _ARRAY.itemsize
         return arrays["size"].astype(np.intp)
 
-    def kept(self, shape: tuple[int, ...]) -> Candidates:
-        """What the last `truncate_rows` left, at the beginning of each row; its candidates had that shape."""
-        few = self._few[: shape[0] * shape[1]].reshape(shape)
-        return Candidates(few["id"], few["logit"])
+    def _make_room(self, num_rows: int, width: int) -> None:
+        """Rows of the next steps: most are of as many as the last one's."""
+        self._few, self._arrays = np.zeros((num_rows, width), _CANDIDATE), np.zeros(num_rows, _ARRAY)
+        self._arrays["data"] = self._few.ctypes.data + self._few.strides[0] * np.arange(num_rows)
+        self._arrays["sorted"] = True  # and so the samplers leave them
+        self._arrays_address = self._arrays.ctypes.data
+
+    @property
+    def kept(self) -> Candidates:
+        """What the last `truncate_rows` left, at the beginning of each row; valid until the next one."""
+        return Candidates(self._few["id"], self._few["logit"])

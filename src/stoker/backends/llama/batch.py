@@ -46,6 +46,7 @@ class TokenBatch:
         self._num_seqs = np.ones(capacity, np.int32)
         addresses = self._seq.ctypes.data + self._seq.itemsize * np.arange(capacity)
         self._seq_pointers = addresses.astype(np.uintp)
+        self._span = range(0)  # the streams of the last call, if it was laid out by these
         int32_p = ctypes.POINTER(ctypes.c_int32)
         self.native = llama.llama_batch()
         self.native.token = _pointer(self._token, int32_p)
@@ -57,8 +58,22 @@ class TokenBatch:
     def __repr__(self) -> str:
         return f"<TokenBatch {self.native.n_tokens} of {len(self._token)}>"
 
+    def fill_rows(self, span: range, tokens: Sequence[int], starts: Sequence[int]) -> None:
+        """Lay out a token of each of these native sequences, with a row of logits each."""
+        count = len(span)
+        self._token[:count] = tokens
+        self._pos[:count] = starts
+        if self._first_position:
+            self._pos[:count] += self._first_position
+        if span != self._span:
+            self._seq[:count] = span
+            self._wants_logits[:count] = 1
+            self._span = span
+        self.native.n_tokens = count
+
     def fill(self, plan: BatchPlan, natives: Natives = _SAME) -> None:
         """Lay out the plan's tokens in its order; the plan fits and its tokens are in range."""
+        self._span = range(0)
         begin = self._fill_rows(plan.items, natives)
         for item in plan.items[begin:]:
             end = begin + len(item.tokens)

@@ -24,7 +24,7 @@ from stoker.backends.stream_map import StreamMap, evened, span
 from stoker.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -45,19 +45,37 @@ _FOLLOW = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class FilledRows:
+class RowShape:
+    """The streams of decode rows, a row of each.
+
+    Attributes:
+        num_changes: of the map of streams, when this was made.
+        seqs: sequences of the wanted rows, in the order in which they are asked for.
+        span: the streams, without a gap.
+        items: which of the asked rows each stream has; None: one of which nothing is kept.
+        places: of the asked rows among those of the span; None: they are these.
+    """
+
+    num_changes: int
+    seqs: Sequence[int]
+    span: range
+    items: Sequence[int | None]
+    places: npt.NDArray[np.intp] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
     """A step of decode rows, filled up with rows of which nothing is kept.
 
     Attributes:
-        plan: all rows, in the order of their streams.
-        natives: stream of each sequence of the plan, those included that only fill.
-        places: of the wanted rows among all, in the order in which they were asked for.
+        shape: their streams.
+        tokens, starts: of each row, in the order of the streams.
         fill: stream and position of each row in vain.
     """
 
-    plan: BatchPlan
-    natives: Mapping[int, int]
-    places: npt.NDArray[np.intp]
+    shape: RowShape
+    tokens: Sequence[int]
+    starts: Sequence[int]
     fill: Sequence[tuple[int, int]]
 
 
@@ -93,8 +111,8 @@ class Pool:
         """What a step of `plan` cannot do without; returns the places of its items in the library's order."""
         return range(len(plan.items))
 
-    def filled(self, plan: BatchPlan) -> FilledRows | None:
-        """A step of decode rows with rows between and after them, for its shape; None: it stays as it is."""
+    def decode_rows(self, plan: BatchPlan) -> DecodeRows | None:
+        """A step of decode rows, with others between and after them for its shape; None: it is none."""
         del plan
         return None
 
@@ -281,7 +299,8 @@ class Streams(Pool):
         self._pads, self._n_ubatch = pads, n_ubatch
         self._padded: set[int] = set()  # sequences with tokens to forget once the step is computed
         self.fills = False
-        self._span = range(0)
+        self._shape: RowShape | None = None  # of the last step, if it was of decode rows
+        self._seen: tuple[BatchPlan, int, RowShape | None] | None = None  # a plan, and how it is laid out
         self._capacity = int(llama.llama_n_ctx_seq(handle))
         self.map = StreamMap(num_sequences, n_ubatch)
         self.natives = self.map.streams
@@ -300,10 +319,13 @@ class Streams(Pool):
         return bool(size == _STREAM_HEAD.size + self._num_streams * _COUNT_BYTES)
 
     def arrange(self, plan: BatchPlan) -> Sequence[int]:
-        """Close gaps between the streams of the plan's sequences, where that pays, unless rows fill them."""
-        order = self.prepare(plan)
-        if len(self._next_span(plan, order)):
-            return order
+        """Close gaps between the streams of the plan's sequences, where that pays.
+
+        Decode rows stay as they are: `decode_rows` fills gaps and has them in the order of their streams.
+        """
+        if self._shape_of(plan) is not None:
+            return range(len(plan.items))
+        self.prepare(plan)  # those that begin together get streams together
         for copy in self.map.close_gaps({item.seq: len(item.tokens) for item in plan.items}):
             self._copy(copy.src, copy.dst)
             self._remove(copy.src, copy.src, 0)
@@ -313,39 +335,62 @@ class Streams(Pool):
         """Every sequence gets a stream."""
         return self.map.order(item.seq for item in plan.items)
 
-    def _next_span(self, plan: BatchPlan, order: Sequence[int]) -> range:
-        if not self.fills or not all(map(_is_drawn_row, plan.items)):
-            return range(0)
-        streams = [self.map.streams[plan.items[place].seq] for place in order]
-        return span(streams, self._span, self._num_streams)
+    def _shape_of(self, plan: BatchPlan) -> RowShape | None:
+        """How the plan is laid out, if it is of decode rows whose streams are near each other."""
+        seen = self._seen
+        if seen is None or seen[0] is not plan or seen[1] != self.map.num_changes:
+            shape = self._new_shape(plan) if self.fills else None
+            self._seen = seen = plan, self.map.num_changes, shape
+        return seen[2]
 
-    def filled(self, plan: BatchPlan) -> FilledRows | None:
-        """See `Pool`; the span of this step is remembered for the next."""
-        order = self.prepare(plan)
-        self._span = self._next_span(plan, order)
-        if len(self._span) <= len(plan.items):
+    def _new_shape(self, plan: BatchPlan) -> RowShape | None:
+        seqs = [item.seq for item in plan.items if _is_drawn_row(item)]
+        if len(seqs) < len(plan.items):
             return None
-        streams = self.map.streams
-        wanted = {streams[item.seq]: item for item in plan.items}
-        owners = {stream: seq for seq, stream in streams.items()}
-        natives, items, fill = dict(streams), [], []
-        for stream in self._span:
-            if (item := wanted.get(stream)) is None:
-                start = llama.llama_memory_seq_pos_max(self._memory, stream) + 1
-                if start >= self._capacity:
-                    self._span = range(0)
-                    return None
-                seq = owners.get(stream, -1 - stream)  # a stream of no sequence
-                natives[seq] = stream
-                item = PlanItem(seq, start, (0,), 1, takes_candidates=True)
-                fill.append((stream, start))
-            items.append(item)
-        places = [streams[item.seq] - self._span.start for item in plan.items]
-        return FilledRows(BatchPlan(tuple(items)), natives, np.array(places, np.intp), fill)
+        last = self._shape
+        if last is not None and last.num_changes == self.map.num_changes and seqs == last.seqs:
+            return last
+        order = self.map.order(seqs)
+        streams = [self.map.streams[seqs[place]] for place in order]
+        wide = span(streams, range(0) if last is None else last.span, self._num_streams)
+        if not len(wide):
+            return None
+        items: list[int | None] = [None] * len(wide)
+        for place, stream in zip(order, streams, strict=True):
+            items[stream - wide.start] = place
+        is_plain = items == list(range(len(seqs)))
+        places = None if is_plain else np.array([self.map.streams[seq] - wide.start for seq in seqs], np.intp)
+        return RowShape(self.map.num_changes, seqs, wide, items, places)
 
-    def empty(self, filled: FilledRows) -> None:
-        """Forget what filled rows have left in their streams; the device may still compute them."""
-        for stream, start in filled.fill:
+    def decode_rows(self, plan: BatchPlan) -> DecodeRows | None:
+        """See `Pool`; their shape is remembered for the next step."""
+        shape = self._shape_of(plan)
+        if shape is not None and shape is not self._shape:
+            self.map.ran(shape.seqs)
+        self._shape = shape
+        if shape is None:
+            return None
+        items = plan.items
+        if shape.places is None:
+            return DecodeRows(shape, [item.tokens[0] for item in items], [item.start for item in items], ())
+        tokens, starts, fill = [], [], []
+        for stream, place in zip(shape.span, shape.items, strict=True):
+            if place is not None:
+                tokens.append(items[place].tokens[0])
+                starts.append(items[place].start)
+                continue
+            start = llama.llama_memory_seq_pos_max(self._memory, stream) + 1
+            if start >= self._capacity:
+                self._shape = None
+                return None
+            fill.append((stream, start))
+            tokens.append(0)
+            starts.append(start)
+        return DecodeRows(shape, tokens, starts, fill)
+
+    def empty(self, rows: DecodeRows) -> None:
+        """Forget what rows in vain have left in their streams; the device may still compute them."""
+        for stream, start in rows.fill:
             self._remove(stream, stream, start)
 
     def padded(self, plan: BatchPlan, most: int) -> BatchPlan:
@@ -371,6 +416,7 @@ class Streams(Pool):
         for item in plan.items if self._padded else ():
             if item.seq in self._padded:
                 self._remove(self.map.streams[item.seq], item.seq, item.start + len(item.tokens))
+        self._padded.clear()
 
     def fork(self, src: int, dst: int, length: int) -> None:
         """Give the empty sequence `dst` a copy of the first `length` tokens of `src`."""
@@ -434,4 +480,5 @@ class Streams(Pool):
 
 
 def _is_drawn_row(item: PlanItem) -> bool:
-    return item.takes_candidates and item.num_logits == 1 == len(item.tokens)
+    tokens = item.tokens
+    return item.takes_candidates and item.num_logits == 1 == len(tokens) and tokens[0] >= 0

@@ -26,7 +26,7 @@ from stoker.backends.llama.batch import (
     passes,
 )
 from stoker.backends.llama.binding import buffer_bytes, capture_log, llama
-from stoker.backends.llama.cells import DevicePool, FilledRows, OrderedPool, Pool, Streams
+from stoker.backends.llama.cells import DecodeRows, DevicePool, OrderedPool, Pool, Streams
 from stoker.backends.llama.draws import open_draws
 from stoker.backends.llama.shortage import load_error
 from stoker.backends.protocol.backend import (
@@ -231,8 +231,8 @@ class LlamaContext:
         """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
         self._check_pictures(plan)
-        if (filled := self._filled(plan)) is not None:
-            return self._launch_filled(plan, filled)
+        if (rows := self._decode_rows(plan)) is not None:
+            return self._launch_rows(plan, rows)
         cut = passes(plan, self._sets, self._current, self._cells.prepare(plan), self._max_rows)
         if len(cut) > 1:
             return self._step_in_passes(plan, cut)
@@ -241,28 +241,23 @@ class LlamaContext:
         collect = self._collect if cut[0].is_in_order else partial(self._collect_in_order, plan)
         return _Decoding(partial(collect, cut[0]))
 
-    def _filled(self, plan: BatchPlan) -> FilledRows | None:
-        return None if self._sets or self._current != NONE else self._cells.filled(plan)
+    def _decode_rows(self, plan: BatchPlan) -> DecodeRows | None:
+        return None if self._sets or self._current != NONE else self._cells.decode_rows(plan)
 
-    def _launch_filled(self, plan: BatchPlan, filled: FilledRows) -> InFlight:
-        """One native call of more rows than the plan has."""
-        draws, cells = self.draws, self._cells
+    def _launch_rows(self, plan: BatchPlan, rows: DecodeRows) -> InFlight:
+        """One native call of as many rows as the plan has, or more."""
+        draws, cells, shape = self.draws, self._cells, rows.shape
         assert draws is not None, "rows were filled up that are read whole"
         assert isinstance(cells, Streams), f"rows of {cells!r} were filled up"
-        draws.prepare(self._handle, filled.plan.items, filled.natives)
-        self._batch.fill(filled.plan, filled.natives)
+        draws.prepare_rows(self._handle, shape.span)
+        self._batch.fill_rows(shape.span, rows.tokens, rows.starts)
         code = llama.llama_decode(self.handle, self._batch.native)
-        cells.empty(filled)
+        cells.empty(rows)
         if code != 0 or draws.error is not None:
             self._undo(plan, code)
         cells.computed(plan)
         self.lengths.advance(plan)
-
-        def collect() -> tuple[Rows, Candidates]:
-            rows, best = draws.collect(self._handle, filled.plan.items)
-            return rows, best[filled.places]
-
-        return _Decoding(collect)
+        return _Decoding(partial(draws.collect_rows, self._handle, len(shape.span), shape.places))
 
     def _check_pictures(self, plan: BatchPlan) -> None:
         """Before anything is computed: not every model can take a pass back."""

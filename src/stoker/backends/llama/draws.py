@@ -17,6 +17,7 @@ import logging
 import math
 from contextlib import contextmanager
 from functools import cache
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +27,9 @@ from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
 from stoker.errors import EngineError, StepFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy.typing as npt
 
     from stoker.backends.llama.batch import Natives
     from stoker.backends.protocol.backend import PlanItem, Rows
@@ -222,10 +225,13 @@ class DeviceDraws:
         self._num_vocab = num_vocab
         self._whole = {num_sequences - 1}  # the first graphs, by which buffers are sized, hold both kinds
         self._is_probing = False
-        self._last: tuple[Sequence[int], Sequence[PlanItem]] = (), ()
+        self._last: tuple[Sequence[int], Sequence[int]] = (), ()  # sequences, and tokens of each
         self._last_whole: set[int] = set()
+        self._found = np.empty((0, num_vocab), np.float32)
+        self._found_address = 0
+        self._nothing = np.empty((0, num_vocab), np.float32)
         self._views: dict[int, int] = {}
-        self._table = 0
+        self._table = self._row_bytes = 0
         self._is_unsure = False
         self._is_fresh = True
         self.error: Exception | None = None
@@ -259,29 +265,39 @@ class DeviceDraws:
     def prepare(self, handle: int, items: Sequence[PlanItem], natives: Natives) -> None:
         """Before a native call that computes these items; `natives`: the library's numbers of sequences."""
         seqs = [natives[item.seq] for item in items]
-        pairs = zip(seqs, items, strict=True)
+        pairs = list(zip(seqs, items, strict=True))
         whole = {seq for seq, item in pairs if item.num_logits and not item.takes_candidates}
+        asked = [(seq, len(item.tokens)) for seq, item in pairs if item.num_logits]
+        self._choose_graph(handle, asked, whole, seqs[0])
+        self._last = seqs, [len(item.tokens) for item in items]
+
+    def prepare_rows(self, handle: int, span: range) -> None:
+        """Likewise, of a token of each of these sequences of the library, whose candidates are wanted."""
+        asked = zip(span, repeat(1), strict=False)
+        self._choose_graph(handle, asked, set(), span.start)
+        self._last = span, [1] * len(span)
+
+    def _choose_graph(
+        self, handle: int, asked: Iterable[tuple[int, int]], whole: set[int], first: int
+    ) -> None:
+        """Have a graph built for these choices, if the library might use one of others for them."""
         _free(self._replaced)  # no graph knows them any more
         self._replaced, self.error = [], None
-        if self._is_unsure or (whole != self._last_whole and self._is_changed(seqs, items, whole)):
-            self._begin_anew(handle, seqs[0])
+        if self._is_unsure or (whole != self._last_whole and self._is_changed(asked, whole)):
+            self._begin_anew(handle, first)
         self._is_fresh = self._is_unsure or whole != self._last_whole
-        self._last, self._whole, self._is_unsure = (seqs, items), whole, False
-        self._last_whole = whole
+        self._whole = self._last_whole = whole
+        self._is_unsure = False
 
-    def _is_changed(self, seqs: Sequence[int], items: Sequence[PlanItem], whole: set[int]) -> bool:
+    def _is_changed(self, asked: Iterable[tuple[int, int]], whole: set[int]) -> bool:
         """Whether the last graph may be used for a sequence whose choice it does not hold.
 
         It is not used where one that decoded begins a prompt: the library sees that.
         """
         changed = whole ^ self._last_whole
         last = zip(*self._last, strict=True)
-        before = {seq: len(item.tokens) for seq, item in last if seq in changed}
-        return any(
-            seq in before and not before[seq] == 1 < len(item.tokens)
-            for seq, item in zip(seqs, items, strict=True)
-            if item.num_logits
-        )
+        before = {seq: count for seq, count in last if seq in changed}
+        return any(seq in before and not before[seq] == 1 < count for seq, count in asked)
 
     def _begin_anew(self, handle: int, seq: int) -> None:
         """Have the next graph built: by another sampler of one sequence, which leaves no graph behind."""
@@ -303,19 +319,37 @@ class DeviceDraws:
         num_rows = sum([item.num_logits for item in items])
         if not num_rows:
             llama.llama_synchronize(handle)
-            return np.empty((0, self._num_vocab), np.float32), NO_CANDIDATES
-        pointer = llama.llama_get_sampled_logits_ith(handle, -num_rows)
-        if not pointer:
-            raise StepFailedError("llama.cpp has taken no samplers")
-        rows = np.ctypeslib.as_array(pointer, (num_rows, self._num_vocab))
+            return self._nothing, NO_CANDIDATES
+        rows = self._rows(handle, num_rows)
         if self._is_fresh:
             self._check_counts(handle, items, num_rows)
         if not self._last_whole:
-            return rows[:0], _candidates(rows[:, :WIDTH])
+            return self._nothing, _candidates(rows[:, :WIDTH])
         takes = np.repeat([item.takes_candidates for item in items], [item.num_logits for item in items])
         if not takes.any():
             return rows, NO_CANDIDATES
         return rows[~takes], _candidates(rows[takes, :WIDTH])
+
+    def collect_rows(
+        self, handle: int, num_rows: int, places: npt.NDArray[np.intp] | None
+    ) -> tuple[Rows, Candidates]:
+        """As `collect`, of so many rows of which only candidates are wanted; `places`: of these alone."""
+        rows = self._rows(handle, num_rows)
+        if self._is_fresh:
+            self._check_widths(handle, [WIDTH] * num_rows)
+        best = rows[:, :WIDTH]
+        return self._nothing, _candidates(best if places is None else best[places])
+
+    def _rows(self, handle: int, num_rows: int) -> Rows:
+        """Wait for the call; a view of what it left, made anew only if that moved."""
+        pointer = llama.llama_get_sampled_logits_ith(handle, -num_rows)
+        if not pointer:
+            raise StepFailedError("llama.cpp has taken no samplers")
+        address = ctypes.addressof(pointer.contents)
+        if address != self._found_address or num_rows != len(self._found):
+            self._found = np.ctypeslib.as_array(pointer, (num_rows, self._num_vocab))
+            self._found_address = address
+        return self._found
 
     def _check_counts(self, handle: int, items: Sequence[PlanItem], num_rows: int) -> None:
         """Assert that the graph was built for these choices."""
@@ -324,7 +358,11 @@ class DeviceDraws:
             for each in items
             for _ in range(each.num_logits)
         ]
-        found = [llama.llama_get_sampled_logits_count_ith(handle, row) for row in range(-num_rows, 0)]
+        assert len(expected) == num_rows, f"{num_rows} rows of {len(expected)}"
+        self._check_widths(handle, expected)
+
+    def _check_widths(self, handle: int, expected: list[int]) -> None:
+        found = [llama.llama_get_sampled_logits_count_ith(handle, row) for row in range(-len(expected), 0)]
         assert found == expected, f"{self!r}: rows of {found} numbers"
         self._is_fresh = False
 
@@ -366,7 +404,7 @@ class DeviceDraws:
 
     def _begin_graph(self, _sampler: object) -> None:
         self._views.clear()
-        self._table = 0
+        self._table = self._row_bytes = 0
 
     def _apply(self, sampler: Any, context: int, _graph: int, data: Any) -> None:
         """Called by the library for each row of each sequence, once a graph."""
@@ -377,6 +415,11 @@ class DeviceDraws:
 
     def _choose(self, seq: int, context: int, row: Any) -> None:
         view = _Tensor.from_address(row.logits)
+        if self._row_bytes and not self._whole and not self._is_probing:  # as others of this graph
+            known = self._views.get(view.view_offs // self._row_bytes)
+            if known is not None:
+                row.logits = known
+                return
         if not view.view_src:  # it counts the operations that a sampler may add
             logits = _ggml().reshape_2d(context, row.logits, view.ne[0], 1)
             row.logits = _best_of(context, logits, view.ne[0], 1)
@@ -388,6 +431,7 @@ class DeviceDraws:
             return
         if seq in self._whole:
             return
+        self._row_bytes = rows.nb[1]
         if self._is_probing:
             row.probs = row.logits
         at = view.view_offs // rows.nb[1]
@@ -415,8 +459,10 @@ def _contiguous(context: int, tensor: _Tensor) -> int:
 
 def _candidates(found: Rows) -> Candidates:
     """What the graph left of some rows, float32 (num_rows, WIDTH)."""
-    logits = found[:, :NUM_CANDIDATES].copy()
-    logits[np.isnan(found[:, -1]), 0] = np.nan
+    found = found.copy()  # rows lie far apart: each is touched once
+    logits, sums = found[:, :NUM_CANDIDATES], found[:, -1]
+    if (is_broken := np.isnan(sums)).any():
+        logits[is_broken, 0] = np.nan
     return Candidates(found[:, NUM_CANDIDATES:-1].astype(np.int32), logits)
 
 
