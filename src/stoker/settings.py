@@ -213,7 +213,7 @@ class EngineSettings(PlacementSettings):
         le=1024,
     )
     n_batch: int | None = setting(
-        None, "Tokens one step may carry.", shown="512, on a device 2048", ge=1, le=65536
+        None, "Tokens one step may carry.", shown="512, on a device 2048 or 8192", ge=1, le=65536
     )
     kv_cells: int | None = setting(None, "KV cells to allocate.", shown="as --ctx-size", ge=1, lt=2**31)
     max_queue: int = setting(512, "Requests that may wait.", ge=1)

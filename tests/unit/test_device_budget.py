@@ -49,10 +49,8 @@ class Device:
         self.scheduler.schedule(self.now)
         plan = self.scheduler.plan()
         assert plan is not None, "work and no step"
-        shape = plan.num_tokens, plan.batch().num_rows
-        took_s = FIXED_S + plan.num_tokens * self.token_s + shape[1] * ROW_S
-        took_s += SHAPE_S * (shape != self.shape)
-        self.shape, self.now = shape, self.now + took_s
+        took_s = self.took_s(plan)
+        self.now += took_s
         self.steps.append({part.sequence.key.request_id: len(part.item.tokens) for part in plan.parts})
         self.scheduler.cost.learn(plan.num_tokens, took_s)
         self.scheduler.computed(plan, self.now)
@@ -60,6 +58,12 @@ class Device:
         for part in plan.parts:
             if part.sequence.num_pending == 0:
                 self._draw(part.sequence)
+
+    def took_s(self, plan):
+        """Seconds of a step."""
+        last, self.shape = self.shape, (plan.num_tokens, plan.batch().num_rows)
+        took_s = FIXED_S + plan.num_tokens * self.token_s + self.shape[1] * ROW_S
+        return took_s + SHAPE_S * (self.shape != last)
 
     def _draw(self, sequence):
         name = sequence.key.request_id

@@ -299,7 +299,7 @@ IN_WORDS = {
     "none": (None, ()),
     "no key": (None,),
     "as --ctx-size": (None,),
-    "512, on a device 2048": (None,),
+    "512, on a device 2048 or 8192": (None,),
     "what the machine has": (None,),
     "stderr": (None,),
     "the model's own": ((),),

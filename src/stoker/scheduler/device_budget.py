@@ -8,6 +8,7 @@ seldom and then as a whole.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from stoker.ipc.model import Policy
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 
     from stoker.kv.sequence import Sequence
 
-ALONE_TARGETS = 4.0
+ALONE_TARGETS = 2.0
 """Targets that a step without decode rows may take: an arrival waits for its end."""
+CROWD_TARGETS = 2.0
+"""Targets that a step may take to bring several prompts to their ends: a large step of them is a few passes,
+and each small one as many."""
 PROBE_TOKENS = 256
 """What a slice may carry before one of about that size was measured: what few tokens cost says nothing."""
 WHOLE_TOKENS = 256
@@ -47,6 +51,13 @@ class DeviceStepBudget(StepBudget):
         # a step of many short prompts costs several of one long one: it says little of those
         within = self._cost.tokens_at_best(targets * self.target_s, self.n_batch) - num_rows
         return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS, self._least()))
+
+    def crowd(self, num_rows: int, sequences: SequenceOf[Sequence]) -> int:
+        """Tokens that bring several prompts to their ends beside `num_rows` decode rows; 0: of no two."""
+        most = self._cost.tokens_at_best(CROWD_TARGETS * self.target_s, self.n_batch) - num_rows
+        wanted = sorted(s.num_pending for s in sequences if s.num_in_reach == s.num_pending)
+        sums = [total for total in accumulate(wanted) if total <= most]
+        return sums[-1] if len(sums) > 1 else 0
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work; alone one target's."""

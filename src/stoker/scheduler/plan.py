@@ -78,6 +78,10 @@ class StepBudget:
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
         return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
+    def crowd(self, num_rows: int, sequences: list[Sequence]) -> int:  # noqa: ARG002 - DeviceStepBudget asks
+        """Tokens for which a step may take longer than `prefill` says, of several prompts."""
+        return 0
+
     def image_prefill(self, num_rows: int) -> int:
         """Tokens of prompts with images beside `num_rows` interactive decode rows (SPEC V3)."""
         num_left, alone_s = self.n_batch - num_rows, self._cost.predict(num_rows)
@@ -338,6 +342,7 @@ class Planner:
             num_left = self.budget.n_batch - len(rows)
         else:
             num_left = self.budget.prefill(len(rows), len(prefilling))
+            num_left = max(num_left, self.budget.crowd(len(rows), prefilling))
         last = self._to_finish(prefilling, num_left, parts)
         if last is not None:
             prefilling.remove(last)

@@ -209,7 +209,7 @@ class Scheduler:
             bool(running)
             and not (self.queue or self._has_raised or self._favoured or self.allocator.is_trim_due)
             and not (throttle.holds_any or throttle.keeps_nothing)
-            and self.cells.free >= self.limits.n_batch + len(running)
+            and (self.limits.has_streams or self.cells.free >= self.limits.n_batch + len(running))
             and all(s.priority is Priority.INTERACTIVE for s in running)
         )
 

@@ -1,0 +1,105 @@
+"""Many prompts at once on a device whose sequences lie in streams; only steps take time, by their passes."""
+
+from random import Random
+
+import pytest
+from test_device_budget import TOKEN_S, Device
+
+from stoker.backends.stream_map import StreamMap, evened, num_passes
+from stoker.ipc.request import Priority
+
+N_UBATCH, N_BATCH, CAPACITY = 512, 8192, 4096
+PASS_S, SAME_S, LAUNCH_S = 0.006, 0.002, 0.001
+"""A pass of a new shape, a step of the last one, and a launch: measured on an H100."""
+
+
+class StreamDevice(Device):
+    """Its steps are cut as llama.cpp cuts them."""
+
+    def __init__(self, **limits):
+        known = {"num_slots": 64, "num_sequences": 72, "num_cells": 72 * CAPACITY, "n_batch": N_BATCH}
+        super().__init__(**{"has_streams": True, "max_queue": 512} | known | limits)
+        self.map = StreamMap(72, N_UBATCH)
+        self.passes = []
+        """Of each step with a prompt."""
+
+    def took_s(self, plan):
+        """As its passes take."""
+        self.map.order([part.item.seq for part in plan.parts])
+        counts = {self.map.stream(part.item.seq): len(part.item.tokens) for part in plan.parts}
+        if has_prompt := plan.num_tokens > len(plan.parts):
+            counts = evened(counts, dict.fromkeys(counts, CAPACITY), N_UBATCH, N_BATCH)
+        count = num_passes(counts, N_UBATCH)
+        last, self.shape = self.shape, (plan.num_tokens, len(plan.parts))
+        if has_prompt:
+            self.passes.append(count)
+        is_same = count == 1 and last == self.shape
+        return LAUNCH_S + sum(counts.values()) * TOKEN_S + (SAME_S if is_same else count * PASS_S)
+
+    def crowd(self, count, lengths, within_s=0.1, seed=1):
+        """So many prompts of random lengths come within that time; all are served to their ends."""
+        random = Random(seed)
+        due = sorted(self.now + within_s * random.random() for _ in range(count))
+        while due or self.scheduler.has_work:
+            while due and (due[0] <= self.now or not self.scheduler.has_work):
+                self.now = max(self.now, due[0])
+                name = f"crowd{len(due)}"
+                self.enter(name, random.randint(*lengths), 32).arrival_s = due.pop(0)
+            self.step()
+        return sorted(took_s for name, took_s in self.first_s.items() if name.startswith("crowd"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_crowd_of_short_prompts_is_a_few_steps_of_a_few_passes(seed):
+    """Q22: 64 prompts of 66 to 84 tokens that come within 0.1 s; each used to be a pass."""
+    device = StreamDevice()
+    first_s = device.crowd(64, (66, 84), seed=seed)
+    assert len(device.passes) <= 6
+    assert sum(device.passes) <= 26
+    assert first_s[-1] < 0.2
+
+
+def test_a_crowd_beside_readers_ends_in_few_steps_and_none_waits_for_long():
+    """Q22: a step may take two targets to bring prompts to their ends, and who reads has a token in each."""
+    device = StreamDevice()
+    for at in range(32):
+        device.enter(f"reader{at}", 100, 200)
+    for _ in range(60):
+        device.step()
+    device.passes.clear()
+    first_s = device.crowd(32, (200, 260))
+    assert len(device.passes) <= 6
+    assert first_s[-1] < 0.3
+    assert max(max(gaps) for name, gaps in device.gaps_s.items() if name.startswith("reader")) < 0.13
+
+
+def test_a_long_prompt_beside_readers_keeps_to_the_target():
+    """Q22: only what ends may take longer."""
+    device = StreamDevice()
+    for at in range(8):
+        device.enter(f"reader{at}", 100, 200)
+    for _ in range(20):
+        device.step()
+    for at in range(2):
+        device.enter(f"long{at}", 20_000, 1)
+    while device.scheduler.has_work:
+        before, num_ended = device.now, len(device.first_s)
+        device.step()
+        assert device.now - before < 0.075 or len(device.first_s) > num_ended
+
+
+def test_a_person_who_comes_among_jobs_in_streams_has_a_first_token_in_a_tenth_of_a_second():
+    """Q3, Q22: steps may be larger, and those of background alone are no longer."""
+    device = StreamDevice()
+    device.crowd(64, (66, 84))
+    for at in range(8):
+        device.enter(f"job{at}", 4000, 100, Priority.BACKGROUND)
+    for at in range(30):
+        device.step()
+        began_s = device.now
+        device.step()
+        passed_s = device.now - began_s  # it may have come when that step began
+        device.enter(f"person{at}", 200, 1)
+        while f"person{at}" not in device.first_s:
+            device.step()
+        assert passed_s + device.first_s[f"person{at}"] < 0.1
