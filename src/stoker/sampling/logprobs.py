@@ -51,8 +51,8 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
     if count <= 0:
         return np.empty(0, np.intp)
     bound = _lower_bound(values, count)
-    reached = np.flatnonzero(values >= bound if bound > -np.inf else values > bound)
-    best = reached[np.argsort(-values[reached], kind="stable")[:count]]
+    (reached,) = (values >= bound if bound > -np.inf else values > bound).nonzero()
+    best: npt.NDArray[np.intp] = reached[(-values[reached]).argsort(kind="stable")[:count]]
     if len(best) == count or bound > -np.inf:
         return best
     return np.concatenate((best, np.flatnonzero(values == bound)[: count - len(best)]))
@@ -67,9 +67,10 @@ def _lower_bound(values: npt.NDArray[Any], count: int) -> Any:
     if width < 1:
         return -np.inf
     num_blocks = len(values) // width
-    peaks = values[: num_blocks * width].reshape(num_blocks, width).max(axis=1)
+    peaks = np.maximum.reduce(values[: num_blocks * width].reshape(num_blocks, width), axis=1)
     cut = num_blocks - count
-    return np.partition(peaks, cut)[cut]
+    peaks.partition(cut)
+    return peaks[cut]
 
 
 def negative_log_likelihood(rows: Rows, tokens: Sequence[int]) -> float:

@@ -61,21 +61,21 @@ def probabilities(logits: Rows, temperature: float) -> Probabilities:
         logits: float32 (n,), n >= 1; the largest must be finite, the others may be -inf.
         temperature: above 0.
     """
-    chances: Probabilities = weights(logits[np.newaxis], np.array([temperature]))[0]
+    chances = weights(logits, temperature)
     chances /= chances.sum()
     return chances
 
 
-def weights(logits: Rows, temperatures: Probabilities) -> Probabilities:
-    """What the tokens of each row weigh in its draw: `probabilities` times a number of the row's own.
+def weights(logits: Rows, temperature: float | Probabilities) -> Probabilities:
+    """What the tokens of a row weigh in its draw: `probabilities` times a number of the row's own.
 
     Args:
-        logits: float32 (num_rows, n); the largest of a row must be finite, the others may be -inf.
-        temperatures: by row, above 0.
+        logits: float32 (n,) or (num_rows, n); the largest of a row must be finite, the others may be -inf.
+        temperature: above 0; of rows float64 (num_rows, 1).
     """
     scaled = logits.astype(np.float64)
-    scaled -= scaled.max(axis=1, keepdims=True)
-    scaled /= np.maximum(temperatures, _MIN_TEMPERATURE)[:, np.newaxis]
+    scaled -= np.maximum.reduce(scaled, axis=-1, keepdims=True)
+    scaled /= np.maximum(temperature, _MIN_TEMPERATURE)
     np.exp(scaled, out=scaled)
     return scaled
 
@@ -104,7 +104,7 @@ def pick(weights: Probabilities, u: float) -> int:
     Callers pass weights in ascending token id, not by size: two nearly equal logits that swap ranks between
     batch shapes then move the boundaries by their difference only.
     """
-    cumulative = np.cumsum(weights)
+    cumulative = weights.cumsum()
     total = cumulative[-1]
     index = int(cumulative.searchsorted(u * total, side="right"))
     if index == len(cumulative):  # u * total was rounded up to the total
@@ -114,7 +114,7 @@ def pick(weights: Probabilities, u: float) -> int:
 
 def pick_rows(weights: Probabilities, us: Probabilities) -> npt.NDArray[np.intp]:
     """`pick` of each row of `weights` by its own u; zeros behind the others change nothing."""
-    cumulative = np.cumsum(weights, axis=1)
+    cumulative = weights.cumsum(axis=1)
     totals = cumulative[:, -1:]
     indices: npt.NDArray[np.intp] = (cumulative <= us[:, np.newaxis] * totals).sum(axis=1)
     is_over = indices == weights.shape[1]  # u * total was rounded up to the total
@@ -281,8 +281,7 @@ class Sampler:
         if self._xtc is not None:
             ids, logits = self._xtc.apply(ids, logits, self._uniform(Stream.XTC))
         temperature = dynamic_temperature(logits, self._sampling)
-        chances = weights(logits[np.newaxis], np.array([temperature]))
-        return int(ids[pick(chances[0], self._token_uniform())])
+        return int(ids[pick(weights(logits, temperature), self._token_uniform())])
 
     def _no_peak(self, peak: float) -> StokerError:
         if peak == -math.inf and self._edits:

@@ -131,7 +131,7 @@ def _drawn(draws: Sequence[PlainDraw], found: Candidates, workspace: Workspace) 
     found = Candidates(found.ids[:, :width], found.logits[:, :width])
     sizes = workspace.truncate_rows([draw.truncation.address for draw in draws], found, top_ks)
     left = by_id(workspace.kept, sizes)
-    chances = weights(left.logits, np.array([draw.temperature for draw in draws]))
+    chances = weights(left.logits, np.array([[draw.temperature] for draw in draws]))
     picked = pick_rows(chances, np.array([draw.u for draw in draws]))
     drawn: list[int] = left.ids[np.arange(len(draws)), picked].tolist()
     return drawn

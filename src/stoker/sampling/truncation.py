@@ -194,9 +194,11 @@ class Workspace:
         self.breakers = BreakerTable(num_vocab)
         self.ids: TokenIds = np.arange(num_vocab, dtype=np.int32)
         self._raw = np.empty(num_vocab, np.float32)
-        self._candidates = np.zeros(num_vocab, _CANDIDATE)
-        self._array = np.zeros(1, _ARRAY)
-        self._array_address = self._array.ctypes.data
+        candidates, array = np.zeros(num_vocab, _CANDIDATE), np.zeros(1, _ARRAY)
+        array["data"] = candidates.ctypes.data
+        self._ids, self._logits = candidates["id"], candidates["logit"]
+        self._size, self._selected, self._sorted = array["size"], array["selected"], array["sorted"]
+        self._array_address = array.ctypes.data
         self._few = np.zeros((0, 0), _CANDIDATE)
         self._arrays = np.zeros(0, _ARRAY)
         self._arrays_address = 0
@@ -232,15 +234,15 @@ class Workspace:
 
     def _lay_out(self, ids: TokenIds, logits: Rows, *, is_in_order: bool) -> None:
         count = len(ids)
-        self._candidates["id"][:count] = ids
-        self._candidates["logit"][:count] = logits
-        self._array[0] = self._candidates.ctypes.data, count, -1, is_in_order
+        self._ids[:count], self._logits[:count] = ids, logits
+        self._size[0], self._selected[0], self._sorted[0] = count, -1, is_in_order
 
     def _left(self) -> tuple[TokenIds, Rows]:
         # Samplers may move `data` forward; none of ours does, and `size` is what they shorten.
-        left = self._candidates[: self._array["size"][0]]
-        left = left[np.argsort(left["id"])]
-        return left["id"], left["logit"]
+        size = self._size[0]
+        ids, logits = self._ids[:size], self._logits[:size]
+        order = ids.argsort()
+        return ids[order], logits[order]
 
     def truncate_rows(
         self, chains: Sequence[int], found: Candidates, counts: npt.NDArray[np.intp]
