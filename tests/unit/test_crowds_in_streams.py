@@ -3,10 +3,11 @@
 from random import Random
 
 import pytest
-from test_device_budget import TOKEN_S, Device
+from test_device_budget import TOKEN_S, Device, warmed
 
 from stoker.backends.stream_map import StreamMap, evened, num_passes
 from stoker.ipc.request import Priority
+from stoker.kv.ops import Fork
 
 N_UBATCH, N_BATCH, CAPACITY = 512, 8192, 4096
 PASS_S, SAME_S, LAUNCH_S = 0.006, 0.002, 0.001
@@ -36,15 +37,16 @@ class StreamDevice(Device):
         is_same = count == 1 and last == self.shape
         return LAUNCH_S + sum(counts.values()) * TOKEN_S + (SAME_S if is_same else count * PASS_S)
 
-    def crowd(self, count, lengths, within_s=0.1, seed=1):
-        """So many prompts of random lengths come within that time; all are served to their ends."""
+    def crowd(self, count, lengths, seed=1, num_shared=0):
+        """So many prompts of random lengths come within 0.1 s; all are served to their ends."""
         random = Random(seed)
-        due = sorted(self.now + within_s * random.random() for _ in range(count))
+        due = sorted(self.now + 0.1 * random.random() for _ in range(count))
         while due or self.scheduler.has_work:
             while due and (due[0] <= self.now or not self.scheduler.has_work):
                 self.now = max(self.now, due[0])
                 name = f"crowd{len(due)}"
-                self.enter(name, random.randint(*lengths), 32).arrival_s = due.pop(0)
+                entered = self.enter(name, random.randint(*lengths), 32, num_shared=num_shared)
+                entered.arrival_s = due.pop(0)
             self.step()
         return sorted(took_s for name, took_s in self.first_s.items() if name.startswith("crowd"))
 
@@ -71,6 +73,52 @@ def test_a_crowd_beside_readers_ends_in_few_steps_and_none_waits_for_long():
     assert len(device.passes) <= 6
     assert first_s[-1] < 0.3
     assert max(max(gaps) for name, gaps in device.gaps_s.items() if name.startswith("reader")) < 0.13
+
+
+@pytest.mark.parametrize(("num_shared", "copies"), [(60, False), (90, False), (1000, True)])
+def test_a_prefix_that_is_computed_as_quickly_is_not_copied(num_shared, copies):
+    """C18: a long prefix is computed once, a short one by each."""
+    device = read_before()
+    device.crowd(32, (num_shared + 10, num_shared + 60), num_shared=num_shared)
+    assert any(isinstance(op, Fork) for op in device.ops) == copies
+
+
+@pytest.mark.parametrize(("num_shared", "num_first"), [(60, 4), (1000, 1)])
+def test_nobody_waits_for_a_prefix_that_will_not_be_copied(num_shared, num_first):
+    """C18: prompts that share a few tokens are computed together."""
+    device = read_before()
+    for at in range(4):
+        device.enter(f"p{at}", num_shared + 80, 4, num_shared=num_shared)
+    device.step()
+    assert len(device.steps[-1]) == num_first
+    device.run()
+
+
+def read_before():
+    """A device whose speed is known."""
+    device = StreamDevice()
+    device.enter("large", 6000, 1)
+    device.run()
+    return device
+
+
+def test_a_slow_device_copies_whatever_is_shared():
+    """C18: where 500 tokens take a second a copy is quicker than 32 of them."""
+    device = warmed(token_s=1 / 500, has_streams=True)
+    for at in range(4):
+        device.enter(f"reader{at}", 100, 8, num_shared=60)
+    device.run()
+    assert len([op for op in device.ops if isinstance(op, Fork)]) == 3
+
+
+def test_what_an_idle_slot_holds_is_used_where_it_is():
+    """C18: that is no copy."""
+    device = read_before()
+    for name in ("turn", "next"):
+        entered = device.enter(name, 100, 4, num_shared=50)
+        device.run()
+    assert entered.num_cached == 50
+    assert not any(isinstance(op, Fork) for op in device.ops)
 
 
 def test_a_long_prompt_beside_readers_keeps_to_the_target():

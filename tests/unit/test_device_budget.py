@@ -27,15 +27,15 @@ class Device:
         self.now = 0.0
         self.num_entered = 0
         self.shape = (0, 0)
-        self.steps = []
+        self.steps, self.ops = [], []
         self.first_s, self.gaps_s, self.last_s = {}, {}, {}
 
-    def enter(self, name, num_prompt, num_wanted=8, priority=Priority.INTERACTIVE):
-        """A request of its own tokens."""
+    def enter(self, name, num_prompt, num_wanted=8, priority=Priority.INTERACTIVE, num_shared=0):
+        """A request of its own tokens, after some that others have too."""
         self.num_entered += 1
         sequence = Sequence(
             key=SequenceKey(name, 0),
-            tokens=[self.num_entered] * num_prompt,
+            tokens=[0] * num_shared + [self.num_entered] * (num_prompt - num_shared),
             num_prompt=num_prompt,
             num_wanted=num_wanted,
             arrival_s=self.now,
@@ -46,7 +46,7 @@ class Device:
 
     def step(self):
         """One step, as long as the device takes."""
-        self.scheduler.schedule(self.now)
+        self.ops += self.scheduler.schedule(self.now).ops
         plan = self.scheduler.plan()
         assert plan is not None, "work and no step"
         took_s = self.took_s(plan)

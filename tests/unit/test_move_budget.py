@@ -124,6 +124,20 @@ def test_a_turn_that_admits_copies_nothing() -> None:
     assert backend.copied_s == stored
 
 
+@pytest.mark.parametrize(("speed", "num_found"), [(50_000, 0), (2_000, 60)])
+def test_a_stored_state_comes_into_a_stream_where_computing_it_takes_longer(
+    speed: int, num_found: int
+) -> None:
+    """SPEC C18: by the speed that prompts were computed with."""
+    backend = CardBackend(token_s=1e-6)
+    machine = machine_of(backend, has_streams=True, num_cells=4 * 4096)
+    machine.scheduler.cost.learn(2048, 2048 / speed)
+    run(machine, prompt(1, 60))
+    machine.carry_out(machine.scheduler.drop_idle(machine.now))
+    run(machine, prompt(1, 60) + prompt(2, 20))
+    assert machine.sequences[-1].num_cached == num_found
+
+
 def test_where_each_has_its_own_cells_the_next_to_come_finds_them_stored() -> None:
     """SPEC C16, C15: what idle sequences keep stays while one is empty, then one a turn is stored."""
     backend = CardBackend(token_s=1e-6)

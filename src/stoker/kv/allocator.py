@@ -15,7 +15,7 @@ from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import CellPool, SchedulerLimits
 from stoker.kv.move_budget import ComputeTime, MoveBudget, unknown
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Schedule, Trim
-from stoker.kv.prefix_source import PrefixSource
+from stoker.kv.prefix_source import MIN_GAIN, PrefixSource
 from stoker.kv.sequence import ParkForm, Sequence
 from stoker.kv.slots import Slot, SlotPlacement, SlotTable
 
@@ -52,6 +52,11 @@ class KVAllocator:
 
     def __repr__(self) -> str:
         return f"<KVAllocator {self.slots!r} {self.cells!r} {self.prefix_source!r}>"
+
+    def expect_copies(self, num_tokens: int) -> None:
+        """Tokens that are computed in the time of a copy: who has fewer in common with others shares none."""
+        self.slots.least_copied = max(MIN_TOKENS, num_tokens)
+        self.prefix_source.least_gain = max(MIN_GAIN, num_tokens)
 
     # ------------------------------------------------------------ questions
 

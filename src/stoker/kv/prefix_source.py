@@ -15,7 +15,7 @@ from stoker.kv.checkpoints import Checkpoints
 from stoker.kv.sequence import ParkForm, Sequence
 
 MIN_GAIN = 16
-"""Tokens more that a stored state has to save than cells at hand."""
+"""The least that this may be; a copy to a device takes longer than computing so few, see `KVAllocator`."""
 MAX_IMPORT = 64
 """How many times as long as what is used of it a state may be: a copied token costs a hundredth."""
 
@@ -25,6 +25,7 @@ class PrefixSource:
 
     Attributes:
         now: the time of the turn, set by the allocator.
+        least_gain: tokens more that a stored state has to save than cells at hand; set by the allocator.
         prefix_statistics: what prompts cost and what was saved of it.
     """
 
@@ -32,6 +33,7 @@ class PrefixSource:
         self.limits = limits
         self.cache = cache
         self.now = 0.0
+        self.least_gain = MIN_GAIN
         self.prefix_statistics = PrefixStatistics()
         self._asked: tuple[list[int], int, bytes] = ([], 0, b"")
 
@@ -47,7 +49,7 @@ class PrefixSource:
             return None
         key, is_exact = self._key(sequence.tokens), not self.limits.can_trim
         for hit in self.cache.index.find(sequence.namespace, key, is_exact=is_exact):
-            if hit.num_tokens < num_live + MIN_GAIN:
+            if hit.num_tokens < num_live + self.least_gain:
                 return None
             most = min(num_cells, hit.num_tokens * MAX_IMPORT)
             if hit.entry.num_tokens <= most and self.cache.can_fetch(hit.entry):

@@ -87,10 +87,15 @@ class SlotPlacement:
 
 
 class SlotTable:
-    """All slots of one model, spare ones included."""
+    """All slots of one model, spare ones included.
+
+    Attributes:
+        least_copied: tokens in common for which what a slot holds is copied to another; set by the allocator.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
+        self.least_copied = MIN_TOKENS
         self.num_slots = limits.num_slots
         self.slots = [Slot(number) for number in range(max(limits.num_slots, limits.num_sequences))]
         self._running: list[Sequence] = []
@@ -188,7 +193,9 @@ class SlotTable:
             return 0
         held = slot.kept if slot.holder is None else slot.holder.tokens
         length = min(common_prefix(held, asker.tokens, slot.num_tokens), len(asker.tokens) - 1)
-        least = MIN_TOKENS if asker.leader is None else 1
+        least = self.least_copied if slot.holder is not None else MIN_TOKENS
+        if asker.leader is not None:
+            least = 1
         if length < least or (not self._limits.can_trim and length != slot.num_tokens):
             return 0
         return length

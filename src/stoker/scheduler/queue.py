@@ -24,7 +24,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stoker.cache.entry import MIN_TOKENS
 from stoker.cache.radix import common_prefix
 from stoker.ipc.request import Priority, check_queue
 from stoker.kv.sequence import ParkForm, PrefixFollow, Sequence, SequenceState
@@ -160,8 +159,8 @@ class Throttle:
         return max(1, number // 2) if self.is_lowered else number
 
 
-def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: int) -> PrefixFollow | None:
-    """The running prefill that will have the most of its tokens, if clearly more than `num_available`."""
+def leader_for(sequence: Sequence, running: Iterable[Sequence], least: int) -> PrefixFollow | None:
+    """The running prefill that will have the most of its tokens, `least` or more."""
     best: PrefixFollow | None = None
     for other in running:
         if other.state is not SequenceState.PREFILL or not other.shares:
@@ -169,7 +168,7 @@ def leader_for(sequence: Sequence, running: Iterable[Sequence], num_available: i
         if other.namespace != sequence.namespace:
             continue
         length = min(common_prefix(other.tokens, sequence.tokens), len(sequence.tokens) - 1)
-        is_to_come = length > other.num_computed and length >= num_available + MIN_TOKENS
+        is_to_come = length > other.num_computed and length >= least
         if is_to_come and (best is None or length > best.length):
             best = PrefixFollow(other, length)
     return best
@@ -218,7 +217,8 @@ class PrefixWait:
             return False
         if not any(other.state is SequenceState.PREFILL for other in running):
             return False
-        follow = leader_for(sequence, running, self._allocator.num_available(sequence))
+        least = self._allocator.num_available(sequence) + self._allocator.slots.least_copied
+        follow = leader_for(sequence, running, least)
         if follow is None:
             return False
         if not limits.can_share_cells and not source.mark(follow.leader, follow.length):
