@@ -17,7 +17,7 @@ from stoker.settings import EngineSettings, ServerSettings
 OF_OTHER_PROGRAMS = {"moving.md"}
 """Pages that name routes and flags of other servers."""
 OF_THE_BENCHMARK = {"--only", "--backend-sampling", "--budget", "--peer-dir"}
-BESIDE_SETTINGS = {"STOKER_URL", "STOKER_API_KEY", "STOKER_DEBUG"}
+BESIDE_SETTINGS = {"STOKER_URL", "STOKER_API_KEY", "STOKER_DEBUG", "STOKER_CUDA_GRAPHS"}
 
 
 def spans() -> Iterator[tuple[str, str]]:

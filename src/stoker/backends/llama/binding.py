@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import re
 import threading
 from collections import Counter
@@ -125,9 +126,19 @@ def error_text(lines: list[LogLine]) -> str:
     return "; ".join(errors)[-MAX_ERROR_CHARS:]
 
 
+NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"
+"""Variable of the library that keeps it from capturing CUDA graphs; `STOKER_CUDA_GRAPHS=1` has it capture."""
+
+
 @cache
 def start() -> None:
-    """Start the native library; the second call does nothing."""
+    """Start the native library; the second call does nothing.
+
+    It captures no CUDA graphs: one that is updated from one number of rows to another may compute NaN
+    (docs/adr/0027).
+    """
+    if os.environ.get("STOKER_CUDA_GRAPHS") != "1":
+        os.environ.setdefault(NO_GRAPHS, "1")
     llama.llama_log_set(_receive_native, None)
     llama.llama_backend_init()
 
