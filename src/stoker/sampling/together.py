@@ -101,15 +101,15 @@ def _drawn_alone(sampler: Sampler, found: Candidates) -> int | StokerError:
 
 def _edited(samplers: Sequence[Sampler], found: Candidates) -> Candidates:
     """The best after each sampler's edits, in order; edits whose tokens are not among them change nothing."""
-    is_edited = np.zeros(len(samplers), np.bool_)
     if lowered := {sampler.lowered for sampler in samplers if sampler.lowered}:
         has_lowered = _have_any(found.ids, frozenset().union(*lowered))
         is_edited = has_lowered & np.array([bool(sampler.lowered) for sampler in samplers])
-    if is_edited.any():
-        found = Candidates(found.ids, found.logits.copy())
-        for at in np.flatnonzero(is_edited).tolist():
-            samplers[at].lower(found.ids[at], found.logits[at])
-    return in_order(found, is_edited)
+        if is_edited.any():
+            found = Candidates(found.ids, found.logits.copy())
+            for at in np.flatnonzero(is_edited).tolist():
+                samplers[at].lower(found.ids[at], found.logits[at])
+            return in_order(found, is_edited)
+    return in_order(found)
 
 
 def _have_any(ids: npt.NDArray[np.int32], tokens: frozenset[int]) -> npt.NDArray[np.bool_]:
@@ -126,8 +126,9 @@ def _have_any(ids: npt.NDArray[np.int32], tokens: frozenset[int]) -> npt.NDArray
 
 def _drawn(draws: Sequence[PlainDraw], found: Candidates, workspace: Workspace) -> list[int]:
     """A token a row, of candidates in order."""
-    top_ks = np.minimum([draw.truncation.top_k for draw in draws], found.ids.shape[1])
-    width = int(top_ks.max())
+    most = found.ids.shape[1]
+    top_ks = [min(draw.truncation.top_k, most) for draw in draws]
+    width = max(top_ks)
     found = Candidates(found.ids[:, :width], found.logits[:, :width])
     sizes = workspace.truncate_rows([draw.truncation.address for draw in draws], found, top_ks)
     left = by_id(workspace.kept, sizes)

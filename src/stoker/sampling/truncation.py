@@ -129,17 +129,20 @@ def _native_samplers(sampling: Sampling) -> list[int]:
     return samplers
 
 
-def in_order(found: Candidates, is_edited: npt.NDArray[np.bool_]) -> Candidates:
+def in_order(found: Candidates, is_edited: npt.NDArray[np.bool_] | None = None) -> Candidates:
     """Candidates best first, ties by lower id, as `largest` orders a whole row.
 
     Args:
         found: best first but for the rows that were edited.
-        is_edited: by row.
+        is_edited: by row; None: none was.
     """
     logits = found.logits
-    is_loose = is_edited | (logits[:, 1:] == logits[:, :-1]).any(axis=1)
-    if not is_loose.any():
+    is_tie = logits[:, 1:] == logits[:, :-1]
+    if is_edited is None and not is_tie.any():
         return found
+    is_loose = np.logical_or.reduce(is_tie, axis=1)
+    if is_edited is not None:
+        is_loose |= is_edited
     if is_loose.all():
         return _sorted(found)
     ids, logits = found.ids.copy(), logits.copy()
@@ -245,7 +248,7 @@ class Workspace:
         return ids[order], logits[order]
 
     def truncate_rows(
-        self, chains: Sequence[int], found: Candidates, counts: npt.NDArray[np.intp]
+        self, chains: Sequence[int], found: Candidates, counts: Sequence[int]
     ) -> npt.NDArray[np.intp]:
         """Run a native chain over each row of candidates, which are in order; `kept` has what they left.
 

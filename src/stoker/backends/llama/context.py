@@ -230,9 +230,9 @@ class LlamaContext:
     def launch(self, plan: BatchPlan) -> InFlight:
         """Begin one forward pass; see `Backend.launch`. Several native calls are waited for."""
         self.lengths.check(plan)
-        self._check_pictures(plan)
         if (rows := self._decode_rows(plan)) is not None:
             return self._launch_rows(plan, rows)
+        self._check_pictures(plan)
         cut = passes(plan, self._sets, self._current, self._cells.prepare(plan), self._max_rows)
         if len(cut) > 1:
             return self._step_in_passes(plan, cut)

@@ -273,9 +273,12 @@ class DeviceDraws:
 
     def prepare_rows(self, handle: int, span: range) -> None:
         """Likewise, of a token of each of these sequences of the library, whose candidates are wanted."""
-        asked = zip(span, repeat(1), strict=False)
-        self._choose_graph(handle, asked, set(), span.start)
-        self._last = span, [1] * len(span)
+        if self._last_whole or self._replaced or self._is_unsure:
+            self._choose_graph(handle, zip(span, repeat(1), strict=False), set(), span.start)
+        else:
+            self._is_fresh, self.error = False, None
+        if span != self._last[0]:
+            self._last = span, [1] * len(span)
 
     def _choose_graph(
         self, handle: int, asked: Iterable[tuple[int, int]], whole: set[int], first: int
