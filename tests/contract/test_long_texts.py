@@ -1,4 +1,4 @@
-"""Long texts before native vocabularies of every type: how few tokens they have, and where they are cut."""
+"""Native vocabularies of every type: what ends a text, how few tokens a long one has, where it is cut."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Event
+from typing import Any
 
 import pytest
 
 from smol_vocabulary import vocabulary as smol_vocabulary
+from stoker.backends.llama.binding import llama
 from stoker.backends.llama.text import vocabulary as vocabularies
 from stoker.backends.llama.text.cuts import MAX_RUN_CHARS
+from stoker.backends.llama.text.token_floor import TokenFloor
 from stoker.backends.llama.text.vocabulary import LlamaVocabulary
-from tiny_vocabularies import TINY_VOCABULARIES, byte_pairs, opened, write
+from tiny_vocabularies import SPECIALS, TINY_VOCABULARIES, byte_pairs, opened, write
 
 PARTS = [
     *("<|im_start|>", "<|im_end|>", "<|a|>", "|><|", "<s>", "</s>"),
@@ -91,18 +95,44 @@ def test_counting_ends_where_there_are_enough() -> None:
     assert 1000 < vocabulary.least_tokens(text, 1000) < vocabulary.least_tokens(text, 100_000)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_token_that_the_library_ends_a_generation_at_is_known(
+    name: str, vocabulary_of: VocabularyOf
+) -> None:
+    """SPEC D4: as if it were asked of each of them."""
+    _assert_knows_its_ends(vocabulary_of(name))
+
+
+@pytest.mark.parametrize("end", ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
+def test_a_plain_token_that_the_file_names_as_an_end_is_one(end: str, tmp_path: Path) -> None:
+    """SPEC D4: nothing in its spelling or its flags says so."""
+    pieces = byte_pairs()
+    named = len(pieces.tokens) - len(SPECIALS) - 1
+    file = write(tmp_path / "v.gguf", replace(pieces, ids={**pieces.ids, end: named}))
+    vocabulary = opened(file)
+    assert named in vocabulary.eog_tokens
+    _assert_knows_its_ends(vocabulary)
+
+
+def _assert_knows_its_ends(vocabulary: LlamaVocabulary) -> None:
+    is_end = [
+        bool(llama.llama_vocab_is_eog(vocabulary._handle, token)) for token in range(vocabulary.n_vocab)
+    ]
+    assert vocabulary.eog_tokens == tuple(token for token, ends in enumerate(is_end) if ends)
+
+
 def test_long_texts_that_come_at_once_have_the_vocabulary_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SPEC Q21: threads that read it side by side took seconds: each kept the other from going on."""
-    vocabulary, read = opened(write(tmp_path / "v.gguf", byte_pairs())), vocabularies.attributes_of
+    vocabulary, read = opened(write(tmp_path / "v.gguf", byte_pairs())), vocabularies.floor_of
     num_asking, all_ask, readings = 4, Event(), list[int]()
     asking = list[int]()
 
-    def slow(handle: int) -> list[int]:
-        readings.append(handle)
+    def slow(*given: Any) -> TokenFloor:
+        readings.append(1)
         assert all_ask.wait(60), "nobody else asks"
-        return read(handle)
+        return read(*given)
 
     def ask(number: int) -> int:
         asking.append(number)
@@ -110,18 +140,10 @@ def test_long_texts_that_come_at_once_have_the_vocabulary_read_once(
             all_ask.set()
         return vocabulary.least_tokens("the hello " * 1000, 2**30)
 
-    monkeypatch.setattr(vocabularies, "attributes_of", slow)
+    monkeypatch.setattr(vocabularies, "floor_of", slow)
     with ThreadPoolExecutor(num_asking) as pool:
         counts = set(pool.map(ask, range(num_asking)))
     assert (len(counts), len(readings)) == (1, 1)
-
-
-def test_short_texts_do_not_have_the_vocabulary_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SPEC Q21: nothing is cut in them, so the first request waits for nothing but its tokens."""
-    vocabulary = opened(write(tmp_path / "v.gguf", byte_pairs()))
-    monkeypatch.setattr(vocabularies, "attributes_of", lambda _: pytest.fail("read"))
-    tokens = vocabulary.tokenize("hello <|im_end|>", add_special=False, parse_special=True)
-    assert vocabulary.special_piece(tokens[-1]) == b"<|im_end|>"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,7 +155,7 @@ def test_texts_full_of_control_tokens_are_cut_and_read_as_the_whole(
     for _ in range(8):
         text = text_of(random, 3000)
         for add_special, parse_special in ((True, True), (False, True), (True, False)):
-            num_cut += len(vocabulary._cuts().pieces(text, parse_special=parse_special)) > 1
+            num_cut += len(vocabulary._cuts.pieces(text, parse_special=parse_special)) > 1
             whole = vocabulary._native_tokens(
                 text.encode(), add_special=add_special, parse_special=parse_special
             )
@@ -143,7 +165,7 @@ def test_texts_full_of_control_tokens_are_cut_and_read_as_the_whole(
 
 def test_many_control_tokens_are_looked_for_in_short_pieces() -> None:
     """The native search is quadratic in their number: 1.8 MB of them took 37 s."""
-    pieces = smol_vocabulary()._cuts().pieces("<|im_start|>" * 150_000, parse_special=True)
+    pieces = smol_vocabulary()._cuts.pieces("<|im_start|>" * 150_000, parse_special=True)
     assert max(map(len, pieces)) < 2 * 4096
     assert "".join(pieces) == "<|im_start|>" * 150_000
 
@@ -170,7 +192,7 @@ def test_a_text_without_long_runs_is_read_whole(vocabulary_of: VocabularyOf) -> 
     prose = "The quick brown fox jumps over the lazy dog, and that is it.\n" * 400
     dense = '{"a":[1,2,{"bc":"de"}],"f":true},' * 800 + "aB3dE6fG9h" * 2000
     for text in (prose, dense):
-        assert vocabulary._cuts().pieces(text, parse_special=True) == [text]
+        assert vocabulary._cuts.pieces(text, parse_special=True) == [text]
 
 
 # What `tokenizer.ggml.pre` may say of how a text is split into words, without other names of the same.

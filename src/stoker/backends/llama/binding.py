@@ -147,7 +147,7 @@ def keeping_lock(native: Any) -> Callable[..., Any]:
     """The same native function, called without giving up the interpreter's lock.
 
     For calls that are short and many: while another thread wants the lock, to give it up takes many times as
-    long as the call.
+    long as the call. A loop in Python around them gives it up now and then, one in C (`map`) never does.
     """
     address = ctypes.cast(native, ctypes.c_void_p).value
     assert address is not None, f"{native!r} is nowhere"

@@ -116,10 +116,9 @@ class TextCuts:
         return f"<TextCuts at {len(self._specials[True])} tokens and in {len(self._runs)} kinds of runs>"
 
     def pieces(self, text: str, *, parse_special: bool) -> list[str]:
-        """`text` in pieces; their tokens, put together, are those of the whole, but in long runs.
-
-        One of at most `MAX_RUN_CHARS` is one piece.
-        """
+        """`text` in pieces; their tokens, put together, are those of the whole, but in long runs."""
+        if len(text) <= MAX_RUN_CHARS:
+            return [text]
         specials = self._specials[parse_special]
         places = sorted({*_before_specials(text, specials), *self._in_runs(text, specials)} - {0})
         return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]

@@ -14,17 +14,13 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import cached_property
-from itertools import repeat
-from typing import Generic, TypeVar
 
 import numpy as np
 
 from stoker.backends.llama.binding import keeping_lock, llama
-from stoker.backends.llama.text.cuts import BLANK_RUNS, MAX_RUN_CHARS, Runs, Special, TextCuts, runs_of
+from stoker.backends.llama.text.cuts import BLANK_RUNS, Runs, Special, TextCuts, runs_of
 from stoker.backends.llama.text.token_floor import Keeps, TokenFloor
 from stoker.errors import InvalidRequestError, ModelLoadError
-
-T = TypeVar("T")
 
 
 class _Type(IntEnum):
@@ -40,6 +36,10 @@ class _Type(IntEnum):
 
 # enum llama_token_attr
 _UNKNOWN, _CONTROL, _USER_DEFINED, _STRIPS_LEFT, _STRIPS_RIGHT = 1 << 0, 1 << 3, 1 << 4, 1 << 7, 1 << 8
+_NAMED_ENDS = (
+    *(llama.llama_vocab_eos, llama.llama_vocab_eot),
+    *(llama.llama_vocab_fim_pad, llama.llama_vocab_fim_rep, llama.llama_vocab_fim_sep),
+)
 _META_BYTES = 256
 _RAW_BPE = frozenset(
     {"gemma4", "granite-embed-multi-311m", "sarvam-moe"}
@@ -59,8 +59,26 @@ _BYTE_LETTERS = _byte_letters()
 
 def attributes_of(handle: int) -> list[int]:
     """The flags of every token."""
-    num_tokens = llama.llama_vocab_n_tokens(handle)
-    return list(map(keeping_lock(llama.llama_vocab_get_attr), repeat(handle), range(num_tokens)))
+    of = keeping_lock(llama.llama_vocab_get_attr)
+    return [of(handle, token) for token in range(llama.llama_vocab_n_tokens(handle))]
+
+
+def ends_of(model: int, attributes: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end a generation.
+
+    The library takes for such what is spelled like one, which makes it a control token, and what the file
+    names. To ask it of each of all tokens takes as long as to read their flags.
+    """
+    handle = llama.llama_model_get_vocab(model)
+    found = {token for token, flags in enumerate(attributes) if flags & (_CONTROL | _USER_DEFINED | _UNKNOWN)}
+    found |= {ask(handle) for ask in _NAMED_ENDS}
+    end_of_message = _metadata(model, "tokenizer.ggml.eom_token_id")
+    if end_of_message.isdigit():
+        found.add(int(end_of_message))
+    is_token = range(len(attributes)).__contains__
+    return tuple(
+        token for token in sorted(filter(is_token, found)) if llama.llama_vocab_is_eog(handle, token)
+    )
 
 
 def specials_of(handle: int, attributes: Sequence[int]) -> list[Special]:
@@ -96,7 +114,8 @@ def floor_of(model: int, attributes: Sequence[int], piece_of: Callable[[int], by
     keeps = Keeps.ALL
     if any(each & (_STRIPS_LEFT | _STRIPS_RIGHT) for each in attributes):
         keeps = Keeps.PRINTED
-    texts = list(map(keeping_lock(llama.llama_vocab_get_text), repeat(handle), tokens))
+    text_of = keeping_lock(llama.llama_vocab_get_text)
+    texts = [text_of(handle, token) for token in tokens]
     kind, name = llama.llama_vocab_type(handle), _metadata(model, "tokenizer.ggml.model")
     found = TokenFloor([], Keeps.NOTHING)
     if kind == _Type.SPM:
@@ -147,24 +166,6 @@ _PIECE_BYTES = 256
 _MAX_TEXT_BYTES = 2**31 - 1
 
 
-class _Once(Generic[T]):
-    """What takes a while to make: the first thread that asks makes it, and others that ask wait for it."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: list[T] = []
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        return f"<_Once {self._made!r}>"
-
-    def __call__(self) -> T:
-        with self._lock:
-            if not self._made:
-                self._made.append(self._make())
-            return self._made[0]
-
-
 class LlamaVocabulary:
     """Tokens of the model behind `model_handle`, valid as long as that is.
 
@@ -179,12 +180,14 @@ class LlamaVocabulary:
         self.n_vocab: int = llama.llama_vocab_n_tokens(self._handle)
         self._pieces: list[bytes | None] = [None] * self.n_vocab
         self._special_pieces: list[bytes | None] = [None] * self.n_vocab
-        is_eog = keeping_lock(llama.llama_vocab_is_eog)
-        self._eog_tokens = tuple(token for token in range(self.n_vocab) if is_eog(self._handle, token))
+        self._attributes = attributes_of(self._handle)
+        self._eog_tokens = ends_of(model_handle, self._attributes)
         self._eog_set = frozenset(self._eog_tokens)
-        self._attributes = _Once(lambda: attributes_of(self._handle))
-        self._cuts = _Once(self._make_cuts)
-        self._floor = _Once(self._make_floor)
+        self._cuts = TextCuts(
+            specials_of(self._handle, self._attributes), runs_in(model_handle, self._handle)
+        )
+        self._floor: TokenFloor | None = None
+        self._reading = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<LlamaVocabulary of {self.n_vocab} tokens>"
@@ -199,8 +202,7 @@ class LlamaVocabulary:
             raise InvalidRequestError(
                 f"the text has {len(data)} bytes, at most {_MAX_TEXT_BYTES} fit", param="prompt"
             )
-        is_long = len(text) > MAX_RUN_CHARS
-        pieces = self._cuts().pieces(text, parse_special=parse_special) if is_long else [text]
+        pieces = self._cuts.pieces(text, parse_special=parse_special)
         if len(pieces) == 1:
             return self._native_tokens(data, add_special=add_special, parse_special=parse_special)
         before, after = self._surrounding if add_special else ([], [])
@@ -216,7 +218,10 @@ class LlamaVocabulary:
 
     def least_tokens(self, text: str, enough: int) -> int:
         """Tokens that `text` has at the least, without tokenising it; exact no further than `enough`."""
-        return self._floor().least(text, enough)
+        with self._reading:  # threads that read every token side by side keep each other from going on
+            if self._floor is None:
+                self._floor = floor_of(self._model, self._attributes, self.special_piece)
+        return self._floor.least(text, enough)
 
     def _native_tokens(self, data: bytes, *, add_special: bool, parse_special: bool) -> list[int]:
         capacity = len(data) + 8  # a token is at least a byte; BOS and EOS come on top
@@ -236,12 +241,6 @@ class LlamaVocabulary:
                 return tokens
             assert -count > capacity, f"the tokenizer asks for {-count} tokens of {capacity} that it has"
             capacity = -count  # an unusual vocabulary: what is needed
-
-    def _make_cuts(self) -> TextCuts:
-        return TextCuts(specials_of(self._handle, self._attributes()), runs_in(self._model, self._handle))
-
-    def _make_floor(self) -> TokenFloor:
-        return floor_of(self._model, self._attributes(), self.special_piece)
 
     @cached_property
     def _surrounding(self) -> tuple[list[int], list[int]]:
