@@ -231,7 +231,7 @@ class DeviceDraws:
         self._found_address = 0
         self._nothing = np.empty((0, num_vocab), np.float32)
         self._views: dict[int, int] = {}
-        self._table = self._row_bytes = 0
+        self._table = 0
         self._is_unsure = False
         self._is_fresh = True
         self.error: Exception | None = None
@@ -407,7 +407,7 @@ class DeviceDraws:
 
     def _begin_graph(self, _sampler: object) -> None:
         self._views.clear()
-        self._table = self._row_bytes = 0
+        self._table = 0
 
     def _apply(self, sampler: Any, context: int, _graph: int, data: Any) -> None:
         """Called by the library for each row of each sequence, once a graph."""
@@ -418,11 +418,6 @@ class DeviceDraws:
 
     def _choose(self, seq: int, context: int, row: Any) -> None:
         view = _Tensor.from_address(row.logits)
-        if self._row_bytes and not self._whole and not self._is_probing:  # as others of this graph
-            known = self._views.get(view.view_offs // self._row_bytes)
-            if known is not None:
-                row.logits = known
-                return
         if not view.view_src:  # it counts the operations that a sampler may add
             logits = _ggml().reshape_2d(context, row.logits, view.ne[0], 1)
             row.logits = _best_of(context, logits, view.ne[0], 1)
@@ -434,7 +429,6 @@ class DeviceDraws:
             return
         if seq in self._whole:
             return
-        self._row_bytes = rows.nb[1]
         if self._is_probing:
             row.probs = row.logits
         at = view.view_offs // rows.nb[1]
