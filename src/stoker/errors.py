@@ -148,7 +148,7 @@ class ContextLengthError(CallerError, code="context_length_exceeded"):
         cls, what: str, num_chars: int, max_chars: int, n_ctx: int, *, param: str = "prompt"
     ) -> ContextLengthError:
         """The error of a text of more characters than are read for a context of `n_ctx`."""
-        has = f"{what} has {num_chars} characters or more, of which at most {max_chars} are read for it"
+        has = f"{what} has {num_chars} characters, of which at most {max_chars} are read for it"
         return cls(_overflow(has, n_ctx), param=param, num_chars=num_chars, max_chars=max_chars, n_ctx=n_ctx)
 
 

@@ -341,6 +341,7 @@ def test_no_text_has_more_characters_than_a_context_is_worth(machine, held, monk
         "context_length_exceeded",
         N_CTX * MAX_CHARS_PER_TOKEN,
     )
+    assert f"{N_CTX * MAX_CHARS_PER_TOKEN + 1} characters, of which at most" in error.message
     assert f"at most {N_CTX * MAX_CHARS_PER_TOKEN} are read" in error.message
     assert held.asked == 0
 
