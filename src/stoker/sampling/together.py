@@ -15,7 +15,7 @@ import numpy.typing as npt
 from stoker.backends.protocol.backend import Candidates
 from stoker.errors import StokerError
 from stoker.sampling.sampler import PlainDraw, Sampler, pick_rows, weights
-from stoker.sampling.truncation import Workspace, by_id, in_order
+from stoker.sampling.truncation import Workspace, by_id, by_logit, in_order
 
 _FEW = 8  # tokens that are looked for one by one sooner than all at once
 
@@ -108,7 +108,7 @@ def _edited(samplers: Sequence[Sampler], found: Candidates) -> Candidates:
             found = Candidates(found.ids, found.logits.copy())
             for at in np.flatnonzero(is_edited).tolist():
                 samplers[at].lower(found.ids[at], found.logits[at])
-            return in_order(found, is_edited)
+            return by_logit(found)
     return in_order(found)
 
 

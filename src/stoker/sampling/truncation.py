@@ -129,30 +129,14 @@ def _native_samplers(sampling: Sampling) -> list[int]:
     return samplers
 
 
-def in_order(found: Candidates, is_edited: npt.NDArray[np.bool_] | None = None) -> Candidates:
-    """Candidates best first, ties by lower id, as `largest` orders a whole row.
-
-    Args:
-        found: best first but for the rows that were edited.
-        is_edited: by row; None: none was.
-    """
-    logits = found.logits
-    is_tie = logits[:, 1:] == logits[:, :-1]
-    if is_edited is None and not is_tie.any():
-        return found
-    is_loose = np.logical_or.reduce(is_tie, axis=1)
-    if is_edited is not None:
-        is_loose |= is_edited
-    if is_loose.all():
-        return _sorted(found)
-    ids, logits = found.ids.copy(), logits.copy()
-    loose = _sorted(found[np.flatnonzero(is_loose)])
-    ids[is_loose], logits[is_loose] = loose.ids, loose.logits
-    return Candidates(ids, logits)
+def in_order(found: Candidates) -> Candidates:
+    """Candidates, which are best first, with ties by lower id, as `largest` orders a whole row."""
+    is_tie = found.logits[:, 1:] == found.logits[:, :-1]
+    return by_logit(found) if is_tie.any() else found
 
 
-def _sorted(found: Candidates) -> Candidates:
-    """Each row by logit, a NaN first, then by id: as one number of both, which is sorted quickest."""
+def by_logit(found: Candidates) -> Candidates:
+    """Each row best first, a NaN before all, ties by lower id: sorted as one number of both, the quickest."""
     bits = (found.logits + np.float32(0.0)).view(np.int32)  # -0.0 is 0.0
     keys = np.bitwise_not(_ranked(bits)).astype(np.int64)
     keys <<= 32
