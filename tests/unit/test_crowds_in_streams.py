@@ -37,6 +37,10 @@ class StreamDevice(Device):
         is_same = count == 1 and last == self.shape
         return LAUNCH_S + sum(counts.values()) * TOKEN_S + (SAME_S if is_same else count * PASS_S)
 
+    def running(self):
+        """Names of those that run."""
+        return [sequence.key.request_id for sequence in self.scheduler.slots.running]
+
     def crowd(self, count, lengths, seed=1, num_shared=0):
         """So many prompts of random lengths come within 0.1 s; all are served to their ends."""
         random = Random(seed)
@@ -56,13 +60,13 @@ def test_a_crowd_of_short_prompts_is_a_few_steps_of_a_few_passes(seed):
     """Q22: 64 prompts of 66 to 84 tokens that come within 0.1 s; each used to be a pass."""
     device = StreamDevice()
     first_s = device.crowd(64, (66, 84), seed=seed)
-    assert len(device.passes) <= 6
-    assert sum(device.passes) <= 26
+    assert len(device.passes) <= 7
+    assert sum(device.passes) <= 22
     assert first_s[-1] < 0.2
 
 
 def test_a_crowd_beside_readers_ends_in_few_steps_and_none_waits_for_long():
-    """Q22: a step may take two targets to bring prompts to their ends, and who reads has a token in each."""
+    """Q22: who reads waits for a step of two targets, which brings prompts to their ends, and little more."""
     device = StreamDevice()
     for at in range(32):
         device.enter(f"reader{at}", 100, 200)
@@ -70,9 +74,9 @@ def test_a_crowd_beside_readers_ends_in_few_steps_and_none_waits_for_long():
         device.step()
     device.passes.clear()
     first_s = device.crowd(32, (200, 260))
-    assert len(device.passes) <= 6
+    assert len(device.passes) <= 8
     assert first_s[-1] < 0.3
-    assert max(max(gaps) for name, gaps in device.gaps_s.items() if name.startswith("reader")) < 0.13
+    assert max(max(gaps) for name, gaps in device.gaps_s.items() if name.startswith("reader")) < 0.15
 
 
 @pytest.mark.parametrize(("num_shared", "copies"), [(60, False), (90, False), (1000, True)])
@@ -121,6 +125,25 @@ def test_what_an_idle_slot_holds_is_used_where_it_is():
     assert not any(isinstance(op, Fork) for op in device.ops)
 
 
+def test_who_reads_waits_for_steps_of_newcomers_alone_and_not_for_all_of_them():
+    """Q22: prompts go without decode rows for a target's time, and then these have their token."""
+    device = read_before()
+    for at in range(4):
+        device.enter(f"reader{at}", 100, 200)
+    for _ in range(10):
+        device.step()
+    readers = {f"reader{at}" for at in range(4)}
+    told = []
+    for at in range(12):
+        for number in range(3):
+            device.enter(f"p{at}.{number}", 100 + number, 1)
+        device.step()
+        told.append(bool(readers & device.steps[-1].keys()))
+    assert not told[0]
+    assert 2 <= sum(told) <= 6
+    assert max(max(device.gaps_s[reader]) for reader in readers) < 0.1
+
+
 def test_a_long_prompt_beside_readers_keeps_to_the_target():
     """Q22: only what ends may take longer."""
     device = StreamDevice()
@@ -130,9 +153,12 @@ def test_a_long_prompt_beside_readers_keeps_to_the_target():
         device.step()
     for at in range(2):
         device.enter(f"long{at}", 20_000, 1)
+        device.enter(f"short{at}", 80, 1)
     while device.scheduler.has_work:
         before, num_ended = device.now, len(device.first_s)
         device.step()
+        is_read = any(name.startswith("reader") for name in device.steps[-1])
+        assert is_read or not any(name.startswith("reader") for name in device.running())
         assert device.now - before < 0.075 or len(device.first_s) > num_ended
 
 

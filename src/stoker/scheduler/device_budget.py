@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
     from stoker.kv.sequence import Sequence
 
-ALONE_TARGETS = 2.0
+ALONE_TARGETS = 4.0
 """Targets that a step without decode rows may take: an arrival waits for its end."""
 CROWD_TARGETS = 2.0
-"""Targets that a step may take to bring several prompts to their ends: a large step of them is a few passes,
-and each small one as many."""
+"""The same in streams, where a step carries more; also what one may take to bring several prompts to their
+ends: a large step of them is a few passes, and each small one as many."""
+HELD_TARGETS = 1.0
+"""Targets that decode rows wait for such steps: beside prompts they are a pass more, of another shape."""
 PROBE_TOKENS = 256
 """What a slice may carry before one of about that size was measured: what few tokens cost says nothing."""
 WHOLE_TOKENS = 256
@@ -36,14 +38,20 @@ H100, 3 to 8 ms where a plain one takes 2.4 to 6. The step with background has i
 
 
 class DeviceStepBudget(StepBudget):
-    """As `StepBudget`, for a device; see the module."""
+    """As `StepBudget`, for a device; see the module.
+
+    Attributes:
+        alone_targets: targets that a step without decode rows may take.
+    """
+
+    alone_targets = ALONE_TARGETS
 
     def prefill(self, num_rows: int, num_prefilling: int) -> int:
         """Tokens of interactive prefill beside `num_rows` decode rows; bounded without them too."""
         num_left = self.n_batch - num_rows
         if self.policy is Policy.THROUGHPUT:
             return num_left
-        targets = ALONE_TARGETS
+        targets = self.alone_targets
         if num_rows:
             targets = max(
                 BALANCED_TARGETS if self.policy is Policy.BALANCED else 1.0, num_prefilling / num_rows
@@ -51,13 +59,6 @@ class DeviceStepBudget(StepBudget):
         # a step of many short prompts costs several of one long one: it says little of those
         within = self._cost.tokens_at_best(targets * self.target_s, self.n_batch) - num_rows
         return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS, self._least()))
-
-    def crowd(self, num_rows: int, sequences: SequenceOf[Sequence]) -> int:
-        """Tokens that bring several prompts to their ends beside `num_rows` decode rows; 0: of no two."""
-        most = self._cost.tokens_at_best(CROWD_TARGETS * self.target_s, self.n_batch) - num_rows
-        wanted = sorted(s.num_pending for s in sequences if s.num_in_reach == s.num_pending)
-        sums = [total for total in accumulate(wanted) if total <= most]
-        return sums[-1] if len(sums) > 1 else 0
 
     def background(self, num_tokens: int, *, has_decoding: bool) -> int:
         """Tokens of background beside `num_tokens` of interactive work; alone one target's."""
@@ -99,3 +100,37 @@ class DeviceStepBudget(StepBudget):
 
     def _least(self) -> int:
         return 1 if self._cost.is_measured(PROBE_TOKENS) else PROBE_TOKENS
+
+
+class StreamStepBudget(DeviceStepBudget):
+    """As `DeviceStepBudget`, in streams, where many short prompts at once are a few large steps.
+
+    A step of prompts of several lengths is brought to equal ones, so that it is a few passes (`evened`).
+    """
+
+    alone_targets = CROWD_TARGETS
+    _held_s = 0.0
+
+    def crowd(self, num_rows: int, sequences: SequenceOf[Sequence]) -> int:
+        """Tokens that bring several prompts to their ends beside `num_rows` decode rows; 0: of no two."""
+        most = self._cost.tokens_at_best(CROWD_TARGETS * self.target_s, self.n_batch) - num_rows
+        wanted = sorted(s.num_pending for s in sequences if s.num_in_reach == s.num_pending)
+        sums = [total for total in accumulate(wanted) if total <= most]
+        return sums[-1] if len(sums) > 1 else 0
+
+    def holds_rows(self, sequences: SequenceOf[Sequence]) -> bool:
+        """Whether several prompts go without the decode rows: all end, and rows have not waited for long."""
+        num_tokens = sum(sequence.num_pending for sequence in sequences)
+        if self.crowd(0, sequences) < num_tokens:
+            return False
+        took_s = self._cost.predict(num_tokens) if num_tokens else None
+        return took_s is not None and self._held_s + took_s <= HELD_TARGETS * self.target_s
+
+    def rows_held(self, num_tokens: int) -> None:
+        """Decode rows wait for a step of so many tokens."""
+        self._held_s += self._cost.predict(num_tokens) or 0.0
+
+    def rows_stepped(self) -> None:
+        """Interactive decode rows have their step."""
+        super().rows_stepped()
+        self._held_s = 0.0

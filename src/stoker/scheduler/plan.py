@@ -78,9 +78,20 @@ class StepBudget:
         within = self._cost.tokens_within(targets * self.target_s, self.n_batch) - num_rows
         return min(num_left, max(within, num_prefilling, MIN_PREFILL_TOKENS))
 
-    def crowd(self, num_rows: int, sequences: list[Sequence]) -> int:  # noqa: ARG002 - DeviceStepBudget asks
+    def crowd(self, num_rows: int, sequences: list[Sequence]) -> int:  # noqa: ARG002 - StreamStepBudget asks
         """Tokens for which a step may take longer than `prefill` says, of several prompts."""
         return 0
+
+    def holds_rows(self, sequences: list[Sequence]) -> bool:  # noqa: ARG002 - StreamStepBudget asks
+        """Whether these prompts go in a step without interactive decode rows."""
+        return False
+
+    def rows_held(self, num_tokens: int) -> None:
+        """A step of so many tokens goes without them."""
+
+    def rows_stepped(self) -> None:
+        """A step has interactive decode rows."""
+        self.bursts.stepped()
 
     def image_prefill(self, num_rows: int) -> int:
         """Tokens of prompts with images beside `num_rows` interactive decode rows (SPEC V3)."""
@@ -317,21 +328,28 @@ class Planner:
                 return None
         if not 0 < len(running) <= self.budget.n_batch:
             return None
-        self.budget.bursts.stepped()
+        self.budget.rows_stepped()
         return StepPlan(tuple([Planned(s, _item(s, 1)) for s in sorted(running, key=_slot)]))
 
     def _interactive(self, sequences: list[Sequence], favoured: Sequence | None) -> list[Planned]:
         """Every decode row that fits the batch, then prefill within its budget."""
         decoding = self._rotated([s for s in sequences if s.state is SequenceState.DECODE])
         prefilling = self._rotated([s for s in sequences if s.state is SequenceState.PREFILL])
+        if decoding and favoured is None and self._goes_alone(prefilling):
+            parts = self._beside(prefilling, None, [])
+            self.budget.rows_held(_num_tokens(parts))
+            return parts
         rows = sorted(decoding[: self.budget.decode_rows(len(prefilling))], key=_slot)
         parts = [Planned(s, _item(s, 1)) for s in rows]
         if rows:
-            self.budget.bursts.stepped()
+            self.budget.rows_stepped()
         at_images = [s for s in prefilling if rows and s.is_at_image and s is not favoured]
         if at_images:
             prefilling = [s for s in prefilling if s not in at_images]
         return self._beside(prefilling, favoured, parts) + self._at_images(at_images, parts)
+
+    def _goes_alone(self, prefilling: list[Sequence]) -> bool:
+        return self.budget.holds_rows(prefilling) and not any(s.is_at_image for s in prefilling)
 
     def _beside(
         self, prefilling: list[Sequence], favoured: Sequence | None, rows: list[Planned]

@@ -23,7 +23,7 @@ from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
 from stoker.scheduler.cost import StepActivity, StepCost
-from stoker.scheduler.device_budget import DeviceStepBudget
+from stoker.scheduler.device_budget import DeviceStepBudget, StreamStepBudget
 from stoker.scheduler.eta import EtaEstimator
 from stoker.scheduler.plan import Planner, StepBudget, StepPlan
 from stoker.scheduler.queue import Aging, PrefixWait, RequestQueue, Throttle
@@ -52,8 +52,7 @@ class Scheduler:
         self.slots, self.cells = self.allocator.slots, self.allocator.cells
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
-        kind = DeviceStepBudget if limits.is_on_device else StepBudget
-        budget = kind(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
+        budget = _budget_kind(limits)(self.cost, limits.n_batch, limits.policy, limits.target_step_s)
         self.eta = EtaEstimator(self.cost, budget, limits.num_slots)
         self.activity = StepActivity()
         self._planner = Planner(budget, limits.max_prompt_rows)
@@ -484,3 +483,9 @@ class Scheduler:
             self.prefix_statistics.admitted(sequence)
         sequence.move(SequenceState.PREFILL, now, told)
         turn.admitted.append(sequence)
+
+
+def _budget_kind(limits: SchedulerLimits) -> type[StepBudget]:
+    if not limits.is_on_device:
+        return StepBudget
+    return StreamStepBudget if limits.has_streams else DeviceStepBudget
