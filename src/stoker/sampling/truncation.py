@@ -183,7 +183,7 @@ class Workspace:
         self._raw = np.empty(num_vocab, np.float32)
         candidates, array = np.zeros(num_vocab, _CANDIDATE), np.zeros(1, _ARRAY)
         array["data"] = candidates.ctypes.data
-        self._ids, self._logits = candidates["id"], candidates["logit"]
+        self._candidate_ids, self._candidate_logits = candidates["id"], candidates["logit"]
         self._size, self._selected, self._sorted = array["size"], array["selected"], array["sorted"]
         self._array_address = array.ctypes.data
         self._few = np.zeros((0, 0), _CANDIDATE)
@@ -221,13 +221,13 @@ class Workspace:
 
     def _lay_out(self, ids: TokenIds, logits: Rows, *, is_in_order: bool) -> None:
         count = len(ids)
-        self._ids[:count], self._logits[:count] = ids, logits
+        self._candidate_ids[:count], self._candidate_logits[:count] = ids, logits
         self._size[0], self._selected[0], self._sorted[0] = count, -1, is_in_order
 
     def _left(self) -> tuple[TokenIds, Rows]:
         # Samplers may move `data` forward; none of ours does, and `size` is what they shorten.
         size = self._size[0]
-        ids, logits = self._ids[:size], self._logits[:size]
+        ids, logits = self._candidate_ids[:size], self._candidate_logits[:size]
         order = ids.argsort()
         return ids[order], logits[order]
 
