@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stoker.backends.device import CPU, Device, DeviceMemory
-from stoker.backends.llama import context, model, placement
+from stoker.backends.llama import backend, context, model, placement
 from stoker.backends.llama.backend import load
 from stoker.backends.llama.binding import llama, start
 from stoker.backends.llama.model import LlamaModel, ModelOptions
@@ -95,6 +95,32 @@ def test_wherever_it_fits_is_all_layers_and_no_device_is_none(path: Path, params
     assert not whole.tensor_split
     assert not whole.tensor_buft_overrides
     assert [(given.n_gpu_layers, pointers(given)) for given in others] == [(0, [])] * 3
+
+
+@pytest.mark.usefixtures("params")
+@pytest.mark.parametrize(
+    ("place", "num_threads", "are_few"),
+    [
+        ({}, 0, True),
+        ({"gpu_layers": "all"}, 0, True),
+        ({"gpu_layers": 3}, 0, True),
+        ({"gpu_layers": 2}, 0, False),
+        ({"kv_offload": False}, 0, False),
+        ({"cpu_moe": 1}, 0, False),
+        ({"device": ("none",)}, 0, False),
+        ({}, 7, False),
+    ],
+)
+def test_threads_beside_a_device_that_computes_all_are_few(
+    path: Path, monkeypatch: pytest.MonkeyPatch, place: dict[str, Any], num_threads: int, *, are_few: bool
+) -> None:
+    """SPEC R11: others spin on cores that launch kernels; whatever layer is the CPU's has every core."""
+    monkeypatch.setattr(backend, "num_physical_cores", lambda: 7)
+    placement_ = PlacementSpec(**place)
+    spec = ModelSpec(id="m", path=str(path), num_threads=num_threads, placement=placement_)
+    with closing(LlamaModel(ModelOptions(path=path, placement=placement_))) as loaded:
+        expected = backend.THREADS_BESIDE_DEVICES if are_few else 7
+        assert backend._num_threads(spec, loaded) == expected
 
 
 def test_cells_lie_in_host_memory_where_that_was_asked_for(

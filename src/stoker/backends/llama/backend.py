@@ -56,6 +56,9 @@ STREAMS_BATCH = 8192
 a step should carry is found out by the time that they take."""
 log = logging.getLogger(__name__)
 
+THREADS_BESIDE_DEVICES = 2
+"""More wait for each other by spinning, on the cores that launch the kernels of the next step."""
+
 _GENERATING = (ModelClass.DECODER, ModelClass.RECURRENT, ModelClass.HYBRID)
 
 
@@ -435,7 +438,7 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         n_batch=(spec.n_batch or on_device) if model.devices else spec.call_tokens,
         n_ubatch=spec.call_tokens,
         num_sequences=num_sequences(spec.num_slots, layout),
-        num_threads=spec.num_threads or num_physical_cores(),
+        num_threads=_num_threads(spec, model),
         key_type=key_type,
         keeps_order=keeps_order and not has_streams,
         has_streams=has_streams,
@@ -443,6 +446,14 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
         draws=bool(model.devices) and spec.placement.gpu_layers != 0,  # where the output matrix lies
         is_off_host=bool(model.devices) and spec.placement.kv_offload and model.keeps_every_cell,
     )
+
+
+def _num_threads(spec: ModelSpec, model: LlamaModel) -> int:
+    """Every core where layers are computed on them; beside devices that compute all, a few for embeddings."""
+    place = spec.placement
+    is_parted = isinstance(place.gpu_layers, int) and place.gpu_layers <= model.num_layers
+    is_on_devices = bool(model.devices) and place.kv_offload and not is_parted and not place.cpu_moe
+    return spec.num_threads or (THREADS_BESIDE_DEVICES if is_on_devices else num_physical_cores())
 
 
 def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:

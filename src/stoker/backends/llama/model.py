@@ -97,6 +97,7 @@ class LlamaModel:
         self.description = self._text(llama.llama_model_desc)
         self.n_embd: int = llama.llama_model_n_embd(self.handle)
         self.n_ctx_train: int = llama.llama_model_n_ctx_train(self.handle)
+        self.num_layers: int = llama.llama_model_n_layer(self.handle)
         self.num_params: int = llama.llama_model_n_params(self.handle)
         self.size_bytes: int = llama.llama_model_size(self.handle)
         self.is_recurrent: bool = llama.llama_model_is_recurrent(self.handle)
@@ -121,7 +122,7 @@ class LlamaModel:
         return (
             self.vocabulary.n_vocab,
             self.n_embd,
-            llama.llama_model_n_layer(self.handle),
+            self.num_layers,
             self.num_params,
             self.size_bytes,
         )
