@@ -146,8 +146,10 @@ def _parts(value: object) -> object:
 GpuLayers = Annotated[
     Literal["auto", "all"] | Annotated[int, Field(ge=0, le=MAX_LAYERS)], BeforeValidator(_layers)
 ]
-DeviceNames = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_devices)]
-Parts = Annotated[tuple[float, ...], NoDecode, BeforeValidator(_parts)]
+MAX_DEVICES = 16
+"""That one model may be asked to lie on: as many as llama.cpp splits one over."""
+DeviceNames = Annotated[tuple[str, ...], Field(max_length=MAX_DEVICES), NoDecode, BeforeValidator(_devices)]
+Parts = Annotated[tuple[float, ...], Field(max_length=MAX_DEVICES), NoDecode, BeforeValidator(_parts)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_origins)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]

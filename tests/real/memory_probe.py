@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
+
 from stoker.backends.llama import seq2seq
 from stoker.backends.llama.backend import LlamaBackend, load
 from stoker.backends.llama.binding import accelerators, label, start
@@ -76,7 +78,7 @@ def probe_seq2seq(spec: ModelSpec, smoke_dir: Path) -> dict[str, object]:
 
 def main() -> None:
     """Arguments: the spec as JSON, the folder of smoke verdicts."""
-    spec, smoke_dir = ModelSpec(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    spec, smoke_dir = msgspec.json.decode(sys.argv[1], type=ModelSpec), Path(sys.argv[2])
     header = read_header(spec.path)
     start()
     label(accelerators())

@@ -260,6 +260,7 @@ class StandInRuntime(OpensGroups):
         ctx_size: int | None = None,
         slots: int | None = None,
         reach: Reach = Reach.ANY,
+        **_placement: object,
     ) -> ModelInfo:
         """Note it; loaded at once, unless it is told to fail or to take for ever."""
         self.reaches.append(reach)

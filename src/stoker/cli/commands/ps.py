@@ -111,7 +111,7 @@ def _summary(status: dict[str, Any]) -> list[tuple[str, str]]:
     pressure = f", pressure {memory['pressure']}" if memory["pressure"] else ""
     counts = f"{count_text(engine['threads'], 'thread')}, {count_text(engine['restarts'], 'restart')}"
     available = size_text(memory["available"])
-    devices = [(device["id"], _device(device)) for device in engine["devices"] if device["total"]]
+    devices = [(each["id"], _device(each)) for each in engine.get("devices", ()) if each["total"]]
     return [
         ("engine", f"{engine['state']}{label}, {counts}"),
         (
