@@ -34,7 +34,9 @@ class Card:
 
     def fill(self, others_mib: int) -> None:
         """Other programs hold so much of it from now on."""
-        self._others.write_text(str(others_mib), "ascii")
+        news = self._others.with_suffix(".news")  # engines read it any time: all of it or what was before
+        news.write_text(str(others_mib), "ascii")
+        news.replace(self._others)
 
     def model(self, name: str, weights_mib: int, **orders: Any) -> str:
         """A model of that size that is computed on it."""

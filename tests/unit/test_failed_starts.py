@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import os
 import resource
 import socket
@@ -91,7 +92,8 @@ async def until(host: EngineSupervisor, state: str) -> None:
 
 
 def num_descriptors() -> int:
-    """Open ones of this process."""
+    """Open ones of this process; what other tests have left behind is closed first."""
+    gc.collect()
     return psutil.Process().num_fds()
 
 
@@ -111,7 +113,7 @@ async def test_a_start_that_is_refused_something_is_tried_again_and_leaves_nothi
         assert (await client.read_all()).tokens == list(range(6))
         assert faulty.num_starts == 3
         assert host.health().state == "serving"
-        assert num_descriptors() == before
+        assert num_descriptors() <= before
         assert children() - others == {host.pid}
 
 
