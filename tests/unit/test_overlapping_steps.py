@@ -15,6 +15,7 @@ from stoker.ipc.events import Delta, Failed, Finished, Parked, PromptEcho
 from stoker.ipc.model import ModelSpec, Speculation
 from stoker.ipc.request import FinishReason, GenerateRequest, Priority, Sampling
 from stoker.machine.ledger import Ledger
+from stoker.sampling.sampler import Sampler
 
 WORDS = Constraint(kind=ConstraintKind.REGEX, source="(ab|cd){3} [a-z]{7}!")
 REQUESTS = {
@@ -241,6 +242,31 @@ def test_a_step_that_fails_on_the_device_ends_its_culprit_alone():
         found.append(bench.answers())
         assert found[-1]["Zoe"] == StepFailedError("").code
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_what_led_to_no_number_is_kept_for_nobody(monkeypatch, *, is_async, is_broken):
+    """SPEC Q12, C10: neither in cells nor stored, or every request with that beginning would fail like it."""
+    bench = Bench(is_async=is_async, eog_period=0)
+    bench.submit("r", prompt="a beginning that many have " * 3)
+    for _ in range(5):
+        bench.turn()
+    if is_broken:
+
+        def no_number(*_):
+            raise StepFailedError("the model returned logits whose largest is nan")
+
+        monkeypatch.setattr(Sampler, "draw", no_number)
+    bench.finish()
+    monkeypatch.undo()
+    bench.submit("other")
+    bench.finish()
+    assert (bench.answers().get("r") == StepFailedError("").code) is is_broken
+    kept = [slot.kept for slot in bench.runner.scheduler.slots.slots if slot.kept]
+    assert len(kept) == (1 if is_broken else 2)
+    beginning = bench.runner.prep.vocabulary.tokenize("a beginning", add_special=True, parse_special=True)
+    assert any(each[: len(beginning)] == beginning for each in kept) is not is_broken
 
 
 def disturb(bench, what):

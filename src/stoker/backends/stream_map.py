@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 MOST_COPIES = 8
 """Streams that are copied before one step; the other gaps are closed before the next ones."""
-
-
 _ROUND = 8
 """Rows of a step are computed in multiples of this where there are more, so that a newcomer finds a place."""
 
@@ -30,8 +28,8 @@ _ROUND = 8
 def span(streams: Sequence[int], last: range, num_streams: int) -> range:
     """Consecutive streams to compute a token of: one pass, and mostly the shape of the last step.
 
-    A graph for another number of rows is built and captured anew, which takes a device's library several
-    steps' time; a row in vain costs next to nothing. So the last span stays while three quarters of it are
+    A graph for another number of rows is built anew, which takes a device's library as long as a step; a row
+    in vain costs next to nothing. So the last span stays while three quarters of it are
     wanted, and a new one has a third more than is wanted at the most.
 
     Args:

@@ -3,7 +3,7 @@
 A `Pool` shares cells between sequences. Where sums depend on it, an `OrderedPool` keeps the cells of each
 sequence in the order of its tokens (docs/adr/0019): before a step tokens are taken out as bytes and put back
 into free cells before them, which changes no bit. `Streams` keep sequences apart, so that mask and attention
-of a step do not grow with what others hold, and a state is one copy a layer (docs/adr/0025).
+of a step do not grow with what others hold, and a state is one copy a layer (docs/adr/0024).
 """
 
 from __future__ import annotations
@@ -205,9 +205,8 @@ class OrderedPool(Pool):
         self.map = CellMap(num_cells)
         self._spare = num_sequences
         self._most = max(1, MOVED_BYTES // max(cell_bytes, _LEAST_CELL_BYTES))
-        self._buffer = np.empty(
-            2 * MOVED_BYTES, np.uint8
-        )  # a token has some bytes beside its keys and values
+        # a token has some bytes beside its keys and values
+        self._buffer = np.empty(2 * MOVED_BYTES, np.uint8)
 
     def arrange(self, plan: BatchPlan) -> Sequence[int]:
         """Close the gaps before the tokens of the plan's sequences."""
@@ -272,9 +271,8 @@ class OrderedPool(Pool):
             raise
 
 
-_STREAM_HEAD = struct.Struct(
-    "<IiI"
-)  # magic, native number, streams; then of each stream the count of its cells
+_STREAM_HEAD = struct.Struct("<IiI")
+"""Magic, native number, how many streams; then of each stream the count of its cells."""
 _COUNT_BYTES = 4
 
 

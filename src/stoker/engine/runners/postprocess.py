@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from stoker.backends.protocol.backend import Candidates
-from stoker.errors import StokerError, UnsupportedError
+from stoker.errors import StepFailedError, StokerError, UnsupportedError
 from stoker.ipc.events import StateReady
 from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import TokenLogprob
@@ -83,6 +83,8 @@ class Postprocess:
                 try:
                     self._digest(job, part, own)
                 except StokerError as error:
+                    if isinstance(error, StepFailedError):  # its cells may be no numbers either
+                        part.sequence.shares = False
                     self._jobs.fail(job, error, self._timer.now())
 
     def _draw_together(self, plan: StepPlan, candidates: Candidates) -> dict[int, int | StokerError]:
