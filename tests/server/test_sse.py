@@ -275,7 +275,9 @@ def test_two_hundred_clients_that_leave_at_random_leave_nothing(server, http, un
         thread.start()
     for thread in threads:
         thread.join()
+    until(lambda: not server.call(lambda: server.service.server.server_state.tasks))  # of templates too
     until(lambda: idle(http))
     until(lambda: server.call(server.runtime.with_client) == [])
     answer = http.post(CHAT, json={"messages": HELLO, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 2

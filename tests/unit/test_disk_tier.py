@@ -285,8 +285,9 @@ def test_a_file_that_another_server_removed_is_a_miss(folder):
     """SPEC C9: two servers on one folder."""
     name = folder.write(NEW, PAYLOAD).file.name
     PrefixFolder(folder.folder, LIMIT).remove(name)
-    with pytest.raises(CacheFileError, match="somebody else removed it"):
+    with pytest.raises(CacheFileError, match="somebody else removed it") as caught:
         folder.read(name, SPACE, TOKENS)
+    assert caught.value.details["is_gone"]
     folder.remove(name)
     assert list(folder.verify()) == []
 

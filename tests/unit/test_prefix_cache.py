@@ -608,16 +608,17 @@ def test_one_write_that_fails_is_given_up_and_the_next_is_tried():
     assert (one.state, two.state) == (EntryState.GONE, EntryState.RAM)
 
 
-def test_a_file_that_cannot_be_read_is_forgotten_and_counted():
-    """C9: nobody is offered it again; whoever waited goes on without."""
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_file_that_cannot_be_read_is_forgotten_and_counted_if_it_is_damaged(*, is_damaged):
+    """C9: nobody is offered it again, whoever waited goes on without; one removed for room is no damage."""
     store = Store(disk=PLENTY)
     entry = store.on_disk(span(0, 50))
     store.cache.fetch(entry, "me")
-    store.cache.unreadable(entry)
+    store.cache.unreadable(entry, is_damaged=is_damaged)
     store.cache.settle(entry, "me", 0.0)
     assert entry.state is EntryState.GONE
     assert store.length(span(0, 60)) == 0
-    assert store.cache.stats()["cache_damaged_total"] == 1
+    assert store.cache.stats()["cache_damaged_total"] == is_damaged
     assert store.cache.disk.used_bytes == 0
     assert store.put(span(0, 50), 9.0) is not None
 

@@ -340,9 +340,9 @@ class PrefixCache:
         entry.move(EntryState.RAM)
         self.disk.note(entry, now)  # its file may have gone meanwhile
 
-    def unreadable(self, entry: Entry) -> None:
-        """Its file is damaged or gone."""
-        self._num_damaged_total += 1
+    def unreadable(self, entry: Entry, *, is_damaged: bool = True) -> None:
+        """Its file is damaged, or gone."""
+        self._num_damaged_total += is_damaged
         self._ledger.add(entry.line, -entry.size_bytes)
         self.disk.lost(entry)
         self._take_out(entry)

@@ -61,10 +61,11 @@ class PrefixStore:
                 self.cache.written(entry, file, file_bytes)
                 self.cache.files_lost(removed)
                 return
-            case DiskRead(entry, data, reason):
+            case DiskRead(entry, data, reason, is_gone=is_gone):
                 if data is None:
-                    log.warning("a stored prefix of %d tokens is lost: %s", entry.num_tokens, reason)
-                    self.cache.unreadable(entry)
+                    level = logging.INFO if is_gone else logging.WARNING
+                    log.log(level, "a stored prefix of %d tokens is lost: %s", entry.num_tokens, reason)
+                    self.cache.unreadable(entry, is_damaged=not is_gone)
                 else:
                     self.cache.fetched(entry, data, now)
                 return

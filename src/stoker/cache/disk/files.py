@@ -141,7 +141,8 @@ class PrefixFolder:
             self._unlink(name)
             raise CacheFileError(f"{path}: {error}; removed", path=str(path)) from error
         except FileNotFoundError as error:
-            raise CacheFileError(f"{path}: somebody else removed it", path=str(path)) from error
+            text = f"{path}: somebody else removed it"
+            raise CacheFileError(text, path=str(path), is_gone=True) from error
         except OSError as error:
             reason = error.strerror or str(error)
             raise CacheFileError(f"{path}: cannot be read: {reason}", path=str(path)) from error

@@ -106,7 +106,7 @@ class DiskThreads:
         self._submit(
             self._reader,
             lambda: DiskRead(entry, self._folder.read(file, namespace, key)),
-            lambda error: DiskRead(entry, None, error.message),
+            lambda error: DiskRead(entry, None, error.message, is_gone="is_gone" in error.details),
         )
 
     def _remove(self, file: str) -> DiskOutcome:

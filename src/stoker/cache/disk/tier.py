@@ -77,11 +77,16 @@ class DiskWritten:
 
 @dataclass(frozen=True, slots=True)
 class DiskRead:
-    """A read has ended; without data: for which reason."""
+    """A read has ended; without data: for which reason.
+
+    Attributes:
+        is_gone: the file is not there; where room was made for others meanwhile, nothing is wrong with that.
+    """
 
     entry: Entry
     data: Snapshot | None
     reason: str = ""
+    is_gone: bool = False
 
 
 DiskOutcome = DiskFound | DiskLost | DiskWritten | DiskRead
