@@ -151,6 +151,11 @@ class PlacementSettings(FrozenSettings):
     )
     kv_offload: bool = setting(default=True, text="Cells lie on the device.")
 
+    def given_placement(self) -> dict[str, Any]:
+        """The values of these fields that were given, by name; those left to the defaults are not in it."""
+        given = self.model_fields_set & PlacementSettings.model_fields.keys()
+        return {name: getattr(self, name) for name in given}
+
 
 Placements = Annotated[dict[str, PlacementSettings], BeforeValidator(read_placements)]
 

@@ -1,4 +1,4 @@
-"""Which of the devices that there are a placement means (SPEC R11).
+"""Where a model is to lie: what a caller gives of that, and which devices it means (SPEC R11).
 
 Owns how devices are named: by index, by id or by name, as `stoker doctor` shows them. Where layers then go is
 `memory_estimate.placing`'s.
@@ -6,13 +6,14 @@ Owns how devices are named: by index, by id or by name, as `stoker doctor` shows
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from stoker.backends.device import CPU
 from stoker.errors import InvalidRequestError
-from stoker.ipc.model import NO_DEVICE, SplitMode
+from stoker.ipc.model import NO_DEVICE, KVLayout, SplitMode
 from stoker.wording import count_text
 
 if TYPE_CHECKING:
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 
     from stoker.backends.device import Device
     from stoker.ipc.model import ModelSpec, PlacementSpec
+
+PlacementChanges = Mapping[str, Any]
+"""What is given of where a model lies, by the names of `PlacementSettings`."""
+
+
+def placed(spec: ModelSpec, changes: PlacementChanges) -> ModelSpec:
+    """The spec with these changes."""
+    given = dict(changes)
+    kv_type = given.pop("kv_type", spec.kv_type) or ""
+    kv_layout = KVLayout(given.pop("kv_layout", spec.kv_layout))
+    if mode := given.get("split_mode"):
+        given["split_mode"] = SplitMode(mode)
+    return replace(spec, kv_type=kv_type, kv_layout=kv_layout, placement=replace(spec.placement, **given))
 
 
 def chosen_devices(placement: PlacementSpec, devices: Sequence[Device]) -> tuple[Device, ...]:

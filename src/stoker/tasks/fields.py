@@ -18,7 +18,6 @@ from typing import Any, Literal, TypedDict, TypeGuard
 import msgspec
 
 from stoker.client.models.loading import SpecChanges
-from stoker.client.models.specs import changed_placement
 from stoker.client.requests.stream import OnNotice
 from stoker.errors import InvalidRequestError
 from stoker.images.image import ImageLike
@@ -293,7 +292,7 @@ def spec_changes(fields: Mapping[str, Any]) -> SpecChanges:
         keep_alive_s=keep_alive_seconds(fields.get("keep_alive")),
         n_ctx=fields.get("ctx_size"),
         num_slots=fields.get("slots"),
-        placement=changed_placement(_placement_of(fields)),
+        placement=_placement_of(fields).given_placement(),
     )
 
 

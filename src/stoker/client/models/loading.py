@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stoker.client.models.specs import FoundModel, PlacementChanges, placed
+from stoker.client.models.specs import FoundModel
 from stoker.errors import (
     ModelInUseError,
     ModelNotFoundError,
@@ -27,6 +27,7 @@ from stoker.ipc.events import ModelState
 from stoker.ipc.model import ModelClass, ModelLife, Reach
 from stoker.ipc.status import ModelStatus
 from stoker.models.hub.downloads import Downloads, is_reference
+from stoker.models.placement import PlacementChanges, placed
 from stoker.models.seq2seq import check_one_slot
 from stoker.wording import count_text
 

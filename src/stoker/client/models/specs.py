@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -21,7 +21,6 @@ from stoker.errors import InvalidRequestError, StokerError
 from stoker.ipc.model import (
     AdapterSpec,
     CacheMode,
-    KVLayout,
     ModelClass,
     ModelInfo,
     ModelSpec,
@@ -30,23 +29,20 @@ from stoker.ipc.model import (
     ProjectorSpec,
     Reach,
     Speculation,
-    SplitMode,
 )
 from stoker.ipc.request import MAX_ADAPTER_SCALE
 from stoker.machine.limits import DEFAULTS, TierDefaults, read_limits, tier_of
 from stoker.models.adapters import AdapterHeader, check_fits, read_adapter
+from stoker.models.placement import placed
 from stoker.models.projector import ProjectorHeader, check_pair, read_projector
 from stoker.models.seq2seq import check_one_slot, slots_of
 from stoker.models.store import ModelFile, ModelStore
-from stoker.settings import PlacementSettings
 
 if TYPE_CHECKING:
     from stoker.models.gguf.header import GgufHeader
     from stoker.models.reader import ModelDescription
     from stoker.settings import EngineSettings
 
-PlacementChanges = Mapping[str, Any]
-"""Values by names of `PlacementSettings`."""
 _RESERVED = "default"
 MAX_TEMPLATE_CHARS = 2**20
 OutputNumber = Annotated[int, msgspec.Meta(ge=0)]
@@ -194,7 +190,7 @@ class ModelSource:
             score_output=_score_output(found.outputs, self._score_outputs, file.id),
         )
         for placement in (settings, settings.placement.get(file.id)):
-            spec = spec if placement is None else placed(spec, changed_placement(placement))
+            spec = spec if placement is None else placed(spec, placement.given_placement())
         return FoundModel(spec, _info(spec, found))
 
     def _template_of(self, model: str, found: ModelDescription) -> str | None:
@@ -213,22 +209,6 @@ class ModelSource:
         """Which output is the score, by the id of its model; "": of rerankers that do not say."""
         named = by_model(self.settings.rerank_output, "rerank_output")
         return {model: _number_of_output(text) for model, text in named.items()}
-
-
-def changed_placement(settings: PlacementSettings) -> PlacementChanges:
-    """What of where a model lies was given."""
-    given = settings.model_fields_set & PlacementSettings.model_fields.keys()
-    return {name: getattr(settings, name) for name in given}
-
-
-def placed(spec: ModelSpec, changes: PlacementChanges) -> ModelSpec:
-    """The spec with what was given of where it lies, by the names of `PlacementSettings`."""
-    given = dict(changes)
-    kv_type = given.pop("kv_type", spec.kv_type) or ""
-    kv_layout = KVLayout(given.pop("kv_layout", spec.kv_layout))
-    if mode := given.get("split_mode"):
-        given["split_mode"] = SplitMode(mode)
-    return replace(spec, kv_type=kv_type, kv_layout=kv_layout, placement=replace(spec.placement, **given))
 
 
 def _info(spec: ModelSpec, found: ModelDescription) -> ModelInfo:
