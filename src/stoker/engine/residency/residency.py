@@ -15,6 +15,7 @@ from stoker.backends.protocol.encoding import Encoder
 from stoker.engine.inbox import Loaded, LoadFailed, LoadMoved, LoadStop, Sized
 from stoker.engine.residency.catalogue import (
     Catalogue,
+    Load,
     MemoryShare,
     Missing,
     OnDevicesLines,
@@ -23,7 +24,6 @@ from stoker.engine.residency.catalogue import (
     Swaps,
     model_info,
 )
-from stoker.engine.residency.loading import Load
 from stoker.engine.runners.oneshot import OneShotRunner
 from stoker.engine.runners.slots import SlotRunner
 from stoker.engine.runners.status import model_status

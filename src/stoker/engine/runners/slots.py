@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stoker.cache.prefix_cache import PrefixCache
     from stoker.engine.jobs.job import Job, JobQueue
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.residency.loading import Load
+    from stoker.engine.residency.catalogue import Load
     from stoker.engine.threads.timer import StepTimer
     from stoker.ipc.model import ModelSpec
     from stoker.ipc.request import Priority
