@@ -11,10 +11,9 @@ from stoker.backends.protocol.backend import Candidates
 from stoker.errors import InvalidRequestError, StepFailedError
 from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import EarlyEndBan, LogitBias, RepeatPenalty
-from stoker.sampling.logprobs import largest
 from stoker.sampling.sampler import Sampler, Stream, pick, probabilities, uniform
 from stoker.sampling.together import draw_together
-from stoker.sampling.truncation import Workspace
+from stoker.sampling.truncation import Workspace, largest
 
 NUM_VOCAB = 2000
 COUNT = 64

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from stoker.sampling.logprobs import largest, token_logprob
+from stoker.sampling.logprobs import token_logprob
+from stoker.sampling.truncation import largest
 
 
 class _Numbers:

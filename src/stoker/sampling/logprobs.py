@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stoker.backends.protocol.backend import Rows, Vocabulary
 from stoker.ipc.usage import TokenLogprob
+from stoker.sampling.truncation import largest
 
 
 def log_normalizer(row: Rows) -> float:
@@ -37,40 +36,6 @@ def token_logprob(row: Rows, token_id: int, num_top: int, vocabulary: Vocabulary
     ]
     logprob = float(row[token_id]) - normalizer
     return TokenLogprob(token_id, vocabulary.special_piece(token_id), logprob, top)
-
-
-def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
-    """Indices of the `count` largest of `values`, best first, ties by lower index.
-
-    A selection and a sort of the few that are left: the row itself is never sorted.
-
-    Args:
-        values: floats (n,), without NaN.
-        count: 0 or more; more than n means all.
-    """
-    if count <= 0:
-        return np.empty(0, np.intp)
-    bound = _lower_bound(values, count)
-    (reached,) = (values >= bound if bound > -np.inf else values > bound).nonzero()
-    best: npt.NDArray[np.intp] = reached[(-values[reached]).argsort(kind="stable")[:count]]
-    if len(best) == count or bound > -np.inf:
-        return best
-    return np.concatenate((best, np.flatnonzero(values == bound)[: count - len(best)]))
-
-
-_MAX_BLOCK = 256
-
-
-def _lower_bound(values: npt.NDArray[Any], count: int) -> Any:
-    """A value that `count` of `values` reach, and few more: that so many blocks of them reach."""
-    width = min(len(values) // count, _MAX_BLOCK)
-    if width < 1:
-        return -np.inf
-    num_blocks = len(values) // width
-    peaks = np.maximum.reduce(values[: num_blocks * width].reshape(num_blocks, width), axis=1)
-    cut = num_blocks - count
-    peaks.partition(cut)
-    return peaks[cut]
 
 
 def negative_log_likelihood(rows: Rows, tokens: Sequence[int]) -> float:

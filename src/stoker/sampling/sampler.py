@@ -29,8 +29,7 @@ from stoker.backends.protocol.backend import Rows
 from stoker.errors import InvalidRequestError, StepFailedError, StokerError
 from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import LogitEdit, LoweringEdit, TokenIds
-from stoker.sampling.logprobs import largest
-from stoker.sampling.truncation import TruncationChain, Workspace
+from stoker.sampling.truncation import TruncationChain, Workspace, largest
 
 Probabilities = npt.NDArray[np.float64]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from llama_cpp import llama_cpp
 from stoker.backends.protocol.backend import Candidates, Rows
 from stoker.ipc.request import Sampling
 from stoker.sampling.logit_edits import BreakerTable, TokenIds
-from stoker.sampling.logprobs import largest
 
 # llama_token_data: id, logit, probability
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -32,6 +32,7 @@ _ARRAY = np.dtype(
 # Further below the best logit than this, a float32 probability turns into 0 and typical_p's entropy into NaN.
 _TYPICAL_DEPTH = 70.0
 _NO_TOKEN = 2**31 - 1
+_MAX_BLOCK = 256  # values of which `largest` takes the peak to find its bound
 _LOW = np.int64(2**32 - 1)  # the lower half of a key
 
 _NO_KEY = np.int64(_NO_TOKEN << 32 | int(np.float32(-np.inf).view(np.uint32)))  # of no candidate: see `by_id`
@@ -107,6 +108,37 @@ class TruncationChain:
     def close(self) -> None:
         """Free the native chain; idempotent. Nothing may be applied afterwards."""
         self._free()
+
+
+def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
+    """Indices of the `count` largest of `values`, best first, ties by lower index.
+
+    A selection and a sort of the few that are left: the row itself is never sorted.
+
+    Args:
+        values: floats (n,), without NaN.
+        count: 0 or more; more than n means all.
+    """
+    if count <= 0:
+        return np.empty(0, np.intp)
+    bound = _lower_bound(values, count)
+    (reached,) = (values >= bound if bound > -np.inf else values > bound).nonzero()
+    best: npt.NDArray[np.intp] = reached[(-values[reached]).argsort(kind="stable")[:count]]
+    if len(best) == count or bound > -np.inf:
+        return best
+    return np.concatenate((best, np.flatnonzero(values == bound)[: count - len(best)]))
+
+
+def _lower_bound(values: npt.NDArray[Any], count: int) -> Any:
+    """A value that `count` of `values` reach, and few more: that so many blocks of them reach."""
+    width = min(len(values) // count, _MAX_BLOCK)
+    if width < 1:
+        return -np.inf
+    num_blocks = len(values) // width
+    peaks = np.maximum.reduce(values[: num_blocks * width].reshape(num_blocks, width), axis=1)
+    cut = num_blocks - count
+    peaks.partition(cut)
+    return peaks[cut]
 
 
 def _sigma_floor(row: Rows, num_sigmas: float) -> float:
