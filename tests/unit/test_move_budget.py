@@ -11,7 +11,7 @@ from stepping import Machine
 from stoker.backends.fake.backend import FakeBackend
 from stoker.cache.entry import EntryState
 from stoker.cache.prefix_cache import CacheLimits
-from stoker.kv.move_budget import IDLE_TARGETS, MoveBudget
+from stoker.kv.allocator import IDLE_TARGETS, MoveBudget
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Buffer

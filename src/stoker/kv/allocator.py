@@ -3,6 +3,12 @@
 Owns the slots and the count of cells, and says what is kept: of a parked sequence its cells while no other
 needs them, else a snapshot while there is a budget for it, else its tokens (SPEC Q4); of one that has ended
 its cells, then a snapshot (SPEC C6, C7). The scheduler decides which sequence gives way.
+
+Also owns what moving states off a device may cost a turn (SPEC C16). A state is copied while nothing is
+computed, so a copy delays all who run. A turn spends at most the target of a step on copies; an idle one,
+where only an arrival would wait, as much as a step of background alone. What takes longer, or saves little
+against computing its tokens again, is not copied. Backends say what a copy costs, and 0 where it costs next
+to nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +19,6 @@ from stoker.cache.entry import MIN_TOKENS, Entry, EntryState, Hit, Snapshot
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.usage import CacheSource
 from stoker.kv.cells import CellPool, SchedulerLimits
-from stoker.kv.move_budget import ComputeTime, MoveBudget, unknown
 from stoker.kv.ops import Begin, Drop, Export, Fork, Import, KVOp, Schedule, Trim
 from stoker.kv.prefix_source import MIN_GAIN, PrefixSource
 from stoker.kv.sequence import ParkForm, Sequence
@@ -27,6 +32,52 @@ BUSY_CELLS = 1024
 """The same while others run or wait in their cells: those left are moved together then (docs/adr/0019)."""
 STORABLE_CELLS = 256
 """The same of what has ended and can be stored: it comes back quicker than attention walks over it."""
+
+IDLE_TARGETS = 4
+"""Targets of a step that a turn may spend on copies where nobody runs or waits."""
+LEAST_GAIN = 2.0
+"""Times as long as its copy that computing a state's tokens has to take: it is to be put back too."""
+
+ComputeTime = Callable[[int], float | None]
+"""Seconds that computing so many tokens takes; None: nothing was measured."""
+
+
+def unknown(num_tokens: int) -> float | None:
+    """Of a machine on which nothing was measured."""
+    del num_tokens
+    return None
+
+
+class MoveBudget:
+    """Time for copies of states in one turn.
+
+    Args:
+        target_s: seconds that a turn may spend.
+        compute_s: what computing tokens takes.
+    """
+
+    def __init__(self, target_s: float, compute_s: ComputeTime = unknown) -> None:
+        self._target_s = target_s
+        self._compute_s = compute_s
+        self._left_s = target_s
+        self.num_refused_total = 0
+
+    def __repr__(self) -> str:
+        return f"<MoveBudget {self._left_s * 1000:.1f} ms left, {self.num_refused_total} refused>"
+
+    def begin(self, targets: float = 1.0) -> None:
+        """A turn begins that may spend so many targets."""
+        self._left_s = targets * self._target_s
+
+    def take(self, cost_s: float, num_tokens: int) -> bool:
+        """Whether a copy of a state of so many tokens may be made now; its time is spent then."""
+        compute_s = self._compute_s(num_tokens)
+        is_worth_it = compute_s is None or LEAST_GAIN * cost_s <= compute_s
+        if cost_s > 0 and not (is_worth_it and cost_s <= self._left_s):
+            self.num_refused_total += 1
+            return False
+        self._left_s -= cost_s
+        return True
 
 
 class KVAllocator:

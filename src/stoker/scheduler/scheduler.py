@@ -15,10 +15,9 @@ from itertools import chain, islice
 
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.request import FinishReason, Priority
-from stoker.kv.allocator import KVAllocator
+from stoker.kv.allocator import IDLE_TARGETS, KVAllocator
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
-from stoker.kv.move_budget import IDLE_TARGETS
 from stoker.kv.ops import Parking, Schedule
 from stoker.kv.sequence import ParkForm, Sequence, SequenceState
 from stoker.kv.slots import SlotPlacement
