@@ -15,7 +15,7 @@ import pytest
 from stand_in import HOLD, delta
 
 from stoker.server.inbound import connections
-from stoker.server.inbound.writes import GatheredWrites
+from stoker.server.inbound.connections import GatheredWrites
 
 BOUND = 16
 WORK = b'{"prompt": "a", "stream": true}'

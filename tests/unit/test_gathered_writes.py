@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from stoker.server.inbound.writes import MAX_GATHERED_BYTES, GatheredWrites
+from stoker.server.inbound.connections import MAX_GATHERED_BYTES, GatheredWrites
 
 
 class Recorder(asyncio.Transport):
