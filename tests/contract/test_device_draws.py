@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from stoker.backends.llama import draws
 from stoker.backends.llama.backend import LlamaBackend
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.cells import Streams
 from stoker.backends.llama.context import ContextOptions, LlamaContext
+from stoker.backends.llama.graph import draws
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.protocol.backend import BatchPlan, PlanItem
 from stoker.cache.prefix_cache import CacheLimits, PrefixCache

@@ -5,7 +5,7 @@ import json
 import pytest
 from bench import draw_cost
 
-from stoker.backends.llama import draws
+from stoker.backends.llama.graph import draws
 from tiny_models import write_llama
 
 ARGUMENTS = ["--rows", "3", "--steps", "4", "--tokens", "10"]

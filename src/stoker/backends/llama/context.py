@@ -27,7 +27,7 @@ from stoker.backends.llama.batch import (
 )
 from stoker.backends.llama.binding import buffer_bytes, capture_log, llama
 from stoker.backends.llama.cells import DecodeRows, DevicePool, OrderedPool, Pool, Streams
-from stoker.backends.llama.draws import open_draws
+from stoker.backends.llama.graph.draws import open_draws
 from stoker.backends.llama.shortage import load_error
 from stoker.backends.protocol.backend import (
     NO_CANDIDATES,

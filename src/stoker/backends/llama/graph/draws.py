@@ -16,18 +16,18 @@ import ctypes
 import logging
 import math
 from contextlib import contextmanager
-from functools import cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stoker.backends.llama.binding import llama
+from stoker.backends.llama.graph.ggml import F32, I32, Tensor, ggml, is_layout_known
 from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
 from stoker.errors import EngineError, StepFailedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -46,91 +46,9 @@ MIN_VOCAB = 2 * WIDTH
 MAX_VOCAB = BLOCK * PIECE * PIECE // NUM_CANDIDATES
 """The blocks of a larger one would need more than two levels of sorting."""
 
-_F32, _I32, _DESCENDING, _MAX = 0, 26, 1, 0  # enum ggml_type, ggml_sort_order, ggml_op_pool
-_NUM_SOURCES = 10
+_DESCENDING, _MAX = 1, 0  # enum ggml_sort_order, ggml_op_pool
 
 _log = logging.getLogger(__name__)
-
-
-class _Tensor(ctypes.Structure):
-    """The head of ggml_tensor, as far as it is read here; `_is_layout_known` checks it."""
-
-
-_Tensor._fields_ = [
-    ("type", ctypes.c_int),
-    ("buffer", ctypes.c_void_p),
-    ("ne", ctypes.c_int64 * 4),
-    ("nb", ctypes.c_size_t * 4),
-    ("op", ctypes.c_int),
-    ("op_params", ctypes.c_int32 * 16),
-    ("flags", ctypes.c_int32),
-    ("src", ctypes.POINTER(_Tensor) * _NUM_SOURCES),
-    ("view_src", ctypes.POINTER(_Tensor)),
-    ("view_offs", ctypes.c_size_t),
-]
-
-
-class _InitParams(ctypes.Structure):
-    """ggml_init_params."""
-
-    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
-
-
-class _Ggml:
-    """The functions of ggml that put operations into a graph: tensors are addresses."""
-
-    def __init__(self) -> None:
-        tensor, count, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_float
-        self.reshape_2d = self._function("ggml_reshape_2d", tensor, count, count)
-        self.reshape_3d = self._function("ggml_reshape_3d", tensor, *[count] * 3)
-        self.reshape_4d = self._function("ggml_reshape_4d", tensor, *[count] * 4)
-        self.view_1d = self._function("ggml_view_1d", tensor, count, size)
-        self.view_3d = self._function("ggml_view_3d", tensor, *[count] * 3, *[size] * 3)
-        self.argsort = self._function("ggml_argsort", tensor, ctypes.c_int)
-        self.get_rows = self._function("ggml_get_rows", tensor, tensor)
-        self.arange = self._function("ggml_arange", real, real, real)
-        self.scale_bias = self._function("ggml_scale_bias", tensor, real, real)
-        self.repeat_4d = self._function("ggml_repeat_4d", tensor, *[count] * 4)
-        self.concat = self._function("ggml_concat", tensor, tensor, ctypes.c_int)
-        self.cast = self._function("ggml_cast", tensor, ctypes.c_int)
-        pool_sizes = [ctypes.c_int] * 5
-        self.pool_2d = self._function("ggml_pool_2d", tensor, *pool_sizes, real, real)
-        self.add = self._function("ggml_add", tensor, tensor)
-        self.cont = self._function("ggml_cont", tensor)
-        self.pad = self._function("ggml_pad", tensor, *[ctypes.c_int] * 4)
-        self.sum_rows = self._function("ggml_sum_rows", tensor)
-        self.new_tensor_2d = self._function("ggml_new_tensor_2d", ctypes.c_int, count, count)
-
-    @staticmethod
-    def _function(name: str, *kinds: Any) -> Callable[..., int]:
-        function = getattr(llama._lib, name)  # noqa: SLF001 - the bindings declare nothing of ggml
-        function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *kinds]
-        return function  # type: ignore[no-any-return]
-
-
-@cache
-def _ggml() -> _Ggml:
-    return _Ggml()
-
-
-def _is_layout_known() -> bool:
-    """Whether a tensor of this library has its fields where `_Tensor` looks for them."""
-    init, free = llama._lib.ggml_init, llama._lib.ggml_free  # noqa: SLF001 - see `_Ggml`
-    init.restype, init.argtypes, free.argtypes = ctypes.c_void_p, [_InitParams], [ctypes.c_void_p]
-    context = init(_InitParams(2**16, None, True))
-    try:
-        rows = _ggml().new_tensor_2d(context, _F32, 7, 5)
-        padded = _ggml().pad(context, rows, 0, 1, 0, 0)
-        view = _Tensor.from_address(_ggml().view_1d(context, padded, 7, 3 * 28))
-        source = view.view_src.contents
-        return (
-            (ctypes.addressof(source), view.view_offs) == (padded, 84)
-            and (tuple(source.ne), tuple(source.nb)) == ((7, 6, 1, 1), (4, 28, 168, 168))
-            and ctypes.addressof(source.src[0].contents) == rows
-            and not source.view_src
-        )
-    finally:
-        free(context)
 
 
 def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
@@ -145,7 +63,7 @@ def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
         num_vocab: its first dimension.
         num_rows: its second.
     """
-    make, count = _ggml(), NUM_CANDIDATES
+    make, count = ggml(), NUM_CANDIDATES
     num_blocks = -(-num_vocab // BLOCK)
     if num_blocks <= count:
         best = _sorted_best(context, (logits, 0), num_vocab, num_rows)
@@ -156,7 +74,7 @@ def _best_of(context: int, logits: int, num_vocab: int, num_rows: int) -> int:
         blocks = make.get_rows(
             context,
             make.reshape_3d(context, padded, BLOCK, num_blocks, num_rows),
-            make.cast(context, chosen, _I32),
+            make.cast(context, chosen, I32),
         )
         first = make.reshape_3d(context, make.scale_bias(context, chosen, BLOCK, 0), 1, count, num_rows)
         first = make.repeat_4d(context, first, BLOCK, count, num_rows, 1)
@@ -178,7 +96,7 @@ def _sorted_best(context: int, given: tuple[int, int], num: int, num_rows: int) 
     Returns:
         Addresses of the best `NUM_CANDIDATES` of each row, the largest first, and of their ids.
     """
-    make, count, (found, ids) = _ggml(), NUM_CANDIDATES, given
+    make, count, (found, ids) = ggml(), NUM_CANDIDATES, given
     width = min(num, PIECE)
     num_pieces = -(-num // width)
     found = _padded(context, found, num_pieces * width - num, num_rows)
@@ -193,7 +111,7 @@ def _sorted_best(context: int, given: tuple[int, int], num: int, num_rows: int) 
             ids = make.get_rows(context, make.reshape_4d(context, ids, *shape), best)
         else:
             first = make.reshape_3d(context, make.arange(context, 0, pieces * wide, wide), 1, pieces, 1)
-            ids = make.add(context, make.cast(context, best, _F32), first)
+            ids = make.add(context, make.cast(context, best, F32), first)
     return make.reshape_2d(context, found, count, num_rows), make.reshape_2d(context, ids, count, num_rows)
 
 
@@ -201,7 +119,7 @@ def _padded(context: int, rows: int, missing: int, num_rows: int) -> int:
     """Rows with so many logits more, of -inf."""
     if not missing:
         return rows
-    make = _ggml()
+    make = ggml()
     nothing = make.scale_bias(context, make.arange(context, 0, missing, 1), 0, -math.inf)
     return make.concat(context, rows, make.repeat_4d(context, nothing, missing, num_rows, 1, 1), 0)
 
@@ -417,9 +335,9 @@ class DeviceDraws:
             self.error = error
 
     def _choose(self, seq: int, context: int, row: Any) -> None:
-        view = _Tensor.from_address(row.logits)
+        view = Tensor.from_address(row.logits)
         if not view.view_src:  # it counts the operations that a sampler may add
-            logits = _ggml().reshape_2d(context, row.logits, view.ne[0], 1)
+            logits = ggml().reshape_2d(context, row.logits, view.ne[0], 1)
             row.logits = _best_of(context, logits, view.ne[0], 1)
             return
         rows = view.view_src.contents  # those of the step and one more, which is padding
@@ -436,7 +354,7 @@ class DeviceDraws:
             if not self._table:
                 source = _contiguous(context, rows.src[0].contents)
                 self._table = _best_of(context, source, rows.ne[0], num_rows)
-            self._views[at] = _ggml().view_1d(context, self._table, WIDTH, 4 * WIDTH * at)
+            self._views[at] = ggml().view_1d(context, self._table, WIDTH, 4 * WIDTH * at)
         row.logits = self._views[at]
 
 
@@ -449,9 +367,9 @@ def _free(chains: Sequence[int]) -> None:
         llama.llama_sampler_free(_pointer(chain))
 
 
-def _contiguous(context: int, tensor: _Tensor) -> int:
+def _contiguous(context: int, tensor: Tensor) -> int:
     address = ctypes.addressof(tensor)
-    return address if tensor.nb[1] == 4 * tensor.ne[0] else _ggml().cont(context, address)
+    return address if tensor.nb[1] == 4 * tensor.ne[0] else ggml().cont(context, address)
 
 
 def _candidates(found: Rows) -> Candidates:
@@ -468,7 +386,7 @@ def open_draws(num_sequences: int, num_vocab: int) -> DeviceDraws | None:
     if not MIN_VOCAB <= num_vocab <= MAX_VOCAB:
         return None
     try:
-        if _is_layout_known():
+        if is_layout_known():
             return DeviceDraws(num_sequences, num_vocab)
     except AttributeError as error:  # a function is missing
         _log.warning("rows of logits are read whole: %s", error)

@@ -1,0 +1,1 @@
+"""What is added to the graphs that llama.cpp computes."""
