@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stoker.backends.llama.binding import llama
-from stoker.backends.llama.graph.ggml import F32, I32, Tensor, ggml, is_layout_known
+from stoker.backends.llama.graph.ggml import F32, I32, GraphTensor, ggml, is_layout_known
 from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
 from stoker.errors import EngineError, StepFailedError
 
@@ -335,7 +335,7 @@ class DeviceDraws:
             self.error = error
 
     def _choose(self, seq: int, context: int, row: Any) -> None:
-        view = Tensor.from_address(row.logits)
+        view = GraphTensor.from_address(row.logits)
         if not view.view_src:  # it counts the operations that a sampler may add
             logits = ggml().reshape_2d(context, row.logits, view.ne[0], 1)
             row.logits = _best_of(context, logits, view.ne[0], 1)
@@ -367,7 +367,7 @@ def _free(chains: Sequence[int]) -> None:
         llama.llama_sampler_free(_pointer(chain))
 
 
-def _contiguous(context: int, tensor: Tensor) -> int:
+def _contiguous(context: int, tensor: GraphTensor) -> int:
     address = ctypes.addressof(tensor)
     return address if tensor.nb[1] == 4 * tensor.ne[0] else ggml().cont(context, address)
 

@@ -15,11 +15,11 @@ F32, I32 = 0, 26  # enum ggml_type
 _NUM_SOURCES = 10
 
 
-class Tensor(ctypes.Structure):
+class GraphTensor(ctypes.Structure):
     """The head of ggml_tensor, as far as it is read here; `is_layout_known` checks it."""
 
 
-Tensor._fields_ = [
+GraphTensor._fields_ = [
     ("type", ctypes.c_int),
     ("buffer", ctypes.c_void_p),
     ("ne", ctypes.c_int64 * 4),
@@ -27,8 +27,8 @@ Tensor._fields_ = [
     ("op", ctypes.c_int),
     ("op_params", ctypes.c_int32 * 16),
     ("flags", ctypes.c_int32),
-    ("src", ctypes.POINTER(Tensor) * _NUM_SOURCES),
-    ("view_src", ctypes.POINTER(Tensor)),
+    ("src", ctypes.POINTER(GraphTensor) * _NUM_SOURCES),
+    ("view_src", ctypes.POINTER(GraphTensor)),
     ("view_offs", ctypes.c_size_t),
 ]
 
@@ -78,14 +78,14 @@ def ggml() -> Ggml:
 
 
 def is_layout_known() -> bool:
-    """Whether a tensor of this library has its fields where `Tensor` looks for them."""
+    """Whether a tensor of this library has its fields where `GraphTensor` looks for them."""
     init, free = llama._lib.ggml_init, llama._lib.ggml_free  # noqa: SLF001 - see `Ggml`
     init.restype, init.argtypes, free.argtypes = ctypes.c_void_p, [_InitParams], [ctypes.c_void_p]
     context = init(_InitParams(2**16, None, True))
     try:
         rows = ggml().new_tensor_2d(context, F32, 7, 5)
         padded = ggml().pad(context, rows, 0, 1, 0, 0)
-        view = Tensor.from_address(ggml().view_1d(context, padded, 7, 3 * 28))
+        view = GraphTensor.from_address(ggml().view_1d(context, padded, 7, 3 * 28))
         source = view.view_src.contents
         return (
             (ctypes.addressof(source), view.view_offs) == (padded, 84)
