@@ -7,7 +7,7 @@ sum of the whole row, which a NaN anywhere in it makes a NaN. A sequence that ne
 
 The choice is built into the graph, and the library builds none where it thinks that the last one will do: by
 sequences and numbers of tokens. Where a sequence changes its choice meanwhile its sampler is changed for
-another one, which makes the library begin anew.
+another one, which makes the library begin anew. Each graph is marked for what CUDA captures of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 
 from stoker.backends.llama.binding import llama
 from stoker.backends.llama.graph.ggml import F32, I32, GraphTensor, ggml, is_layout_known
+from stoker.backends.llama.graph.marks import GraphMarks
 from stoker.backends.protocol.backend import NO_CANDIDATES, Candidates
 from stoker.errors import EngineError, StepFailedError
 
@@ -150,6 +151,9 @@ class DeviceDraws:
         self._nothing = np.empty((0, num_vocab), np.float32)
         self._views: dict[int, int] = {}
         self._table = 0
+        self._marks = GraphMarks()
+        self._is_marked = False
+        self._handle: int | None = None
         self._is_unsure = False
         self._is_fresh = True
         self.error: Exception | None = None
@@ -182,6 +186,7 @@ class DeviceDraws:
 
     def prepare(self, handle: int, items: Sequence[PlanItem], natives: Natives) -> None:
         """Before a native call that computes these items; `natives`: the library's numbers of sequences."""
+        self._handle = handle
         seqs = [natives[item.seq] for item in items]
         pairs = list(zip(seqs, items, strict=True))
         whole = {seq for seq, item in pairs if item.num_logits and not item.takes_candidates}
@@ -326,15 +331,16 @@ class DeviceDraws:
     def _begin_graph(self, _sampler: object) -> None:
         self._views.clear()
         self._table = 0
+        self._is_marked = False
 
-    def _apply(self, sampler: Any, context: int, _graph: int, data: Any) -> None:
+    def _apply(self, sampler: Any, context: int, graph: int, data: Any) -> None:
         """Called by the library for each row of each sequence, once a graph."""
         try:
-            self._choose(sampler.contents.ctx - 1, context, data.contents)
+            self._choose(sampler.contents.ctx - 1, context, graph, data.contents)
         except Exception as error:  # noqa: BLE001 - raised again once native code has returned
             self.error = error
 
-    def _choose(self, seq: int, context: int, row: Any) -> None:
+    def _choose(self, seq: int, context: int, graph: int, row: Any) -> None:
         view = GraphTensor.from_address(row.logits)
         if not view.view_src:  # it counts the operations that a sampler may add
             logits = ggml().reshape_2d(context, row.logits, view.ne[0], 1)
@@ -342,6 +348,10 @@ class DeviceDraws:
             return
         rows = view.view_src.contents  # those of the step and one more, which is padding
         num_rows = rows.ne[1] - 1
+        if not self._is_marked:
+            num_reused = llama.llama_perf_context(self._handle).n_reused if self._handle else 0
+            self._marks.add(context, graph, num_rows, num_reused)
+            self._is_marked = True
         if num_rows == 0:
             row.logits = None
             return

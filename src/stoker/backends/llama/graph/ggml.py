@@ -64,10 +64,15 @@ class Ggml:
         self.sum_rows = self._function("ggml_sum_rows", tensor)
         self.new_tensor_2d = self._function("ggml_new_tensor_2d", ctypes.c_int, count, count)
 
+        self.add_to_graph = self._function("ggml_build_forward_expand", tensor, returns=None)
+        self.num_nodes = self._function("ggml_graph_n_nodes", returns=ctypes.c_int)
+        self.nodes = self._function("ggml_graph_nodes")
+        self.is_host_memory = self._function("ggml_backend_buffer_is_host", returns=ctypes.c_bool)
+
     @staticmethod
-    def _function(name: str, *kinds: Any) -> Callable[..., int]:
+    def _function(name: str, *kinds: Any, returns: Any = ctypes.c_void_p) -> Callable[..., int]:
         function = getattr(llama._lib, name)  # noqa: SLF001 - the bindings declare nothing of ggml
-        function.restype, function.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *kinds]
+        function.restype, function.argtypes = returns, [ctypes.c_void_p, *kinds]
         return function  # type: ignore[no-any-return]
 
 
