@@ -222,7 +222,7 @@ class EngineLoop:
             runner.step(self._clock.now())
             self._busy_s, self._is_clean = self._clock.now(), False
             self._runners.served(runner, self._busy_s - now)
-            if self._pressure_handler.slows_down:
+            if self._runners.throttle.halves_time:
                 self._timer.collect()  # its time is not the nap's
                 self._nap_until_s = self._busy_s + (self._busy_s - now)
         elif now >= max(self._busy_s + REST_AFTER_S, self._nap_until_s):

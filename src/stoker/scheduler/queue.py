@@ -136,6 +136,7 @@ class Throttle:
         holds_all: nothing runs.
         is_lowered: newcomers find half the slots and half the cells; those that run are not touched.
         keeps_nothing: cells of what has ended are not kept.
+        halves_time: after a step nothing is computed for as long as it took.
         reason: why, for the history of parked sequences.
     """
 
@@ -143,6 +144,7 @@ class Throttle:
     holds_all: bool = False
     is_lowered: bool = False
     keeps_nothing: bool = False
+    halves_time: bool = False
     reason: str = ""
 
     @property

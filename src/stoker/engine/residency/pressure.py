@@ -82,11 +82,6 @@ class PressureHandler:
     def __repr__(self) -> str:
         return f"<PressureHandler {self._reading} {self._heat} {self._ladder!r}>"
 
-    @property
-    def slows_down(self) -> bool:
-        """Whether interactive work gets half of the time only (SPEC M6)."""
-        return self._heat.level is Heat.CRITICAL
-
     def measured(self, sample: Sample, now: float) -> bool:
         """Take a sample in; at most one rung follows.
 
@@ -155,6 +150,7 @@ class PressureHandler:
             holds_all=is_taken(Rung.PARK_INTERACTIVE),
             is_lowered=is_taken(Rung.LOWER_LIMITS),
             keeps_nothing=is_taken(Rung.DROP_IDLE_CELLS),
+            halves_time=self._heat.level is Heat.CRITICAL,
             reason="the machine is hot"
             if is_hot and not is_taken(Rung.PAUSE_BACKGROUND)
             else "memory is short",

@@ -102,13 +102,14 @@ class Runners:
     Attributes:
         timer: surrounds their steps.
         cache: what they share of finished work.
+        throttle: how they are held back; set by `hold_back`.
     """
 
     def __init__(self, timer: StepTimer, cache: PrefixCache) -> None:
         self.timer = timer
         self.cache = cache
         self._models: dict[str, ModelRunner] = {}
-        self._throttle = Throttle()
+        self.throttle = Throttle()
         self._turns = ModelTurns()
         self._turns_since_owed = 0
 
@@ -134,7 +135,7 @@ class Runners:
 
     def add(self, runner: ModelRunner) -> None:
         """Take a loaded model in."""
-        runner.hold_back(self._throttle)
+        runner.hold_back(self.throttle)
         self._models[runner.spec.id] = runner
 
     def remove(self, model: str) -> ModelRunner | None:
@@ -144,7 +145,7 @@ class Runners:
 
     def hold_back(self, throttle: Throttle) -> None:
         """Let only some requests run, in every model that is or comes into memory (SPEC M4, M6)."""
-        self._throttle = throttle
+        self.throttle = throttle
         for runner in self._models.values():
             runner.hold_back(throttle)
 
