@@ -276,7 +276,7 @@ class Machine:
     def submit(self, name, model, **fields):
         """Send a request, as `offer` does; where its model is in memory, it is in the line on return."""
         self.offer(name, model, **fields)
-        self.loop._workers.preparations.settle()
+        self.loop._preparations.settle()
         self.turn()
 
     def offer(self, name, model, prompt="the same old song", **fields):
@@ -365,10 +365,11 @@ class Machine:
     def close(self):
         """Free everything; idempotent."""
         self.residency.close()
+        self.loop._preparations.close()
         self.loop._workers.close()
         self.loop._store.close()
         self.residency.free_departed()
-        self.loop._runners.close(self.loop._workers.preparations.uses)
+        self.loop._runners.close(self.loop._preparations.uses)
         self.loop._timer.close()
         self.loop._devices.close()
 

@@ -59,9 +59,9 @@ class Day:
         self._gate, self._clock, self._random = gate, clock, random
         self._num_open = len(gate.backends)
         self._workers = (ByHand(), ByHand())
-        workers = self.machine.loop._workers
-        workers.preparations._quick, workers._loader = self._workers
-        workers._sizer = self._workers[1]
+        loop = self.machine.loop
+        loop._preparations._quick, loop._workers._loader = self._workers
+        loop._workers._sizer = self._workers[1]
         self._lives: dict[str, ModelLife] = {}
         self.wants, self._ended, self._num_seen, self._num_asked = {}, set(), 0, 0
         self._specs = {

@@ -98,7 +98,7 @@ def test_critical_heat_lets_interactive_work_half_of_the_time(make, monkeypatch)
 
     def seconds_for(name):
         machine.submit(name, "a", max_tokens=50)
-        machine.loop._workers.preparations.settle()
+        machine.loop._preparations.settle()
         begun_s, busy_s = clock.now(), machine.loop._clock.busy_s
         for _ in range(400):
             if machine.has_ended(name):

@@ -140,7 +140,7 @@ def enter(machine, kind, *names, **fields):
 def accept(machine):
     """Turns after which what arrived stands in its model's queue."""
     machine.turn()
-    machine.loop._workers.preparations.settle()
+    machine.loop._preparations.settle()
     machine.turn()
 
 
@@ -250,6 +250,6 @@ def test_a_text_may_fill_its_encoders_whole_context(make):
     machine.loop._nap_until_s = float("inf")
     known = {"model": "a", "prompt": (65,) * n_ctx, **EMBED}
     machine.send(Submit(request_id="r", request=GenerateRequest(**known)))
-    machine.loop._workers.preparations.settle()
+    machine.loop._preparations.settle()
     machine.turn()
     assert [job.num_context for job in machine.loop._jobs] == [n_ctx]

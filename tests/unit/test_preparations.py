@@ -158,7 +158,7 @@ def test_who_cancels_while_its_text_is_read_is_told_at_once_and_leaves_nothing(m
     assert machine.output("slow").reasons == {0: FinishReason.CANCELLED}
     assert all(job.preparation is None for job in machine.loop._jobs)
     held.let_go()
-    machine.loop._workers.preparations.settle()
+    machine.loop._preparations.settle()
     machine.turn()
     assert len(machine.of(Finished, "slow")) == 1
     assert machine.of(Queued, "slow") == []
@@ -198,7 +198,7 @@ def test_preparing_has_a_limit_of_its_own(machine, held, clock):
     assert "max_prepare_s 30 s" in error.message
     assert [(reply.call_id, reply.error.code) for reply in machine.of(Reply)] == [(7, "preparation_timeout")]
     held.let_go()
-    machine.loop._workers.preparations.settle()
+    machine.loop._preparations.settle()
     machine.turn()
     assert len(machine.of(Failed, "slow")) == len(machine.of(Reply)) == 1
 
@@ -213,7 +213,7 @@ def test_where_every_place_is_taken_for_good_those_that_wait_fail(machine, held,
     machine.run("waits")
     assert machine.error("waits").code == "preparation_timeout"
     held.let_go()
-    machine.loop._workers.preparations.settle()
+    machine.loop._preparations.settle()
     offer(machine, "later", "a short text")
     machine.run("later")
     assert machine.output("later").reasons == {0: FinishReason.LENGTH}
@@ -249,9 +249,9 @@ def test_who_waits_for_a_place_and_gives_up_leaves_nothing_behind(machine, held)
         offer(machine, f"slow{number}", f"slow {number}")
         held.await_begun()
     offer(machine, "waits", "a short text")
-    assert "1 wait" in repr(machine.loop._workers)
+    assert "1 wait" in repr(machine.loop._preparations)
     machine.send(Cancel("waits"))
-    assert "1 wait" not in repr(machine.loop._workers)
+    assert "1 wait" not in repr(machine.loop._preparations)
 
 
 def test_a_request_that_no_thread_can_be_started_for_fails_alone(machine, monkeypatch):

@@ -32,7 +32,7 @@ def hold_preparing(is_over, monkeypatch):
         assert is_over.wait(60), "nobody lets it end"
         return prepare(*args)
 
-    monkeypatch.setattr("stoker.engine.residency.workers.prepare", slow)
+    monkeypatch.setattr("stoker.engine.jobs.preparations.prepare", slow)
     return has_begun
 
 

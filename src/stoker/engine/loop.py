@@ -31,6 +31,7 @@ from stoker.engine.inbox import (
     Sized,
 )
 from stoker.engine.jobs.job import Job
+from stoker.engine.jobs.preparations import Preparations
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.residency.catalogue import Placement
 from stoker.engine.residency.pending import PendingRequests
@@ -118,7 +119,8 @@ class EngineLoop:
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
         self._clock = Stopwatch(config.watchdog_s)
-        self._workers = Workers(inbox, cache_dir, self._devices, config.max_prepare_s)
+        self._workers = Workers(inbox, cache_dir, self._devices)
+        self._preparations = Preparations(inbox, config.max_prepare_s)
         self._timer = StepTimer(self._clock)
         limits = CacheLimits.within(
             sample.limit_bytes,
@@ -130,7 +132,7 @@ class EngineLoop:
         self._jobs = JobTable()
         self._events = self._jobs.events
         self._runners = Runners(self._timer, self._store.cache)
-        self._pending = PendingRequests(self._workers, self._jobs)
+        self._pending = PendingRequests(self._preparations, self._jobs)
         placement = Placement(self._take_sample, self._store.ledger, self._store.cache, config.memory_margin)
         self._residency = Residency(self._workers, self._runners, self._pending, placement, self._jobs)
         self._residency.flush = self._flush
@@ -165,11 +167,12 @@ class EngineLoop:
         finally:
             self._monitor.close()
             self._residency.close()
+            self._preparations.close()
             self._workers.close()
             self._free_late()
             self._store.close()
             self._residency.free_departed()
-            self._runners.close(self._workers.preparations.uses)
+            self._runners.close(self._preparations.uses)
             self._timer.close()
             self._devices.close()
         self._events.append(Goodbye())
@@ -214,7 +217,7 @@ class EngineLoop:
         """Give one model a turn; with nothing to compute, store what is only in cells."""
         now = self._clock.now()
         self._jobs.expire(now)
-        self._workers.preparations.expire(now)
+        self._preparations.expire(now)
         runner = None if now < self._nap_until_s else self._runners.next_with_work(now)
         if runner is not None:
             runner.schedule(now)
@@ -237,7 +240,7 @@ class EngineLoop:
             return max(0.0, self._nap_until_s - now)
         due = [
             self._jobs.next_deadline_s(),
-            self._workers.preparations.next_due_s(now),
+            self._preparations.next_due_s(now),
             self._residency.next_due_s(now),
             self._store.next_due_s(),
         ]

@@ -17,12 +17,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from stoker.engine.inbox import Released
+from stoker.engine.inbox import Prepared, PrepareFailed, Released
+from stoker.engine.jobs.prepare import answer, is_quick, is_quick_question, prepare
 from stoker.errors import EngineError, MachineSetupError, PreparationTimeoutError, StokerError
+from stoker.ipc.events import Reply
 
 if TYPE_CHECKING:
     from stoker.engine.inbox import Inbox, Posted
     from stoker.engine.jobs.prepare import PrepContext
+    from stoker.ipc.commands import Submit, TextQuestion
 
 STACK_BYTES = 16 * 2**20
 """Of a thread: what std::regex takes for the longest run that is read at once, four times over."""
@@ -253,6 +256,28 @@ class Preparations:
 
     def __repr__(self) -> str:
         return f"<Preparations {self._quick!r} {self._long!r}>"
+
+    def prepare(self, submit: Submit, context: PrepContext, arrival_s: float) -> Preparation:
+        """Tokenise a request; posts Prepared or PrepareFailed, unless it is given up."""
+
+        def failed(error: StokerError) -> Posted:
+            return PrepareFailed(submit.request_id, error, context)
+
+        def work() -> Posted:
+            return Prepared(prepare(submit, context, arrival_s), context)
+
+        return self.begin(work, failed, context, is_quick=is_quick(submit.request, context))
+
+    def answer(self, ask: TextQuestion, context: PrepContext) -> None:
+        """Answer a question about text; posts Reply."""
+
+        def work() -> Reply:
+            return Reply(call_id=ask.call_id, value=answer(ask, context))
+
+        def failed(error: StokerError) -> Posted:
+            return Reply(call_id=ask.call_id, error=error.info())
+
+        self.begin(work, failed, context, is_quick=is_quick_question(ask))
 
     def begin(
         self,

@@ -1,6 +1,7 @@
-"""Turns a submitted request into a prepared job: tokens, sequences, sampling state.
+"""Turns a submitted request into a prepared job: tokens, sequences, sampling state; and answers questions.
 
-Runs on a lane's thread and touches nothing of the engine's; what is wrong with a request shows here.
+Questions are of a vocabulary: a text's tokens, tokens' text. All of it runs on a lane's thread and touches
+nothing of the engine's; what is wrong with a request shows here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -22,6 +24,7 @@ from stoker.engine.jobs.job import Job, JobChoice
 from stoker.engine.jobs.sources import (
     QUICK_CHARS,
     TextBound,
+    check_question,
     check_source,
     most_tokens,
     refuse_unreadable,
@@ -29,7 +32,7 @@ from stoker.engine.jobs.sources import (
 )
 from stoker.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from stoker.grammar.compiler import GrammarCompiler
-from stoker.ipc.commands import Submit
+from stoker.ipc.commands import CountTokens, Detokenize, Submit, TextQuestion, Tokenize
 from stoker.ipc.model import CacheMode
 from stoker.ipc.request import IMAGE_MARKER, GenerateRequest, Preempt, Priority, StateOutput
 from stoker.ipc.usage import Tensor
@@ -126,16 +129,6 @@ def prepare(submit: Submit, context: PrepContext, arrival_s: float) -> Job:
     )
 
 
-def prompt_tokens(request: GenerateRequest, context: PrepContext) -> list[int]:
-    """Token ids of a request's prompt; negative ones stand for parts of images.
-
-    Raises:
-        InvalidRequestError: the prompt is empty or holds token ids the model does not have.
-        UnsupportedError: it holds what the model does not take.
-    """
-    return _prompt(request, context)[0]
-
-
 def is_quick(request: GenerateRequest, context: PrepContext) -> bool:
     """Whether preparing it takes some hundredths of a second at the most."""
     constraint, grammars = request.constraint, context.grammars
@@ -143,6 +136,48 @@ def is_quick(request: GenerateRequest, context: PrepContext) -> bool:
     texts = [request.prompt if isinstance(request.prompt, str) else "", request.document or ""]
     num_chars = sum(map(len, texts)) + sum(map(len, request.candidates))
     return is_compiled and num_chars <= QUICK_CHARS and not request.pictures
+
+
+def answer(ask: TextQuestion, context: PrepContext) -> dict[str, Any]:
+    """The answer to a question about text, as its reply carries it.
+
+    Raises:
+        InvalidRequestError: the text or the token ids are too many, or ids that the model does not have; the
+            prompt to be counted is empty.
+        UnsupportedError: the prompt holds what the model does not take.
+    """
+    match ask:
+        case Tokenize():
+            return _tokens(ask, context.vocabulary)
+        case Detokenize():
+            return _text(ask, context)
+        case CountTokens(_, _, request):
+            check_question(num_chars=len(request.prompt), num_tokens=0)
+            return {"num_tokens": len(_prompt(request, context)[0])}
+
+
+def is_quick_question(ask: TextQuestion) -> bool:
+    """Whether answering it takes some hundredths of a second at the most."""
+    match ask:
+        case Tokenize():
+            return len(ask.text) <= QUICK_CHARS
+        case Detokenize():
+            return len(ask.tokens) <= QUICK_CHARS
+        case CountTokens():
+            return len(ask.request.prompt) <= QUICK_CHARS
+
+
+def _tokens(ask: Tokenize, vocabulary: Vocabulary) -> dict[str, Any]:
+    check_question(num_chars=len(ask.text), num_tokens=0)
+    tokens = vocabulary.tokenize(ask.text, add_special=ask.add_special, parse_special=True)
+    return {"tokens": tokens, "pieces": [vocabulary.special_piece(token) for token in tokens]}
+
+
+def _text(ask: Detokenize, context: PrepContext) -> dict[str, Any]:
+    check_question(num_chars=0, num_tokens=len(ask.tokens))
+    check_tokens(ask.tokens, context.n_vocab, "tokens")
+    pieces = map(context.vocabulary.special_piece, ask.tokens)
+    return {"text": b"".join(pieces).decode("utf-8", "replace")}
 
 
 def _choice(submit: Submit, index: int, prompt: list[int], context: PrepContext) -> JobChoice:

@@ -18,8 +18,9 @@ from stoker.kv.sequence import ParkForm
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from stoker.engine.jobs.preparations import Preparations
+    from stoker.engine.jobs.prepare import PrepContext
     from stoker.engine.jobs.table import JobTable
-    from stoker.engine.residency.workers import Workers
     from stoker.engine.runners.runner import ModelRunner
     from stoker.errors import StokerError
     from stoker.ipc.commands import Submit, TextQuestion
@@ -34,12 +35,12 @@ class PendingRequests:
     """Every request that is on its way into a model.
 
     Args:
-        workers: tokenise.
+        preparations: tokenise.
         jobs: the engine's requests.
     """
 
-    def __init__(self, workers: Workers, jobs: JobTable) -> None:
-        self._workers = workers
+    def __init__(self, preparations: Preparations, jobs: JobTable) -> None:
+        self._preparations = preparations
         self._jobs = jobs
         self._asks: dict[str, list[TextQuestion]] = {}
 
@@ -64,6 +65,10 @@ class PendingRequests:
     def num_preparing(self, model: str) -> int:
         """Requests that use the model's vocabulary on a worker now."""
         return sum(job.preparation is not None for job in self.of(model))
+
+    def uses(self, context: PrepContext) -> bool:
+        """Whether a worker still reads that model's vocabulary, for a request that was given up too."""
+        return self._preparations.uses(context)
 
     def waiting_status(self) -> list[WaitStatus]:
         """Those that wait for their model, each with its place among those of its model."""
@@ -96,7 +101,7 @@ class PendingRequests:
         if runner is None:
             self._asks.setdefault(ask.model, []).append(ask)
         else:
-            self._workers.answer(ask, runner.prep)
+            self._preparations.answer(ask, runner.prep)
 
     def let_in(self, runner: ModelRunner) -> None:
         """A model is in memory: what waited for it is tokenised and answered."""
@@ -105,10 +110,10 @@ class PendingRequests:
                 self._jobs.events.append(Preparing(job.request_id))
                 self._prepare(job, runner)
         for ask in self._asks.pop(runner.spec.id, []):
-            self._workers.answer(ask, runner.prep)
+            self._preparations.answer(ask, runner.prep)
 
     def _prepare(self, job: Job, runner: ModelRunner) -> None:
-        job.preparation = self._workers.prepare(job.submit, runner.prep, job.arrival_s)
+        job.preparation = self._preparations.prepare(job.submit, runner.prep, job.arrival_s)
 
     def prepared_in_vain(self, job: Job, runner: ModelRunner | None) -> None:
         """Its model went while it was tokenised: it waits for it, or is tokenised for the new one."""

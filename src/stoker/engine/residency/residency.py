@@ -535,7 +535,7 @@ class Residency:
         """Give back the memory of models that have gone, once no worker reads their vocabulary any more."""
         departed, self._departed = self._departed, []
         for runner, size, on_devices in departed:
-            if self._workers.preparations.uses(runner.prep):
+            if self._pending.uses(runner.prep):
                 self._departed.append((runner, size, on_devices))
                 continue
             runner.close()

@@ -1,7 +1,7 @@
-"""Slow work off the loop: tokenising requests, loading models, reading and writing prefix files.
+"""What a load does off the loop: reading what a model's file says, and loading it.
 
 Workers hold no state of the engine. They get values, and post values back to the inbox; the loop decides what
-becomes of them. How requests are prepared beside each other is `preparations`'.
+becomes of them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from stoker.backends.device import HeldDevices
 from stoker.backends.registry import OpenModels
@@ -20,16 +19,9 @@ from stoker.engine.inbox import (
     LoadMoved,
     LoadStop,
     Posted,
-    Prepared,
-    PrepareFailed,
     Sized,
 )
-from stoker.engine.jobs.preparations import Preparation, Preparations
-from stoker.engine.jobs.prepare import PrepContext, check_tokens, is_quick, prepare, prompt_tokens
-from stoker.engine.jobs.sources import QUICK_CHARS, check_question
 from stoker.errors import EngineError, NotReadyError, StokerError
-from stoker.ipc.commands import CountTokens, Detokenize, Submit, TextQuestion, Tokenize
-from stoker.ipc.events import Reply
 from stoker.ipc.model import ModelSpec
 from stoker.models.memory_estimate.fit import with_draft
 from stoker.models.placement import with_device_ids
@@ -41,52 +33,28 @@ TOLD_EVERY = 0.02
 
 
 class Workers:
-    """The preparing threads, the loader's, and one that reads headers: a load may take its time.
+    """The loader's thread, and one that reads headers: a load may take its time.
 
     Args:
         inbox: where results are posted.
         cache_dir: results of smoke decodes.
         devices: takes the lease of what a model is loaded on.
-        max_prepare_s: how long preparing one request may take.
 
     Attributes:
         lost: devices that have ended engines, and how often: at MAX_LOSSES one is left out.
     """
 
-    def __init__(self, inbox: Inbox, cache_dir: Path, devices: HeldDevices, max_prepare_s: float) -> None:
+    def __init__(self, inbox: Inbox, cache_dir: Path, devices: HeldDevices) -> None:
         self._inbox = inbox
         self._cache_dir = cache_dir
         self._devices = devices
         self._models = OpenModels()
         self.lost: Mapping[str, int] = {}
-        self.preparations = Preparations(inbox, max_prepare_s)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stoker-loader")
         self._sizer = ThreadPoolExecutor(1, thread_name_prefix="stoker-sizer")
 
     def __repr__(self) -> str:
-        return f"<Workers {self.preparations!r}, loader>"
-
-    def prepare(self, submit: Submit, context: PrepContext, arrival_s: float) -> Preparation:
-        """Tokenise a request; posts Prepared or PrepareFailed, unless it is given up."""
-
-        def failed(error: StokerError) -> Posted:
-            return PrepareFailed(submit.request_id, error, context)
-
-        def work() -> Posted:
-            return Prepared(prepare(submit, context, arrival_s), context)
-
-        return self.preparations.begin(work, failed, context, is_quick=is_quick(submit.request, context))
-
-    def answer(self, ask: TextQuestion, context: PrepContext) -> None:
-        """Answer a question about text; posts Reply."""
-
-        def work() -> Reply:
-            return Reply(call_id=ask.call_id, value=_answer(ask, context))
-
-        def failed(error: StokerError) -> Posted:
-            return Reply(call_id=ask.call_id, error=error.info())
-
-        self.preparations.begin(work, failed, context, is_quick=_size(ask) <= QUICK_CHARS)
+        return f"<Workers, {dict(self.lost)} lost>"
 
     def size(self, load: LoadStop, spec: ModelSpec) -> None:
         """Estimate what a model's file takes; posts Sized or LoadFailed."""
@@ -128,8 +96,7 @@ class Workers:
         self._post(self._loader, answer, lambda error: LoadFailed(load, error))
 
     def close(self) -> None:
-        """Drop what waits; wait for a load, and a little for what is being prepared."""
-        self.preparations.close()
+        """Drop what waits; wait for a load."""
         self._sizer.shutdown(cancel_futures=True)
         self._loader.shutdown(cancel_futures=True)
 
@@ -145,39 +112,3 @@ class Workers:
                 self._inbox.put(failed(EngineError(f"{type(error).__name__}: {error}")))
 
         pool.submit(run)
-
-
-def _size(ask: TextQuestion) -> int:
-    """Characters, or token ids, that it brings."""
-    match ask:
-        case Tokenize():
-            return len(ask.text)
-        case Detokenize():
-            return len(ask.tokens)
-        case CountTokens():
-            return len(ask.request.prompt)
-
-
-def _answer(ask: TextQuestion, context: PrepContext) -> dict[str, Any]:
-    match ask:
-        case Tokenize():
-            return _tokens(ask, context)
-        case Detokenize():
-            return _text(ask, context)
-        case CountTokens(_, _, request):
-            check_question(num_chars=len(request.prompt), num_tokens=0)
-            return {"num_tokens": len(prompt_tokens(request, context))}
-
-
-def _tokens(ask: Tokenize, context: PrepContext) -> dict[str, Any]:
-    check_question(num_chars=len(ask.text), num_tokens=0)
-    vocabulary = context.vocabulary
-    tokens = vocabulary.tokenize(ask.text, add_special=ask.add_special, parse_special=ask.parse_special)
-    return {"tokens": tokens, "pieces": [vocabulary.special_piece(token) for token in tokens]}
-
-
-def _text(ask: Detokenize, context: PrepContext) -> dict[str, Any]:
-    check_question(num_chars=0, num_tokens=len(ask.tokens))
-    check_tokens(ask.tokens, context.n_vocab, "tokens")
-    pieces = map(context.vocabulary.special_piece, ask.tokens)
-    return {"text": b"".join(pieces).decode("utf-8", "replace")}
