@@ -366,7 +366,7 @@ class Machine:
         """Free everything; idempotent."""
         self.residency.close()
         self.loop._preparations.close()
-        self.loop._workers.close()
+        self.loop._load_threads.close()
         self.loop._store.close()
         self.residency.free_departed()
         self.loop._runners.close(self.loop._preparations.uses)

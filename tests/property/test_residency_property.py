@@ -60,8 +60,8 @@ class Day:
         self._num_open = len(gate.backends)
         self._workers = (ByHand(), ByHand())
         loop = self.machine.loop
-        loop._preparations._quick, loop._workers._loader = self._workers
-        loop._workers._sizer = self._workers[1]
+        loop._preparations._quick, loop._load_threads._loader = self._workers
+        loop._load_threads._sizer = self._workers[1]
         self._lives: dict[str, ModelLife] = {}
         self.wants, self._ended, self._num_seen, self._num_asked = {}, set(), 0, 0
         self._specs = {

@@ -249,7 +249,7 @@ def test_a_load_that_goes_on_is_stopped_by_the_last_rung_and_begun_again_after_i
     machine.until(lambda: gate.begun)
     machine.climb(clock, Rung.PARK_INTERACTIVE)
     gate.open()
-    machine.loop._workers._loader.submit(int).result()
+    machine.loop._load_threads._loader.submit(int).result()
     machine.turn()
     assert machine.runner("a") is None
     assert "weights" not in machine.ledger

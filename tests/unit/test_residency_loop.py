@@ -60,7 +60,7 @@ def test_each_stage_of_a_load_is_told_before_it_is_begun(make, monkeypatch):
     machine = make()
     serve(machine, "a", "b", "c")
     use(machine, "a", "b")
-    workers, told = machine.loop._workers, []
+    workers, told = machine.loop._load_threads, []
     for work in (workers.size, workers.load):
 
         def noted(load, spec, work=work, **how):
@@ -354,7 +354,7 @@ def test_a_load_that_was_given_up_and_ended_all_the_same_is_freed(make, gate):
     machine.send(Cancel("r"))
     machine.turn()
     gate.open()
-    machine.loop._workers._loader.submit(int).result()
+    machine.loop._load_threads._loader.submit(int).result()
     machine.turn()
     assert [model for model, _ in gate.backends] == ["a"]
     assert [model for model, backend in gate.backends if not backend._is_closed] == []

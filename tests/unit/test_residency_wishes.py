@@ -100,7 +100,7 @@ def test_requests_that_are_tokenised_for_the_old_model_run_on_the_new_one(make, 
     machine.offer("fits", "a", max_tokens=30)
     machine.offer("long", "a", prompt="x" * 2500)
     gate.open()
-    machine.loop._workers._loader.submit(int).result()  # that it is in is heard first
+    machine.loop._load_threads._loader.submit(int).result()  # that it is in is heard first
     is_over.set()
     accepted = []
     accept = SlotRunner.accept
@@ -166,7 +166,7 @@ def test_a_model_that_is_unloaded_during_its_reload_is_gone(make, gate, is_busy)
         machine.run("long", "late")
         machine.send(UnloadModel("a"))
     machine.until(lambda: is_settled(machine))
-    machine.loop._workers._loader.submit(int).result()
+    machine.loop._load_threads._loader.submit(int).result()
     machine.turn()
     assert machine.runner("a") is None
     assert machine.state("a") == "absent"

@@ -34,10 +34,10 @@ from stoker.engine.jobs.job import Job
 from stoker.engine.jobs.preparations import Preparations
 from stoker.engine.jobs.table import JobTable
 from stoker.engine.residency.catalogue import Placement
+from stoker.engine.residency.load_threads import LoadThreads
 from stoker.engine.residency.pending import PendingRequests
 from stoker.engine.residency.pressure import PressureHandler, device_status
 from stoker.engine.residency.residency import Residency
-from stoker.engine.residency.workers import Workers
 from stoker.engine.runners.runner import ModelRunner
 from stoker.engine.runners.status import waiting_status
 from stoker.engine.runners.turns import Runners
@@ -119,7 +119,7 @@ class EngineLoop:
         sample = self._take_sample()
         self._cleans_eagerly = DEFAULTS[sample.tier].cleans_eagerly
         self._clock = Stopwatch(config.watchdog_s)
-        self._workers = Workers(inbox, cache_dir, self._devices)
+        self._load_threads = LoadThreads(inbox, cache_dir, self._devices)
         self._preparations = Preparations(inbox, config.max_prepare_s)
         self._timer = StepTimer(self._clock)
         limits = CacheLimits.within(
@@ -134,7 +134,7 @@ class EngineLoop:
         self._runners = Runners(self._timer, self._store.cache)
         self._pending = PendingRequests(self._preparations, self._jobs)
         placement = Placement(self._take_sample, self._store.ledger, self._store.cache, config.memory_margin)
-        self._residency = Residency(self._workers, self._runners, self._pending, placement, self._jobs)
+        self._residency = Residency(self._load_threads, self._runners, self._pending, placement, self._jobs)
         self._residency.flush = self._flush
         self._pressure_handler = PressureHandler(self._runners, self._residency, self._store, self._events)
         self._phase = _LoopPhase.RUNNING
@@ -168,7 +168,7 @@ class EngineLoop:
             self._monitor.close()
             self._residency.close()
             self._preparations.close()
-            self._workers.close()
+            self._load_threads.close()
             self._free_late()
             self._store.close()
             self._residency.free_departed()

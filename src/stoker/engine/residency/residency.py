@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Backend
     from stoker.engine.inbox import LoadPost
     from stoker.engine.jobs.table import JobTable
+    from stoker.engine.residency.load_threads import LoadThreads
     from stoker.engine.residency.pending import PendingRequests
-    from stoker.engine.residency.workers import Workers
     from stoker.engine.runners.runner import ModelRunner
     from stoker.engine.runners.turns import Runners
     from stoker.ipc.model import ModelSpec
@@ -65,7 +65,7 @@ class Residency:
     """Every served model of one engine.
 
     Args:
-        workers: read headers and load, off the loop.
+        threads: read headers and load, off the loop.
         runners: the models in memory.
         pending: requests that wait for one.
         placement: knows how much fits.
@@ -79,13 +79,13 @@ class Residency:
 
     def __init__(
         self,
-        workers: Workers,
+        threads: LoadThreads,
         runners: Runners,
         pending: PendingRequests,
         placement: Placement,
         jobs: JobTable,
     ) -> None:
-        self._workers = workers
+        self._threads = threads
         self._runners = runners
         self._pending = pending
         self._placement = placement
@@ -147,7 +147,7 @@ class Residency:
             case KnowModel(spec, is_suspect):
                 self._catalogue.know(spec).is_suspect = is_suspect
             case LostDevices(times):
-                self._workers.lost = times
+                self._threads.lost = times
             case LoadModel():
                 self._ask(command, now)
             case UnloadModel(model):
@@ -277,7 +277,7 @@ class Residency:
         if not self._load.is_reload:
             served.move(ModelLife.LOADING)
         self._come_to(self._load, "header")
-        self._workers.size(self._load.stop, served.spec)
+        self._threads.size(self._load.stop, served.spec)
 
     def _come_to(self, load: Load, stage: str) -> None:
         """A load enters a stage; published at once, so that a crash in it is charged to it."""
@@ -359,7 +359,7 @@ class Residency:
             load.fitted = fitted
             self._call_off(load.spec.id)
             self._come_to(load, "weights")
-            self._workers.load(load.stop, fitted.spec, is_suspect=load.served.is_suspect)
+            self._threads.load(load.stop, fitted.spec, is_suspect=load.served.is_suspect)
             return
         if load.stage != "waiting":
             self._come_to(load, "waiting")

@@ -1,6 +1,6 @@
-"""What a load does off the loop: reading what a model's file says, and loading it.
+"""Threads for what a load does off the loop: reading what a model's file says, and loading it.
 
-Workers hold no state of the engine. They get values, and post values back to the inbox; the loop decides what
+They hold no state of the engine. They get values, and post values back to the inbox; the loop decides what
 becomes of them.
 """
 
@@ -32,7 +32,7 @@ TOLD_EVERY = 0.02
 """How much further a load has to come to be reported again: loaders report each of hundreds of tensors."""
 
 
-class Workers:
+class LoadThreads:
     """The loader's thread, and one that reads headers: a load may take its time.
 
     Args:
@@ -54,7 +54,7 @@ class Workers:
         self._sizer = ThreadPoolExecutor(1, thread_name_prefix="stoker-sizer")
 
     def __repr__(self) -> str:
-        return f"<Workers, {dict(self.lost)} lost>"
+        return f"<LoadThreads, devices lost: {dict(self.lost)}>"
 
     def size(self, load: LoadStop, spec: ModelSpec) -> None:
         """Estimate what a model's file takes; posts Sized or LoadFailed."""
