@@ -19,7 +19,8 @@ from stoker.ipc.request import FinishReason
 from stoker.ipc.usage import Timings, Usage
 from stoker.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from stoker.server.anthropic.writer import PING, MessageChunks, MessageHead, WholeMessage
-from stoker.server.errors import is_messages_path, messages_error
+from stoker.server.errors import messages_error
+from stoker.server.inbound.gate import is_messages_path
 from stoker.server.openai.conversation import ChatRequest
 
 HEAD = MessageHead("msg_1", "m", "req-1")

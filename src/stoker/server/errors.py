@@ -40,7 +40,6 @@ _TYPES = {
     429: "rate_limit_error",
     499: "request_cancelled",
 }
-_MESSAGES_PATH = re.compile(r"(/v1)?/messages(/.*)?")
 _MESSAGES_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -93,17 +92,12 @@ def messages_error(info: ErrorInfo, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": error, "request_id": request_id}
 
 
-def is_messages_path(path: str) -> bool:
-    """Whether the route speaks the Messages API."""
-    return _MESSAGES_PATH.fullmatch(path) is not None
-
-
 def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | None = None) -> Response:
     """The whole answer: status, body, and `Retry-After` (seconds, at least 1) on 429 and 503.
 
     Args:
         info: the error.
-        scope: of the request; its path decides the shape, its state has the request's id.
+        scope: of the request; its state has the request's id and, as `is_messages`, the shape (see `gate`).
         headers: further ones.
     """
     log.debug("%s %s: %d %s: %r", scope["method"], scope["path"], info.http_status, info.code, info.message)
@@ -113,8 +107,9 @@ def error_response(info: ErrorInfo, scope: Scope, headers: Mapping[str, str] | N
     if info.http_status == 401:  # noqa: PLR2004 - the one status that needs a challenge
         sent["WWW-Authenticate"] = "Bearer"
     body = error_body(info)
-    if is_messages_path(scope["path"]):
-        body = msgspec.json.encode(messages_error(info, scope["state"]["request_id"]))
+    state = scope["state"]
+    if state["is_messages"]:
+        body = msgspec.json.encode(messages_error(info, state["request_id"]))
     return Response(body, info.http_status, sent, media_type="application/json")
 
 

@@ -1,8 +1,8 @@
 """The outermost layer of the server: what every request passes and every answer carries.
 
 A pure ASGI middleware (a wrapped `send` costs a microsecond a token, a BaseHTTPMiddleware a task). It gives
-each request its id, applies `security`, refuses a body that declares too much and turns an escaped exception
-into the one error shape. Routes are reached only through it.
+each request its id, says whether it is one of the Messages API, applies `security`, refuses a body that
+declares too much and turns an escaped exception into the one error shape. Routes are reached only through it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from stoker.errors import CallerError, ErrorInfo, ForbiddenError
 from stoker.remote.wire import REQUEST_ID
-from stoker.server.errors import INTERNAL_ERROR, error_response, is_messages_path
+from stoker.server.errors import INTERNAL_ERROR, error_response
 from stoker.server.inbound.body import UnknownFields, ignored_names
 from stoker.server.inbound.security import Identity
 from stoker.server.reply import IGNORED_HEADER
@@ -32,12 +32,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SANE_ID = re.compile(REQUEST_ID.encode())
+_MESSAGES_PATH = re.compile(r"(/v1)?/messages(/.*)?")
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_CONTENT = 204
 _IGNORED = IGNORED_HEADER.lower().encode()
 MAX_TOLD_HOSTS = 16
 """Refused names that are logged; a page that tries many fills no log."""
 _UNIDENTIFIED = Identity(refusal="no key is read on this path")
+
+
+def is_messages_path(path: str) -> bool:
+    """Whether the route speaks the Messages API."""
+    return _MESSAGES_PATH.fullmatch(path) is not None
 
 
 class WorkGate:
@@ -75,6 +81,7 @@ class WorkGate:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = _request_id(scope)
+        state["is_messages"] = is_messages_path(scope["path"])
         state["bodies"], state["unknown_fields"] = self._bodies, self._unknown_fields
         answer = _Answer(send, scope)
         try:
@@ -151,7 +158,7 @@ def _id_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """The id by the names that clients of the two vendors look for."""
     request_id = scope["state"]["request_id"].encode()
     headers = [(b"x-request-id", request_id)]
-    return [*headers, (b"request-id", request_id)] if is_messages_path(scope["path"]) else headers
+    return [*headers, (b"request-id", request_id)] if scope["state"]["is_messages"] else headers
 
 
 def _with_ignored(headers: list[tuple[bytes, bytes]], names: list[str] | None) -> list[tuple[bytes, bytes]]:
