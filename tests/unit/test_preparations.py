@@ -9,7 +9,7 @@ from memory_stand_in import GREEDY
 from stoker.backends.fake.vocabulary import FakeVocabulary
 from stoker.engine.inbox import Inbox
 from stoker.engine.jobs.preparations import MAX_OVERDUE, NUM_LONG, Lane, Preparations
-from stoker.engine.jobs.sources import (
+from stoker.engine.jobs.prompts import (
     MAX_CHARS_PER_TOKEN,
     MAX_QUESTION_CHARS,
     QUICK_CHARS,

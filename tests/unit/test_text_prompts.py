@@ -6,7 +6,7 @@ import pytest
 
 from stoker.backends.fake.vocabulary import BOS, FakeVocabulary
 from stoker.chat.template import ChatTemplate
-from stoker.engine.jobs.sources import text_tokens
+from stoker.engine.jobs.prompts import text_tokens
 
 TURNS = [{"role": "user", "content": "hi"}]
 LLAMA3 = (

@@ -19,14 +19,14 @@ from stoker.backends.protocol.scoring import ScoringLane
 from stoker.backends.protocol.vision import Vision
 from stoker.cache.radix import DIGEST_BYTES, Namespace
 from stoker.engine.jobs.candidates import ToScore, candidates_of, check_candidates
-from stoker.engine.jobs.images import pictured_prompt
 from stoker.engine.jobs.job import Job, JobChoice
-from stoker.engine.jobs.sources import (
+from stoker.engine.jobs.prompts import (
     QUICK_CHARS,
     TextBound,
     check_question,
     check_source,
     most_tokens,
+    pictured_prompt,
     refuse_unreadable,
     text_tokens,
 )
