@@ -1,8 +1,10 @@
 """What goes first when the cache is full, and which checkpoints of a sequence stay."""
 
+from random import Random
+
 import pytest
 
-from stoker.cache.eviction import SETTLING_S, Candidate, keep_value, victim
+from stoker.cache.eviction import SETTLING_S, Candidate, VictimRanking, keep_value, victim, worth
 
 
 def _candidate(*, num_saved=100, size_bytes=1000, idle_s=10.0, is_background=False):
@@ -61,3 +63,32 @@ def test_a_clock_set_back_and_an_empty_entry_do_no_harm():
     """SPEC C7: files carry the times of a wall clock."""
     assert keep_value(_candidate(idle_s=-1e9)) == keep_value(_candidate(idle_s=0.0))
     assert keep_value(_candidate(size_bytes=0)) > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_ranking_names_what_a_look_at_all_would(seed):
+    """SPEC C7: whoever goes, comes, is held, or becomes worth more or less meanwhile."""
+    random = Random(seed)
+
+    def anything():
+        return worth(_candidate(num_saved=random.randint(0, 9), idle_s=float(random.randint(0, 3))))
+
+    worths = {name: anything() for name in range(40)}
+    ranking = VictimRanking(worths, worths.get)
+    for name in range(40, 140):
+        least = ranking.least()
+        assert worths[least] == min(worths.values())
+        match random.randrange(4):
+            case 0:
+                del worths[least]
+            case 1:
+                worths[name] = anything()
+                ranking.enter(name)
+            case 2:
+                other = random.choice(list(worths))
+                worths[other] = max(worths[other], anything())
+            case 3:
+                other = random.choice(list(worths))
+                worths[other] = min(worths[other], anything())
+                ranking.enter(other)
+    assert VictimRanking([], worths.get).least() is None

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from stoker.cache.disk.tier import BUSY_SETTLE_S, RETRY_S, SETTLE_S, Read, Remove, Write
-from stoker.cache.entry import Entry, EntryState, Line
+from stoker.cache.entry import Entry, EntryIndex, EntryState, Line
 from stoker.cache.prefix_cache import MAX_ENTRIES, CacheLimits, PrefixCache
 from stoker.cache.radix import Namespace, image_ids, key_of
 from stoker.machine.ledger import Ledger
@@ -259,6 +259,22 @@ def test_a_namespace_holds_at_most_256_entries():
         store.put(span(1000 * at, 40), 1.0 + at)
     assert Counter(entry.namespace for entry in store.cache.index) == {SPACE: MAX_ENTRIES, OTHER: 1}
     assert first.state is EntryState.GONE
+
+
+@pytest.mark.parametrize("ram", [PLENTY, MAX_ENTRIES * 40 * TOKEN_BYTES])
+def test_states_that_are_stored_together_cost_one_look_at_each_that_is_there(ram, monkeypatch):
+    """C7: a crowd's states push out as many others; each used to be weighed against all there are."""
+    store, looks = Store(ram=ram), Counter()
+    for at in range(MAX_ENTRIES):
+        store.put(span(1000 * at, 40), now=float(at))
+    figures = EntryIndex.figures
+    monkeypatch.setattr(EntryIndex, "figures", lambda *args: looks.update("1") or figures(*args))
+    for at in range(64):
+        entry = entry_of(span(1000 * at + 500, 40))
+        assert PrefixCache.store(store.cache, entry, 1000.0) is entry
+    assert len(store.cache) == MAX_ENTRIES
+    assert looks["1"] <= MAX_ENTRIES + 4 * 64
+    store.cache.check()
 
 
 def test_entries_on_disk_count_for_the_bound_too_and_take_their_files_along():
@@ -967,4 +983,5 @@ def test_any_history_finds_what_a_plain_list_finds(first):
             history.cache.settle(entry, holder, history.now)
         assert history.cache.parked_bytes == 0, f"seed {seed}"
         history.cache.shed(PLENTY, history.now)
-        assert history.cache.ram_bytes == sum(e.size_bytes for e in history.cache.index if e.data)
+        there = [e for e in history.cache.index if e.data or e.state is EntryState.READING]
+        assert history.cache.ram_bytes == sum(entry.size_bytes for entry in there)

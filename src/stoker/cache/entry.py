@@ -160,6 +160,10 @@ class EntryIndex:
         """Every entry of a namespace."""
         return list(self._trees.get(namespace, ()))
 
+    def num_of(self, namespace: bytes) -> int:
+        """How many entries a namespace has."""
+        return len(self._trees.get(namespace, ()))
+
     def insert(self, entry: Entry) -> None:
         """Take in an entry whose tokens have none yet."""
         known = self._trees.setdefault(entry.namespace, RadixTree()).insert(entry.key, entry)
@@ -205,6 +209,10 @@ class EntryIndex:
             return []
         on_path = self._trees[entry.namespace].on_path(entry.key)
         return [shorter for _, shorter in on_path if shorter is not entry and shorter.is_free]
+
+    def beside(self, entry: Entry) -> list[Entry]:
+        """Entries that alone would save more, were this one not there: of models that can go back."""
+        return self._trees[entry.namespace].beside(entry.key)
 
     def figures(self, entry: Entry, now: float) -> Candidate:
         """What eviction weighs an entry by: tokens that only it saves, its bytes, how long it was idle."""

@@ -5,9 +5,11 @@ Pure: an entry's figures in, a choice out. The caller leaves leased entries out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import count
+from typing import Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -48,11 +50,55 @@ def keep_value(candidate: Candidate) -> float:
     return weight * candidate.num_saved / max(1, candidate.size_bytes) / (idle_s + SETTLING_S)
 
 
+Worth: TypeAlias = tuple[float, ...]
+
+
+def worth(candidate: Candidate) -> Worth:
+    """By this entries are ordered, the one to go first: least value, longest idle, largest."""
+    return keep_value(candidate), -candidate.idle_s, -candidate.size_bytes
+
+
 def victim(candidates: Iterable[tuple[T, Candidate]]) -> T | None:
     """The entry worth least; among equals the longest idle, then the larger, then the first named."""
-    chosen = min(
-        candidates,
-        key=lambda named: (keep_value(named[1]), -named[1].idle_s, -named[1].size_bytes),
-        default=None,
-    )
+    chosen = min(candidates, key=lambda named: worth(named[1]), default=None)
     return None if chosen is None else chosen[0]
+
+
+class VictimRanking(Generic[T]):
+    """Which of many entries goes first, asked again and again: each answer costs a few steps of a heap.
+
+    The worth of an entry is looked at again before it is named. So an entry may become worth more, or stay,
+    without being entered again; not so one that becomes worth less, or may go only now.
+
+    Args:
+        entries: of which one is to go.
+        worth_of: what an entry is worth now; None: it may not go.
+    """
+
+    def __init__(self, entries: Iterable[T], worth_of: Callable[[T], Worth | None]) -> None:
+        self._worth_of = worth_of
+        self._number = count()  # entries are not compared with each other
+        worths = ((worth_of(entry), entry) for entry in entries)
+        self._heap = [(known, next(self._number), entry) for known, entry in worths if known is not None]
+        heapq.heapify(self._heap)
+
+    def __repr__(self) -> str:
+        return f"<VictimRanking of {len(self._heap)}>"
+
+    def enter(self, entry: T) -> None:
+        """It is worth less than before, or may go now."""
+        if (known := self._worth_of(entry)) is not None:
+            heapq.heappush(self._heap, (known, next(self._number), entry))
+
+    def least(self) -> T | None:
+        """The entry worth least; None: none may go."""
+        while self._heap:
+            known, number, entry = self._heap[0]
+            current = self._worth_of(entry)
+            if current is None:
+                heapq.heappop(self._heap)
+            elif current > known:
+                heapq.heapreplace(self._heap, (current, number, entry))
+            else:
+                return entry
+        return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from stoker.cache.disk.tier import DiskTier
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryIndex, EntryState, Line, Snapshot
-from stoker.cache.eviction import victim
+from stoker.cache.eviction import VictimRanking, Worth, victim, worth
 from stoker.ipc.model import CacheMode
 from stoker.ipc.status import CacheStatus, PrefixStatus
 from stoker.machine.ledger import Ledger
@@ -57,6 +57,8 @@ class PrefixCache:
         self.index = EntryIndex()
         self._private: set[Entry] = set()
         self._now = 0.0
+        self._rankings: dict[bytes | None, VictimRanking[Entry]] = {}  # of a namespace; None: of host memory
+        self._ranked_s = 0.0
         self._num_stored_total = 0
         self._num_evicted_total = 0
         self._num_damaged_total = 0
@@ -135,7 +137,7 @@ class PrefixCache:
         Returns:
             An entry to fill, or one that has the bytes already; None: it does not fit.
         """
-        self._now = now
+        self._begin(now)
         known = None if new.is_private else self.index.get(new.namespace, new.key)
         if known is not None and known.is_in_ram:
             known.leases.add(holder)
@@ -158,13 +160,14 @@ class PrefixCache:
         else:
             self._keep_count(new.namespace)
             self.index.insert(new)
+            self._rank(new)
         new.line, new.used_s = line, self._now
         self._ledger.add(line, new.size_bytes)
         return new
 
     def filled(self, entry: Entry, data: Snapshot, now: float) -> None:
         """Its bytes have come; those of shorter entries that it stands for too are freed."""
-        self._now = now
+        self._begin(now)
         self._recount(entry, memoryview(data).nbytes)
         entry.data = data
         entry.move(EntryState.RAM)
@@ -177,11 +180,12 @@ class PrefixCache:
 
     def failed(self, entry: Entry) -> None:
         """Its bytes do not come."""
+        self._begin(self._now)
         self._let_go_of_bytes(entry)
 
     def settle(self, entry: Entry, holder: Hashable, now: float) -> None:
         """End a holder's lease; what was parked becomes an ordinary entry, if it fits."""
-        self._now = now
+        self._begin(now)
         entry.leases.discard(holder)
         if entry.line is not Line.PARKED or entry.leases or entry.state is not EntryState.RAM:
             return
@@ -192,6 +196,7 @@ class PrefixCache:
         self._ledger.add(entry.line, -entry.size_bytes)
         entry.line, entry.used_s = Line.CACHE, now
         self._ledger.add(entry.line, entry.size_bytes)
+        self._begin(now)  # it is one of those that may go
         self.disk.note(entry, now)
 
     def used(self, entry: Entry, now: float) -> None:
@@ -235,7 +240,7 @@ class PrefixCache:
 
     def found(self, entries: Iterable[Entry], now: float) -> None:
         """Take in what the folder held; of a known entry only the file."""
-        self._now = now
+        self._begin(now)
         for entry in entries:
             assert entry.file is not None, f"{entry!r} was not found on disk"
             file, size = entry.file, entry.file_bytes
@@ -249,6 +254,7 @@ class PrefixCache:
             self.index.insert(entry)
             entry.move(EntryState.DISK)
             self.disk.added(entry, file, size)
+            self._rank(entry)
 
     def _take_over(self, known: Entry, file: str, size: int) -> None:
         """A known entry has a file already: it need not be written, unless that is under way."""
@@ -260,7 +266,7 @@ class PrefixCache:
 
     def tend(self, now: float, *, is_busy: bool = False) -> None:
         """Begin the next write, if one is due; while something is computed, and memory lasts, it waits."""
-        self._now = now
+        self._begin(now)
         can_wait = is_busy and 2 * self.ram_bytes < self.limits.ram_bytes
         while (entry := self.disk.next_to_write(now, is_busy=can_wait)) is not None:
             going = self._giving_way_to(entry)
@@ -293,6 +299,7 @@ class PrefixCache:
 
     def fetch(self, entry: Entry, holder: Hashable) -> None:
         """Have its bytes read for `holder`; `fetched` or `unreadable` ends the wait."""
+        self._begin(self._now)
         entry.leases.add(holder)
         if entry.state is EntryState.DISK:
             self._make_room(entry.size_bytes)
@@ -301,6 +308,7 @@ class PrefixCache:
 
     def written(self, entry: Entry, file: str, file_bytes: int) -> None:
         """A write has succeeded; shorter entries that it stands for too are forgotten."""
+        self._begin(self._now)
         self.disk.write_ended(entry)
         self.disk.added(entry, file, file_bytes)
         if entry.state is EntryState.GONE:
@@ -334,7 +342,7 @@ class PrefixCache:
 
     def fetched(self, entry: Entry, data: Snapshot, now: float) -> None:
         """Its bytes came from disk."""
-        self._now = now
+        self._begin(now)
         self._recount(entry, memoryview(data).nbytes)
         entry.data, entry.used_s = data, now
         entry.move(EntryState.RAM)
@@ -351,7 +359,7 @@ class PrefixCache:
 
     def shed(self, size_bytes: int, now: float) -> int:
         """Free about so many bytes of host memory, saved ones first (SPEC C14); returns how many it was."""
-        self._now = now
+        self._begin(now)
         before = self.ram_bytes
         while before - self.ram_bytes < size_bytes and self._evict_one():
             pass
@@ -364,31 +372,77 @@ class PrefixCache:
     def _make_room(self, size_bytes: int) -> bool:
         """Make so much room, if what is in use leaves it; otherwise evict nothing."""
         while (excess := self.ram_bytes + size_bytes - self.limits.ram_bytes) > 0:
-            if self.ram_bytes - self._in_use_bytes() < excess:
+            chosen = self._ranked(None).least()
+            is_enough = chosen is not None and chosen.size_bytes >= excess
+            if not is_enough and self.ram_bytes - self._in_use_bytes() < excess:
                 return False
-            is_evicted = self._evict_one()
-            assert is_evicted, f"{self!r} has nothing to give up, and {excess} bytes too many"
+            assert chosen is not None, f"{self!r} has nothing to give up, and {excess} bytes too many"
+            self._evict(chosen)
         return True
 
     def _evict_one(self) -> bool:
         """Free the bytes of least value: of entries on disk too, else of any (SPEC C7)."""
-        free = [entry for entry in self.index if self._is_counted(entry) and entry.is_free]
-        saved = [entry for entry in free if entry.file is not None]
-        chosen = self._least(saved or free)
+        chosen = self._ranked(None).least()
         if chosen is None:
             return False
-        self._num_evicted_total += 1
-        self._let_go_of_bytes(chosen)
+        self._evict(chosen)
         return True
+
+    def _evict(self, entry: Entry) -> None:
+        self._num_evicted_total += 1
+        self._let_go_of_bytes(entry)
 
     def _keep_count(self, namespace: bytes) -> None:
         """Make room for one more entry of a namespace."""
-        while len(members := self.index.of(namespace)) >= MAX_ENTRIES:
-            chosen = self._least(entry for entry in members if entry.is_free)
+        while self.index.num_of(namespace) >= MAX_ENTRIES:
+            chosen = self._ranked(namespace).least()
             if chosen is None:
                 return
             self._num_evicted_total += 1
             self._forget(chosen)
+
+    def _begin(self, now: float) -> None:
+        """Something other than a store happens: it may change what many entries are worth."""
+        self._now = now
+        self._rankings.clear()
+
+    def _ranked(self, namespace: bytes | None) -> VictimRanking[Entry]:
+        """Who goes first, of a namespace or (None) of what takes host memory.
+
+        A crowd has many states stored at one time, for which as many others go.
+        """
+        if self._ranked_s != self._now:
+            self._rankings.clear()
+            self._ranked_s = self._now
+        ranking = self._rankings.get(namespace)
+        if ranking is None:
+            ranking = (
+                VictimRanking(self.index, self._worth_in_ram)
+                if namespace is None
+                else VictimRanking(self.index.of(namespace), self._worth)
+            )
+            self._rankings[namespace] = ranking
+        return ranking
+
+    def _rank(self, new: Entry) -> None:
+        """A new entry may go too, and what it shares with others is not saved by these alone any more."""
+        if new.is_exact:
+            self._rankings.clear()
+            return
+        for scope in (new.namespace, None):
+            if (ranking := self._rankings.get(scope)) is not None:
+                for entry in (new, *self.index.beside(new)):
+                    ranking.enter(entry)
+
+    def _worth(self, entry: Entry) -> Worth | None:
+        """What it counts for; None: it may not go."""
+        return worth(self.index.figures(entry, self._now)) if entry.is_free else None
+
+    def _worth_in_ram(self, entry: Entry) -> Worth | None:
+        """The same of those that take host memory, where those on disk too go first."""
+        if not (entry.is_free and self._is_counted(entry)):
+            return None
+        return entry.file is None, *worth(self.index.figures(entry, self._now))
 
     def _least(self, entries: Iterable[Entry]) -> Entry | None:
         """The one of least value."""
@@ -451,3 +505,9 @@ class PrefixCache:
             held = sum(e.size_bytes for e in entries if e.line is line and e.state is not EntryState.DISK)
             assert self._ledger.used(line) == held, f"{self!r} {line} {held}"
         self.disk.check(entries)
+        for namespace, ranking in self._rankings.items() if self._ranked_s == self._now else ():
+            worth_of = self._worth_in_ram if namespace is None else self._worth
+            of_it = self.index if namespace is None else self.index.of(namespace)
+            worths = [known for known in map(worth_of, of_it) if known is not None]
+            least = ranking.least()
+            assert (least and worth_of(least)) == min(worths, default=None), f"{least!r} is not worth least"

@@ -154,23 +154,24 @@ class RadixTree(Generic[V]):
 
     def __init__(self) -> None:
         self._root: _Node[V] = _Node(None, 0, None)
-        self._num_entries = 0
+        self._stored: dict[bytes, _Node[V]] = {}  # where each key ends: what is stored is asked for often
 
     def __repr__(self) -> str:
-        return f"<RadixTree {self._num_entries} keys>"
+        return f"<RadixTree {len(self)} keys>"
 
     def __len__(self) -> int:
-        return self._num_entries
+        return len(self._stored)
 
     def __iter__(self) -> Iterator[V]:
         """Every value, in no order that means something."""
-        for node in self._nodes():
-            if node.entry is not None:
-                yield node.entry.value
+        for node in self._stored.values():
+            assert node.entry is not None, "a place without an entry is called stored"
+            yield node.entry.value
 
     def get(self, key: bytes) -> V | None:
         """The value stored under exactly this key."""
-        node = self._at(key)
+        assert len(key) % TOKEN_BYTES == 0, f"{len(key)} bytes are no whole number of tokens"
+        node = self._stored.get(key)
         return None if node is None or node.entry is None else node.entry.value
 
     def insert(self, key: bytes, value: V) -> V | None:
@@ -186,7 +187,7 @@ class RadixTree(Generic[V]):
             replaced, node.entry.value = node.entry.value, value
             return replaced
         node.entry = _Entry(key, value)
-        self._num_entries += 1
+        self._stored[key] = node
         above: _Node[V] | None = node
         while above is not None and above.sample is None:  # the leaf, and a root that was empty
             above.sample = node.entry
@@ -195,11 +196,10 @@ class RadixTree(Generic[V]):
 
     def remove(self, key: bytes) -> V | None:
         """Take a key out; returns its value. Places that nothing needs any more go with it."""
-        node = self._at(key)
+        node = self._stored.pop(key, None)
         if node is None or node.entry is None:
             return None
         entry, node.entry = node.entry, None
-        self._num_entries -= 1
         parent = node.parent
         lowest = node
         if parent is not None and not node.children:
@@ -228,17 +228,29 @@ class RadixTree(Generic[V]):
 
     def own_tokens(self, key: bytes) -> int:
         """Tokens of this stored key that no other stored key shares. Raises KeyError: not stored."""
-        node = self._stored(key)
+        node = self._place_of(key)
         if node.children or node.parent is None:
             return 0
         return (node.end - node.parent.end) // TOKEN_BYTES
+
+    def beside(self, key: bytes) -> list[V]:
+        """Values of other keys of which some may have more own tokens without this one: next to it, few.
+
+        Raises KeyError: not stored.
+        """
+        node = self._place_of(key)
+        nearest = list(node.children.values())
+        if (above := node.parent) is not None:
+            is_new_fork = len(above.children) == 2  # noqa: PLR2004 - with a third it forked there before
+            nearest += [above, *(above.children.values() if is_new_fork else ())]
+        return [each.entry.value for each in nearest if each.entry is not None and each is not node]
 
     def own_tokens_exact(self, key: bytes) -> int:
         """Tokens of this stored key beyond the longest other one that it begins with.
 
         What only this entry saves a model that cannot trim (SPEC C2). Raises KeyError: not stored.
         """
-        above = self._stored(key).parent
+        above = self._place_of(key).parent
         while above is not None and above.entry is None:
             above = above.parent
         return num_tokens(key) - (0 if above is None else above.end // TOKEN_BYTES)
@@ -249,13 +261,16 @@ class RadixTree(Generic[V]):
         for node in self._nodes():
             num_entries += node.entry is not None
             self._check_node(node)
-        assert num_entries == self._num_entries, f"{self!r} holds {num_entries}"
+        assert num_entries == len(self), f"{self!r} holds {num_entries}"
+        for key, node in self._stored.items():
+            assert node.entry is not None, "a removed key is called stored"
+            assert node.entry.key == key, "a key is not where it is looked for"
 
     def _check_node(self, node: _Node[V]) -> None:
         assert node.end % TOKEN_BYTES == 0, f"a token is cut at byte {node.end}"
         if node.parent is None:
             assert node is self._root
-            assert (node.sample is None) == (self._num_entries == 0)
+            assert (node.sample is None) == (len(self) == 0)
         else:
             assert node.end > node.parent.end, f"an edge from {node.parent.end} to {node.end}"
             assert node.entry is not None or len(node.children) > 1, f"nothing ends or parts at {node.end}"
@@ -293,9 +308,9 @@ class RadixTree(Generic[V]):
         node, shared = self._descend(key)
         return node if node.end == shared == len(key) else None
 
-    def _stored(self, key: bytes) -> _Node[V]:
-        node = self._at(key)
-        if node is None or node.entry is None:
+    def _place_of(self, key: bytes) -> _Node[V]:
+        node = self._stored.get(key)
+        if node is None:
             raise KeyError(f"a key of {num_tokens(key)} tokens is not stored")
         return node
 
