@@ -122,17 +122,19 @@ class Placed:
         self.devices = devices
 
 
-@pytest.mark.parametrize(("n_batch", "expected"), [(0, (8192, 512)), (128, (128, 128)), (4096, (4096, 4096))])
+@pytest.mark.parametrize(
+    ("n_batch", "expected"), [(0, (8192, 2048)), (128, (128, 128)), (4096, (4096, 4096))]
+)
 def test_steps_on_a_device_are_larger_where_nothing_else_was_asked_for(
     n_batch: int, expected: tuple[int, int]
 ) -> None:
-    """Q19: 8,192 tokens in streams, 2,048 in a pool, in calls of 512; or what was asked for."""
+    """Q19: 8,192 tokens in streams, in calls of 2,048; in a pool 2,048 and 512; or what was asked for."""
     spec = ModelSpec(id="m", path="m.gguf", n_batch=n_batch)
     layout = KVLayout.STREAMS
     found = _context_options(spec, cast("LlamaModel", Placed(("card",))), layout)
     assert (found.n_batch, found.n_ubatch) == expected
     in_pool = _context_options(spec, cast("LlamaModel", Placed(("card",))), KVLayout.POOL)
-    assert in_pool.n_batch == (n_batch or 2048)
+    assert (in_pool.n_batch, in_pool.n_ubatch) == (n_batch or 2048, n_batch or 512)
     on_cpu = _context_options(spec, cast("LlamaModel", Placed(())), KVLayout.POOL)
     assert (on_cpu.n_batch, on_cpu.n_ubatch) == (n_batch or 512, n_batch or 512)
 

@@ -11,7 +11,7 @@ from stepping import Machine
 from stoker.backends.fake.backend import FakeBackend
 from stoker.cache.entry import EntryState
 from stoker.cache.prefix_cache import CacheLimits
-from stoker.kv.allocator import IDLE_TARGETS, MoveBudget
+from stoker.kv.allocator import BUSY_SHARE, IDLE_TARGETS, MoveBudget
 
 if TYPE_CHECKING:
     from stoker.backends.protocol.backend import Buffer
@@ -65,21 +65,38 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def test_a_turn_spends_its_target_and_no_more() -> None:
-    """SPEC C16: copies are made until the time is spent; the next turn has its own."""
+    """SPEC C16: copies are made until the time is spent, which is saved up again, a part of the time."""
     budget = MoveBudget(TARGET_S)
-    budget.begin()
+    budget.begin(100.0)
     assert [budget.take(0.02, 100) for _ in range(4)] == [True, True, False, False]
     assert budget.take(0.01, 100)
     assert not budget.take(0.001, 100)
-    budget.begin()
+    budget.begin(100.0 + 0.02 / BUSY_SHARE)
+    assert not budget.take(0.021, 100)
+    assert budget.take(0.019, 100)
+    budget.begin(200.0)
     assert budget.take(TARGET_S, 100)
-    assert budget.num_refused_total == 3
+    assert not budget.take(0.001, 100)
+    assert budget.num_refused_total == 5
+
+
+def test_an_idle_turn_spends_more_and_none_is_spent_where_it_is_forbidden() -> None:
+    """SPEC C16: what is forbidden in one turn is still saved up in the next."""
+    budget = MoveBudget(TARGET_S)
+    budget.begin(1.0)
+    budget.begin_idle()
+    assert [budget.take(TARGET_S, 100) for _ in range(IDLE_TARGETS + 1)] == [True] * IDLE_TARGETS + [False]
+    budget.begin(100.0)
+    budget.forbid()
+    assert not budget.take(0.001, 100)
+    budget.begin(100.001)
+    assert budget.take(TARGET_S, 100)
 
 
 def test_what_is_computed_as_quickly_is_not_copied() -> None:
     """SPEC C16: it would have to be put back too."""
     budget = MoveBudget(TARGET_S, lambda num_tokens: num_tokens * 20e-6)
-    budget.begin()
+    budget.begin(0.0)
     assert not budget.take(1000 * TOKEN_S / 20, 1000)
     assert budget.take(1000 * 9e-6, 1000)
 
@@ -87,7 +104,7 @@ def test_what_is_computed_as_quickly_is_not_copied() -> None:
 def test_a_copy_that_costs_nothing_is_always_made() -> None:
     """SPEC C16: on a CPU states lie in the memory they go to."""
     budget = MoveBudget(TARGET_S, lambda num_tokens: num_tokens * 1e-9)
-    budget.begin(0)
+    budget.forbid()
     assert all(budget.take(0.0, 10_000) for _ in range(100))
     assert budget.num_refused_total == 0
 

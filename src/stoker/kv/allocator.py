@@ -13,6 +13,7 @@ to nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryState, Hit, Snapshot
@@ -35,6 +36,8 @@ STORABLE_CELLS = 256
 
 IDLE_TARGETS = 4
 """Targets of a step that a turn may spend on copies where nobody runs or waits."""
+BUSY_SHARE = 0.1
+"""Part of the time that copies may take where somebody does."""
 LEAST_GAIN = 2.0
 """Times as long as its copy that computing a state's tokens has to take: it is to be put back too."""
 
@@ -52,22 +55,32 @@ class MoveBudget:
     """Time for copies of states in one turn.
 
     Args:
-        target_s: seconds that a turn may spend.
-        compute_s: what computing tokens takes.
+        target_s: seconds that a turn may spend at most, of what was saved up.
+        compute_s: what computing tokens takes among others.
     """
 
     def __init__(self, target_s: float, compute_s: ComputeTime = unknown) -> None:
         self._target_s = target_s
         self._compute_s = compute_s
-        self._left_s = target_s
+        self._saved_s = self._left_s = target_s
+        self._at_s = -math.inf
         self.num_refused_total = 0
 
     def __repr__(self) -> str:
         return f"<MoveBudget {self._left_s * 1000:.1f} ms left, {self.num_refused_total} refused>"
 
-    def begin(self, targets: float = 1.0) -> None:
-        """A turn begins that may spend so many targets."""
-        self._left_s = targets * self._target_s
+    def begin(self, now: float) -> None:
+        """A turn begins that may spend what was saved up since the last copies."""
+        self._saved_s = min(self._target_s, self._saved_s + BUSY_SHARE * (now - self._at_s))
+        self._left_s, self._at_s = self._saved_s, now
+
+    def begin_idle(self) -> None:
+        """A turn begins that only an arrival would wait for."""
+        self._left_s = IDLE_TARGETS * self._target_s
+
+    def forbid(self) -> None:
+        """The turn makes no copy that takes time."""
+        self._left_s = 0.0
 
     def take(self, cost_s: float, num_tokens: int) -> bool:
         """Whether a copy of a state of so many tokens may be made now; its time is spent then."""
@@ -77,6 +90,7 @@ class MoveBudget:
             self.num_refused_total += 1
             return False
         self._left_s -= cost_s
+        self._saved_s = max(0.0, self._saved_s - cost_s)
         return True
 
 
@@ -254,7 +268,7 @@ class KVAllocator:
     def begin_turn(self, now: float) -> list[KVOp]:
         """Set the time; returns what `take_late_ops` does."""
         self.prefix_source.now = now
-        self.moves.begin()
+        self.moves.begin(now)
         return self.take_late_ops()
 
     def take_late_ops(self) -> list[KVOp]:
@@ -288,7 +302,7 @@ class KVAllocator:
             while self.evict_oldest(turn.ops):
                 pass
         elif turn.admitted:
-            self.moves.begin(0)  # an admission waits for no copy that it can do without
+            self.moves.forbid()  # an admission waits for no copy that it can do without
             if not self.limits.has_streams:
                 self._drop_copied(turn)
         elif self.limits.has_streams:

@@ -87,6 +87,11 @@ class StepCost:
             last = point
         return last.took_s * num_tokens / last.num_tokens
 
+    def among_others(self, num_tokens: float) -> float | None:
+        """Seconds that so many tokens take in a step of the quickest size; None: nothing was measured."""
+        rates = [point.took_s / point.num_tokens for point in self._points()]
+        return num_tokens * min(rates) if rates else None
+
     def predict_few(self, num_tokens: float, few: float) -> float | None:
         """The same, where steps smaller than any measured cost as much as `few` tokens more of one."""
         points = self._points()

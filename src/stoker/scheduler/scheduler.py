@@ -15,7 +15,7 @@ from itertools import chain, islice
 
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.ipc.request import FinishReason, Priority
-from stoker.kv.allocator import IDLE_TARGETS, KVAllocator
+from stoker.kv.allocator import KVAllocator
 from stoker.kv.cells import SchedulerLimits
 from stoker.kv.context_shift import note_dropped, num_kept, shifted
 from stoker.kv.ops import Parking, Schedule
@@ -47,7 +47,7 @@ class Scheduler:
         self.paused: list[Sequence] = []
         self.throttle = Throttle()
         self.cost = StepCost()
-        self.allocator = KVAllocator(limits, cache, self.cost.predict)
+        self.allocator = KVAllocator(limits, cache, self.cost.among_others)
         self.slots, self.cells = self.allocator.slots, self.allocator.cells
         self.prefix_statistics = self.allocator.prefix_source.prefix_statistics
         self._prefix_wait = PrefixWait(self.allocator)
@@ -229,7 +229,7 @@ class Scheduler:
     def store_idle(self, now: float) -> Schedule:
         """With nothing to compute: store one prefix that is only in cells, if there is any (SPEC C6)."""
         turn = self._begin(now)
-        self.allocator.moves.begin(IDLE_TARGETS)
+        self.allocator.moves.begin_idle()
         self.allocator.store_kept(turn.ops)
         return turn
 

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 
 from stoker.backends.llama.adapters import Adapters
-from stoker.backends.llama.binding import label, sum_by_device
+from stoker.backends.llama.binding import label, settle_graphs, sum_by_device
 from stoker.backends.llama.context import ContextOptions, KeyType, LlamaContext
 from stoker.backends.llama.draft import DraftModel, open_draft
+from stoker.backends.llama.graph.draws import has_draws
 from stoker.backends.llama.model import LlamaModel, ModelOptions
 from stoker.backends.llama.oneshot.scoring import ChoiceScoring, Scorer
 from stoker.backends.llama.smoke.first_decode import first_decode
@@ -389,6 +390,8 @@ def _put_together(spec: ModelSpec, header: GgufHeader, options: ModelOptions) ->
     with ExitStack() as made:
         model = LlamaModel(options)
         made.callback(model.close)
+        if model.devices:
+            settle_graphs(model.path.name, is_marked=_is_in_marked_graphs(spec, model))
         adapters = Adapters(model, header, spec.adapters) if spec.adapters else None
         context = _open_context(spec, model, adapters)
         made.callback(context.close)
@@ -430,6 +433,7 @@ def _open_context(spec: ModelSpec, model: LlamaModel, adapters: Adapters | None)
 
 def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> ContextOptions:
     """Limits for the slots asked for, with sequences to spare for prefixes that no slot runs."""
+    spec = msgspec.structs.replace(spec, kv_layout=layout)
     key_type, has_streams = _key_type(spec, model), layout is KVLayout.STREAMS
     keeps_order = key_type is not KeyType.F16 and not model.devices and model.keeps_every_cell
     n_ctx_train, on_device = model.n_ctx_train, STREAMS_BATCH if has_streams else DEVICE_BATCH
@@ -450,10 +454,22 @@ def _context_options(spec: ModelSpec, model: LlamaModel, layout: KVLayout) -> Co
 
 def _num_threads(spec: ModelSpec, model: LlamaModel) -> int:
     """Every core where layers are computed on them; beside devices that compute all, a few for embeddings."""
+    is_on_devices = _is_whole_on_devices(spec, model)
+    return spec.num_threads or (THREADS_BESIDE_DEVICES if is_on_devices else num_physical_cores())
+
+
+def _is_whole_on_devices(spec: ModelSpec, model: LlamaModel) -> bool:
+    """Whether devices compute every layer."""
     place = spec.placement
     is_parted = isinstance(place.gpu_layers, int) and place.gpu_layers <= model.num_layers
-    is_on_devices = bool(model.devices) and place.kv_offload and not is_parted and not place.cpu_moe
-    return spec.num_threads or (THREADS_BESIDE_DEVICES if is_on_devices else num_physical_cores())
+    return bool(model.devices) and place.kv_offload and not is_parted and not place.cpu_moe
+
+
+def _is_in_marked_graphs(spec: ModelSpec, model: LlamaModel) -> bool:
+    """Whether all that is computed of it on devices is in graphs of one device that `GraphMarks` marks."""
+    has_others = bool(spec.projector or spec.draft_path)
+    is_marked = _is_whole_on_devices(spec, model) and has_draws(model.vocabulary.n_vocab)
+    return is_marked and len(model.devices) == 1 and not has_others
 
 
 def _key_type(spec: ModelSpec, model: LlamaModel) -> KeyType:

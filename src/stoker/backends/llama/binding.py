@@ -127,20 +127,39 @@ def error_text(lines: list[LogLine]) -> str:
 
 
 NO_GRAPHS = "GGML_CUDA_DISABLE_GRAPHS"
-"""Variable of the library that keeps it from capturing CUDA graphs; `STOKER_CUDA_GRAPHS=1` has it capture."""
+"""Variable of the library that keeps it from capturing CUDA graphs; read when a device first computes."""
+_ASKED_GRAPHS = "STOKER_CUDA_GRAPHS"
 
 
 @cache
 def start() -> None:
-    """Start the native library; the second call does nothing.
-
-    It captures no CUDA graphs: one that is updated from one number of rows to another may compute NaN
-    (docs/adr/0027).
-    """
-    if os.environ.get("STOKER_CUDA_GRAPHS") != "1":
-        os.environ.setdefault(NO_GRAPHS, "1")
+    """Start the native library; the second call does nothing."""
     llama.llama_log_set(_receive_native, None)
     llama.llama_backend_init()
+
+
+@cache
+def captures_graphs() -> bool:
+    """Whether this process captures steps as CUDA graphs; the first model on a device has decided it."""
+    return NO_GRAPHS not in os.environ
+
+
+def settle_graphs(what: str, *, is_marked: bool) -> None:
+    """Before a model computes on devices: the first one decides whether CUDA graphs are captured (adr 28).
+
+    The library asks once in a process. What it captures of graphs without `GraphMarks` may be NaN.
+
+    Args:
+        what: the model, for the log.
+        is_marked: all that it computes on devices is in graphs that are marked.
+    """
+    if captures_graphs.cache_info().currsize == 0:
+        asked = os.environ.get(_ASKED_GRAPHS)
+        if asked == "0" or (asked != "1" and not is_marked):
+            os.environ.setdefault(NO_GRAPHS, "1")
+    if captures_graphs() and not is_marked:
+        text = "%s computes beside captured CUDA graphs, unmarked: STOKER_CUDA_GRAPHS=0 captures none"
+        _logger.warning(text, what)
 
 
 def keeping_lock(native: Any) -> Callable[..., Any]:

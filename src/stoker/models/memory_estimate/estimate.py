@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from stoker.errors import UnsupportedError
 from stoker.ipc.model import KVLayout, ModelClass
 from stoker.models.gguf.bounded_file import GgufArray
@@ -212,6 +214,7 @@ class _Model:
         else:
             sequences = num_sequences(spec.num_slots)
             cells = _rounded(max(spec.pool_cells or self.header.n_ctx_train, sequences))
+            spec = replace(spec, kv_layout=KVLayout.POOL)
         tokens = min(cells, max(spec.call_tokens, sequences))
         return _Shape(
             cells=cells,

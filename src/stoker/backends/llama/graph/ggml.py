@@ -33,7 +33,7 @@ GraphTensor._fields_ = [
 ]
 
 
-class _InitParams(ctypes.Structure):
+class InitParams(ctypes.Structure):
     """ggml_init_params."""
 
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
@@ -85,8 +85,8 @@ def ggml() -> Ggml:
 def is_layout_known() -> bool:
     """Whether a tensor of this library has its fields where `GraphTensor` looks for them."""
     init, free = llama._lib.ggml_init, llama._lib.ggml_free  # noqa: SLF001 - see `Ggml`
-    init.restype, init.argtypes, free.argtypes = ctypes.c_void_p, [_InitParams], [ctypes.c_void_p]
-    context = init(_InitParams(2**16, None, True))
+    init.restype, init.argtypes, free.argtypes = ctypes.c_void_p, [InitParams], [ctypes.c_void_p]
+    context = init(InitParams(2**16, None, True))
     try:
         rows = ggml().new_tensor_2d(context, F32, 7, 5)
         padded = ggml().pad(context, rows, 0, 1, 0, 0)

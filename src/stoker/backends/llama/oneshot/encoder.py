@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from stoker.backends.llama.batch import TokenBatch
-from stoker.backends.llama.binding import buffer_bytes, capture_log, label, llama, sum_by_device
+from stoker.backends.llama.binding import (
+    buffer_bytes,
+    capture_log,
+    captures_graphs,
+    label,
+    llama,
+    settle_graphs,
+    sum_by_device,
+)
 from stoker.backends.llama.model import LlamaModel
 from stoker.backends.llama.shortage import load_error
 from stoker.backends.llama.smoke.smoke import tried_options
@@ -77,11 +85,10 @@ class LlamaEncoder:
         self._num_texts = min(MAX_TEXTS, spec.call_tokens)
         self._batch = TokenBatch(self._max_tokens)
         identity = fingerprint(header.path)  # what may fail comes before the context, which would be left
-        with capture_log() as lines:
-            self._handle: int | None = llama.llama_init_from_model(model.handle, self._native_params())
-        if self._handle is None:
-            what = f"a context of {n_ctx} tokens for {model.path.name}"
-            raise load_error(what, lines, model.devices, n_ctx=n_ctx)
+        if model.devices:
+            settle_graphs(model.path.name, is_marked=False)
+        self._handle: int | None = None
+        lines = self._open()
         self._buffers = buffer_bytes(lines, model.devices)
         self._most_outputs = 0
         self._capabilities = dataclasses.replace(
@@ -91,6 +98,16 @@ class LlamaEncoder:
             fingerprint=identity,
         )
         self._is_closed = False
+
+    def _open(self) -> list[LogLine]:
+        """Make the native context, in place of the one that there is; what the library said."""
+        self._free_context()
+        with capture_log() as lines:
+            self._handle = llama.llama_init_from_model(self._model.handle, self._native_params())
+        if self._handle is None:
+            what = f"a context of {self._max_tokens} tokens for {self._model.path.name}"
+            raise load_error(what, lines, self._model.devices, n_ctx=self._max_tokens)
+        return lines
 
     def __repr__(self) -> str:
         return f"<LlamaEncoder {self.pooling} of {self._model!r}>"
@@ -128,8 +145,17 @@ class LlamaEncoder:
         """
         check_texts(texts, self._capabilities)
         most = LIKE_ALONE_TOKENS if self._capabilities.computes_on_cpu else self._max_tokens
-        found = [self._encode(texts[call]) for call in calls_of([len(text) for text in texts], most)]
+        found = [self._sound(texts[call]) for call in calls_of([len(text) for text in texts], most)]
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _sound(self, texts: Sequence[Sequence[int]]) -> Rows:
+        """Once more in a context that has captured nothing, where what was captured gave no numbers."""
+        vectors = self._encode(texts)
+        if self._model.devices and captures_graphs() and not np.isfinite(vectors).all():
+            log.warning("%r gave what is no number from a captured graph: computed once more", self)
+            self._open()
+            vectors = self._encode(texts)
+        return vectors
 
     def _encode(self, texts: Sequence[Sequence[int]]) -> Rows:
         """One native call."""
@@ -173,10 +199,13 @@ class LlamaEncoder:
     def close(self) -> None:
         """Free buffers, then weights; idempotent."""
         self._is_closed = True
+        self._free_context()
+        self._model.close()
+
+    def _free_context(self) -> None:
         if self._handle is not None:
             llama.llama_free(self._handle)
             self._handle = None
-        self._model.close()
 
     def _native_params(self) -> object:
         params = llama.llama_context_default_params()

@@ -165,10 +165,14 @@ class Scorer:
         """
         assert self._context is not None, "no context was asked for"
         try:
-            return self._context.step(BatchPlan(tuple(items)))
+            rows = self._context.step(BatchPlan(tuple(items)))
         except (PoolFullError, StepFailedError) as error:
             self.forget()
             raise StepFailedError(f"a text could not be scored: {error.message}") from error
+        if np.isnan(rows).any():  # of cells too: the next text has a context of its own
+            self.close()
+            raise StepFailedError("the model's logits hold what is no number")
+        return rows
 
     def context(self, num_cells: int, num_threads: int) -> LlamaContext:
         """The context with room for so many tokens; a new one holds nothing.
