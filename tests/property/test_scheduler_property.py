@@ -8,9 +8,13 @@ import histories
 from histories import make_history, make_options
 from stepping import CELL_BYTES, alone
 from stoker.backends.fake.backend import FakeBackend, FakeFaults
+from stoker.cache.radix import common_prefix
 from stoker.errors import EngineError
 from stoker.ipc.request import Priority
-from stoker.kv.sequence import SequenceState
+from stoker.kv.allocator import KVAllocator
+from stoker.kv.sequence import PrefixFollow, SequenceState
+from stoker.kv.slots import SlotTable
+from stoker.scheduler import queue
 
 NUM_CELLS = 124
 STEM = [65 + at % 26 for at in range(60)]
@@ -44,6 +48,58 @@ class Machine(histories.Machine):
             for priority in Priority:
                 arrivals = [s.arrival_s for s in line if (s.state, s.priority) == (state, priority)]
                 assert arrivals == sorted(arrivals)
+
+
+def fits(allocator, sequence, placement, num_cells):
+    """`KVAllocator.fits`, with everything counted anew."""
+    running, slots, cells = allocator.slots.running, allocator.slots.slots, allocator.cells
+    if not running:
+        return True
+    idle = [slot for slot in slots if slot.sequence is None and (slot.kept or slot.parked)]
+    promised = (
+        cells.used - sum(cells.exclusive(slot.id) for slot in idle) + sum(s.num_pending for s in running)
+    )
+    is_shared = placement.entry is None and allocator.slots[placement.source].sequence is not None
+    wanted = len(sequence.tokens) - (placement.length if is_shared else 0)
+    growth = sum(map(allocator._growth, (*running, sequence)))
+    return promised + wanted + growth <= num_cells
+
+
+def source(slots, sequence):
+    """`SlotTable.source`, with every slot compared in full."""
+    best = None
+    for slot in slots.slots:
+        length = slots._num_reusable(slot, sequence)
+        if length and (best is None or (length, slot.is_idle) > (best[1], best[0].is_idle)):
+            best = slot, length
+    return best
+
+
+def leader_for(sequence, running, least):
+    """The function of that name, likewise."""
+    best = None
+    for other in running:
+        if other.state is not SequenceState.PREFILL or not other.shares:
+            continue
+        length = min(common_prefix(other.tokens, sequence.tokens), len(sequence.tokens) - 1)
+        is_to_come = other.num_computed < length >= least and other.namespace == sequence.namespace
+        if is_to_come and (best is None or length > best.length):
+            best = PrefixFollow(other, length)
+    return best
+
+
+@pytest.fixture(autouse=True)
+def _compared_with_the_plain_way(monkeypatch):
+    """What is kept up or skipped for the sake of crowds gives the answers of a look at everything."""
+    for owner, plain in ((KVAllocator, fits), (SlotTable, source), (queue, leader_for)):
+        quick = getattr(owner, plain.__name__)
+
+        def compared(*args, quick=quick, plain=plain):
+            answer = quick(*args)
+            assert answer == plain(*args), f"{plain.__name__} says {answer!r} of {args!r}"
+            return answer
+
+        monkeypatch.setattr(owner, plain.__name__, compared)
 
 
 def run(seed):

@@ -1,5 +1,6 @@
 """Many prompts at once on a device whose sequences lie in streams; only steps take time, by their passes."""
 
+from collections import Counter
 from random import Random
 
 import pytest
@@ -7,7 +8,12 @@ from test_device_budget import TOKEN_S, Device, warmed
 
 from stoker.backends.stream_map import StreamMap, evened, num_passes
 from stoker.ipc.request import Priority
+from stoker.kv import slots
+from stoker.kv.allocator import KVAllocator
+from stoker.kv.cells import CellPool
 from stoker.kv.ops import Fork
+from stoker.kv.slots import SlotTable
+from stoker.scheduler import queue
 
 N_UBATCH, N_BATCH, CAPACITY = 512, 8192, 4096
 PASS_S, SAME_S, LAUNCH_S = 0.006, 0.002, 0.001
@@ -96,6 +102,28 @@ def test_nobody_waits_for_a_prefix_that_will_not_be_copied(num_shared, num_first
     device.step()
     assert len(device.steps[-1]) == num_first
     device.run()
+
+
+def test_admitting_one_of_a_crowd_looks_at_a_few_things_however_many_there_are(monkeypatch):
+    """Q22: each was compared with what every slot holds, four times, and all cells were counted for it."""
+    device = StreamDevice()
+    device.crowd(72, (66, 84))
+    device.run()
+    assert all(slot.kept for slot in device.scheduler.slots.slots)
+    looks = Counter()
+    for owner, name in (
+        *((module, "common_prefix") for module in (slots, queue)),
+        *((CellPool, "exclusive"), (KVAllocator, "_growth"), (SlotTable, "vacant")),
+    ):
+        real, told = getattr(owner, name), f"{owner.__name__} {name}"
+        monkeypatch.setattr(
+            owner, name, lambda *args, real=real, told=told: looks.update([told]) or real(*args)
+        )
+    for at in range(64):
+        device.enter(f"p{at}", 70, 2)
+    admitted = device.scheduler.schedule(device.now).admitted
+    assert len(admitted) == 64
+    assert not [told for told, count in looks.items() if count > 3 * len(admitted)], looks
 
 
 def read_before():

@@ -181,7 +181,7 @@ class EntryIndex:
     def find(self, namespace: bytes, key: bytes, *, is_exact: bool) -> list[Hit]:
         """Entries that save tokens of `key`, all but the last at most, the most first (SPEC C2, C5)."""
         tree = self._trees.get(namespace)
-        if tree is None:
+        if tree is None or tree.num_shared(key) < MIN_TOKENS:
             return []
         most = num_tokens(key) - 1
         hits = [Hit(entry, length) for length, entry in reversed(tree.on_path(key)) if length <= most]

@@ -210,6 +210,10 @@ class RadixTree(Generic[V]):
         self._forget(entry, lowest)
         return entry.value
 
+    def num_shared(self, key: bytes) -> int:
+        """The most leading tokens of `key` that any stored key shares."""
+        return self._descend(key)[1] // TOKEN_BYTES
+
     def longest_shared(self, key: bytes) -> PrefixMatch[V]:
         """The most leading tokens of `key` that any stored key shares, and some of those that do."""
         node, shared = self._descend(key)

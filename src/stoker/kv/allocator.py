@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryState, Hit, Snapshot
 from stoker.cache.prefix_cache import PrefixCache
@@ -94,6 +95,19 @@ class MoveBudget:
         return True
 
 
+@dataclass(slots=True)
+class _Demand:
+    """What admissions of one turn are measured against, kept up from one to the next.
+
+    Attributes:
+        num_kept: cells that only idle slots hold, those of parked sequences among them.
+        num_wanted: cells that running sequences still take, with what each should find to grow.
+    """
+
+    num_kept: int
+    num_wanted: int
+
+
 class KVAllocator:
     """Slots, cells and stored states of one model.
 
@@ -113,6 +127,7 @@ class KVAllocator:
         self.slots = SlotTable(limits)
         self.cells = CellPool(limits.num_cells)
         self._late_ops: list[KVOp] = []
+        self._demand: _Demand | None = None
         self.is_trim_due = False
 
     def __repr__(self) -> str:
@@ -130,16 +145,21 @@ class KVAllocator:
 
         What is only kept is not counted; one alone always fits.
         """
-        running = self.slots.running
-        if not running:
+        if not self.slots.running:
             return True
-        idle = [slot for slot in self.slots.slots if slot.sequence is None and (slot.kept or slot.parked)]
-        kept = sum(self.cells.exclusive(slot.id) for slot in idle)
-        promised = self.cells.used - kept + sum(s.num_pending for s in running)
+        if self._demand is None:
+            self._demand = self._demand_now()
+        promised = self.cells.used - self._demand.num_kept + self._demand.num_wanted
         is_shared = placement.entry is None and self.slots[placement.source].sequence is not None
-        growth = sum(map(self._growth, (*running, sequence)))
         wanted = len(sequence.tokens) - (placement.length if is_shared else 0)
-        return promised + wanted + growth <= num_cells
+        return promised + wanted + self._growth(sequence) <= num_cells
+
+    def _demand_now(self) -> _Demand:
+        idle = [slot for slot in self.slots.slots if slot.sequence is None and (slot.kept or slot.parked)]
+        return _Demand(
+            num_kept=sum(self.cells.exclusive(slot.id) for slot in idle),
+            num_wanted=sum(s.num_pending + self._growth(s) for s in self.slots.running),
+        )
 
     def _growth(self, sequence: Sequence) -> int:
         """Cells beyond its tokens; with fewer, sequences that come back would park each other in turn."""
@@ -178,7 +198,7 @@ class KVAllocator:
 
     def stored(self, sequence: Sequence, num_live: int) -> Hit | None:
         """A stored state that saves it more than cells do, and for which there is room."""
-        return self.prefix_source.find(sequence, num_live, self._cells_at_hand())
+        return self.prefix_source.find(sequence, num_live, self._cells_at_hand)
 
     def _cells_at_hand(self) -> int:
         """Free cells, and those that idle slots only keep."""
@@ -200,6 +220,10 @@ class KVAllocator:
             told = f"{placement.length} tokens from {sequence.cache_source}"
         else:
             told = self._take_live(sequence, slot, placement, ops)
+        if self._demand is not None:
+            if slot.kept or slot.parked:
+                self._demand.num_kept -= self.cells.exclusive(slot.id)
+            self._demand.num_wanted += sequence.num_pending + self._growth(sequence)
         self.slots.occupy(slot, sequence, self.prefix_source.now)
         return f"slot {slot.id}, {told}"
 
@@ -220,6 +244,8 @@ class KVAllocator:
             self._cut(slot, placement.length, ops)
         else:
             self._clear(slot, ops)
+            if source.parked is not None:
+                self._demand = None  # what its slot keeps is not its own any more
             self.cells.fork(source.id, slot.id, placement.length)
             ops.append(Fork(source.id, slot.id, placement.length))
         sequence.num_computed = placement.length
@@ -229,12 +255,13 @@ class KVAllocator:
 
     def park(self, sequence: Sequence, now: float) -> None:
         """Take a running sequence out of its slot, which keeps its cells for it."""
+        self._demand = None
         self.slots.park(sequence, now)
         self.is_trim_due = True
 
     def release(self, sequence: Sequence, now: float) -> None:
         """It ends: what was computed of it stays for reuse until the cells are needed."""
-        self.prefix_source.now, self.is_trim_due = now, True
+        self.prefix_source.now, self.is_trim_due, self._demand = now, True, None
         kept = [] if sequence.is_importing else sequence.tokens[: sequence.num_computed]
         if sequence.slot is not None:
             slot = self.slots.vacate(sequence, kept, now)
@@ -267,7 +294,7 @@ class KVAllocator:
 
     def begin_turn(self, now: float) -> list[KVOp]:
         """Set the time; returns what `take_late_ops` does."""
-        self.prefix_source.now = now
+        self.prefix_source.now, self._demand = now, None
         self.moves.begin(now)
         return self.take_late_ops()
 
@@ -367,6 +394,7 @@ class KVAllocator:
 
     def demote(self, parked: Sequence, ops: list[KVOp], best: ParkForm = ParkForm.SNAPSHOT) -> None:
         """Free a parked sequence's cells: into a snapshot if it is worth one and there is a budget for it."""
+        self._demand = None
         slot = self.slots.clear(parked, [])
         if parked.is_importing:
             self._call_back(parked, ops)
@@ -459,7 +487,7 @@ class KVAllocator:
             if slot.is_unstored:
                 self._store(slot, ops)
             slot.keep([])
-            self.cells.drop(slot.id)
+            self._shorten(slot, 0)
             ops.append(Drop(slot.id))
 
     def _clear(self, slot: Slot, ops: list[KVOp]) -> None:
@@ -477,5 +505,15 @@ class KVAllocator:
             if slot.is_unstored and len(slot.kept) - length >= MIN_TOKENS:
                 self._store(slot, ops)
             slot.keep(slot.kept[:length])
-            self.cells.trim(slot.id, length)
+            self._shorten(slot, length)
             ops.append(Trim(slot.id, length))
+
+    def _shorten(self, slot: Slot, length: int) -> None:
+        """Give back an idle slot's cells beyond the first ones."""
+        num_used, num_cut = self.cells.used, self.cells.length(slot.id) - length
+        self.cells.trim(slot.id, length)
+        num_freed = num_used - self.cells.used
+        if num_freed < num_cut:
+            self._demand = None  # they were shared: another slot may have them alone now
+        elif self._demand is not None:
+            self._demand.num_kept -= num_freed

@@ -6,6 +6,8 @@ for it or put into its slot. Which entries there are and which are evicted is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stoker.cache.entry import MIN_TOKENS, Entry, EntryState, Hit
 from stoker.cache.prefix_cache import PrefixCache
 from stoker.cache.radix import key_of
@@ -42,8 +44,8 @@ class PrefixSource:
 
     # ------------------------------------------------------------ going on from
 
-    def find(self, sequence: Sequence, num_live: int, num_cells: int) -> Hit | None:
-        """A stored state of at most `num_cells` tokens that saves more than `num_live` tokens in cells."""
+    def find(self, sequence: Sequence, num_live: int, num_cells: Callable[[], int]) -> Hit | None:
+        """A stored state of at most `num_cells()` tokens that saves more than `num_live` tokens in cells."""
         mode = self.limits.cache_mode
         if not (mode.keeps_snapshots and sequence.shares) or sequence.wants_prompt_logits:
             return None
@@ -51,7 +53,7 @@ class PrefixSource:
         for hit in self.cache.index.find(sequence.namespace, key, is_exact=is_exact):
             if hit.num_tokens < num_live + self.least_gain:
                 return None
-            most = min(num_cells, hit.num_tokens * MAX_IMPORT)
+            most = min(num_cells(), hit.num_tokens * MAX_IMPORT)
             if hit.entry.num_tokens <= most and self.cache.can_fetch(hit.entry):
                 return hit
         return None

@@ -174,14 +174,19 @@ class SlotTable:
     def source(self, sequence: Sequence) -> tuple[Slot, int] | None:
         """The slot that holds the most of a sequence's tokens, and how many; None: none holds enough."""
         best: tuple[Slot, int] | None = None
+        tokens, most = sequence.tokens, len(sequence.tokens) - 1
+        of_kept, of_held = (MIN_TOKENS, self.least_copied) if sequence.leader is None else (1, 1)
         for slot in self.slots:
-            holder = slot.sequence or slot.parked
-            num_held = len(slot.kept) if holder is None else holder.num_computed
-            if num_held < (best[1] if best is not None else 1):
+            if (holder := slot.sequence or slot.parked) is None:
+                held, num_held, least = slot.kept, len(slot.kept), of_kept
+            else:
+                held, num_held, least = holder.tokens, holder.num_computed, of_held
+            if num_held < least or most < least or held[least - 1] != tokens[least - 1]:
                 continue  # most slots: many that arrive at once are compared with all there are
             length = self._num_reusable(slot, sequence)
             if length and (best is None or (length, slot.is_idle) > (best[1], best[0].is_idle)):
                 best = slot, length
+                of_kept, of_held = max(of_kept, length), max(of_held, length)
         return best
 
     def _num_reusable(self, slot: Slot, asker: Sequence) -> int:

@@ -164,15 +164,17 @@ class Throttle:
 def leader_for(sequence: Sequence, running: Iterable[Sequence], least: int) -> PrefixFollow | None:
     """The running prefill that will have the most of its tokens, `least` or more."""
     best: PrefixFollow | None = None
+    tokens, least = sequence.tokens, max(1, least)
     for other in running:
         if other.state is not SequenceState.PREFILL or not other.shares:
             continue
+        if least >= len(tokens) or len(other.tokens) < least or other.tokens[least - 1] != tokens[least - 1]:
+            continue  # most of a crowd, of which each is compared with all before it
         if other.namespace != sequence.namespace:
             continue
-        length = min(common_prefix(other.tokens, sequence.tokens), len(sequence.tokens) - 1)
-        is_to_come = length > other.num_computed and length >= least
-        if is_to_come and (best is None or length > best.length):
-            best = PrefixFollow(other, length)
+        length = min(common_prefix(other.tokens, tokens), len(tokens) - 1)
+        if length >= least and length > other.num_computed:
+            best, least = PrefixFollow(other, length), length + 1
     return best
 
 

@@ -419,8 +419,8 @@ class Scheduler:
                 return
             if self._prefix_wait.is_awaiting(sequence):
                 num_ahead += 1
-            elif self._can_place(sequence, num_ahead, turn, now):
-                self._admit(sequence, turn, now)
+            elif placement := self._make_place(sequence, num_ahead, turn, now):
+                self._admit(sequence, placement, turn, now)
             else:
                 return
 
@@ -431,19 +431,25 @@ class Scheduler:
     def _displaceable(self) -> list[Sequence]:
         return [s for s in self.slots.running if s.is_background and s is not self._favoured]
 
-    def _can_place(self, sequence: Sequence, num_ahead: int, turn: Schedule, now: float) -> bool:
-        """Whether there is a slot and cells for it; interactive makes background give way (SPEC Q3)."""
-        while not (self._has_place(num_ahead) and self._fits(sequence, turn)):
+    def _make_place(
+        self, sequence: Sequence, num_ahead: int, turn: Schedule, now: float
+    ) -> SlotPlacement | None:
+        """Where there is a slot and cells for it; interactive makes background give way (SPEC Q3)."""
+        while True:
+            placement = self._fitting(sequence, turn) if self._has_place(num_ahead) else None
+            if placement is not None:
+                return placement
             background = self._displaceable()
             if sequence.is_background or not background or not self._has_place(num_ahead - len(background)):
-                return False
+                return None
             self._park(self._youngest(background), f"gives way to {sequence.key}", turn, now)
-        return True
 
-    def _fits(self, sequence: Sequence, turn: Schedule) -> bool:
+    def _fitting(self, sequence: Sequence, turn: Schedule) -> SlotPlacement | None:
         placement = self._placement(sequence, turn)
+        if placement is None:
+            return None
         most = self.throttle.lowered(self.cells.total)
-        return placement is not None and self.allocator.fits(sequence, placement, most)
+        return placement if self.allocator.fits(sequence, placement, most) else None
 
     def _has_place(self, num_ahead: int) -> bool:
         """Whether one more may run; the one that is owed a step takes no place."""
@@ -455,9 +461,9 @@ class Scheduler:
 
         Where there are no cells for it, the youngest give way.
         """
-        while not self._fits(sequence, turn):
+        while (placement := self._fitting(sequence, turn)) is None:
             self._park(self._youngest(self.slots.running), f"no cells for {sequence.key}", turn, now)
-        self._admit(sequence, turn, now)
+        self._admit(sequence, placement, turn, now)
         self._is_beyond = True
 
     def _placement(self, sequence: Sequence, turn: Schedule) -> SlotPlacement | None:
@@ -467,9 +473,7 @@ class Scheduler:
             placement = self.allocator.placement(sequence)
         return placement
 
-    def _admit(self, sequence: Sequence, turn: Schedule, now: float) -> None:
-        placement = self._placement(sequence, turn)
-        assert placement is not None, f"no slot for {sequence!r}"
+    def _admit(self, sequence: Sequence, placement: SlotPlacement, turn: Schedule, now: float) -> None:
         self.allocator.prefix_source.lease(sequence, placement.entry)
         num_cells = self.allocator.prefix_source.num_to_import(sequence)
         while self.cells.free < num_cells and self._free_kept(turn):
