@@ -71,6 +71,19 @@ def test_the_model_follows_quicker_steps_at_once_and_slower_ones_slowly():
     assert cost.predict(4) == pytest.approx(0.03, rel=0.05)
 
 
+def test_the_first_step_of_a_size_is_forgotten_for_a_quicker_one():
+    """Q8: a device has loaded its kernels then; one that is slower teaches as any other."""
+    cost = StepCost()
+    cost.learn(500, 0.2)
+    cost.learn(500, 0.01)
+    assert cost.predict(500) == pytest.approx(0.01)
+    cost.learn(500, 0.006)
+    assert cost.predict(500) == pytest.approx(0.008)
+    cost.learn(8, 0.004)
+    cost.learn(8, 0.1)
+    assert cost.predict(8) < 0.01
+
+
 def test_each_number_of_threads_has_its_own_times():
     """M7."""
     cost = taught()

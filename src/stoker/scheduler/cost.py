@@ -4,7 +4,7 @@
 table has a point for each power of two of tokens: the mean size and time of the steps near it. Between
 points time is interpolated: a step costs a fixed part, then less and less a token as matrix products grow. A
 point follows quicker steps at once and slower ones slowly: a quiet machine is what it remembers, while the
-growth of contexts, which is slow, still reaches it.
+growth of contexts, which is slow, still reaches it. The first step of a size is forgotten for a quicker one.
 
 `StepActivity` has moving averages of the last steps: their time, their rows, whose they were. There the time
 of a step is that from the end of the one before, so that what happens between steps counts too.
@@ -31,6 +31,7 @@ FOLLOW_UP = 0.05
 class _Point:
     num_tokens: float
     took_s: float
+    is_first: bool = False
 
 
 class StepCost:
@@ -62,10 +63,13 @@ class StepCost:
         rank = num_tokens.bit_length()
         point = table.get(rank)
         if point is None:
-            table[rank] = _Point(num_tokens, took_s)
+            table[rank] = _Point(num_tokens, took_s, is_first=True)
             return
         expected_s = point.took_s * num_tokens / point.num_tokens
         weight = FOLLOW_DOWN if took_s < expected_s else FOLLOW_UP
+        if point.is_first and took_s < expected_s:
+            weight = 1.0  # the first of its kind had pages to touch, or a device its kernels to load
+        point.is_first = False
         point.num_tokens += weight * (num_tokens - point.num_tokens)
         point.took_s += weight * (took_s - point.took_s)
 
